@@ -1,0 +1,167 @@
+"""Every fact that depends on a version or a feature of torch, transformers or accelerate; no such test anywhere else.
+
+Facts are detected (`hasattr`, `inspect.signature`), not inferred from version numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_ckpt.errors import MissingDependencyError
+
+__all__ = [
+    "DISABLE_NAMES",
+    "ENABLE_NAMES",
+    "GradientCheckpointingLayer",
+    "PreTrainedModel",
+    "accelerate_owns_checkpointing",
+    "accelerator_class",
+    "accelerator_type",
+    "attach_oom_observer",
+    "callback_handler_of",
+    "input_gradient_hooks",
+    "is_cache",
+    "is_capturing",
+    "is_compiling",
+    "memory_module",
+    "timing_event",
+    "wants_use_cache",
+]
+
+# The hook and its new name (transformers 5.18 renamed it; the old name goes in v6). Both are driven where both exist.
+ENABLE_NAMES = tuple(
+    name
+    for name in ("gradient_checkpointing_enable", "activation_checkpointing_enable")
+    if hasattr(PreTrainedModel, name)
+)
+DISABLE_NAMES = tuple(name.replace("_enable", "_disable") for name in ENABLE_NAMES)
+
+# Segments that wrappers put into qualified names: torch.compile of a block, FSDP1.
+WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module"})
+# torch's own activation checkpoint wrapper, which accelerate's FSDP plugin applies.
+FOREIGN_OWNER_SEGMENT = "_checkpoint_wrapped_module"
+
+
+def is_cache(value: object) -> bool:
+    """Whether `value` is a key/value cache, which a recomputed block would write a second time."""
+    return isinstance(value, (Cache, EncoderDecoderCache))
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile is tracing the current call."""
+    return bool(torch.compiler.is_compiling())
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def accelerator_type() -> str | None:
+    """`cuda`, `xpu`, `mps`, ... of the accelerator in use, or None on a CPU-only machine."""
+    if hasattr(torch, "accelerator"):
+        device = torch.accelerator.current_accelerator(check_available=True)
+        return None if device is None else device.type
+    return "cuda" if torch.cuda.is_available() else None
+
+
+def memory_module(device_type: str) -> Any | None:
+    """The module that answers `max_memory_allocated()` and its kin for this device; None where nothing does.
+
+    torch 2.9 moved the allocator's figures to `torch.accelerator`; before, they were kept by device, if at all.
+    """
+    for module in (getattr(torch, "accelerator", None), getattr(torch, device_type, None)):
+        if module is not None and all(
+            hasattr(module, name) for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats")
+        ):
+            return module
+    return None
+
+
+def synchronize(device_type: str) -> None:
+    """Wait for the accelerator's current device."""
+    module: ModuleType | None = getattr(torch, "accelerator", None) or getattr(torch, device_type, None)
+    if module is not None:
+        module.synchronize()
+
+
+def timing_event(device_type: str) -> Any:
+    """A recorded-later event of the accelerator that can measure time."""
+    return torch.Event(device_type, enable_timing=True)
+
+
+def attach_oom_observer(on_oom: Callable[[], None]) -> bool:
+    """Call `on_oom` when the CUDA allocator is about to raise out-of-memory; False where torch has no such hook.
+
+    The history recorded from here on is what a snapshot shows. https://pytorch.org/docs/stable/torch_cuda_memory.html
+    """
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None or not torch.cuda.is_available():
+        return False
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
+    attach(lambda device, alloc, device_alloc, device_free: on_oom())
+    return True
+
+
+def dump_memory_snapshot(path: str) -> None:
+    """Write the CUDA allocator's snapshot (view it at https://pytorch.org/memory_viz)."""
+    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+
+
+def wants_use_cache(module: nn.Module) -> bool:
+    """Whether a forward of `module` takes `use_cache`."""
+    return "use_cache" in inspect.signature(module.forward).parameters
+
+
+def input_gradient_hooks(model: nn.Module) -> int:
+    """How many live hooks make the embedding output require gradients (`enable_input_require_grads`)."""
+    state = vars(model)
+    handles = state.get("_require_grads_hooks") or [state.get("_require_grads_hook")]
+    return sum(handle is not None and handle.id in (handle.hooks_dict_ref() or {}) for handle in handles)
+
+
+def accelerate_owns_checkpointing() -> bool:
+    """Whether accelerate's FSDP plugin of this process is set to checkpoint activations itself."""
+    state_module = sys.modules.get("accelerate.state")
+    if state_module is None or not state_module.AcceleratorState._shared_state:
+        return False
+    plugin = state_module.AcceleratorState._shared_state.get("fsdp_plugin")
+    return bool(plugin is not None and getattr(plugin, "activation_checkpointing", False))
+
+
+def accelerator_class() -> Any:
+    """`accelerate.Accelerator`. Raises `MissingDependencyError` without accelerate."""
+    try:
+        from accelerate import Accelerator
+    except ImportError as error:
+        raise MissingDependencyError(
+            "accelerate", "enabling a plan when a model is prepared", "pip install accelerate"
+        ) from error
+    return Accelerator
+
+
+def callback_handler_of(callback: object) -> Any | None:
+    """The Trainer's callback handler that is calling `callback` right now, or None outside an event.
+
+    transformers gives callbacks no way to reach the handler, and puts users' callbacks behind the reporters, so figures
+    that a callback adds to the logs would never be reported. The handler is the caller: read it from its frame.
+    """
+    from transformers.trainer_callback import CallbackHandler
+
+    frame = sys._getframe(1)
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and any(found is callback for found in handler.callbacks):
+            return handler
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

@@ -1,0 +1,1 @@
+"""One file an engine; each makes a function `(fn, *args) -> outputs` that a block calls instead of its forward."""

@@ -1,0 +1,68 @@
+"""Every error hf_ckpt raises, as classes that carry what a caller may want to read back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class HfCkptError(Exception):
+    """Base of every error raised by hf_ckpt."""
+
+
+class SpecError(HfCkptError, ValueError):
+    """A spec was refused. `problems` holds every reason at once, not only the first."""
+
+    def __init__(self, problems: Sequence[str], source: str | None = None) -> None:
+        self.problems = tuple(problems)
+        self.source = source
+        where = f" in {source}" if source else ""
+        count = len(self.problems)
+        head = f"{count} problem{'s' if count != 1 else ''} in the activation checkpointing spec{where}:"
+        super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
+
+
+class NotAvailableError(HfCkptError):
+    """The spec is valid, but this version of hf_ckpt has no engine for it yet."""
+
+    def __init__(self, wanted: Sequence[str], available: Sequence[str]) -> None:
+        self.wanted = tuple(wanted)
+        super().__init__(
+            f"{', '.join(wanted)} is not available in this version of hf_ckpt; "
+            f"what can be installed: {', '.join(available)}."
+        )
+
+
+class NoBlocksError(HfCkptError, TypeError):
+    """No block that activation checkpointing could be installed on was found."""
+
+
+class PlanMismatchError(HfCkptError, ValueError):
+    """A saved plan does not describe the model it was given to."""
+
+
+class OwnerConflictError(HfCkptError, RuntimeError):
+    """Something else already owns activation checkpointing of this model."""
+
+
+class PlanLostError(HfCkptError, RuntimeError):
+    """Planned blocks no longer carry the function hf_ckpt put on them. `blocks` names them."""
+
+    def __init__(self, blocks: Sequence[str]) -> None:
+        self.blocks = tuple(blocks)
+        shown = ", ".join(self.blocks[:4]) + (" ..." if len(self.blocks) > 4 else "")
+        super().__init__(
+            f"{len(self.blocks)} planned blocks no longer carry hf_ckpt's function ({shown}): something set "
+            "`gradient_checkpointing` on the blocks directly. Call `model.gradient_checkpointing_enable()` again, "
+            "after whatever replaced it, or `hf_ckpt.uninstall(model)` if that other owner is wanted."
+        )
+
+
+class GraphCaptureError(HfCkptError, RuntimeError):
+    """Random state cannot be read while a CUDA graph is being captured."""
+
+
+class MissingDependencyError(HfCkptError, ImportError):
+    """An optional package is needed for what was asked."""
+
+    def __init__(self, package: str, purpose: str, command: str) -> None:
+        super().__init__(f"{purpose} needs `{package}`, which is not installed. Install it with: {command}")

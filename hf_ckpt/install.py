@@ -1,0 +1,526 @@
+"""The only module that changes a model.
+
+`install` puts a small record and callable hooks on the base PreTrainedModel; the hooks apply the plan on every enable
+call and take it off on every disable call. Everything put on a model pickles, deep-copies with it, and comes off again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.errors import HfCkptError, OwnerConflictError
+from hf_ckpt.families import GENERIC, FoundBlocks, base_model, find_blocks, frozen_prefix, plain_modules
+from hf_ckpt.plan import Description, Plan
+from hf_ckpt.planner import fit_plan, make_plan
+from hf_ckpt.spec import Spec, SpecLike
+
+log = logging.getLogger(__name__)
+
+RECORD = "_hf_ckpt"  # where the record lies in vars(base model)
+_FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+_INPUT_GRADIENT_NAMES = ("enable_input_require_grads", "disable_input_require_grads")
+
+
+class _Gate(enum.Enum):
+    """The flag of a planned block: true while gradients are recorded.
+
+    Under `no_grad` a block must run as if it were not checkpointed, or `generate()` in train mode loses its cache and
+    returns other tokens. The layer drops the cache before it calls our function, so the flag itself has to know.
+    """
+
+    WHILE_GRADIENTS_ARE_ON = "on while gradients are recorded"
+
+    def __bool__(self) -> bool:
+        return torch.is_grad_enabled()
+
+
+class _Absent(enum.Enum):
+    ABSENT = "no such attribute"
+
+
+GATE = _Gate.WHILE_GRADIENTS_ARE_ON
+_Saved = dict[str, dict[str, Any]]
+
+
+@dataclasses.dataclass
+class Installation:
+    """What hf_ckpt keeps on a model."""
+
+    spec: Spec
+    plan: Plan
+    enabled: bool = False
+    regions: dict[str, FullRegion] = dataclasses.field(default_factory=dict)
+    """Block name -> its function, for planned blocks."""
+    before: _Saved = dataclasses.field(default_factory=dict)
+    """Module name -> the two attributes as they were before installation."""
+    had_input_gradients: bool = False
+    """Whether the embedding hook was there when the plan was enabled."""
+    handles: list[Any] = dataclasses.field(default_factory=list)
+
+
+def install(
+    model: nn.Module | None = None, spec: SpecLike | Plan = None, *, enable_when_prepared: bool = False
+) -> Description | None:
+    """Let hf_ckpt answer `gradient_checkpointing_enable` (and its new name) of a model, or of every model.
+
+        hf_ckpt.install(model)                                     # a bare enable call then means `full`
+        hf_ckpt.install(model, {"policy": "full", "layers": "0-15"})
+        hf_ckpt.install(spec="full")                               # every PreTrainedModel of the process
+
+    Args:
+        model: a PreTrainedModel, plain or wrapped by PEFT, DDP or torch.compile. None hooks every PreTrainedModel of
+            the process from now on, until `uninstall()`.
+        spec: what an enable call without a policy of its own applies; any form `Spec.parse` takes, or a saved `Plan`.
+            Without it `full` (or the plan already installed).
+        enable_when_prepared: only without a model: also enable on every model that `Accelerator.prepare` gets, for
+            scripts that never ask for checkpointing.
+
+    Nothing is enabled yet, unless the model already had checkpointing on; then the plan takes over at once.
+
+    Raises:
+        SpecError: the spec is refused; whatever was installed before stays as it was.
+        NotAvailableError: the policy has no engine in this version.
+        NoBlocksError, PlanMismatchError, OwnerConflictError: as their names say.
+    """
+    if model is None:
+        _install_everywhere(spec, enable_when_prepared)
+        return None
+    _install_one(model, spec)
+    return describe(model)
+
+
+def uninstall(model: nn.Module | None = None) -> None:
+    """Take everything off a model (attributes, hooks, flags: exactly as before), or undo `install()` of the process.
+
+    A model on which nothing is installed is left alone.
+    """
+    if model is None:
+        _uninstall_everywhere()
+        return
+    base = base_model(model)
+    record = installation(base)
+    if record is None:
+        return
+    _take_off(base, record)
+    for name, attributes in record.before.items():
+        module = dict(plain_modules(base)).get(name)
+        if module is not None:
+            _write(module, attributes)
+    for name in (*compat.ENABLE_NAMES, *compat.DISABLE_NAMES, RECORD):
+        vars(base).pop(name, None)
+
+
+def installation(model: nn.Module) -> Installation | None:
+    """The record on a model, or None."""
+    found: Installation | None = vars(base_model(model)).get(RECORD)
+    return found
+
+
+def describe(model: nn.Module) -> Description:
+    """The installed plan and what has become of it; print it or `.save(path)` it.
+
+    Raises `HfCkptError` when nothing is installed.
+    """
+    record = installation(model)
+    if record is None:
+        raise HfCkptError("nothing is installed on this model; call hf_ckpt.install(model) first.")
+    planned = record.plan.active()
+    return Description(
+        plan=record.plan,
+        spec=record.spec.to_dict(),
+        enabled=record.enabled,
+        frozen=tuple(name for name in frozen_prefix(model, find_blocks(model)) if name in planned),
+        forwards={name: region.forwards for name, region in record.regions.items()},
+        recomputed={name: region.recomputed for name, region in record.regions.items()},
+    )
+
+
+def lost_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Planned blocks of an enabled plan that no longer carry its function, because someone else set their flags.
+
+    Raises `OwnerConflictError` when torch's checkpoint wrapper was put around a block since.
+    """
+    record = installation(model)
+    if record is None or not record.enabled:
+        return ()
+    modules = find_blocks(model).modules
+    return tuple(
+        name
+        for name, region in record.regions.items()
+        if name not in modules or vars(modules[name]).get(_FUNCTION) is not region or not getattr(modules[name], _FLAG)
+    )
+
+
+@contextlib.contextmanager
+def paused(model: nn.Module) -> Iterator[None]:
+    """Turn the plan off for a while (generation, scoring), and on again as it was."""
+    base = base_model(model)
+    record = installation(base)
+    if record is None or not record.enabled:
+        yield
+        return
+    _take_off(base, record)
+    try:
+        yield
+    finally:
+        if installation(base) is record:
+            _put_on(base, record)
+
+
+# --- one model ------------------------------------------------------------------------------------------------------
+
+
+def _install_one(model: nn.Module, given: SpecLike | Plan) -> None:
+    found = find_blocks(model)
+    record = installation(found.base)
+    if given is None and record is not None:
+        return
+    spec, plan = _plan(found, given)
+    if found.family == GENERIC and record is None:
+        log.warning(
+            "%s is of no known family; %d checkpointable blocks found, used as family `generic`.",
+            found.model,
+            len(found.blocks),
+        )
+    if record is None:
+        record = Installation(spec, plan)
+        record.before = {name: _read(module) for name, module in _carriers(found.base).items()}
+        vars(found.base)[RECORD] = record
+        for name in compat.ENABLE_NAMES:
+            vars(found.base)[name] = EnableHook(found.base)
+        for name in compat.DISABLE_NAMES:
+            vars(found.base)[name] = DisableHook(found.base)
+        was_on = any(_is_on(module) for module in _carriers(found.base).values())
+    else:
+        was_on = record.enabled
+    _adopt(found.base, record, spec, plan)
+    if was_on:
+        _put_on(found.base, record)
+
+
+def _plan(found: FoundBlocks, given: SpecLike | Plan) -> tuple[Spec, Plan]:
+    if isinstance(given, Plan):
+        return Spec(), fit_plan(given, found.blocks, found.family, found.model)
+    spec = Spec.parse(given)
+    return spec, make_plan(spec, found.blocks, found.family, found.model)
+
+
+def _adopt(base: nn.Module, record: Installation, spec: Spec, plan: Plan) -> None:
+    """Make `plan` the one to apply; what is on the blocks comes off."""
+    if record.enabled:
+        _take_off(base, record)
+    record.spec, record.plan = spec, plan
+    record.regions = {
+        name: FullRegion(
+            name,
+            # `auto` preserves always: looking for an active dropout on every call costs more than keeping the state.
+            preserve_rng_state=spec.preserve_rng_state is not False,
+            determinism_check=spec.determinism_check,
+        )
+        for name in plan.active()
+    }
+
+
+def _enable(base: compat.PreTrainedModel, asked: Mapping[str, Any]) -> None:
+    """An enable call: adopt what it asks for, if it asks for anything, and put the plan on."""
+    record = installation(base)
+    assert record is not None, "the hook outlived its record"
+    if compat.accelerate_owns_checkpointing():
+        raise OwnerConflictError(
+            "accelerate's FSDP plugin is set to checkpoint activations too (`fsdp_activation_checkpointing: true`), "
+            "and it recomputes without preserving random state. Set it to false: checkpointing needs one owner."
+        )
+    found = find_blocks(base)
+    spec = record.spec.updated(asked)
+    if spec != record.spec:
+        _adopt(base, record, *_plan(found, spec))
+    elif {block.name for block, _ in record.plan.actions} != found.modules.keys():
+        _adopt(base, record, *_plan(found, spec))  # the model has changed since: layers were added or dropped
+    _put_on(base, record)
+
+
+def _disable(base: compat.PreTrainedModel) -> None:
+    record = installation(base)
+    assert record is not None, "the hook outlived its record"
+    _take_off(base, record)
+
+
+def _put_on(base: compat.PreTrainedModel, record: Installation) -> None:
+    if record.enabled:
+        _take_off(base, record)
+    for name, module in _carriers(base).items():
+        record.before.setdefault(name, _read(module))
+        if name in record.regions:
+            _write(module, {_FLAG: GATE, _FUNCTION: record.regions[name]})
+        else:
+            _switch_off(module, record.before[name])
+    if record.regions:
+        _drop_input_gradients(base, record)
+        owners = {id(owner): owner for owner in find_blocks(base).owners}.values()
+        record.handles = [
+            owner.register_forward_pre_hook(
+                _before_stack_with_cache if compat.wants_use_cache(owner) else _before_stack, with_kwargs=True
+            )
+            for owner in owners
+        ]
+    record.enabled = True
+
+
+def _take_off(base: compat.PreTrainedModel, record: Installation) -> None:
+    for name, module in _carriers(base).items():
+        _switch_off(module, record.before.get(name, {}))
+    for handle in record.handles:
+        handle.remove()
+    record.handles = []
+    for name in _INPUT_GRADIENT_NAMES:
+        if isinstance(vars(base).get(name), SkippedHook):
+            del vars(base)[name]
+    if record.had_input_gradients:
+        base.enable_input_require_grads()
+        record.had_input_gradients = False
+    record.enabled = False
+
+
+def _drop_input_gradients(base: compat.PreTrainedModel, record: Installation) -> None:
+    """Take the embedding hook off, and keep PEFT and TRL from putting it (back) on while the plan is enabled.
+
+    It exists for reentrant checkpointing. Non-reentrant needs no input that requires gradients, and the hook makes
+    frozen blocks below the first adapter save, recompute and run backward. https://github.com/huggingface/transformers/issues/21381
+    """
+    if compat.input_gradient_hooks(base):
+        base.disable_input_require_grads()
+        record.had_input_gradients = True
+    for name in _INPUT_GRADIENT_NAMES:
+        if hasattr(base, name):
+            vars(base)[name] = SkippedHook(name)
+
+
+def _carriers(base: nn.Module) -> dict[str, nn.Module]:
+    """Every module with a checkpointing flag: blocks, but also stacks and T5's attention modules."""
+    return {name: module for name, module in plain_modules(base) if hasattr(module, _FLAG)}
+
+
+def _is_on(module: nn.Module) -> bool:
+    with torch.enable_grad():  # our own flag is true only then
+        return bool(getattr(module, _FLAG))
+
+
+def _read(module: nn.Module) -> dict[str, Any]:
+    return {name: vars(module).get(name, _Absent.ABSENT) for name in (_FLAG, _FUNCTION)}
+
+
+def _write(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    for name, value in attributes.items():
+        if value is _Absent.ABSENT:
+            vars(module).pop(name, None)
+        else:
+            setattr(module, name, value)
+
+
+def _switch_off(module: nn.Module, before: Mapping[str, Any]) -> None:
+    """As before installation, but off even if it was on then."""
+    _write(module, before)
+    if getattr(module, _FLAG):
+        setattr(module, _FLAG, False)
+
+
+def _before_stack(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of whatever runs a stack: say it when the plan cannot act."""
+    if torch.is_grad_enabled() and not owner.training and not compat.is_compiling() and _is_trained(owner):
+        _warn_eval_mode(type(owner).__name__)
+
+
+def _before_stack_with_cache(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same for a stack that may build a cache: none is built for a forward that will be recomputed.
+
+    Switched off for this call only; the config keeps what the user wrote.
+    """
+    _before_stack(owner, args, kwargs)
+    if torch.is_grad_enabled() and owner.training and kwargs.get("past_key_values") is None:
+        return args, {**kwargs, "use_cache": False}
+    return None
+
+
+def _is_trained(owner: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in owner.parameters())
+
+
+@functools.lru_cache(maxsize=32)  # once a class
+def _warn_eval_mode(owner: str) -> None:
+    log.warning(
+        "%s runs in eval mode with gradients on: blocks are checkpointed in train mode only, so every activation is "
+        "kept. Call model.train() to train, or use torch.no_grad() to evaluate.",
+        owner,
+    )
+
+
+# --- hooks that live on a model -------------------------------------------------------------------------------------
+
+
+class _ModelHook:
+    """A callable attribute of a model that refers to it weakly, and to the right one after a copy."""
+
+    def __init__(self, base: nn.Module) -> None:
+        self._base = weakref.ref(base)
+
+    @property
+    def base(self) -> Any:
+        base = self._base()
+        if base is None:
+            raise HfCkptError("the model this hook belonged to no longer exists.")
+        return base
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ModelHook:
+        return type(self)(memo.get(id(self.base), self.base))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.base,)
+
+
+class EnableHook(_ModelHook):
+    """`model.gradient_checkpointing_enable` and `model.activation_checkpointing_enable` of an installed model."""
+
+    # PEFT looks for a parameter of exactly this name before it passes its keyword arguments.
+    def __call__(
+        self,
+        gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool | str = False,
+        *,
+        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Apply the plan. Keys of the spec replace it; none of them (None, {}, only other options) keep it."""
+        asked = dict(gradient_checkpointing_kwargs or activation_checkpointing_kwargs or {})
+        _enable(self.base, {**_beside(every_n_layers, offload), **asked})
+
+
+class DisableHook(_ModelHook):
+    """`model.gradient_checkpointing_disable` and its new name: the plan comes off, and is remembered."""
+
+    def __call__(self) -> None:
+        _disable(self.base)
+
+
+class SkippedHook:
+    """Stands in for `enable_input_require_grads` and its undoing while a plan is enabled."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self) -> None:
+        log.info("%s skipped: non-reentrant checkpointing needs no input that requires gradients.", self.name)
+
+
+def _beside(every_n_layers: int, offload: bool | str) -> dict[str, Any]:
+    """The arguments that transformers takes out of the kwargs and passes beside them, unless they are the defaults."""
+    return ({} if every_n_layers == 1 else {"every_n_layers": every_n_layers}) | (
+        {"offload": offload} if offload else {}
+    )
+
+
+# --- every model of the process -------------------------------------------------------------------------------------
+
+
+class _Everywhere:
+    """Class-level hooks on PreTrainedModel (and Accelerator.prepare), with what they replaced."""
+
+    def __init__(self, given: SpecLike | Plan) -> None:
+        self.given = given
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.replaced: list[tuple[type, str, Any]] = []
+
+    def replace(self, owner: type, name: str, function: Callable[..., Any]) -> None:
+        self.replaced.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, functools.wraps(vars(owner)[name])(function))
+
+    def undo(self) -> None:
+        for owner, name, original in reversed(self.replaced):
+            setattr(owner, name, original)
+        for model in list(self.models):
+            uninstall(model)
+
+    def enable(self, base: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Install on this model, then let its own hook answer. A refused request leaves the model untouched."""
+        fresh = installation(base) is None
+        _install_one(base, self.given)
+        try:
+            vars(base_model(base))[compat.ENABLE_NAMES[0]](*args, **kwargs)
+        except HfCkptError:
+            if fresh:
+                uninstall(base)
+            raise
+        self.models.add(base)
+
+
+_everywhere: _Everywhere | None = None
+
+
+def _install_everywhere(given: SpecLike | Plan, enable_when_prepared: bool) -> None:
+    global _everywhere
+    if not isinstance(given, Plan):
+        given = Spec.parse(given)
+    _uninstall_everywhere()
+    hooks = _Everywhere(given)
+
+    def enable(
+        self: Any,
+        gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool | str = False,
+        *,
+        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        hooks.enable(
+            self,
+            gradient_checkpointing_kwargs,
+            every_n_layers,
+            offload,
+            activation_checkpointing_kwargs=activation_checkpointing_kwargs,
+        )
+
+    for name in compat.ENABLE_NAMES:
+        hooks.replace(compat.PreTrainedModel, name, enable)
+    if enable_when_prepared:
+        accelerator = compat.accelerator_class()
+        prepare = accelerator.prepare
+
+        def enable_and_prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+            for model in args:
+                if isinstance(model, nn.Module) and _can_enable(model):
+                    hooks.enable(base_model(model))
+            return prepare(self, *args, **kwargs)
+
+        hooks.replace(accelerator, "prepare", enable_and_prepare)
+    _everywhere = hooks
+
+
+def _can_enable(model: nn.Module) -> bool:
+    """A trainable Hugging Face model that nobody has enabled yet."""
+    if not any(isinstance(module, compat.PreTrainedModel) for module in model.modules()):
+        return False
+    record = installation(model)
+    return (record is None or not record.enabled) and _is_trained(model)
+
+
+def _uninstall_everywhere() -> None:
+    global _everywhere
+    if _everywhere is not None:
+        _everywhere.undo()
+        _everywhere = None
+
+
+def installed_models() -> int:
+    """How many models the process-wide hooks have been enabled on since `install()`."""
+    return 0 if _everywhere is None else len(_everywhere.models)

@@ -1,0 +1,183 @@
+"""Records only: what a model is made of, and what each block of it gets. Free of torch.
+
+A `Plan` names blocks by qualified name, so it can be saved, read by people and given to another run of the same model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_ckpt.errors import PlanMismatchError
+
+ACTIONS = ("keep", "selective", "full", "offload")
+FORMAT_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One repeated transformer layer."""
+
+    name: str
+    """Qualified name inside the base model, free of wrapper segments: `model.layers.0`."""
+    stack: str
+    """The stack it is counted in."""
+    index: int
+    """Position in the stack, from 0."""
+    kind: str
+    """Class name: `LlamaDecoderLayer`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Action:
+    """What happens to one block's activations."""
+
+    kind: str = "keep"
+    """`keep`, `selective`, `full` or `offload`."""
+    save: tuple[str, ...] = ()
+    """Op classes whose results stay, for `selective`."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} (save {', '.join(self.save)})" if self.save else self.kind
+
+
+KEEP = Action("keep")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One action for every block of every stack."""
+
+    family: str
+    """Family row the blocks were found by, or `generic`."""
+    model: str
+    """Class name of the base model."""
+    actions: tuple[tuple[Block, Action], ...]
+    """In the order the blocks run within each stack; stacks one after another."""
+
+    def stacks(self) -> dict[str, list[tuple[Block, Action]]]:
+        """The same pairs, stack by stack."""
+        groups = itertools.groupby(self.actions, key=lambda pair: pair[0].stack)
+        return {stack: list(pairs) for stack, pairs in groups}
+
+    def active(self) -> dict[str, Action]:
+        """Qualified name -> action, for the blocks whose action is not `keep`."""
+        return {block.name: action for block, action in self.actions if action.kind != "keep"}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form; `Plan.from_dict` reads it back to an equal plan."""
+
+        def row(block: Block, action: Action) -> dict[str, Any]:
+            return {"block": block.name, "kind": block.kind, "action": action.kind} | (
+                {"save": list(action.save)} if action.save else {}
+            )
+
+        stacks = {stack: [row(*pair) for pair in pairs] for stack, pairs in self.stacks().items()}
+        return {"hf_ckpt_plan": FORMAT_VERSION, "family": self.family, "model": self.model, "stacks": stacks}
+
+    @classmethod
+    def from_dict(cls, given: Any, source: str = "the plan") -> Plan:
+        """Read `to_dict`'s form. Raises `PlanMismatchError` when it is no plan of this format."""
+        if not isinstance(given, Mapping) or given.get("hf_ckpt_plan") != FORMAT_VERSION:
+            raise PlanMismatchError(f"{source} is no plan of hf_ckpt (format {FORMAT_VERSION}): {str(given)[:120]!r}")
+        try:
+            actions = tuple(_read_rows(given["stacks"]))
+            return cls(family=str(given["family"]), model=str(given["model"]), actions=actions)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise PlanMismatchError(f"{source} is damaged: {error!r}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON (or as YAML, if the path ends so)."""
+        path = Path(path)
+        if path.suffix in (".yaml", ".yml"):
+            import yaml
+
+            text = yaml.safe_dump(self.to_dict(), sort_keys=False)
+        else:
+            text = json.dumps(self.to_dict(), indent=1) + "\n"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a saved plan, JSON or YAML. Raises `PlanMismatchError` when the file cannot be read as one."""
+        import yaml
+
+        try:
+            loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+            raise PlanMismatchError(f"cannot read a plan from {str(path)!r}: {error}") from error
+        return cls.from_dict(loaded, source=str(path))
+
+    def __str__(self) -> str:
+        lines = [f"{self.model} (family {self.family}), {len(self.active())} of {len(self.actions)} blocks planned"]
+        for stack, pairs in self.stacks().items():
+            chosen: dict[str, list[int]] = {}
+            for block, action in pairs:
+                chosen.setdefault(str(action), []).append(block.index)
+            kinds = ", ".join(dict.fromkeys(block.kind for block, _ in pairs))
+            parts = [f"{action} {_spans(indices)}" for action, indices in chosen.items()]
+            lines.append(f"  {stack} ({len(pairs)} x {kinds}): {'; '.join(parts)}")
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What `hf_ckpt.describe` returns: the plan, and what has become of it."""
+
+    plan: Plan
+    spec: dict[str, Any]
+    """The spec the plan came from."""
+    enabled: bool
+    """Whether the plan is on the blocks now."""
+    frozen: tuple[str, ...]
+    """Planned blocks below the first trainable parameter: they save nothing and are not recomputed."""
+    forwards: dict[str, int]
+    """Block -> checkpointed forward calls so far."""
+    recomputed: dict[str, int]
+    """Block -> recomputations so far."""
+
+    def save(self, path: str | Path) -> None:
+        """Save the plan; see `Plan.save`."""
+        self.plan.save(path)
+
+    def __str__(self) -> str:
+        state = "enabled" if self.enabled else "installed, not enabled (call model.gradient_checkpointing_enable())"
+        lines = [f"hf_ckpt: {state}; spec {json.dumps(self.spec)}", str(self.plan)]
+        if self.frozen:
+            lines.append(
+                f"  kept in effect: {len(self.frozen)} blocks below the first trainable parameter save nothing"
+            )
+        if any(self.forwards.values()):
+            lines.append(
+                f"  so far: {sum(self.forwards.values())} checkpointed block calls, "
+                f"{sum(self.recomputed.values())} recomputations"
+            )
+        return "\n".join(lines)
+
+
+def _spans(indices: list[int]) -> str:
+    """`_spans([0, 1, 2, 5]) == "0-2, 5"`; a long run of equal steps is shortened: `"0, 2, ... 78"`."""
+    steps = {later - earlier for earlier, later in itertools.pairwise(indices)}
+    if len(indices) > 4 and len(steps) == 1 and steps != {1}:
+        return f"{indices[0]}, {indices[1]}, ... {indices[-1]}"
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _read_rows(stacks: Mapping[str, list[Mapping[str, Any]]]) -> Iterator[tuple[Block, Action]]:
+    for stack, rows in stacks.items():
+        for index, row in enumerate(rows):
+            if row["action"] not in ACTIONS:
+                raise ValueError(f"{row['block']} has the unknown action {row['action']!r}")
+            block = Block(name=str(row["block"]), stack=str(stack), index=index, kind=str(row["kind"]))
+            yield block, Action(row["action"], tuple(row.get("save", ())))

@@ -1,0 +1,114 @@
+"""Spec and blocks in, plan out: pure functions, free of torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from hf_ckpt.errors import NotAvailableError, PlanMismatchError, SpecError
+from hf_ckpt.plan import KEEP, Action, Block, Plan
+from hf_ckpt.spec import Spec, parse_layers
+
+# Policies an engine exists for. The others are valid specs, refused when they are installed.
+AVAILABLE_POLICIES = ("none", "full")
+_WANTED = (*AVAILABLE_POLICIES, "every_n_layers", "layers", "rules", "plan")
+
+Stacks = dict[str, list[Block]]
+
+
+def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> Plan:
+    """One action for every block.
+
+    Raises `NotAvailableError` for a policy without an engine, and `SpecError` with every reason why the spec does not
+    fit these blocks: an unknown stack, a layer out of range, a choice that matches no block.
+    """
+    _refuse_unavailable(spec)
+    if spec.plan is not None:
+        return fit_plan(Plan.load(spec.plan), blocks, family, model, spec.plan)
+    stacks = _by_stack(blocks)
+    problems: list[str] = []
+    actions = dict.fromkeys(blocks, KEEP)
+    base = _action(spec.policy, spec.save)
+    for block in _base_selection(spec, stacks, problems):
+        actions[block] = base
+    for number, rule in enumerate(spec.rules):
+        chosen = _select(rule.layers, rule.stack, stacks, f"`rules`[{number}]", problems)
+        actions.update(dict.fromkeys(chosen, _action(rule.policy, rule.save or spec.save)))
+    if problems:
+        raise SpecError(problems)
+    return Plan(family=family, model=model, actions=tuple(actions.items()))
+
+
+def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, source: str = "the plan") -> Plan:
+    """`plan` for this model. Raises `PlanMismatchError` unless it names exactly these blocks."""
+    theirs = {block.name: block.kind for block, _ in plan.actions}
+    ours = {block.name: block.kind for block in blocks}
+    if theirs != ours:
+        differing = [name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)]
+        raise PlanMismatchError(
+            f"{source} is for another model: it was made for {plan.model} with {len(theirs)} blocks, this is {model} "
+            f"with {len(ours)}; first difference at {min(differing)!r}."
+        )
+    planned = {block.name: action for block, action in plan.actions}
+    unavailable = sorted({action.kind for action in planned.values()} - {"keep", *AVAILABLE_POLICIES})
+    if unavailable:
+        raise NotAvailableError([f"action {kind!r}" for kind in unavailable], _WANTED)
+    return Plan(family=family, model=model, actions=tuple((block, planned[block.name]) for block in blocks))
+
+
+def _refuse_unavailable(spec: Spec) -> None:
+    policies = dict.fromkeys([spec.policy, *(rule.policy for rule in spec.rules)])
+    missing = [f"policy {policy!r}" for policy in policies if policy not in AVAILABLE_POLICIES]
+    if spec.segments is not None:
+        missing.append("`segments`")
+    if spec.offload is not False:
+        missing.append("`offload`")
+    if missing:
+        raise NotAvailableError(missing, _WANTED)
+
+
+def _by_stack(blocks: Iterable[Block]) -> Stacks:
+    stacks: Stacks = {}
+    for block in blocks:
+        stacks.setdefault(block.stack, []).append(block)
+    return stacks
+
+
+def _action(policy: str, save: tuple[str, ...]) -> Action:
+    return KEEP if policy == "none" else Action(policy, save if policy == "selective" else ())
+
+
+def _base_selection(spec: Spec, stacks: Stacks, problems: list[str]) -> list[Block]:
+    if spec.policy == "none":
+        return []
+    if spec.layers is None:
+        # Each stack is counted by itself: transformers' own `every_n_layers` runs one counter through all of them.
+        return [block for blocks in stacks.values() for block in blocks if block.index % spec.every_n_layers == 0]
+    if isinstance(spec.layers, str):
+        return _select(spec.layers, None, stacks, "`layers`", problems)
+    return [block for stack, text in spec.layers for block in _select(text, stack, stacks, "`layers`", problems)]
+
+
+def _select(text: str, stack: str | None, stacks: Stacks, where: str, problems: list[str]) -> list[Block]:
+    """The blocks that `text` names in one stack, or in every stack."""
+    if stack is not None and stack not in stacks:
+        near = difflib.get_close_matches(stack, stacks, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        problems.append(f"{where} names the stack {stack!r}, but this model has {', '.join(map(repr, stacks))}{hint}")
+        return []
+    chosen: list[Block] = []
+    for name in stacks if stack is None else [stack]:
+        blocks = stacks[name]
+        for first, last in parse_layers(text):
+            low, high = (index + len(blocks) if index < 0 else index for index in (first, last))
+            if not (0 <= low < len(blocks) and 0 <= high < len(blocks)):
+                shown = first if first == last else f"{first}-{last}"
+                problems.append(
+                    f"{where} names {shown}, but stack {name!r} has blocks 0 to {len(blocks) - 1} "
+                    f"(or -{len(blocks)} to -1)."
+                )
+            elif low > high:
+                problems.append(f"{where} names {first}-{last}, which matches no block of stack {name!r}.")
+            else:
+                chosen += blocks[low : high + 1]
+    return chosen

@@ -1,0 +1,92 @@
+"""Bytes, seconds and percent, as text and back. Nothing else in hf_ckpt formats a number for people."""
+
+from __future__ import annotations
+
+import re
+
+from hf_ckpt.errors import HfCkptError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*")
+GIB = 2**30
+
+
+class UnitError(HfCkptError, ValueError):
+    """A text is not a size."""
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a size in bytes: `parse_bytes("20GiB") == 21474836480`; `"20GB"` is decimal, a plain number is bytes.
+
+    Raises `UnitError` when the text is no size or not positive.
+    """
+    if isinstance(text, bool) or not isinstance(text, (int, str)):
+        raise UnitError(f"a size must be a number of bytes or a text like '20GiB', but is {text!r} instead.")
+    match = _SIZE.fullmatch(str(text))
+    unit = match.group(2).lower() if match else None
+    if match is None or unit not in _UNITS:
+        raise UnitError(f"a size must look like '20GiB', '800MB' or 1073741824, but is {text!r} instead.")
+    size = int(float(match.group(1)) * _UNITS[unit]) if "." in match.group(1) else int(match.group(1)) * _UNITS[unit]
+    if size <= 0:
+        raise UnitError(f"a size must be positive, but is {text!r} instead.")
+    return size
+
+
+def parse_fraction(text: str) -> float:
+    """Read a share: `parse_fraction("80%") == 0.8`. Raises `UnitError` unless it is above 0 and at most 100 %."""
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        raise UnitError(f"a share must look like '80%', but is {text!r} instead.") from None
+    if not 0 < share <= 1:
+        raise UnitError(f"a share must be above 0% and at most 100%, but is {text!r} instead.")
+    return share
+
+
+def format_bytes(size_bytes: float | None) -> str:
+    """`format_bytes(1536) == "1.50 KiB"`; unknown (None) is a dash, never 0."""
+    if size_bytes is None:
+        return "-"
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """`format_seconds(0.0123) == "12.3 ms"`; unknown (None) is a dash."""
+    if seconds is None:
+        return "-"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.2f} s"
+
+
+def format_ratio(ratio: float | None) -> str:
+    """`format_ratio(1.25) == "1.25x"`; unknown (None) is a dash."""
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def format_percent(share: float | None) -> str:
+    """`format_percent(0.125) == "12.5 %"`; unknown (None) is a dash."""
+    return "-" if share is None else f"{share * 100:.1f} %"
+
+
+def to_gib(size_bytes: float | None) -> float | None:
+    """Bytes as GiB, unknown stays unknown."""
+    return None if size_bytes is None else size_bytes / GIB
