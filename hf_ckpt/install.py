@@ -439,6 +439,7 @@ class _Everywhere:
     def __init__(self, given: SpecLike | Plan) -> None:
         self.given = given
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.enabled = 0
         self.replaced: list[tuple[type, str, Any]] = []
 
     def replace(self, owner: type, name: str, function: Callable[..., Any]) -> None:
@@ -462,6 +463,7 @@ class _Everywhere:
                 uninstall(base)
             raise
         self.models.add(base)
+        self.enabled += 1
 
 
 _everywhere: _Everywhere | None = None
@@ -521,6 +523,6 @@ def _uninstall_everywhere() -> None:
         _everywhere = None
 
 
-def installed_models() -> int:
-    """How many models the process-wide hooks have been enabled on since `install()`."""
-    return 0 if _everywhere is None else len(_everywhere.models)
+def enable_calls() -> int:
+    """How many enable calls the process-wide hooks have answered since `install()`."""
+    return 0 if _everywhere is None else _everywhere.enabled
