@@ -5,6 +5,7 @@ Facts are detected (`hasattr`, `inspect.signature`), not inferred from version n
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -13,30 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel as PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
 
 from hf_ckpt.errors import MissingDependencyError
-
-__all__ = [
-    "DISABLE_NAMES",
-    "ENABLE_NAMES",
-    "GradientCheckpointingLayer",
-    "PreTrainedModel",
-    "accelerate_owns_checkpointing",
-    "accelerator_class",
-    "accelerator_type",
-    "attach_oom_observer",
-    "callback_handler_of",
-    "input_gradient_hooks",
-    "is_cache",
-    "is_capturing",
-    "is_compiling",
-    "memory_module",
-    "timing_event",
-    "wants_use_cache",
-]
 
 # The hook and its new name (transformers 5.18 renamed it; the old name goes in v6). Both are driven where both exist.
 ENABLE_NAMES = tuple(
@@ -98,6 +80,15 @@ def synchronize(device_type: str) -> None:
 def timing_event(device_type: str) -> Any:
     """A recorded-later event of the accelerator that can measure time."""
     return torch.Event(device_type, enable_timing=True)
+
+
+def forked_random_state() -> contextlib.AbstractContextManager[None]:
+    """Random state of the CPU and of every accelerator device, put back on exit."""
+    device_type = accelerator_type()
+    if device_type is None:
+        return torch.random.fork_rng(devices=[])
+    count = torch.accelerator.device_count() if hasattr(torch, "accelerator") else torch.cuda.device_count()
+    return torch.random.fork_rng(devices=range(count), device_type=device_type)
 
 
 def attach_oom_observer(on_oom: Callable[[], None]) -> bool:
@@ -165,3 +156,11 @@ def callback_handler_of(callback: object) -> Any | None:
             return handler
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile wraps the model or one of its modules: then nothing can be counted inside."""
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )

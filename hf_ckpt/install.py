@@ -179,6 +179,31 @@ def paused(model: nn.Module) -> Iterator[None]:
             _put_on(base, record)
 
 
+@contextlib.contextmanager
+def trial(model: nn.Module, spec: SpecLike | Plan = None) -> Iterator[None]:
+    """Enable a plan for a while; afterwards model, installation and counts are as they were.
+
+    Without a spec the installed plan is enabled, or else `full`. Raises what `install` raises, before anything changes.
+    """
+    base = base_model(model)
+    record = installation(base)
+    before = dataclasses.replace(record) if record is not None else None
+    _install_one(model, spec)
+    trying = installation(base)
+    assert trying is not None
+    try:
+        _put_on(base, trying)
+        yield
+    finally:
+        if before is None:
+            uninstall(base)
+        else:
+            _take_off(base, trying)
+            trying.spec, trying.plan, trying.regions = before.spec, before.plan, before.regions
+            if before.enabled:
+                _put_on(base, trying)
+
+
 # --- one model ------------------------------------------------------------------------------------------------------
 
 

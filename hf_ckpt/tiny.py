@@ -110,6 +110,7 @@ def _gpt2(layers: int, hidden: int, dropout: float) -> dict[str, Any]:
         "attn_pdrop": dropout,
         "embd_pdrop": dropout,
         "resid_pdrop": dropout,
+        "loss_type": "ForCausalLM",  # transformers warns where it cannot read it off the class name
         "bos_token_id": 2,
     }
 

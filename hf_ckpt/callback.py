@@ -1,0 +1,324 @@
+"""`MemoryTimeCallback`: peak memory and step time of a Trainer run, in the user's own reporters.
+
+    Trainer(..., callbacks=[hf_ckpt.MemoryTimeCallback()])
+
+For each logging step, over the training steps since the last one (evaluation and saving left out):
+
+| key | unit | meaning |
+|---|---|---|
+| `memory/peak_gib` | GiB | largest memory use; the largest of all ranks |
+| `memory/reserved_gib` | GiB | the same of what the allocator took from the device; accelerators only |
+| `memory/head_gib` | GiB | output of the head (logits), where one was found; its loss and gradient need a multiple |
+| `memory/head_share` | 0 to 1 | `head_gib` over `peak_gib`: what no policy on blocks can save, at the least |
+| `time/step_s` | s | wall time of a step, data loading included; the slowest rank |
+| `time/tokens_per_s` | 1/s | tokens in `input_ids`, all ranks; `time/samples_per_s` where the inputs cannot be seen |
+| `time/recompute_share` | 0 to 1 | share of the time spent running blocks again; only while a plan is enabled |
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import DefaultFlowCallback
+
+from hf_ckpt import compat
+from hf_ckpt.errors import NoBlocksError, PlanLostError
+from hf_ckpt.families import base_model, find_blocks, head_module
+from hf_ckpt.install import Installation, installation, lost_blocks
+from hf_ckpt.measure import PeakMeter, RecomputeClock, TrainingClock, over_ranks, peak_meter
+from hf_ckpt.report import print_training_summary
+from hf_ckpt.units import to_gib
+
+log = logging.getLogger(__name__)
+
+METRICS_FILE = "hf_ckpt_metrics.jsonl"
+SNAPSHOT_FILE = "hf_ckpt_oom_snapshot.pickle"
+Metrics = dict[str, float | None]
+
+
+class MemoryTimeCallback(TrainerCallback):
+    """Log peak memory and step time; see the module's table for the keys.
+
+    Args:
+        snapshot_on_oom: write the CUDA allocator's snapshot to the output folder on out-of-memory. It records every
+            allocation from the start of training, which costs some time.
+        summary: print a table at the end of training.
+
+    At the first step it checks that every planned block still carries its function, and raises `PlanLostError` if not.
+    """
+
+    def __init__(self, *, snapshot_on_oom: bool = False, summary: bool = True) -> None:
+        self.snapshot_on_oom = snapshot_on_oom
+        self.summary = summary
+        self._handles: list[Any] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._clock = TrainingClock()
+        self._recompute = RecomputeClock()
+        self._meter: PeakMeter | None = None
+        self._peak: float | None = None
+        self._reserved: float | None = None
+        self._tokens = _TokenCounter()
+        self._head: _HeadBytes | None = None
+        self._checked = False
+        self._windows: list[Metrics] = []
+
+    # --- events ---
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._forget()
+        self._go_before_reporters()
+        model: nn.Module = kwargs["model"]
+        self._meter = peak_meter()
+        self._handles.append(model.register_forward_pre_hook(self._tokens, with_kwargs=True))
+        record = _record(model)
+        head = _head(model)
+        if head is not None:
+            self._head = _HeadBytes()
+            self._handles.append(head.register_forward_hook(self._head))
+        if record is not None and not record.enabled and record.plan.active():
+            log.warning(
+                "hf_ckpt is installed on this model, but not enabled: pass activation_checkpointing=True (formerly "
+                "gradient_checkpointing=True) to TrainingArguments, or call model.gradient_checkpointing_enable()."
+            )
+        if self.snapshot_on_oom:
+            self._prepare_snapshot(Path(args.output_dir or ".") / SNAPSHOT_FILE)
+        self._write(
+            args,
+            state,
+            {
+                "event": "start",
+                "step": state.global_step,
+                "memory_source": self._meter.source,
+                "world_size": args.world_size,
+                "spec": record.spec.to_dict() if record else None,
+                "plan": record.plan.to_dict() if record and record.enabled else None,
+            },
+        )
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        record = _record(kwargs["model"])
+        if record is not None:
+            if not self._checked:
+                self._check(kwargs["model"])
+            for region in record.regions.values():  # an enable call since may have made new ones
+                region.observer = self._recompute
+        if not self._clock.running and self._meter is not None:
+            self._meter.reset()
+            self._clock.resume()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._clock.count_step()
+        if not control.should_log:
+            self._pause_for_others(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not control.should_log:
+            self._pause_for_others(control)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is None or "loss" not in logs:  # evaluation, or the totals at the end
+            return
+        metrics = self._take_window(args, kwargs["model"])
+        self._pause_for_others(control)
+        if metrics is None:
+            return
+        self._windows.append(metrics)
+        known = {key: value for key, value in metrics.items() if value is not None}  # reporters choke on None
+        logs.update(known)
+        if state.log_history:
+            state.log_history[-1].update(known)
+        self._write(args, state, {"event": "log", "step": state.global_step, **metrics})
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        record = _record(kwargs["model"])
+        summary = _summarise(self._windows)
+        self._write(args, state, {"event": "end", "step": state.global_step, **summary})
+        if self.summary and state.is_world_process_zero and self._meter is not None and self._windows:
+            plan = record.plan if record is not None and record.enabled else None
+            print_training_summary(summary, self._meter.source, plan)
+        for region in record.regions.values() if record is not None else ():
+            region.observer = None
+        self._forget()
+
+    # --- parts ---
+
+    def _go_before_reporters(self) -> None:
+        """The Trainer calls reporters first; what we add to the logs must be there when they read them."""
+        handler = compat.callback_handler_of(self)
+        if handler is None:
+            log.warning("no callback handler found: figures go to %s only, not to the reporters.", METRICS_FILE)
+            return
+        others = [callback for callback in handler.callbacks if callback is not self]
+        flow = [place for place, callback in enumerate(others) if isinstance(callback, DefaultFlowCallback)]
+        place = flow[0] + 1 if flow else 0
+        handler.callbacks[:] = [*others[:place], self, *others[place:]]
+
+    def _check(self, model: nn.Module) -> None:
+        self._checked = True
+        lost = lost_blocks(model)
+        if lost:
+            raise PlanLostError(lost)
+
+    def _pause_for_others(self, control: TrainerControl) -> None:
+        """Evaluation or saving comes next: keep its time and its memory out of the window."""
+        if (control.should_evaluate or control.should_save) and self._clock.running:
+            self._latch_peak()
+            self._clock.pause()
+
+    def _latch_peak(self) -> None:
+        assert self._meter is not None
+        self._peak = _largest(self._peak, self._meter.peak_bytes())
+        self._reserved = _largest(self._reserved, self._meter.reserved_bytes())
+
+    def _take_window(self, args: TrainingArguments, model: nn.Module) -> Metrics | None:
+        """Figures of the window that ends now, over all ranks; None if it holds no step."""
+        if self._meter is None:
+            return None
+        seconds, steps = self._clock.take()
+        if self._clock.running:
+            self._latch_peak()
+        record = _record(model)
+        planned = record is not None and record.enabled and bool(record.regions)
+        recompute_seconds = self._recompute.take()
+        ranks = over_ranks(
+            {
+                "peak": self._peak,
+                "reserved": self._reserved,
+                "head": self._head.take() if self._head else None,
+                "seconds": seconds,
+                "recompute": recompute_seconds if planned and not compat.is_compiled(model) else None,
+                "tokens": self._tokens.take(),
+            }
+        )
+        self._peak = self._reserved = None
+        self._meter.reset()
+        if not steps or not seconds:
+            return None
+        slowest = _over(ranks, "seconds", max) or seconds
+        peak, head, tokens = _over(ranks, "peak", max), _over(ranks, "head", max), _over(ranks, "tokens", sum)
+        recompute = _over(ranks, "recompute", max)
+        samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * steps
+        rate = ("time/tokens_per_s", tokens) if tokens else ("time/samples_per_s", samples)
+        return {
+            "memory/peak_gib": to_gib(peak),
+            "memory/reserved_gib": to_gib(_over(ranks, "reserved", max)),
+            "memory/head_gib": to_gib(head),
+            "memory/head_share": head / peak if head and peak else None,
+            "time/step_s": slowest / steps,
+            rate[0]: rate[1] / slowest,
+            "time/recompute_share": None if recompute is None else recompute / slowest,
+        }
+
+    def _prepare_snapshot(self, path: Path) -> None:
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            compat.dump_memory_snapshot(str(path))
+            log.error("out of memory: allocator snapshot written to %s (view it at pytorch.org/memory_viz).", path)
+
+        if not compat.attach_oom_observer(write):
+            log.warning("snapshot_on_oom needs CUDA, which is not available: no snapshot will be written.")
+
+    def _write(self, args: TrainingArguments, state: TrainerState, row: dict[str, Any]) -> None:
+        if not state.is_world_process_zero or args.output_dir is None:
+            return
+        path = Path(args.output_dir) / METRICS_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+class _TokenCounter:
+    """Forward pre-hook: counts the tokens a training forward gets."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if compat.is_compiling() or not (model.training and torch.is_grad_enabled()):
+            return
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        embeddings = kwargs.get("inputs_embeds")
+        if isinstance(ids, torch.Tensor):
+            self.tokens += ids.numel()
+        elif isinstance(embeddings, torch.Tensor):
+            self.tokens += embeddings.shape[0] * embeddings.shape[1]
+
+    def take(self) -> float | None:
+        taken, self.tokens = self.tokens, 0
+        return taken or None
+
+
+class _HeadBytes:
+    """Forward hook on the head: the largest output of a training forward."""
+
+    def __init__(self) -> None:
+        self.largest = 0
+
+    def __call__(self, head: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and not compat.is_compiling() and torch.is_grad_enabled():
+            self.largest = max(self.largest, output.numel() * output.element_size())
+
+    def take(self) -> float | None:
+        taken, self.largest = self.largest, 0
+        return taken or None
+
+
+def _record(model: nn.Module) -> Installation | None:
+    try:
+        return installation(model)
+    except NoBlocksError:  # the callback also serves models hf_ckpt cannot install on
+        return None
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    try:
+        return head_module(base_model(model), find_blocks(model).family)
+    except NoBlocksError:
+        return None
+
+
+def _largest(*values: float | None) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _over(ranks: list[dict[str, float | None]], key: str, combine: Any) -> float | None:
+    """`combine` of what the ranks know; unknown if none of them knows."""
+    known = [value for rank in ranks if (value := rank[key]) is not None]
+    return combine(known) if known else None
+
+
+def _summarise(windows: list[Metrics]) -> Metrics:
+    """Largest of the memory figures, median of the others."""
+    summary: Metrics = {}
+    for key in dict.fromkeys(key for window in windows for key in window):
+        values = [value for window in windows if (value := window.get(key)) is not None]
+        combine = max if key.startswith("memory/") else statistics.median
+        summary[key] = combine(values) if values else None
+    return summary

@@ -1,0 +1,315 @@
+"""The only module that reads clocks and allocators.
+
+Memory has three sources, in this order: the accelerator's allocator (exact), the kernel's counter of the process's peak
+resident size (Linux, reset for each window), samples of the resident size. `PeakMeter.source` says which one spoke.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_ckpt import compat
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+SAMPLE_SECONDS = 0.01
+
+
+class PeakMeter(Protocol):
+    """The largest memory use since the last reset. Unknown is None, never 0."""
+
+    source: str
+    """Where the figures come from, for people."""
+
+    def reset(self) -> None:
+        """Start a new window."""
+
+    def peak_bytes(self) -> int | None:
+        """Peak of this window."""
+
+    def reserved_bytes(self) -> int | None:
+        """Peak of what the allocator has taken from the device; None without an allocator of that kind."""
+
+
+def peak_meter() -> PeakMeter:
+    """The best meter this machine has."""
+    device_type = compat.accelerator_type()
+    if device_type is not None:
+        module = compat.memory_module(device_type)
+        return AllocatorMeter(device_type, module) if module is not None else NoMeter(device_type)
+    if KernelMeter.works():
+        return KernelMeter()
+    return SampledMeter()
+
+
+class AllocatorMeter:
+    """Figures of the accelerator's caching allocator, current device. Reading them does not synchronise."""
+
+    def __init__(self, device_type: str, module: Any) -> None:
+        self.source = f"{device_type} allocator"
+        self._module = module
+
+    def reset(self) -> None:
+        self._module.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int | None:
+        return int(self._module.max_memory_allocated())
+
+    def reserved_bytes(self) -> int | None:
+        return int(self._module.max_memory_reserved())
+
+
+class KernelMeter:
+    """VmHWM of /proc/self/status, reset by writing 5 to /proc/self/clear_refs (`man 5 proc_pid_clear_refs`)."""
+
+    source = "process resident size, kernel peak"
+
+    @classmethod
+    def works(cls) -> bool:
+        """Whether this kernel lets the process reset its own counter."""
+        try:
+            _CLEAR_REFS.write_text("5")
+        except OSError:
+            return False
+        return cls().peak_bytes() is not None
+
+    def reset(self) -> None:
+        _CLEAR_REFS.write_text("5")
+
+    def peak_bytes(self) -> int | None:
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+        return None
+
+    def reserved_bytes(self) -> int | None:
+        return None
+
+
+class SampledMeter:
+    """The resident size, read every 10 ms by a thread: a peak shorter than that can be missed."""
+
+    source = "process resident size, sampled"
+
+    def __init__(self) -> None:
+        import psutil
+
+        self._process = psutil.Process()
+        self._peak = 0
+        self._stop = threading.Event()
+        self.reset()
+        thread = threading.Thread(target=_sample, args=(weakref.ref(self), self._stop), daemon=True)
+        weakref.finalize(self, self._stop.set)
+        thread.start()
+
+    def _take(self) -> int:
+        return int(self._process.memory_info().rss)
+
+    def sample(self) -> None:
+        """Look once."""
+        self._peak = max(self._peak, self._take())
+
+    def reset(self) -> None:
+        self._peak = self._take()
+
+    def peak_bytes(self) -> int | None:
+        self.sample()
+        return self._peak
+
+    def reserved_bytes(self) -> int | None:
+        return None
+
+
+def _sample(meter: weakref.ref[SampledMeter], stop: threading.Event) -> None:
+    while not stop.wait(SAMPLE_SECONDS):
+        alive = meter()
+        if alive is None:
+            return
+        alive.sample()
+        del alive
+
+
+class NoMeter:
+    """An accelerator whose allocator tells nothing."""
+
+    def __init__(self, device_type: str) -> None:
+        self.source = f"unknown ({device_type} reports no peak)"
+
+    def reset(self) -> None:
+        pass
+
+    def peak_bytes(self) -> int | None:
+        return None
+
+    def reserved_bytes(self) -> int | None:
+        return None
+
+
+class TrainingClock:
+    """Wall time of training steps, data loading included, evaluation and saving left out."""
+
+    def __init__(self) -> None:
+        self._running_since: float | None = None
+        self._seconds = 0.0
+        self._steps = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether time counts now."""
+        return self._running_since is not None
+
+    def resume(self) -> None:
+        """Count from here on, if not counting already."""
+        if self._running_since is None:
+            self._running_since = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stop counting until `resume`."""
+        if self._running_since is not None:
+            self._seconds += time.perf_counter() - self._running_since
+            self._running_since = None
+
+    def count_step(self) -> None:
+        """One training step has ended."""
+        self._steps += 1
+
+    def take(self) -> tuple[float, int]:
+        """(seconds, steps) of the window that ends now; a new one begins. The accelerator is waited for."""
+        device_type = compat.accelerator_type()
+        if device_type is not None:
+            compat.synchronize(device_type)
+        was_running = self.running
+        self.pause()
+        taken = self._seconds, self._steps
+        self._seconds, self._steps = 0.0, 0
+        if was_running:
+            self.resume()
+        return taken
+
+
+class RecomputeClock:
+    """Time spent running blocks again in backward; entered around each recomputation by the engines.
+
+    On an accelerator by its own events, so that nothing is synchronised before `take`.
+    """
+
+    def __init__(self) -> None:
+        self._device_type = compat.accelerator_type()
+        self._seconds = 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        if self._device_type is None:
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._seconds += time.perf_counter() - start
+            return
+        begin, end = compat.timing_event(self._device_type), compat.timing_event(self._device_type)
+        begin.record()
+        try:
+            yield
+        finally:
+            end.record()
+            self._events.append((begin, end))
+
+    def take(self) -> float:
+        """Seconds since the last take. The accelerator must have been synchronised."""
+        seconds: float = self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
+        self._seconds, self._events = 0.0, []
+        return seconds
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of all live tensor storages, each once, after every operation of forward and backward.
+
+        with LiveBytes(model) as live:
+            model(**batch).loss.backward()
+        live.peak_bytes, live.timeline
+
+    Exact for what PyTorch holds, on any device, and much slower than the step itself. Scratch memory that a kernel
+    takes and frees within one operation is not seen.
+    """
+
+    def __init__(self, *holders: nn.Module | torch.optim.Optimizer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self.timeline: list[int] = []
+        """Live bytes after each operation."""
+        self._live: set[int] = set()
+        for holder in holders:
+            for tensor in _tensors_of(holder):
+                self._count(tensor)
+        self.start_bytes = self.current_bytes
+        """What was alive before: parameters, gradients, buffers, optimizer state of `holders`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self._count(value)
+        self.timeline.append(self.current_bytes)
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        size = storage.nbytes()
+        self._live.add(key)
+        self.current_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        weakref.finalize(storage, self._freed, key, size).atexit = False
+
+    def _freed(self, key: int, size: int) -> None:
+        self._live.discard(key)
+        self.current_bytes -= size
+
+
+def _tensors_of(holder: nn.Module | torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    if isinstance(holder, nn.Module):
+        yield from holder.buffers()
+        for parameter in holder.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+    else:
+        yield from (value for value in tree_leaves(list(holder.state.values())) if isinstance(value, torch.Tensor))
+
+
+@contextlib.contextmanager
+def stopwatch() -> Iterator[list[float]]:
+    """`with stopwatch() as seconds: ...` leaves the elapsed time in `seconds[0]`, accelerator included."""
+    device_type = compat.accelerator_type()
+    if device_type is not None:
+        compat.synchronize(device_type)
+    seconds: list[float] = []
+    start = time.perf_counter()
+    yield seconds
+    if device_type is not None:
+        compat.synchronize(device_type)
+    seconds.append(time.perf_counter() - start)
+
+
+def over_ranks(values: dict[str, float | None]) -> list[dict[str, float | None]]:
+    """`values` of every rank, in rank order; only this process's without torch.distributed. All ranks must call it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [values]
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, values)
+    return gathered

@@ -1,0 +1,165 @@
+"""The same seed with and without the plan: loss and every gradient, and proof that something was recomputed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.families import base_model
+from hf_ckpt.install import describe, paused, trial
+from hf_ckpt.plan import Plan
+from hf_ckpt.spec import SpecLike
+
+Gradients = dict[str, torch.Tensor | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The first parameter (in the model's order) whose gradient is not bit-equal."""
+
+    parameter: str
+    max_abs: float | None
+    """Largest absolute difference; None if one of the two runs had no gradient at all."""
+    max_rel: float | None
+    """The same, over the largest absolute value of the gradient without the plan."""
+
+    def __str__(self) -> str:
+        if self.max_abs is None:
+            return f"{self.parameter} has a gradient in one run only"
+        return f"{self.parameter} differs by {self.max_abs:.3g} ({self.max_rel:.3g} of its largest value)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What `verify` found. It is true if everything is equal and the plan was really carried out."""
+
+    plan: Plan
+    loss: float
+    """Without the plan."""
+    loss_difference: float
+    """Absolute; 0.0 if bit-equal."""
+    parameters: int
+    """Trainable parameters whose gradients were compared."""
+    different: int
+    """How many of them are not bit-equal."""
+    first_difference: Difference | None
+    recomputed: dict[str, int]
+    """Planned block -> how often it was recomputed."""
+    not_recomputed: tuple[str, ...]
+    """Planned blocks above the first trainable parameter that were not recomputed."""
+
+    @property
+    def ok(self) -> bool:
+        """Bit-equal, something compared, and every planned block recomputed."""
+        return not (self.loss_difference or self.different or self.not_recomputed) and self.parameters > 0
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        lines = [
+            f"loss {self.loss:.6f}, "
+            + ("equal" if not self.loss_difference else f"differs by {self.loss_difference:.3g}"),
+            f"{self.parameters - self.different} of {self.parameters} gradients bit-equal"
+            + (f"; first difference: {self.first_difference}" if self.first_difference else ""),
+            f"{sum(self.recomputed.values())} recomputations of {len(self.plan.active())} planned blocks",
+        ]
+        if self.not_recomputed:
+            lines.append(f"planned but not recomputed: {', '.join(self.not_recomputed)}")
+        if not self.parameters:
+            lines.append("no parameter got a gradient: nothing was compared")
+        return "\n".join(lines)
+
+
+def verify(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    spec: SpecLike | Plan = None,
+    *,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    seed: int = 0,
+) -> Verification:
+    """Run one forward and backward without and one with the plan, from the same seed, and compare.
+
+        result = hf_ckpt.verify(model, batch, {"policy": "full"})
+        assert result, result
+
+    Args:
+        model: in train mode. Its gradients, random state, plan and installation are as before afterwards.
+        batch: keyword arguments of its forward, on its device; with labels, unless `loss_fn` is given.
+        spec: any form `install` takes. None checks the plan that is installed, or else `full`.
+        loss_fn: outputs -> scalar loss; by default `outputs.loss`.
+        seed: of both runs.
+
+    Both runs have `use_cache=False`: with a cache, some transformers versions choose other kernels.
+    Raises `HfCkptError` when the model is in eval mode or there is no loss, and whatever `install` raises.
+    """
+    if not model.training:
+        raise HfCkptError("the model is in eval mode, where nothing is checkpointed; call model.train() first.")
+    base = base_model(model)
+    inputs = dict(batch) | ({"use_cache": False} if compat.wants_use_cache(base) else {})
+    with _gradients_and_random_state_kept(model), trial(model, spec):
+        with paused(model):
+            loss, gradients = _run(model, inputs, loss_fn, seed)
+        counts = describe(model).recomputed
+        planned_loss, planned_gradients = _run(model, inputs, loss_fn, seed)
+        after = describe(model)
+    recomputed = {name: count - counts[name] for name, count in after.recomputed.items()}
+    unequal = [name for name in gradients if not _equal(gradients[name], planned_gradients[name])]
+    return Verification(
+        plan=after.plan,
+        loss=float(loss),
+        loss_difference=0.0 if torch.equal(loss, planned_loss) else abs(float(loss) - float(planned_loss)),
+        parameters=sum(gradient is not None for gradient in gradients.values()),
+        different=len(unequal),
+        first_difference=_difference(unequal[0], gradients, planned_gradients) if unequal else None,
+        recomputed=recomputed,
+        not_recomputed=tuple(name for name, count in recomputed.items() if not count and name not in after.frozen),
+    )
+
+
+def _run(
+    model: nn.Module, inputs: Mapping[str, Any], loss_fn: Callable[[Any], torch.Tensor] | None, seed: int
+) -> tuple[torch.Tensor, Gradients]:
+    torch.manual_seed(seed)
+    model.zero_grad(set_to_none=True)
+    outputs = model(**inputs)
+    loss = loss_fn(outputs) if loss_fn else getattr(outputs, "loss", None)
+    if loss is None:
+        raise HfCkptError("the model returned no loss; put `labels` into the batch or pass loss_fn=.")
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return loss.detach(), gradients
+
+
+@contextlib.contextmanager
+def _gradients_and_random_state_kept(model: nn.Module) -> Iterator[None]:
+    kept = {name: parameter.grad for name, parameter in model.named_parameters()}
+    try:
+        with compat.forked_random_state():
+            yield
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.grad = kept[name]
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def _difference(name: str, gradients: Gradients, planned: Gradients) -> Difference:
+    one, other = gradients[name], planned[name]
+    if one is None or other is None:
+        return Difference(name, None, None)
+    gap = (one.double() - other.double()).abs().max().item()
+    largest = one.double().abs().max().item()
+    return Difference(name, gap, gap / largest if largest else float("inf"))
