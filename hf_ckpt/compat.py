@@ -6,6 +6,7 @@ Facts are detected (`hasattr`, `inspect.signature`), not inferred from version n
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel as PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -80,6 +82,18 @@ def synchronize(device_type: str) -> None:
 def timing_event(device_type: str) -> Any:
     """A recorded-later event of the accelerator that can measure time."""
     return torch.Event(device_type, enable_timing=True)
+
+
+def gguf_arguments() -> dict[str, Any]:
+    """What `from_pretrained(gguf_file=...)` needs to give plain dense weights.
+
+    transformers 5 keeps GGUF blocks packed unless told otherwise; before, weights were always unpacked. Raises
+    `MissingDependencyError` without gguf.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingDependencyError("gguf", "reading GGUF weights", "pip install 'hf-ckpt[demo]'")
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def forked_random_state() -> contextlib.AbstractContextManager[None]:

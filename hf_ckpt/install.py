@@ -274,6 +274,8 @@ def _enable(base: compat.PreTrainedModel, asked: Mapping[str, Any]) -> None:
     elif {block.name for block, _ in record.plan.actions} != found.modules.keys():
         _adopt(base, record, *_plan(found, spec))  # the model has changed since: layers were added or dropped
     _put_on(base, record)
+    if _everywhere is not None:
+        _everywhere.enabled += 1
 
 
 def _disable(base: compat.PreTrainedModel) -> None:
@@ -488,7 +490,6 @@ class _Everywhere:
                 uninstall(base)
             raise
         self.models.add(base)
-        self.enabled += 1
 
 
 _everywhere: _Everywhere | None = None
@@ -549,5 +550,5 @@ def _uninstall_everywhere() -> None:
 
 
 def enable_calls() -> int:
-    """How many enable calls the process-wide hooks have answered since `install()`."""
+    """How many enable calls hf_ckpt has answered, on any model, since `install()` of the process."""
     return 0 if _everywhere is None else _everywhere.enabled

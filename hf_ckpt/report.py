@@ -90,10 +90,10 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
         )
     console.print(table)
     console.print(
-        "live peak: bytes of all tensors alive at the worst moment of one untimed step, counted from outside "
-        f"({format_bytes(first.start_bytes)} of it are weights and optimizer state).\n"
-        f"resident: {result.memory_source}; the C allocator keeps what was freed, so it falls late or never.\n"
-        "step: median; recomp.: blocks run again in backward, in one step.",
+        "live peak: bytes of all tensors alive at the worst moment of one untimed step, counted from outside;\n"
+        f"           {format_bytes(first.start_bytes)} of it are weights and optimizer state.\n"
+        f"resident:  peak of the same step ({result.memory_source}); the C allocator hoards what was freed.\n"
+        "step:      median of the timed steps; recomp.: blocks run again in the backward of one step.",
         highlight=False,
     )
 
@@ -124,7 +124,7 @@ def save_demo_picture(result: DemoResult, path: Path) -> None:
         )
     through.axhline(result.runs[0].start_bytes / GIB, color="0.6", linestyle=":", linewidth=1)
     through.annotate(
-        "weights", (0, result.runs[0].start_bytes / GIB), xytext=(2, 3), textcoords="offset points", color="0.4"
+        "weights", (0, result.runs[0].start_bytes / GIB), xytext=(2, -12), textcoords="offset points", color="0.4"
     )
     through.set(
         xlabel="operations of one training step (%)", ylabel="live tensors (GiB)", ylim=(0, None), xlim=(0, 100)

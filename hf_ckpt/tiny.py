@@ -46,6 +46,8 @@ def tiny_model(
     config._attn_implementation = attention
     torch.manual_seed(seed)
     model: transformers.PreTrainedModel = model_class(config).to(dtype)
+    if model.loss_type is None:  # GPT-2: transformers cannot read it off the class name, and warns in every run
+        model.loss_type = "ForCausalLM"
     return model.train()
 
 
@@ -110,7 +112,6 @@ def _gpt2(layers: int, hidden: int, dropout: float) -> dict[str, Any]:
         "attn_pdrop": dropout,
         "embd_pdrop": dropout,
         "resid_pdrop": dropout,
-        "loss_type": "ForCausalLM",  # transformers warns where it cannot read it off the class name
         "bos_token_id": 2,
     }
 
@@ -123,6 +124,7 @@ def _bert(layers: int, hidden: int, dropout: float) -> dict[str, Any]:
         "num_attention_heads": 4,
         "attention_probs_dropout_prob": dropout,
         "hidden_dropout_prob": dropout,
+        "bos_token_id": 2,
         "num_labels": 2,
     }
 
@@ -136,6 +138,7 @@ def _t5(layers: int, hidden: int, dropout: float) -> dict[str, Any]:
         "num_decoder_layers": layers,
         "num_heads": 4,
         "dropout_rate": dropout,
+        "bos_token_id": 2,
         "feed_forward_proj": "gated-gelu",
         "decoder_start_token_id": 0,
     }

@@ -63,6 +63,10 @@ class Verification:
     def __bool__(self) -> bool:
         return self.ok
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {"ok": self.ok, **dataclasses.asdict(self), "plan": self.plan.to_dict()}
+
     def __str__(self) -> str:
         lines = [
             f"loss {self.loss:.6f}, "

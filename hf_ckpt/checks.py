@@ -1,0 +1,80 @@
+"""What `hf-ckpt check` verifies: a model by name, or a small random one of every family."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import transformers
+
+from hf_ckpt import compat
+from hf_ckpt.errors import HfCkptError, SpecError
+from hf_ckpt.families import find_blocks
+from hf_ckpt.spec import Spec
+from hf_ckpt.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.verify import Verification, verify
+
+log = logging.getLogger(__name__)
+
+
+def check_families(
+    spec: Spec, *, batch: int, tokens: int, dtype: torch.dtype = torch.float32
+) -> list[tuple[str, Verification]]:
+    """Verify `spec` on a small random model of every family, dropout on.
+
+    A spec that names a stack or layers some families do not have is checked on the others. Raises `SpecError` when it
+    fits none.
+    """
+    rows, refused = [], []
+    for family in FAMILIES:
+        model = tiny_model(family, dropout=0.1, dtype=dtype)
+        inputs = tiny_batch(family, batch=batch, tokens=tokens)
+        try:
+            rows.append((f"{family} (random)", verify(model, inputs, spec)))
+        except SpecError as error:
+            log.warning("not checked on %s: %s", family, "; ".join(error.problems))
+            refused.append(error)
+    if not rows:
+        raise refused[0]
+    return rows
+
+
+def check_model(
+    name: str, spec: Spec, *, batch: int, tokens: int, dtype: torch.dtype = torch.float32
+) -> tuple[str, Verification]:
+    """Verify `spec` on a hub id or folder, with random tokens; its head decides the task.
+
+    Raises `HfCkptError` when the model cannot be loaded.
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+        model = _auto_class(config).from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise HfCkptError(f"cannot load a model from {name!r}: {error}") from error
+    device = compat.accelerator_type() or "cpu"
+    model = model.to(device).train()
+    inputs = {key: value.to(device) for key, value in _random_batch(model, batch, tokens).items()}
+    return name, verify(model, inputs, spec, loss_fn=_loss)
+
+
+def _auto_class(config: Any) -> Any:
+    """The class the weights were saved from, or a causal LM."""
+    names = getattr(config, "architectures", None) or []
+    saved = getattr(transformers, names[0], None) if names else None
+    return saved or transformers.AutoModelForCausalLM
+
+
+def _random_batch(model: Any, batch: int, tokens: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    ids = torch.randint(model.config.get_text_config().vocab_size, (batch, tokens))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if {block.stack for block in find_blocks(model).blocks} >= {"encoder", "decoder"}:
+        inputs["decoder_input_ids"] = ids.clone()
+    return inputs
+
+
+def _loss(outputs: Any) -> torch.Tensor:
+    """Some number that depends on every output: the mean square of the logits or hidden states."""
+    scores: torch.Tensor = outputs.logits if "logits" in outputs else outputs[0]
+    return scores.float().square().mean()

