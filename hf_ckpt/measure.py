@@ -111,9 +111,9 @@ class SampledMeter:
         self._peak = 0
         self._stop = threading.Event()
         self.reset()
-        thread = threading.Thread(target=_sample, args=(weakref.ref(self), self._stop), daemon=True)
+        self.thread = threading.Thread(target=_sample, args=(weakref.ref(self), self._stop), daemon=True)
         weakref.finalize(self, self._stop.set)
-        thread.start()
+        self.thread.start()
 
     def _take(self) -> int:
         return int(self._process.memory_info().rss)

@@ -1,0 +1,101 @@
+"""LoRA fine-tuning of a LLaMA-family model on plain text.
+
+Does it run? No download, no GPU, a few seconds:
+
+    python recipes/lora_llama.py configs/recipes/lora_llama.yaml --tiny
+
+For real, on one GPU or many:
+
+    python recipes/lora_llama.py configs/recipes/lora_llama.yaml \
+        --model_name_or_path meta-llama/Llama-3.1-8B --train_file notes.txt
+    accelerate launch --config_file configs/accelerate/ddp.yaml \
+        recipes/lora_llama.py configs/recipes/lora_llama.yaml --per_device_train_batch_size 4
+
+A folder with a GGUF file needs its name too (`--model_name_or_path FOLDER --gguf_file FILE.gguf`); `--load_in_4bit`
+quantises the base (QLoRA, needs bitsandbytes). The YAML holds every default; any option of `TrainingArguments` may be
+in it or on the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import transformers
+from common import DataArguments, ModelArguments, load_rows, pack, parse
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
+
+import hf_ckpt
+from hf_ckpt.compat import gguf_arguments
+from hf_ckpt.tiny import byte_tokenizer, tiny_model
+
+
+@dataclasses.dataclass
+class LoraArguments(ModelArguments):
+    """The base model and its adapters."""
+
+    gguf_file: str | None = dataclasses.field(
+        default=None, metadata={"help": "Name of the GGUF file in the folder; its weights are unpacked."}
+    )
+    load_in_4bit: bool = dataclasses.field(default=False, metadata={"help": "Quantise the base to 4 bits (QLoRA)."})
+    lora_r: int = dataclasses.field(default=16, metadata={"help": "Rank of the adapters."})
+    lora_alpha: int = dataclasses.field(default=32, metadata={"help": "Their scale, times the rank."})
+    lora_dropout: float = dataclasses.field(default=0.0, metadata={"help": "Dropout in front of the adapters."})
+
+
+def load_base(options: LoraArguments, dtype: torch.dtype) -> PreTrainedModel:
+    """The frozen base, in `dtype` or in 4 bits."""
+    if options.tiny:
+        return tiny_model("llama", dtype=dtype)
+    how: dict[str, Any] = {"dtype": dtype}
+    if options.gguf_file:
+        how |= {"gguf_file": options.gguf_file, **gguf_arguments()}
+    elif options.load_in_4bit:
+        how["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+        )
+    model = AutoModelForCausalLM.from_pretrained(options.model_name_or_path, **how)
+    if options.load_in_4bit:
+        # Checkpointing stays with hf_ckpt; by default this call would switch it on by itself, with its own settings.
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return model
+
+
+def main() -> None:
+    """Train adapters and save them."""
+    options, data, args = parse(LoraArguments, DataArguments, TrainingArguments)
+    transformers.set_seed(args.seed)
+    if options.tiny:
+        tokenizer = byte_tokenizer()
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(options.model_name_or_path, gguf_file=options.gguf_file)
+    base = load_base(options, torch.bfloat16 if args.bf16 else torch.float32)
+    lora = LoraConfig(
+        r=options.lora_r,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(base, lora)
+    hf_ckpt.install(model)
+    with args.main_process_first(desc="packing the text"):
+        train = pack(load_rows(data, sample_by="document"), tokenizer, data)
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=train,
+        processing_class=tokenizer,
+        data_collator=transformers.default_data_collator,
+        callbacks=[hf_ckpt.MemoryTimeCallback()],
+    )
+    trainer.train()
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        print(hf_ckpt.describe(model))
+
+
+if __name__ == "__main__":
+    main()
