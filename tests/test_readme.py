@@ -1,0 +1,125 @@
+"""What the README shows is run: its Python as it stands, its commands at small sizes or by CI itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_ckpt.callback import METRICS_FILE
+from hf_ckpt.planner import AVAILABLE_POLICIES
+from hf_ckpt.spec import _READERS, POLICIES
+from hf_ckpt.tiny import tiny_batch, tiny_model
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+SHELL = re.findall(r"(?:^<!-- ci: (\w+) -->\n)?^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+COMMANDS = [command for mark, block in SHELL if not mark for command in block.replace("\\\n", " ").strip().splitlines()]
+
+
+class Rows(list):
+    """A dataset the README's snippets can train on."""
+
+    def __init__(self) -> None:
+        batch = tiny_batch("llama", batch=8, tokens=8)
+        super().__init__({name: values[index] for name, values in batch.items()} for index in range(8))
+
+
+@pytest.mark.parametrize("code", PYTHON, ids=[f"block{number}" for number in range(len(PYTHON))])
+def test_python_runs_as_it_stands(code, tmp_path, monkeypatch, capsys):
+    from transformers import TrainingArguments
+
+    if "activation_checkpointing=" in code and "activation_checkpointing" not in TrainingArguments.__dataclass_fields__:
+        code = code.replace("activation_checkpointing", "gradient_checkpointing")
+    monkeypatch.chdir(tmp_path)
+    model = tiny_model("llama")
+    exec(compile(code, "README.md", "exec"), {"model": model, "batch": tiny_batch("llama"), "dataset": Rows()})
+    assert "full 0" in capsys.readouterr().out  # the plan that `describe` prints
+    if "MemoryTimeCallback" in code:
+        rows = (tmp_path / "out" / METRICS_FILE).read_text().splitlines()
+        assert json.loads(rows[-1])["event"] == "end"
+
+
+def test_there_is_something_to_run():
+    assert len(PYTHON) == 2
+    assert len(COMMANDS) == 4
+    assert [mark for mark, _ in SHELL if mark] == ["demo", "test"]  # these two are run by .ci/run, read from the README
+
+
+def test_ci_reads_the_two_commands_from_the_readme():
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "for name in demo test" in script
+    assert "readme_command" in script
+
+
+def run(words: list[str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+
+
+def small(command: str, tmp_path: Path) -> list[str]:
+    """The command with this Python, this repository, a tiny model and a script that takes a moment."""
+    words = shlex.split(command)
+    if words[0] == "hf-ckpt":
+        tiny_model("llama", layers=16).save_pretrained(tmp_path / "my-model")
+        return [sys.executable, "-m", "hf_ckpt.cli", *words[1:]]
+    if words[0] == "python":
+        return [sys.executable, str(ROOT / words[1]), str(ROOT / words[2]), *words[3:], "--output_dir", str(tmp_path)]
+    assert words[:2] == ["accelerate", "launch"]
+    script = ROOT / "tests" / "scripts" / "trainer_script.py"
+    return [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        *("--config_file", str(ROOT / "configs" / "accelerate" / "single.yaml"), "--cpu", "--mixed_precision", "no"),
+        *[str(script) if word == "your_script.py" else word for word in words[4:]],
+        *("--output_dir", str(tmp_path), "--use_cpu", "--max_steps", "1", "--report_to", "none"),
+    ]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[" ".join(shlex.split(command)[:2]) for command in COMMANDS])
+def test_commands_run(command, tmp_path):
+    done = run(small(command, tmp_path), tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    if command.startswith("accelerate"):
+        found = json.loads((tmp_path / "found.json").read_text())
+        assert found["recomputed"] == {"model.layers.0": 1, "model.layers.2": 1}
+    else:
+        assert "full" in done.stdout
+
+
+def test_every_key_and_policy_is_named():
+    table = README.partition("## What you can ask for")[2].partition("## ")[0]
+    for key in _READERS:
+        assert f"`{key}`" in table, key
+    available = table.partition("| `policy` | ")[2].partition("|")[0]
+    assert [name for name in POLICIES if f"`{name}`" in available] == list(AVAILABLE_POLICIES)
+
+
+def test_every_family_row_is_listed():
+    from hf_ckpt.families import families
+
+    table = README.partition("## Models")[2].partition("## ")[0]
+    for family in families():
+        if family.name in ("llama", "gpt2", "bert", "t5"):  # other tests may register more
+            row = next(line for line in table.splitlines() if line.startswith(f"| {family.name} |"))
+            assert f"| {', '.join(family.model_types)} |" in row
+            assert all(f"`{stack}`" in row for stack, _ in family.stacks)
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert "://" in target or (ROOT / target).exists(), target
+
+
+def test_versions_are_those_of_pyproject():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'requires-python = ">=3.10"' in project
+    assert '"transformers>=4.57.1,<6"' in project
+    assert "Python 3.10 or later, torch 2.4 or later, transformers 4.57.1 to 5.x" in README
+    assert "'transformers==4.57.1'" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
