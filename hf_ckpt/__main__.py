@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     """Hook, run the script as `__main__`, and let its exit code and its traceback through."""
     arguments = _parser().parse_args(argv)
+    if not arguments.module and not Path(arguments.script).is_file():
+        print(f"hf_ckpt: there is no script {arguments.script!r}", file=sys.stderr)
+        return 2
     from hf_ckpt.errors import HfCkptError
     from hf_ckpt.install import enable_calls, install, uninstall
 
@@ -27,22 +30,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HfCkptError as error:
         print(f"hf_ckpt: {error}", file=sys.stderr)
         return 2
-    sys.argv = [arguments.script, *arguments.args]
     try:
-        if arguments.module:
-            sys.path.insert(0, str(Path.cwd()))
-            runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(arguments.script).resolve().parent))
-            runpy.run_path(arguments.script, run_name="__main__")
-        if not enable_calls():
-            log.warning(
-                "the script never enabled checkpointing on a model: pass it its own flag "
-                "(--activation_checkpointing, formerly --gradient_checkpointing), or give `--spec` before the script."
-            )
+        _run_script(arguments)
+        _say_if_unused(enable_calls(), arguments.spec)
+    except SystemExit as ended:
+        if not ended.code:  # `sys.exit(main())` ends most scripts
+            _say_if_unused(enable_calls(), arguments.spec)
+        raise
     finally:
         uninstall()
     return 0
+
+
+def _run_script(arguments: argparse.Namespace) -> None:
+    if arguments.module:
+        sys.argv = [arguments.script, *arguments.args]
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
+        return
+    script = Path(arguments.script).resolve()  # a script that changes folder still finds itself
+    sys.argv = [str(script), *arguments.args]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _say_if_unused(enable_calls: int, spec: str | None) -> None:
+    if enable_calls:
+        return
+    ways = "pass the script its own flag (--activation_checkpointing, formerly --gradient_checkpointing)"
+    if spec is None:
+        ways += ", or give `--spec` before the script for one that has no flag"
+    log.warning("the script never enabled checkpointing on a model: %s.", ways)
 
 
 def _parser() -> argparse.ArgumentParser:

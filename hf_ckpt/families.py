@@ -128,6 +128,7 @@ def find_blocks(model: nn.Module) -> FoundBlocks:
     base = base_model(model)
     model_type = str(getattr(base.config, "model_type", ""))
     row = next((family for family in _FAMILIES.values() if model_type in family.model_types), None)
+    refuse_other_owner(base)
     containers: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, module in _plain_blocks(base):
         containers.setdefault(name.rpartition(".")[0], []).append((name, module))
@@ -160,6 +161,16 @@ def plain_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def plain_name(name: str) -> str:
     """A qualified name without the segments that wrappers add."""
     return ".".join(segment for segment in name.split(".") if segment not in compat.WRAPPER_SEGMENTS)
+
+
+def refuse_other_owner(model: nn.Module) -> None:
+    """Raise `OwnerConflictError` when torch's checkpoint wrapper sits around a block of `model`."""
+    for name, module in model.named_modules():
+        if isinstance(module, compat.GradientCheckpointingLayer) and compat.FOREIGN_OWNER_SEGMENT in name.split("."):
+            raise OwnerConflictError(
+                f"block {name!r} is already wrapped by torch's checkpoint wrapper, most likely by "
+                "`activation_checkpointing: true` in the FSDP settings. Set it to false: checkpointing needs one owner."
+            )
 
 
 def frozen_prefix(model: nn.Module, found: FoundBlocks) -> tuple[str, ...]:
@@ -204,11 +215,6 @@ def _plain_blocks(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in base.named_modules():
         if not isinstance(module, compat.GradientCheckpointingLayer):
             continue
-        if compat.FOREIGN_OWNER_SEGMENT in name.split("."):
-            raise OwnerConflictError(
-                f"block {name!r} is already wrapped by torch's checkpoint wrapper, most likely by "
-                "`activation_checkpointing: true` in the FSDP settings. Set it to false: checkpointing needs one owner."
-            )
         if not any(name.startswith(f"{outer}.") for outer in seen):
             seen.append(name)
             yield plain_name(name), module

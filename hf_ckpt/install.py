@@ -21,9 +21,17 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.errors import HfCkptError, OwnerConflictError
-from hf_ckpt.families import GENERIC, FoundBlocks, base_model, find_blocks, frozen_prefix, plain_modules
+from hf_ckpt.families import (
+    GENERIC,
+    FoundBlocks,
+    base_model,
+    find_blocks,
+    frozen_prefix,
+    plain_modules,
+    refuse_other_owner,
+)
 from hf_ckpt.plan import Description, Plan
-from hf_ckpt.planner import fit_plan, make_plan
+from hf_ckpt.planner import fit_plan, make_plan, refuse_unavailable
 from hf_ckpt.spec import Spec, SpecLike
 
 log = logging.getLogger(__name__)
@@ -296,12 +304,7 @@ def _put_on(base: compat.PreTrainedModel, record: Installation) -> None:
     if record.regions:
         _drop_input_gradients(base, record)
         owners = {id(owner): owner for owner in find_blocks(base).owners}.values()
-        record.handles = [
-            owner.register_forward_pre_hook(
-                _before_stack_with_cache if compat.wants_use_cache(owner) else _before_stack, with_kwargs=True
-            )
-            for owner in owners
-        ]
+        record.handles = [owner.register_forward_pre_hook(StackHook(owner), with_kwargs=True) for owner in owners]
     record.enabled = True
 
 
@@ -363,21 +366,33 @@ def _switch_off(module: nn.Module, before: Mapping[str, Any]) -> None:
         setattr(module, _FLAG, False)
 
 
-def _before_stack(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of whatever runs a stack: say it when the plan cannot act."""
-    if torch.is_grad_enabled() and not owner.training and not compat.is_compiling() and _is_trained(owner):
-        _warn_eval_mode(type(owner).__name__)
+class StackHook:
+    """Forward pre-hook of whatever runs a stack.
 
-
-def _before_stack_with_cache(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same for a stack that may build a cache: none is built for a forward that will be recomputed.
-
-    Switched off for this call only; the config keeps what the user wrote.
+    It says when the plan cannot act, refuses a second owner that came after enabling (once, at the first forward), and
+    keeps a stack from building a cache in a forward that will be recomputed: for that call only, the config keeps what
+    the user wrote.
     """
-    _before_stack(owner, args, kwargs)
-    if torch.is_grad_enabled() and owner.training and kwargs.get("past_key_values") is None:
-        return args, {**kwargs, "use_cache": False}
-    return None
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.takes_use_cache = compat.wants_use_cache(owner)
+        self.checked = False
+
+    def __call__(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        if not compat.is_compiling():
+            self._check(owner)
+        if self.takes_use_cache and owner.training and kwargs.get("past_key_values") is None:
+            return args, {**kwargs, "use_cache": False}
+        return None
+
+    def _check(self, owner: nn.Module) -> None:
+        if not owner.training and _is_trained(owner):
+            _warn_eval_mode(type(owner).__name__)
+        if not self.checked:
+            refuse_other_owner(owner)
+            self.checked = True
 
 
 def _is_trained(owner: nn.Module) -> bool:
@@ -499,6 +514,9 @@ def _install_everywhere(given: SpecLike | Plan, enable_when_prepared: bool) -> N
     global _everywhere
     if not isinstance(given, Plan):
         given = Spec.parse(given)
+        refuse_unavailable(given)
+        if given.plan is not None:
+            Plan.load(given.plan)
     _uninstall_everywhere()
     hooks = _Everywhere(given)
 
@@ -522,16 +540,21 @@ def _install_everywhere(given: SpecLike | Plan, enable_when_prepared: bool) -> N
         hooks.replace(compat.PreTrainedModel, name, enable)
     if enable_when_prepared:
         accelerator = compat.accelerator_class()
-        prepare = accelerator.prepare
-
-        def enable_and_prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-            for model in args:
-                if isinstance(model, nn.Module) and _can_enable(model):
-                    hooks.enable(base_model(model))
-            return prepare(self, *args, **kwargs)
-
-        hooks.replace(accelerator, "prepare", enable_and_prepare)
+        for name in ("prepare", "prepare_model"):
+            hooks.replace(accelerator, name, _enabling(hooks, getattr(accelerator, name)))
     _everywhere = hooks
+
+
+def _enabling(hooks: _Everywhere, prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """`prepare`, with hf_ckpt enabled first on every model among its arguments."""
+
+    def enable_and_prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for model in () if kwargs.get("evaluation_mode") else (*args, *kwargs.values()):
+            if isinstance(model, nn.Module) and _can_enable(model):
+                hooks.enable(base_model(model))
+        return prepare(self, *args, **kwargs)
+
+    return enable_and_prepare
 
 
 def _can_enable(model: nn.Module) -> bool:

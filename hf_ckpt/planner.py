@@ -22,7 +22,7 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
     Raises `NotAvailableError` for a policy without an engine, and `SpecError` with every reason why the spec does not
     fit these blocks: an unknown stack, a layer out of range, a choice that matches no block.
     """
-    _refuse_unavailable(spec)
+    refuse_unavailable(spec)
     if spec.plan is not None:
         return fit_plan(Plan.load(spec.plan), blocks, family, model, spec.plan)
     stacks = _by_stack(blocks)
@@ -56,7 +56,8 @@ def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, sourc
     return Plan(family=family, model=model, actions=tuple((block, planned[block.name]) for block in blocks))
 
 
-def _refuse_unavailable(spec: Spec) -> None:
+def refuse_unavailable(spec: Spec) -> None:
+    """Raise `NotAvailableError` when the spec asks for something no engine can do yet."""
     policies = dict.fromkeys([spec.policy, *(rule.policy for rule in spec.rules)])
     missing = [f"policy {policy!r}" for policy in policies if policy not in AVAILABLE_POLICIES]
     if spec.segments is not None:

@@ -30,6 +30,13 @@ def nothing_left_on_the_process():
 
 
 @pytest.fixture
+def everywhere():
+    """`install()` for the process, undone after the test."""
+    yield hf_ckpt.install
+    hf_ckpt.uninstall()
+
+
+@pytest.fixture
 def transformers_log():
     """Records of transformers' own logger, which does not propagate to where `caplog` listens."""
     records = []
@@ -87,3 +94,9 @@ def enable(model, kwargs=None):
 def recomputed(model):
     """Names of the blocks that were recomputed, each as often as it was."""
     return [name for name, times in hf_ckpt.describe(model).recomputed.items() for _ in range(times)]
+
+
+def input_gradient_hooks(model):
+    """How many hooks make embedding outputs require gradients, those included that lost their handle."""
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    return sum("input_require_grads" in getattr(hook, "__qualname__", "") for hook in hooks)

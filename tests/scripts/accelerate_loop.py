@@ -1,0 +1,88 @@
+"""A plain Accelerate loop that never asks for checkpointing; hf_ckpt appears only where the outcome is written down.
+
+accelerate_loop.py OUT [--workers N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+STEPS = 2
+
+
+class Rows(Dataset):
+    """Defined here, so that a spawned worker has to find this script again."""
+
+    def __init__(self, columns: dict[str, torch.Tensor]) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns["labels"])
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {**{name: value[row] for name, value in self.columns.items()}, "process": os.getpid()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--workers", type=int, default=0)
+    arguments = parser.parse_args()
+
+    from accelerate import Accelerator
+
+    from hf_ckpt.tiny import tiny_batch, tiny_model
+
+    accelerator = Accelerator(cpu=True)
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(
+        Rows(tiny_batch("llama", batch=2 * STEPS * accelerator.num_processes)),
+        batch_size=2,
+        num_workers=arguments.workers,
+        multiprocessing_context="spawn" if arguments.workers else None,
+    )
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses, readers = [], set()
+    for batch in loader:
+        readers |= set(batch.pop("process").tolist())
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found = {
+        "processes": accelerator.num_processes,
+        "wrapper": type(model).__name__,
+        "losses": losses,
+        "read_elsewhere": os.getpid() not in readers,
+        **describe(model),
+    }
+    arguments.out.mkdir(exist_ok=True)
+    (arguments.out / f"rank{accelerator.process_index}.json").write_text(json.dumps(found))
+    # Let gloo's threads have the GIL: PyTorch can deadlock where DDP and the process group are destroyed within a few
+    # milliseconds of the last backward, with or without checkpointing. https://github.com/pytorch/pytorch/issues/56297
+    time.sleep(0.2)
+    accelerator.end_training()
+
+
+def describe(model: torch.nn.Module) -> dict[str, Any]:
+    import hf_ckpt
+    from hf_ckpt.install import installation
+
+    if installation(model) is None:
+        return {"enabled": None}
+    described = hf_ckpt.describe(model)
+    return {"enabled": described.enabled, "spec": described.spec, "recomputed": described.recomputed}
+
+
+if __name__ == "__main__":
+    main()

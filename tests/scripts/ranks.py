@@ -1,0 +1,40 @@
+"""What the workers of tests/test_distributed.py share."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+
+def without_cache(model: nn.Module) -> nn.Module:
+    """The model, building no key/value cache: one would change memory layouts, and with them the last bits of T5."""
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "use_cache"):  # the stacks of T5 have configs of their own
+            module.config.use_cache = False
+    return model
+
+
+def run_cases(run_case: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
+    """Run the cases of the file sys.argv[1] one after another, and write what came of each to OUT/rank<n>.json."""
+    cases, out = Path(sys.argv[1]), Path(sys.argv[2])
+    faulthandler.dump_traceback_later(120, exit=True)  # a deadlock shows where
+    results: dict[str, Any] = {}
+    for name, case in json.loads(cases.read_text()).items():
+        try:
+            results[name] = run_case(case, out)
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+        (out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
+    dist.barrier()
+    time.sleep(0.2)  # for gloo's threads, see accelerate_loop.py
+    dist.destroy_process_group()

@@ -1,0 +1,29 @@
+"""An ordinary Trainer script: every option comes from the command line; hf_ckpt appears only in the last lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+
+from hf_ckpt.tiny import tiny_batch, tiny_model
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    columns = tiny_batch("llama", batch=8)
+    rows = [{name: value[row] for name, value in columns.items()} for row in range(8)]
+    model = tiny_model("llama")
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+
+    import hf_ckpt
+
+    described = hf_ckpt.describe(model)
+    found = {"spec": described.spec, "recomputed": described.recomputed, "steps": trainer.state.global_step}
+    Path(arguments.output_dir, "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

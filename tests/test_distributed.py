@@ -1,0 +1,336 @@
+"""Two CPU processes (gloo): DDP, FSDP2, Trainer and Accelerate train as they do without hf_ckpt, and recompute exactly.
+
+Each group of cases is one launch, because starting processes costs far more than a case; tests look at what both ranks
+wrote down. Cases are judged on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import SCRIPTS, python, torchrun
+
+LAYERS = 4  # of each stack of a tiny model
+STACKS = {"llama": ["model.layers"], "bert": ["bert.encoder.layer"], "t5": ["encoder.block", "decoder.block"]}
+RANKS = (0, 1)
+Results = list[dict[str, Any]]  # one dictionary of cases for each rank
+
+
+def blocks(family: str, every: int = 1) -> list[str]:
+    return [f"{stack}.{index}" for stack in STACKS[family] for index in range(0, LAYERS, every)]
+
+
+def launch(script: str, cases: dict[str, Any], folder: Path) -> Results:
+    (folder / "cases.json").write_text(json.dumps(cases))
+    torchrun(script, folder / "cases.json", folder, processes=len(RANKS))
+    return read_ranks(folder)
+
+
+def read_ranks(folder: Path) -> Results:
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in RANKS]
+
+
+def each_rank(results: Results, name: str) -> list[dict[str, Any]]:
+    """What every rank found in one case; a case that raised fails with its traceback."""
+    found = [result[name] for result in results]
+    for rank, one in enumerate(found):
+        assert "error" not in one, f"rank {rank}: {one['error']}"
+    return found
+
+
+# --- DDP ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class DDPCase:
+    family: str
+    ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of DistributedDataParallel."""
+    steps: str = "one"
+    """`one`, `pair` (two forwards, one backward), `accumulate` (two under no_sync, then one), `repeat` (twice)."""
+    change: str = ""
+    """What is done to the model first; see `build` in the worker."""
+    every: int = 1
+    dropout: float = 0.0
+    owner: str = "hf_ckpt"
+    """`hf_ckpt`, `wrapped` (installed on the DDP module), or `stock` (transformers alone, reentrant)."""
+
+    @property
+    def forwards(self) -> int:
+        return {"one": 1, "pair": 2, "accumulate": 3, "repeat": 2}[self.steps]
+
+    @property
+    def blocks(self) -> list[str]:
+        named = blocks(self.family)
+        return [name.removeprefix("bert.") for name in named] if self.change == "headless" else named
+
+    @property
+    def recomputed(self) -> dict[str, int]:
+        planned = {name: self.forwards for name in self.blocks if int(name.rpartition(".")[2]) % self.every == 0}
+        if self.change == "frozen_below_2":  # no gradient goes through them, so nothing of theirs is ever needed again
+            planned |= dict.fromkeys(self.blocks[:2], 0)
+        return planned
+
+    def to_dict(self) -> dict[str, Any]:
+        spec = {"use_reentrant": True} if self.owner == "stock" else {"policy": "full", "every_n_layers": self.every}
+        return {**dataclasses.asdict(self), "spec": spec}
+
+
+UNUSED = {"find_unused_parameters": True}
+DDP_CASES: dict[str, DDPCase] = {
+    f"{family}-{name}": DDPCase(family, **options)
+    for family in STACKS
+    for name, options in {
+        "plain": {},
+        "find_unused": {"ddp": UNUSED},
+        "every_2": {"every": 2},
+        "accumulate": {"steps": "accumulate"},
+        "accumulate-find_unused": {"steps": "accumulate", "ddp": UNUSED},
+        "static_graph": {"steps": "repeat", "ddp": {"static_graph": True}},
+        "bucket_view": {"steps": "repeat", "ddp": {"gradient_as_bucket_view": True}},
+        "dropout": {"dropout": 0.1},
+        "lora": {"change": "lora"},
+        "lora-find_unused": {"change": "lora", "ddp": UNUSED},
+        "lora-dropout": {"change": "lora_dropout", "dropout": 0.1},
+        "modules_to_save": {"change": "lora_and_saved"},
+        "modules_to_save-find_unused": {"change": "lora_and_saved", "ddp": UNUSED},
+        "modules_to_save-static_graph": {"change": "lora_and_saved", "steps": "repeat", "ddp": {"static_graph": True}},
+        "installed_on_ddp": {"owner": "wrapped"},
+    }.items()
+} | {
+    "pair": DDPCase("llama", steps="pair"),
+    "pair-find_unused": DDPCase("llama", steps="pair", ddp=UNUSED),
+    "pair-static_graph": DDPCase("llama", steps="pair", ddp={"static_graph": True}),
+    "pair-lora": DDPCase("llama", steps="pair", change="lora"),
+    "pair-t5": DDPCase("t5", steps="pair"),
+    "unused_pooler": DDPCase("bert", change="headless", ddp=UNUSED),
+    "frozen_below_2": DDPCase("llama", change="frozen_below_2"),
+}
+# Last, since they fail half-way through a backward. Not hf_ckpt: they show that these cases can fail.
+CONTROLS = {
+    "control-find_unused": DDPCase("llama", owner="stock", ddp=UNUSED),
+    "control-pair": DDPCase("llama", owner="stock", steps="pair"),
+}
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    cases = {name: case.to_dict() for name, case in {**DDP_CASES, **CONTROLS}.items()}
+    return launch("ddp_worker.py", cases, tmp_path_factory.mktemp("ddp"))
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", DDP_CASES)
+def test_ddp_gradients_are_those_of_ddp_without_hf_ckpt(ddp: Results, name: str) -> None:
+    for found in each_rank(ddp, name):
+        assert not found["losses_differ"]
+        assert found["unlike_plain_ddp"] == []
+        unused = ["pooler.dense.bias", "pooler.dense.weight"] if name == "unused_pooler" else []
+        assert found["missing"] == unused
+        assert found["zero"] == []
+        assert found["trainable"] > len(unused)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", [name for name in DDP_CASES if "dropout" not in name])
+def test_ddp_gradients_are_those_of_one_process(ddp: Results, name: str) -> None:
+    # Not with dropout: the ranks draw masks of their own.
+    assert all(found["error_to_one_process"] < 2e-6 for found in each_rank(ddp, name))
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", DDP_CASES)
+def test_ddp_recomputes_exactly_what_is_planned_on_each_rank(ddp: Results, name: str) -> None:
+    case = DDP_CASES[name]
+    for found in each_rank(ddp, name):
+        assert found["enabled"]
+        assert found["recomputed"] == case.recomputed
+        assert found["forwards"] == dict.fromkeys(case.recomputed, case.forwards)
+        # The same by a count of our own: how often the first module inside each block ran.
+        assert found["calls"] == {n: case.forwards + case.recomputed.get(n, 0) for n in case.blocks}
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", DDP_CASES)
+def test_ddp_ranks_end_with_one_gradient_and_truthful_flags(ddp: Results, name: str) -> None:
+    first, second = each_rank(ddp, name)
+    assert first["digest"] == second["digest"]
+    # Trainer reads it to choose find_unused_parameters.
+    assert first["says_it_checkpoints"]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", CONTROLS)
+def test_the_same_cases_fail_with_reentrant_checkpointing(ddp: Results, name: str) -> None:
+    assert all("marked as ready twice" in result[name].get("error", "") for result in ddp)
+
+
+# --- FSDP2 ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class FSDPCase:
+    family: str
+    when: str = "before"
+    """Enabled `before` or `after` fully_shard."""
+    half: bool = False
+    """Parameters in bfloat16 for forward and backward."""
+    dropout: float = 0.0
+    every: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "spec": {"policy": "full", "every_n_layers": self.every}}
+
+
+FSDP_CASES: dict[str, FSDPCase] = {
+    f"{family}-{name}": FSDPCase(family, **options)
+    for family in STACKS
+    for name, options in {
+        "before": {},
+        "after": {"when": "after"},
+        "every_2": {"every": 2},
+        "bf16": {"half": True},
+        "bf16-dropout": {"half": True, "dropout": 0.1},
+    }.items()
+}
+KINDS = {"llama": "LlamaDecoderLayer", "bert": "BertLayer", "t5": "T5Block"}
+FSDP_STEPS = 2
+OWNERS = ("ours", "theirs", "both")
+
+
+@pytest.fixture(scope="module")
+def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    if importlib.util.find_spec("torch.distributed.fsdp._fully_shard") is None:
+        pytest.skip("this torch has no torch.distributed.fsdp.fully_shard (new in 2.6)")
+    cases: dict[str, Any] = {name: case.to_dict() for name, case in FSDP_CASES.items()}
+    cases |= {owner: {"owner": owner} for owner in OWNERS}
+    return launch("fsdp2_worker.py", cases, tmp_path_factory.mktemp("fsdp2"))
+
+
+@pytest.mark.parametrize("name", FSDP_CASES)
+def test_fsdp2_gradients_are_those_of_fsdp2_without_hf_ckpt(fsdp2: Results, name: str) -> None:
+    for found in each_rank(fsdp2, name):
+        assert not found["losses_differ"]
+        assert found["sharded"]
+        assert found["unlike_plain_fsdp"] == []
+        assert found["zero"] == []
+
+
+@pytest.mark.parametrize("name", FSDP_CASES)
+def test_fsdp2_has_one_region_for_each_planned_block_and_none_nested(fsdp2: Results, name: str) -> None:
+    case = FSDP_CASES[name]
+    planned = blocks(case.family, case.every)
+    for found in each_rank(fsdp2, name):
+        assert found["kinds"] == [KINDS[case.family]]  # not FSDP's subclass of it
+        assert found["regions"] == FSDP_STEPS * len(planned)
+        assert found["deepest"] == 1
+        assert found["recomputed"] == dict.fromkeys(planned, FSDP_STEPS)
+        assert found["forwards"] == found["recomputed"]
+
+
+@pytest.mark.parametrize("name", FSDP_CASES)
+def test_fsdp2_communicates_no_more_than_without(fsdp2: Results, name: str) -> None:
+    for found in each_rank(fsdp2, name):
+        ours, plain = found["collectives"]
+        assert ours == plain
+        assert sum(plain.values()) > 0
+        assert found["same_keys"]
+
+
+def test_accelerates_fsdp2_shards_a_model_with_a_plan(fsdp2: Results) -> None:
+    for found in each_rank(fsdp2, "ours"):
+        assert found["is_fsdp2"]
+        assert found["enabled"]
+        assert found["units"].count("FSDPLlamaDecoderLayer") == LAYERS
+        assert "FSDPCheckpointWrapper" not in found["units"]
+        assert found["regions"] == LAYERS
+        assert found["deepest"] == 1
+        assert found["recomputed"] == dict.fromkeys(blocks("llama"), 1)
+
+
+def test_a_second_owner_under_accelerates_fsdp2_is_refused(fsdp2: Results) -> None:
+    """`fsdp_activation_checkpointing: true` in accelerate's settings, and a plan of ours."""
+    for found in each_rank(fsdp2, "theirs"):
+        assert not found["enabled"]
+        assert found["enabling"].startswith("OwnerConflictError")
+        assert "fsdp_activation_checkpointing" in found["enabling"]
+        assert "FSDPCheckpointWrapper" in found["units"]  # accelerate did what it was set to do
+        assert found["installing"].startswith("OwnerConflictError")
+
+
+def test_a_second_owner_that_came_later_is_found(fsdp2: Results) -> None:
+    for found in each_rank(fsdp2, "both"):
+        assert found["enabled"]
+        assert "FSDPCheckpointWrapper" in found["units"]
+        assert found["looking for lost blocks"].startswith("OwnerConflictError")
+        assert found["installing"].startswith("OwnerConflictError")
+
+
+# --- Trainer and Accelerate -----------------------------------------------------------------------------------------
+
+
+TRAINER_FAMILIES = ("llama", "bert", "t5")
+TRAINER_FORWARDS = 4  # two steps of two micro-batches
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    spec = {"policy": "full", "every_n_layers": 2}
+    cases = {family: {"family": family, "spec": spec} for family in TRAINER_FAMILIES}
+    return launch("trainer_worker.py", cases, tmp_path_factory.mktemp("trainer"))
+
+
+@pytest.mark.parametrize("family", TRAINER_FAMILIES)
+def test_trainer_under_ddp_ends_with_the_weights_it_has_without_checkpointing(trainer: Results, family: str) -> None:
+    weights = set()
+    for found in each_rank(trainer, family):
+        plain, ours = found["plain"], found["ours"]
+        assert plain["wrapper"] == ours["wrapper"] == "DistributedDataParallel"
+        assert len(ours["losses"]) == 2
+        assert ours["losses"] == plain["losses"]
+        assert ours["before"] == plain["before"]
+        assert ours["after"] == plain["after"] != plain["before"]
+        assert ours["use_cache"] == plain["use_cache"]
+        weights.add(ours["after"])
+    assert len(weights) == 1
+
+
+@pytest.mark.parametrize("family", TRAINER_FAMILIES)
+def test_trainer_under_ddp_recomputes_every_second_block_of_each_stack(trainer: Results, family: str) -> None:
+    for found in each_rank(trainer, family):
+        assert found["recomputed"] == dict.fromkeys(blocks(family, every=2), TRAINER_FORWARDS)
+        assert found["forwards"] == found["recomputed"]
+
+
+def test_trainer_under_ddp_says_nothing_about_checkpointing(trainer: Results) -> None:
+    for family in TRAINER_FAMILIES:
+        for found in each_rank(trainer, family):
+            assert found["ours"]["complaints"] == []
+            assert found["ours"]["find_unused_parameters"] is False
+    # The same net catches what the first run without checkpointing makes DDP complain about.
+    assert any("find_unused_parameters" in text for text in trainer[0]["llama"]["plain"]["complaints"])
+
+
+def test_a_script_that_never_asks_is_checkpointed_when_prepared_for_ddp(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("policy: full\nlayers: '0,-1'\n")
+    # Not `--cpu`: with that, accelerate starts one process unless MPI is there. The script says Accelerator(cpu=True).
+    options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
+    done = python(
+        *["-m", "accelerate.commands.launch", *options, "--mixed_precision", "no", "--dynamo_backend", "no"],
+        *["-m", "hf_ckpt", "--spec", spec, SCRIPTS / "accelerate_loop.py", tmp_path / "out"],
+        extra={"HF_HOME": str(tmp_path / "home")},  # accelerate looks for a default configuration there
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "never enabled" not in done.stderr
+    for found in read_ranks(tmp_path / "out"):
+        assert (found["processes"], found["wrapper"]) == (2, "DistributedDataParallel")
+        assert found["enabled"]
+        assert found["spec"] == {"policy": "full", "layers": "0,-1"}
+        assert len(found["losses"]) == 2
+        assert found["recomputed"] == {"model.layers.0": 2, "model.layers.3": 2}
