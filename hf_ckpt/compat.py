@@ -30,10 +30,10 @@ ENABLE_NAMES = tuple(
 )
 DISABLE_NAMES = tuple(name.replace("_enable", "_disable") for name in ENABLE_NAMES)
 
-# Segments that wrappers put into qualified names: torch.compile of a block, FSDP1.
-WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module"})
 # torch's own activation checkpoint wrapper, which accelerate's FSDP plugin applies.
 FOREIGN_OWNER_SEGMENT = "_checkpoint_wrapped_module"
+# Segments that wrappers put into qualified names: torch.compile of a block, FSDP1, the wrapper above.
+WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", FOREIGN_OWNER_SEGMENT})
 
 
 def is_cache(value: object) -> bool:
@@ -128,11 +128,17 @@ def wants_use_cache(module: nn.Module) -> bool:
     return "use_cache" in inspect.signature(module.forward).parameters
 
 
-def input_gradient_hooks(model: nn.Module) -> int:
-    """How many live hooks make the embedding output require gradients (`enable_input_require_grads`)."""
-    state = vars(model)
-    handles = state.get("_require_grads_hooks") or [state.get("_require_grads_hook")]
-    return sum(handle is not None and handle.id in (handle.hooks_dict_ref() or {}) for handle in handles)
+def makes_inputs_require_gradients(hook: object) -> bool:
+    """Whether a forward hook of an embedding is the one of `enable_input_require_grads`, or PEFT's copy of it."""
+    name = str(getattr(hook, "__qualname__", ""))
+    return name.endswith(("make_inputs_require_grads", "make_inputs_require_grad"))
+
+
+def cached_tokens(value: Any) -> int:
+    """How many tokens a key/value cache holds; 0 for None and for an empty one."""
+    if isinstance(value, (tuple, list)):  # the format before caches were classes
+        return int(value[0][0].shape[-2]) if value and value[0] else 0
+    return int(value.get_seq_length()) if is_cache(value) else 0
 
 
 def accelerate_owns_checkpointing() -> bool:

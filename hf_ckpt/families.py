@@ -109,7 +109,7 @@ def base_model(model: nn.Module) -> compat.PreTrainedModel:
     """
     if not isinstance(model, nn.Module):
         raise NoBlocksError(f"a model must be a torch.nn.Module, but is {type(model).__name__} instead.")
-    found = list(_outermost(model))
+    found = list({id(inner): inner for inner in _outermost(model)}.values())
     if len(found) == 1:
         return found[0]
     if found:

@@ -20,7 +20,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
-from hf_ckpt.errors import HfCkptError, OwnerConflictError
+from hf_ckpt.errors import HfCkptError, OwnerConflictError, SpecError
 from hf_ckpt.families import (
     GENERIC,
     FoundBlocks,
@@ -37,6 +37,7 @@ from hf_ckpt.spec import Spec, SpecLike
 log = logging.getLogger(__name__)
 
 RECORD = "_hf_ckpt"  # where the record lies in vars(base model)
+GIVEN_PLAN = "(given as a Plan object)"  # what the spec says for a plan that has no file
 _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 _INPUT_GRADIENT_NAMES = ("enable_input_require_grads", "disable_input_require_grads")
 
@@ -73,8 +74,8 @@ class Installation:
     """Block name -> its function, for planned blocks."""
     before: _Saved = dataclasses.field(default_factory=dict)
     """Module name -> the two attributes as they were before installation."""
-    had_input_gradients: bool = False
-    """Whether the embedding hook was there when the plan was enabled."""
+    input_gradient_hooks: int = 0
+    """How many embedding hooks were there when the plan was enabled."""
     handles: list[Any] = dataclasses.field(default_factory=list)
 
 
@@ -199,6 +200,7 @@ def trial(model: nn.Module, spec: SpecLike | Plan = None) -> Iterator[None]:
     _install_one(model, spec)
     trying = installation(base)
     assert trying is not None
+    _adopt(base, trying, trying.spec, trying.plan)  # counts of its own
     try:
         _put_on(base, trying)
         yield
@@ -221,6 +223,9 @@ def _install_one(model: nn.Module, given: SpecLike | Plan) -> None:
     if given is None and record is not None:
         return
     spec, plan = _plan(found, given)
+    for inner in found.base.modules():  # one owner: an inner model that was enabled by itself gives way
+        if inner is not found.base and RECORD in vars(inner):
+            uninstall(inner)
     if found.family == GENERIC and record is None:
         log.warning(
             "%s is of no known family; %d checkpointable blocks found, used as family `generic`.",
@@ -245,7 +250,7 @@ def _install_one(model: nn.Module, given: SpecLike | Plan) -> None:
 
 def _plan(found: FoundBlocks, given: SpecLike | Plan) -> tuple[Spec, Plan]:
     if isinstance(given, Plan):
-        return Spec(), fit_plan(given, found.blocks, found.family, found.model)
+        return Spec(plan=GIVEN_PLAN), fit_plan(given, found.blocks, found.family, found.model)
     spec = Spec.parse(given)
     return spec, make_plan(spec, found.blocks, found.family, found.model)
 
@@ -277,10 +282,11 @@ def _enable(base: compat.PreTrainedModel, asked: Mapping[str, Any]) -> None:
         )
     found = find_blocks(base)
     spec = record.spec.updated(asked)
-    if spec != record.spec:
-        _adopt(base, record, *_plan(found, spec))
-    elif {block.name for block, _ in record.plan.actions} != found.modules.keys():
-        _adopt(base, record, *_plan(found, spec))  # the model has changed since: layers were added or dropped
+    changed = {block.name for block, _ in record.plan.actions} != found.modules.keys()  # layers were added or dropped
+    if spec != record.spec or changed:
+        # A plan that was loaded or given once stays; its file may be gone by now.
+        same = spec.plan is not None and spec.plan == record.spec.plan
+        _adopt(base, record, spec, _plan(found, record.plan if same else spec)[1])
     _put_on(base, record)
     if _everywhere is not None:
         _everywhere.enabled += 1
@@ -317,9 +323,9 @@ def _take_off(base: compat.PreTrainedModel, record: Installation) -> None:
     for name in _INPUT_GRADIENT_NAMES:
         if isinstance(vars(base).get(name), SkippedHook):
             del vars(base)[name]
-    if record.had_input_gradients:
+    for _ in range(record.input_gradient_hooks):
         base.enable_input_require_grads()
-        record.had_input_gradients = False
+    record.input_gradient_hooks = 0
     record.enabled = False
 
 
@@ -329,9 +335,11 @@ def _drop_input_gradients(base: compat.PreTrainedModel, record: Installation) ->
     It exists for reentrant checkpointing. Non-reentrant needs no input that requires gradients, and the hook makes
     frozen blocks below the first adapter save, recompute and run backward. https://github.com/huggingface/transformers/issues/21381
     """
-    if compat.input_gradient_hooks(base):
-        base.disable_input_require_grads()
-        record.had_input_gradients = True
+    for module in base.modules():
+        found = [key for key, hook in module._forward_hooks.items() if compat.makes_inputs_require_gradients(hook)]
+        for key in found:  # not by handle: a second enable call loses the handle of the first
+            del module._forward_hooks[key]
+        record.input_gradient_hooks = max(record.input_gradient_hooks, len(found))
     for name in _INPUT_GRADIENT_NAMES:
         if hasattr(base, name):
             vars(base)[name] = SkippedHook(name)
@@ -382,14 +390,23 @@ class StackHook:
         if not torch.is_grad_enabled():
             return None
         if not compat.is_compiling():
-            self._check(owner)
+            self._check(owner, kwargs)
         if self.takes_use_cache and owner.training and kwargs.get("past_key_values") is None:
             return args, {**kwargs, "use_cache": False}
         return None
 
-    def _check(self, owner: nn.Module) -> None:
-        if not owner.training and _is_trained(owner):
-            _warn_eval_mode(type(owner).__name__)
+    def _check(self, owner: nn.Module, kwargs: dict[str, Any]) -> None:
+        if not owner.training:
+            if _is_trained(owner):
+                _warn_eval_mode(type(owner).__name__)
+            return
+        cached = compat.cached_tokens(kwargs.get("past_key_values"))
+        if cached:
+            raise HfCkptError(
+                f"the training forward of {type(owner).__name__} was given past_key_values that hold {cached} tokens, "
+                "which blocks that are recomputed cannot see (prefix tuning works this way). Train without "
+                "checkpointing, or use another adapter: `with hf_ckpt.paused(model)` turns the plan off for a while."
+            )
         if not self.checked:
             refuse_other_owner(owner)
             self.checked = True
@@ -444,8 +461,11 @@ class EnableHook(_ModelHook):
         activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Apply the plan. Keys of the spec replace it; none of them (None, {}, only other options) keep it."""
-        asked = dict(gradient_checkpointing_kwargs or activation_checkpointing_kwargs or {})
-        _enable(self.base, {**_beside(every_n_layers, offload), **asked})
+        asked = gradient_checkpointing_kwargs or activation_checkpointing_kwargs or {}
+        if not isinstance(asked, Mapping):
+            raise SpecError([f"the checkpointing kwargs must be a dict, but are {asked!r} instead"])
+        # transformers takes these two out of the kwargs and passes them beside.
+        _enable(self.base, {"every_n_layers": every_n_layers, "offload": offload, **asked})
 
 
 class DisableHook(_ModelHook):
@@ -463,13 +483,6 @@ class SkippedHook:
 
     def __call__(self) -> None:
         log.info("%s skipped: non-reentrant checkpointing needs no input that requires gradients.", self.name)
-
-
-def _beside(every_n_layers: int, offload: bool | str) -> dict[str, Any]:
-    """The arguments that transformers takes out of the kwargs and passes beside them, unless they are the defaults."""
-    return ({} if every_n_layers == 1 else {"every_n_layers": every_n_layers}) | (
-        {"offload": offload} if offload else {}
-    )
 
 
 # --- every model of the process -------------------------------------------------------------------------------------

@@ -133,8 +133,13 @@ class Spec:
         Callers everywhere pass `{"use_reentrant": False}` or nothing on re-enabling; neither may lose the plan.
         """
         # Hugging Face's Trainer spells out its defaults on every call; they select nothing.
-        neutral = {"every_n_layers": 1, "offload": False}
-        asked = {key: value for key, value in given.items() if key not in neutral or value != neutral[key]}
+        neutral = (("every_n_layers", 1), ("offload", False))
+        # By type too: True == 1 in Python, but it is no number of layers.
+        asked = {
+            key: value
+            for key, value in given.items()
+            if not any(key == name and type(value) is type(default) and value == default for name, default in neutral)
+        }
         if SELECTING_KEYS & asked.keys():
             return Spec.parse(asked)
         return Spec.parse({**self.to_dict(), **asked})
@@ -167,9 +172,16 @@ def _from_text(given: str | Path) -> Spec:
             return _from_mapping(json.loads(text), "the JSON text")
         except json.JSONDecodeError as error:
             raise SpecError([f"not valid JSON ({error}): {text}"]) from error
-    if isinstance(given, str) and "=" in text and not Path(text).exists():
+    if isinstance(given, str) and "=" in text and not _is_file(text):
         return _from_words(text)
     return _from_file(Path(text))
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long for a name, or with a null character in it
+        return False
 
 
 def _from_words(text: str) -> Spec:
@@ -181,7 +193,7 @@ def _from_words(text: str) -> Spec:
         raise SpecError([f"words must look like key=value, but {broken[0]!r} does not"], repr(text))
     try:
         values = {key: yaml.safe_load(value) for key, _, value in words}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
         raise SpecError([f"not readable as key=value words: {error}"], repr(text)) from error
     return _from_mapping(values, repr(text))
 
@@ -190,11 +202,14 @@ def _from_file(path: Path) -> Spec:
     import yaml
 
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         hint = f"; a text must be JSON, key=value words, a file, or one of {', '.join(POLICIES)}"
-        raise SpecError([f"cannot read {str(path)!r}: {error.strerror}{hint}"]) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SpecError([f"cannot read {str(path)!r}: {reason}{hint}"]) from error
+    try:
+        loaded = yaml.safe_load(content.decode("utf-8"))
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a date that is none
         raise SpecError([f"not valid YAML: {' '.join(str(error).split())}"], str(path)) from error
     return _from_mapping(loaded, str(path))
 
@@ -225,7 +240,8 @@ def _from_mapping(given: Any, source: str | None) -> Spec:
 def _implied_policy(values: Mapping[str, Any]) -> str:
     if values.get("budget") is not None:
         return "budget"
-    return "none" if values.get("rules") else "full"
+    chosen = {"layers", "every_n_layers", "segments"} & values.keys()
+    return "none" if values.get("rules") and not chosen else "full"
 
 
 def unknown_key(key: object, known: Sequence[str] | Mapping[str, Any], reasons: Mapping[str, str] | None = None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from hf_ckpt.errors import HfCkptError
 
@@ -18,7 +19,7 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*")
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*([a-zA-Z]*)\s*")
 GIB = 2**30
 
 
@@ -37,7 +38,7 @@ def parse_bytes(text: str | int) -> int:
     unit = match.group(2).lower() if match else None
     if match is None or unit not in _UNITS:
         raise UnitError(f"a size must look like '20GiB', '800MB' or 1073741824, but is {text!r} instead.")
-    size = int(float(match.group(1)) * _UNITS[unit]) if "." in match.group(1) else int(match.group(1)) * _UNITS[unit]
+    size = int(Decimal(match.group(1)) * _UNITS[unit])
     if size <= 0:
         raise UnitError(f"a size must be positive, but is {text!r} instead.")
     return size

@@ -46,7 +46,7 @@ def test_an_installed_plan_is_checked_and_kept():
     description = hf_ckpt.describe(model)
     assert description.enabled
     assert set(description.plan.active()) == {"model.layers.1", "model.layers.2"}
-    assert sum(description.recomputed.values()) == 2  # of the first verification; the other plan had its own counts
+    assert not sum(description.recomputed.values())  # a verification has counts of its own
 
 
 def test_fails_when_nothing_was_recomputed(monkeypatch):
