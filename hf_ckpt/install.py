@@ -123,10 +123,10 @@ def uninstall(model: nn.Module | None = None) -> None:
     if record is None:
         return
     _take_off(base, record)
+    modules = dict(plain_modules(base))
     for name, attributes in record.before.items():
-        module = dict(plain_modules(base)).get(name)
-        if module is not None:
-            _write(module, attributes)
+        if name in modules:
+            _write(modules[name], attributes)
     for name in (*compat.ENABLE_NAMES, *compat.DISABLE_NAMES, RECORD):
         vars(base).pop(name, None)
 
@@ -168,7 +168,7 @@ def lost_blocks(model: nn.Module) -> tuple[str, ...]:
     return tuple(
         name
         for name, region in record.regions.items()
-        if name not in modules or vars(modules[name]).get(_FUNCTION) is not region or not getattr(modules[name], _FLAG)
+        if name not in modules or vars(modules[name]).get(_FUNCTION) is not region or not _is_on(modules[name])
     )
 
 
@@ -263,7 +263,8 @@ def _adopt(base: nn.Module, record: Installation, spec: Spec, plan: Plan) -> Non
     record.regions = {
         name: FullRegion(
             name,
-            # `auto` preserves always: looking for an active dropout on every call costs more than keeping the state.
+            # `auto` preserves always: on the CPU keeping the state is lost in the noise of a recomputation, while
+            # looking for an active dropout takes 12 (plain) to 160 us (LoRA) a block.
             preserve_rng_state=spec.preserve_rng_state is not False,
             determinism_check=spec.determinism_check,
         )
