@@ -222,10 +222,17 @@ def _install_one(model: nn.Module, given: SpecLike | Plan) -> None:
     record = installation(found.base)
     if given is None and record is not None:
         return
+    if _driven_by_the_whole(found):
+        raise OwnerConflictError(
+            f"{found.model} is part of a larger model whose plan is enabled on the same blocks; install on that one, "
+            "or uninstall it first."
+        )
     spec, plan = _plan(found, given)
-    for inner in found.base.modules():  # one owner: an inner model that was enabled by itself gives way
-        if inner is not found.base and RECORD in vars(inner):
-            uninstall(inner)
+    # One owner: an inner model that was enabled by itself gives way.
+    inner = [module for module in found.base.modules() if module is not found.base and RECORD in vars(module)]
+    inner_was_on = any(vars(module)[RECORD].enabled for module in inner)
+    for module in inner:
+        uninstall(module)
     if found.family == GENERIC and record is None:
         log.warning(
             "%s is of no known family; %d checkpointable blocks found, used as family `generic`.",
@@ -244,8 +251,16 @@ def _install_one(model: nn.Module, given: SpecLike | Plan) -> None:
     else:
         was_on = record.enabled
     _adopt(found.base, record, spec, plan)
-    if was_on:
+    if was_on or inner_was_on:
         _put_on(found.base, record)
+
+
+def _driven_by_the_whole(found: FoundBlocks) -> bool:
+    """Whether the blocks carry functions of hf_ckpt that are not this model's own: of a model it is a part of."""
+    records: list[Installation] = [vars(module)[RECORD] for module in found.base.modules() if RECORD in vars(module)]
+    owned = {id(region) for record in records for region in record.regions.values()}
+    functions = [vars(module).get(_FUNCTION) for module in found.modules.values()]
+    return any(isinstance(function, FullRegion) and id(function) not in owned for function in functions)
 
 
 def _plan(found: FoundBlocks, given: SpecLike | Plan) -> tuple[Spec, Plan]:
@@ -510,6 +525,9 @@ class _Everywhere:
 
     def enable(self, base: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Install on this model, then let its own hook answer. A refused request leaves the model untouched."""
+        if _driven_by_the_whole(find_blocks(base)):
+            log.info("%s is part of a model whose plan is enabled already; that plan stays.", type(base).__name__)
+            return
         fresh = installation(base) is None
         _install_one(base, self.given)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import importlib
@@ -398,12 +399,25 @@ def test_an_inner_model_enabled_first_gives_way(first_off):
     before = snapshot(model)
     hf_ckpt.install(model.model, {"layers": "0"})
     enable(model.model)
-    hf_ckpt.install(model, {"layers": "1"})
-    enable(model)
+    assert hf_ckpt.install(model, {"layers": "1"}).enabled
     assert active(model) == [ALL[1]]
     for owner in (model, model.model) if first_off == "outer" else (model.model, model):
         hf_ckpt.uninstall(owner)
     model.zero_grad()
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("first_off", ["outer", "inner"])
+def test_a_part_of_an_installed_model(first_off):
+    """Refused, or it takes the blocks over: in both cases nothing of ours is left in the end, in whatever order."""
+    model = tiny_model("llama")
+    before = snapshot(model)
+    hf_ckpt.install(model, {"layers": "0"})
+    enable(model)
+    with contextlib.suppress(OwnerConflictError):
+        hf_ckpt.install(model.model, {"layers": "1"})
+    for owner in (model, model.model) if first_off == "outer" else (model.model, model):
+        hf_ckpt.uninstall(owner)
     assert snapshot(model) == before
 
 
@@ -705,6 +719,19 @@ def test_enable_when_prepared(everywhere, wrapped):
     assert enable_calls() == 1
     hf_ckpt.uninstall()
     assert vars(Accelerator)["prepare"] is prepare
+
+
+def test_a_call_on_a_part_keeps_the_plan_of_the_whole(everywhere):
+    """Scripts enable the model, then its backbone or language tower once more: the plan is not replaced in silence."""
+    everywhere()
+    model = tiny_model("llama")
+    before = snapshot(model)
+    enable(model, {"layers": "0"})
+    enable(model.model)
+    assert active(model) == [ALL[0]]
+    model.zero_grad()
+    hf_ckpt.uninstall()
+    assert snapshot(model) == before
 
 
 def test_models_enabled_while_they_are_built_come_off_whole(everywhere):
