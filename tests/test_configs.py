@@ -199,6 +199,9 @@ def test_ddp_launches_two_processes(tmp_path, recipe, through):
     assert complaints(done.stderr) == []
     assert "16 checkpointed block calls, 16 recomputations" in done.stdout
     assert metrics(out)[0]["world_size"] == 2
+    if recipe == "lora_llama":  # packed: 2 ranks x 2 rows x 64 tokens in every step, by the slowest rank's time
+        steps = [row for row in metrics(out) if row["event"] == "log"]
+        assert [round(row["time/tokens_per_s"] * row["time/step_s"]) for row in steps] == [256] * 4
 
 
 @pytest.mark.gpu
