@@ -224,8 +224,8 @@ def _install_one(model: nn.Module, given: SpecLike | Plan) -> None:
         return
     if _driven_by_the_whole(found):
         raise OwnerConflictError(
-            f"{found.model} is part of a larger model whose plan is enabled on the same blocks; install on that one, "
-            "or uninstall it first."
+            f"{found.model} is part (or a copy of a part) of a larger model whose plan is enabled on the same blocks; "
+            "install on that one, or uninstall it first; call gradient_checkpointing_disable() on a copy."
         )
     spec, plan = _plan(found, given)
     # One owner: an inner model that was enabled by itself gives way.
@@ -529,7 +529,8 @@ class _Everywhere:
             log.info("%s is part of a model whose plan is enabled already; that plan stays.", type(base).__name__)
             return
         fresh = installation(base) is None
-        _install_one(base, self.given)
+        if fresh:  # a plan that is there already is the newer request
+            _install_one(base, self.given)
         try:
             vars(base_model(base))[compat.ENABLE_NAMES[0]](*args, **kwargs)
         except HfCkptError:

@@ -170,7 +170,7 @@ def _from_text(given: str | Path) -> Spec:
     if isinstance(given, str) and text.startswith("{"):
         try:
             return _from_mapping(json.loads(text), "the JSON text")
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise SpecError([f"not valid JSON ({error}): {text}"]) from error
     if isinstance(given, str) and "=" in text and not _is_file(text):
         return _from_words(text)

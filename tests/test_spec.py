@@ -108,6 +108,7 @@ def test_any_dict_is_a_spec_or_a_spec_error(given_dict):
 @example("policy=full layers=" + ",".join(["1"] * 400))  # longer than a file name may be
 @example('{"budget": ' + "9" * 400 + "}")
 @example("!!python/object:os.system")
+@example('{"a":' * 100_000)  # deeper than any parser goes
 def test_any_text_is_a_spec_or_a_spec_error(text):
     check_round_trip_if_accepted(text)
 
