@@ -124,13 +124,14 @@ class MemoryTimeCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._clock.count_step()
-        if not control.should_log:
+        if not control.should_log:  # else `on_log` comes first, and waits for the accelerator
             self._pause_for_others(control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if not control.should_log:
+        # Trainer logs a step once: what the last step has logged already is not logged again here.
+        if not control.should_log or not self._clock.steps:
             self._pause_for_others(control)
 
     def on_log(

@@ -75,6 +75,6 @@ def _random_batch(model: Any, batch: int, tokens: int) -> dict[str, torch.Tensor
 
 
 def _loss(outputs: Any) -> torch.Tensor:
-    """Some number that depends on every output: the mean square of the logits or hidden states."""
+    """A loss that needs no labels: the mean square of the logits, or of the last hidden states without a head."""
     scores: torch.Tensor = outputs.logits if "logits" in outputs else outputs[0]
     return scores.float().square().mean()

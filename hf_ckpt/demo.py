@@ -36,7 +36,7 @@ class DemoRun:
     name: str
     losses: list[float]
     equal: bool
-    """Loss and every gradient of every step bit-equal to the first policy's."""
+    """Loss and every gradient of every step bit-equal to the first policy's, and every planned block recomputed."""
     first_difference: str | None
     recomputed: int
     """Blocks run again in the backward of one step."""
@@ -106,7 +106,7 @@ def load_model(name: str | None, dtype: torch.dtype = torch.float32) -> tuple[st
 
 
 def load_text(name: str | None) -> tuple[str, str, str | None]:
-    """(label, text, what is missing): a text file, the packaged speeches, or this package's own documentation."""
+    """(label, text, what is missing): a text file, the packaged speeches, or hf_ckpt's own source."""
     if name is not None:
         try:
             return Path(name).name, Path(name).read_text(encoding="utf-8"), None
@@ -245,7 +245,11 @@ def _step(
             loss = model(**inputs).loss
             loss.backward()
             state.optimizer.step()
-        state.recomputed = sum(describe(model).recomputed.values())
+        done = describe(model)
+    state.recomputed = sum(done.recomputed.values())
+    missed = [name for name, count in done.recomputed.items() if not count and name not in done.frozen]
+    if missed:  # gradients are perfectly equal, too, when nothing is installed
+        state.first_difference = f"{len(missed)} planned blocks were not recomputed"
     state.losses.append(loss.item())
     if timed:
         state.seconds.append(seconds[0])

@@ -171,6 +171,11 @@ class TrainingClock:
         """Whether time counts now."""
         return self._running_since is not None
 
+    @property
+    def steps(self) -> int:
+        """Steps of the window so far."""
+        return self._steps
+
     def resume(self) -> None:
         """Count from here on, if not counting already."""
         if self._running_since is None:

@@ -71,7 +71,19 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
         highlight=False,
     )
     table = Table(title_justify="left")
-    names = ("policy", "live peak", "", "resident", "step", "", "tok/s", "loss", "gradients", "recomp.")
+    resident = "resident" in result.memory_source
+    names = (
+        "policy",
+        "live peak",
+        "",
+        "resident" if resident else "allocator",
+        "step",
+        "",
+        "tok/s",
+        "loss",
+        "gradients",
+        "recomp.",
+    )
     for place, name in enumerate(names):
         table.add_column(name, justify="left" if place in (0, 8) else "right", no_wrap=place not in (0, 8))
     first = result.runs[0]
@@ -92,8 +104,12 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
     console.print(
         "live peak: bytes of all tensors alive at the worst moment of one untimed step, counted from outside;\n"
         f"           {format_bytes(first.start_bytes)} of it are weights and optimizer state.\n"
-        f"resident:  peak of the same step ({result.memory_source}); the C allocator hoards what was freed.\n"
-        "step:      median of the timed steps; recomp.: blocks run again in the backward of one step.",
+        + (
+            f"resident:  peak of the same step ({result.memory_source}); the C allocator hoards what was freed.\n"
+            if resident
+            else f"allocator: peak of the same step ({result.memory_source}).\n"
+        )
+        + "step:      median of the timed steps; recomp.: blocks run again in the backward of one step.",
         highlight=False,
     )
 

@@ -201,6 +201,31 @@ def test_evaluation_and_saving_are_not_counted(tmp_path, monkeypatch):
     assert rows[-1]["memory/peak_gib"] - rows[0]["memory/peak_gib"] < 0.15
 
 
+def test_evaluation_after_an_epoch_whose_last_step_is_logged_already(tmp_path, monkeypatch):
+    """Trainer does not log that step again, so nothing but the end of the epoch tells that an evaluation comes."""
+    import time
+
+    run = trainer(tmp_path, evaluate=True, eval_strategy="epoch", max_steps=-1, num_train_epochs=2)
+    run.add_callback(LogAtEpochEnd())
+    evaluate = run.evaluate
+    monkeypatch.setattr(run, "evaluate", lambda *args, **kwargs: time.sleep(1.0) or evaluate(*args, **kwargs))
+    run.train()
+    rows = metrics(tmp_path)
+    assert len(rows) == 16
+    assert all(row["time/step_s"] < 0.9 for row in rows)
+
+
+class LogAtEpochEnd(transformers.TrainerCallback):
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        # Before our callback at the end of the epoch: the default flow sets the flag there with other settings.
+        handler = compat.callback_handler_of(self)
+        handler.callbacks.remove(self)
+        handler.callbacks.insert(0, self)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        control.should_log = True
+
+
 def test_window_of_several_steps_with_evaluation_between(tmp_path):
     """Logged every fourth step, evaluated every second: one window over both halves."""
     run = trainer(

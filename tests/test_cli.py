@@ -124,6 +124,19 @@ def test_demo_fails_when_gradients_differ(tmp_path, capsys, monkeypatch, no_pack
     assert "DIFFER" in capsys.readouterr().out
 
 
+def test_demo_fails_when_nothing_is_recomputed(tmp_path, capsys, monkeypatch, no_packages):
+    """Gradients are perfectly equal then."""
+    monkeypatch.setattr(full.FullRegion, "_checkpoint", lambda self, fn, *args: fn(*args))
+    words = ["demo", "--steps", "1", "--batch", "1", "--tokens", "32", "--out", str(tmp_path)]
+    assert cli.main(words) == 1
+    runs = json.loads((tmp_path / "demo.json").read_text())["runs"]
+    assert [run["first_difference"] for run in runs] == [
+        None,
+        "4 planned blocks were not recomputed",
+        "8 planned blocks were not recomputed",
+    ]
+
+
 def test_demo_needs_enough_text():
     with pytest.raises(HfCkptError, match="the text has 5 tokens, but"):
         demo.run_demo(tiny_model("llama"), byte_tokenizer(), "short", model_label="m", text_label="t")
