@@ -104,6 +104,9 @@ def main() -> None:
     trainer.save_model()
     if trainer.is_world_process_zero():
         print(hf_ckpt.describe(model))
+    # Meet before the end: a process that leaves straight after a collective can hang or abort on the way out.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
