@@ -9,7 +9,7 @@ import contextlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -184,3 +184,33 @@ def is_compiled(model: nn.Module) -> bool:
         hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()
     )
+
+
+SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def top_saved_tensor_hooks() -> SavedTensorHooks | None:
+    """The innermost saved-tensor hooks that are active now; None also where torch cannot tell."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    found: SavedTensorHooks | None = top(True) if top is not None else None
+    return found
+
+
+def next_autograd_sequence_number() -> int:
+    """Nodes of this thread that are made from now on have this number or a larger one."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+def autocast_is_on() -> bool:
+    """Whether autocast is enabled for any device."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+@contextlib.contextmanager
+def autocast_off() -> Iterator[None]:
+    """No autocast on the CPU and on the accelerator."""
+    with contextlib.ExitStack() as around:
+        for device_type in {"cpu", accelerator_type() or "cpu"}:
+            around.enter_context(torch.autocast(device_type, enabled=False))
+        yield

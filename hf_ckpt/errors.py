@@ -66,3 +66,39 @@ class MissingDependencyError(HfCkptError, ImportError):
 
     def __init__(self, package: str, purpose: str, command: str) -> None:
         super().__init__(f"{purpose} needs `{package}`, which is not installed. Install it with: {command}")
+
+
+class InPlaceError(HfCkptError, RuntimeError):
+    """A tensor that backward needs was changed in place after it was saved."""
+
+    def __init__(self, block: str, shape: tuple[int, ...], expected: int, found: int) -> None:
+        self.block = block
+        super().__init__(
+            f"block {block!r}: a tensor of shape {list(shape)} that backward needs was changed in place (it is at "
+            f"version {found}, saved at {expected}). Some operation of the block works in place on a result that "
+            '`selective` builds on; give this block the action `full` or `none` by a rule, or clone before changing.'
+        )
+
+
+class ReplayError(HfCkptError, RuntimeError):
+    """A small module that was run again saved other tensors than before."""
+
+    def __init__(self, block: str, module: str, expected: int, found: int) -> None:
+        self.block = block
+        super().__init__(
+            f"block {block!r}: {module} saved {expected} tensors in the forward and {found} when it was run again in "
+            "backward. Its parameters must not be frozen or unfrozen in between, and it must do the same every time."
+        )
+
+
+class NothingSavedError(HfCkptError, RuntimeError):
+    """Selective checkpointing found no operation whose result it was to save: it would be `full` under another name."""
+
+    def __init__(self, block: str, save: tuple[str, ...]) -> None:
+        self.block = block
+        self.save = save
+        super().__init__(
+            f"block {block!r}: `save` is {list(save)}, but the block ran no such operation, so this would be `full` at "
+            'a higher price. Use "policy": "full", another `save`, another attention implementation, or '
+            '"engine": "rebuild".'
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
@@ -26,10 +26,23 @@ class Family:
     """(stack name, ending of the qualified name of the list that holds its blocks), in the order they run."""
     head: str = ""
     """Ending of the qualified name of the head's projection; empty if there is none to name."""
+    cheap: tuple[str, ...] = ()
+    """Class names of small modules that `selective` may run again as a whole, beside those of every family. They take
+    one tensor, return one, draw nothing and change nothing."""
     notes: str = ""
 
 
 GENERIC = "generic"
+# Norms, and activations that consist of several operations; single operations have recipes of their own.
+CHEAP_EVERYWHERE = (
+    "LayerNorm",
+    "RMSNorm",
+    "NewGELUActivation",
+    "FastGELUActivation",
+    "QuickGELUActivation",
+    "AccurateGELUActivation",
+    "ReLUSquaredActivation",
+)
 
 _FAMILIES: dict[str, Family] = {}
 
@@ -57,6 +70,14 @@ for _row in (
         model_types=("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"),
         stacks=(("decoder", "layers"),),
         head="lm_head",
+        cheap=(
+            "LlamaRMSNorm",
+            "MistralRMSNorm",
+            "Qwen2RMSNorm",
+            "Qwen3RMSNorm",
+            "Gemma2RMSNorm",
+            "Gemma3RMSNorm",
+        ),
     ),
     Family(
         name="gpt2",
@@ -76,6 +97,7 @@ for _row in (
         model_types=("t5", "mt5", "umt5", "longt5"),
         stacks=(("encoder", "encoder.block"), ("decoder", "decoder.block")),
         head="lm_head",
+        cheap=("T5LayerNorm", "MT5LayerNorm", "UMT5LayerNorm", "LongT5LayerNorm"),
         notes="Block 0 returns the position bias that all blocks share; attention modules carry a flag of their own.",
     ),
 ):
@@ -189,6 +211,14 @@ def frozen_prefix(model: nn.Module, found: FoundBlocks) -> tuple[str, ...]:
         if places and max(places) < first:
             frozen.append(block.name)
     return tuple(frozen)
+
+
+def cheap_modules(found: FoundBlocks, blocks: Collection[str]) -> tuple[nn.Module, ...]:
+    """Small modules inside the named blocks that may be run again as a whole, each once."""
+    row = _FAMILIES.get(found.family)
+    names = {*CHEAP_EVERYWHERE, *(row.cheap if row else ())}
+    inside = (module for name in blocks for module in found.modules[name].modules() if _kind(module) in names)
+    return tuple({id(module): module for module in inside}.values())
 
 
 def head_module(base: nn.Module, family: str) -> nn.Module | None:

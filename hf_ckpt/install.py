@@ -6,13 +6,14 @@ call and take it off on every disable call. Everything put on a model pickles, d
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import enum
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,17 +21,20 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.engines.rebuild import RebuildRegion, enter_module, leave_module
+from hf_ckpt.engines.sac import SacRegion
 from hf_ckpt.errors import HfCkptError, OwnerConflictError, SpecError
 from hf_ckpt.families import (
     GENERIC,
     FoundBlocks,
     base_model,
+    cheap_modules,
     find_blocks,
     frozen_prefix,
     plain_modules,
     refuse_other_owner,
 )
-from hf_ckpt.plan import Description, Plan
+from hf_ckpt.plan import Action, Description, Plan
 from hf_ckpt.planner import fit_plan, make_plan, refuse_unavailable
 from hf_ckpt.spec import Spec, SpecLike
 
@@ -61,6 +65,7 @@ class _Absent(enum.Enum):
 
 GATE = _Gate.WHILE_GRADIENTS_ARE_ON
 _Saved = dict[str, dict[str, Any]]
+Region = FullRegion | RebuildRegion
 
 
 @dataclasses.dataclass
@@ -70,7 +75,7 @@ class Installation:
     spec: Spec
     plan: Plan
     enabled: bool = False
-    regions: dict[str, FullRegion] = dataclasses.field(default_factory=dict)
+    regions: dict[str, Region] = dataclasses.field(default_factory=dict)
     """Block name -> its function, for planned blocks."""
     before: _Saved = dataclasses.field(default_factory=dict)
     """Module name -> the two attributes as they were before installation."""
@@ -153,7 +158,17 @@ def describe(model: nn.Module) -> Description:
         frozen=tuple(name for name in frozen_prefix(model, find_blocks(model)) if name in planned),
         forwards={name: region.forwards for name, region in record.regions.items()},
         recomputed={name: region.recomputed for name, region in record.regions.items()},
+        dropped=_total(region.dropped for region in record.regions.values() if isinstance(region, RebuildRegion)),
+        kept=_total(region.kept for region in record.regions.values() if isinstance(region, RebuildRegion)),
     )
+
+
+def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Bytes by name over all blocks, the largest first."""
+    total: collections.Counter[str] = collections.Counter()
+    for count in counts:
+        total.update(count)
+    return dict(total.most_common())
 
 
 def lost_blocks(model: nn.Module) -> tuple[str, ...]:
@@ -260,7 +275,7 @@ def _driven_by_the_whole(found: FoundBlocks) -> bool:
     records: list[Installation] = [vars(module)[RECORD] for module in found.base.modules() if RECORD in vars(module)]
     owned = {id(region) for record in records for region in record.regions.values()}
     functions = [vars(module).get(_FUNCTION) for module in found.modules.values()]
-    return any(isinstance(function, FullRegion) and id(function) not in owned for function in functions)
+    return any(isinstance(function, Region) and id(function) not in owned for function in functions)
 
 
 def _plan(found: FoundBlocks, given: SpecLike | Plan) -> tuple[Spec, Plan]:
@@ -275,16 +290,23 @@ def _adopt(base: nn.Module, record: Installation, spec: Spec, plan: Plan) -> Non
     if record.enabled:
         _take_off(base, record)
     record.spec, record.plan = spec, plan
-    record.regions = {
-        name: FullRegion(
-            name,
-            # `auto` preserves always: on the CPU keeping the state is lost in the noise of a recomputation, while
-            # looking for an active dropout takes 12 (plain) to 160 us (LoRA) a block.
-            preserve_rng_state=spec.preserve_rng_state is not False,
-            determinism_check=spec.determinism_check,
-        )
-        for name in plan.active()
+    record.regions = {name: _region(name, action, spec) for name, action in plan.active().items()}
+
+
+def _region(block: str, action: Action, spec: Spec) -> Region:
+    """The function that carries out a block's action."""
+    # `auto` preserves always: on the CPU keeping the state is lost in the noise of a recomputation, while looking for
+    # an active dropout takes 12 (plain) to 160 us (LoRA) a block.
+    options: dict[str, Any] = {
+        "preserve_rng_state": spec.preserve_rng_state is not False,
+        "determinism_check": spec.determinism_check,
     }
+    if action.kind == "full":
+        return FullRegion(block, **options)
+    sac = SacRegion(block, save=action.save, **options)
+    if spec.engine == "sac":
+        return sac
+    return RebuildRegion(block, save=action.save, compiled=sac if spec.engine == "auto" else None)
 
 
 def _enable(base: compat.PreTrainedModel, asked: Mapping[str, Any]) -> None:
@@ -325,8 +347,13 @@ def _put_on(base: compat.PreTrainedModel, record: Installation) -> None:
             _switch_off(module, record.before[name])
     if record.regions:
         _drop_input_gradients(base, record)
-        owners = {id(owner): owner for owner in find_blocks(base).owners}.values()
+        found = find_blocks(base)
+        owners = {id(owner): owner for owner in found.owners}.values()
         record.handles = [owner.register_forward_pre_hook(StackHook(owner), with_kwargs=True) for owner in owners]
+        rebuilt = {name for name, region in record.regions.items() if isinstance(region, RebuildRegion)}
+        for module in cheap_modules(found, rebuilt):
+            record.handles.append(module.register_forward_pre_hook(enter_module, with_kwargs=True))
+            record.handles.append(module.register_forward_hook(leave_module))
     record.enabled = True
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import PlanMismatchError
+from hf_ckpt.units import format_bytes
 
 ACTIONS = ("keep", "selective", "full", "offload")
 FORMAT_VERSION = 1
@@ -139,7 +140,11 @@ class Description:
     forwards: dict[str, int]
     """Block -> checkpointed forward calls so far."""
     recomputed: dict[str, int]
-    """Block -> recomputations so far."""
+    """Block -> recomputations so far: of the block, or of single operations in it (`selective`)."""
+    dropped: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Op class, or class of a module run again -> bytes that `selective` dropped in the last forward of every block."""
+    kept: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Autograd node -> bytes of its results that `selective` kept, parameters left out."""
 
     def save(self, path: str | Path) -> None:
         """Save the plan; see `Plan.save`."""
@@ -157,6 +162,10 @@ class Description:
                 f"  so far: {sum(self.forwards.values())} checkpointed block calls, "
                 f"{sum(self.recomputed.values())} recomputations"
             )
+        for verb, parts in (("dropped, to be rebuilt", self.dropped), ("kept", self.kept)):
+            if parts:
+                shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+                lines.append(f"  {verb} in the last forward: {format_bytes(sum(parts.values()))} ({shown})")
         return "\n".join(lines)
 
 

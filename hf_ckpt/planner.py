@@ -10,7 +10,7 @@ from hf_ckpt.plan import KEEP, Action, Block, Plan
 from hf_ckpt.spec import Spec, parse_layers
 
 # Policies an engine exists for. The others are valid specs, refused when they are installed.
-AVAILABLE_POLICIES = ("none", "full")
+AVAILABLE_POLICIES = ("none", "full", "selective")
 _WANTED = (*AVAILABLE_POLICIES, "every_n_layers", "layers", "rules", "plan")
 
 Stacks = dict[str, list[Block]]

@@ -49,12 +49,16 @@ class FullRegion:
         return self._checkpoint(_Counted(fn, self), *args)
 
     def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
+        return self._checkpointed(fn, *args)
+
+    def _checkpointed(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return checkpoint(
             fn,
             *args,
             use_reentrant=False,  # always spelt out: without it torch falls back to reentrant
             preserve_rng_state=self.preserve_rng_state,
             determinism_check=self.determinism_check,
+            **options,
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,0 +1,275 @@
+"""`selective` by rebuilding: drop every saved tensor that autograd's own graph can make again cheaply.
+
+While a block's forward runs, saved-tensor hooks see each tensor that autograd saves, together with the node that made
+it. Where `recipes.TABLE` has a row for that node and its operands are known, a recipe is saved in the tensor's place:
+a function and operand values, never nodes, so no reference cycle arises and a graph that is dropped frees everything.
+Everything else is kept as it is. Small modules (norms, activations of several operations) that the family names are run
+again as a whole. In backward a recipe is computed once for all who need it and dropped after the last of them.
+
+No random state is saved or restored: masks are operands, not draws.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.engines.recipes import VIEW, Row, rows_for
+from hf_ckpt.engines.sac import SacRegion
+from hf_ckpt.engines.values import Inside, Kept, Recipe, Replay, Value, View, Work, unpack
+from hf_ckpt.errors import HfCkptError
+
+NO_GRAPH = "(no graph)"  # masks, position tables, statistics: saved tensors that no node made
+_Edge = tuple[Any, int]
+_Observer = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class RebuildRegion:
+    """The checkpointing function of one block. It counts what it did, and holds neither the block nor the model."""
+
+    def __init__(self, block: str, *, save: tuple[str, ...], compiled: SacRegion | None = None) -> None:
+        self.block = block
+        self.compiled = compiled
+        """What runs in its place under torch.compile, where there is no graph of nodes to walk."""
+        self.save = save
+        self.work = Work(block)
+        self.rows = rows_for(save)
+        self.forwards = 0
+        """Calls that recorded recipes."""
+        self.dropped: dict[str, int] = {}
+        """Op class (or module class) -> bytes dropped by the last forward."""
+        self.kept: dict[str, int] = {}
+        """Autograd node that made it -> bytes kept by the last forward; parameters left out."""
+
+    @property
+    def recomputed(self) -> int:
+        """Operations and modules run again in backward."""
+        return self.work.rebuilt
+
+    @property
+    def observer(self) -> _Observer | None:
+        """Entered around every rebuilding; set by measurements."""
+        return self.work.observer
+
+    @observer.setter
+    def observer(self, observer: _Observer | None) -> None:
+        self.work.observer = observer
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Run `fn(*args)`, the block's own forward, saving recipes where it can.
+
+        Raises `HfCkptError` under torch.compile when `engine` is `rebuild`.
+        """
+        if not torch.is_grad_enabled():
+            return fn(*args)
+        if compat.is_compiling():
+            if self.compiled is None:
+                raise HfCkptError('"engine": "rebuild" cannot work under torch.compile; "auto" takes SAC there.')
+            return self.compiled(fn, *args)
+        args = tuple(None if compat.is_cache(arg) else arg for arg in args)
+        self.forwards += 1
+        tape = _Tape(self, args)
+        outer, _running.tape = _running.tape, tape
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
+                return fn(*args)
+        finally:
+            _running.tape = outer
+            tape.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "rows"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, rows=rows_for(state["save"]))
+
+
+class _Running(threading.local):
+    """The tape of the block that this thread runs: replicas of a model may run in threads of their own."""
+
+    tape: _Tape | None = None
+
+
+_running = _Running()
+
+
+def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a small module that may be run again as a whole."""
+    tape = _running.tape
+    if tape is None or tape.replay is not None or kwargs or len(args) != 1 or not torch.is_grad_enabled():
+        return
+    # Somebody else's hook may change what goes in or comes out, so such a module is left to its single operations.
+    if len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1 and isinstance(args[0], torch.Tensor):
+        tape.enter(module, args[0])
+
+
+def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forward hook of a small module."""
+    tape = _running.tape
+    if tape is not None and tape.replay is not None and tape.replay.module is module:
+        tape.leave(output)
+
+
+class _Tape:
+    """What is known while one forward of a block runs: edge of the graph -> value."""
+
+    def __init__(self, region: RebuildRegion, args: tuple[Any, ...]) -> None:
+        self.region = region
+        self.work = region.work
+        self.rows = region.rows
+        self.first = compat.next_autograd_sequence_number()
+        self.outer = compat.top_saved_tensor_hooks()
+        self.values: dict[_Edge, Value | None] = {}
+        self.given: dict[_Edge, torch.Tensor] = {}
+        """The block's inputs, as far as they have a graph."""
+        self.replay: Replay | None = None
+        self.counted: set[Any] = set()
+        self.dropped: dict[str, int] = {}
+        self.kept: dict[str, int] = {}
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.grad_fn is not None:
+                self.given[arg.grad_fn, arg.output_nr] = arg
+
+    def close(self) -> None:
+        """Forget every node: autograd holds the hooks, so a tape that held nodes would be a reference cycle."""
+        self.values.clear()
+        self.given.clear()
+        self.counted.clear()
+        self.replay = None
+        self.region.dropped, self.region.kept = self.dropped, self.kept
+
+    # --- saved tensors ----------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Value | Inside:
+        """What autograd holds in place of `tensor`."""
+        node = tensor.grad_fn
+        if self.replay is not None:
+            return self._inside(node, tensor, self.replay)
+        value = self.value_of(node, tensor)
+        root = value.root
+        if isinstance(root, Recipe):
+            if value is root:
+                root.stride = tensor.stride()
+            if root not in self.counted:
+                self._count(self.dropped, root.op_class, root, tensor)
+            root.expect()
+        return value
+
+    def value_of(self, node: Any, tensor: torch.Tensor) -> Value:
+        """The value of a tensor at hand: known, made again, or kept."""
+        if node is None:
+            return self._constant(tensor)
+        edge = node, tensor.output_nr
+        value = self.resolve(edge) or self._small(edge, tensor)
+        if value is None:
+            return self._keep(edge, tensor)
+        if isinstance(value, View) and isinstance(value.root, Kept) and not value.root.copied:
+            # A view of what stays needs no recipe; its storage is counted where the other was.
+            value = self.values[edge] = Kept(tensor, self.work.block)
+        return value
+
+    def resolve(self, edge: _Edge) -> Value | None:
+        """The value of an edge, made by recipe if it is not known; None if it cannot be made."""
+        if edge in self.values:
+            return self.values[edge]
+        if edge in self.given:
+            return self._keep(edge, self.given[edge])
+        node, number = edge
+        row = self.rows.get(node.name())
+        value: Value | None = None
+        if row is not None and node._sequence_nr() >= self.first:  # what ran before this block is not its to run again
+            value = self._make(row, node, node._input_metadata[number])
+        elif hasattr(node, "variable"):
+            value = Kept(node.variable, self.work.block)
+        self.values[edge] = value
+        return value
+
+    def _make(self, row: Row, node: Any, metadata: Any) -> Value | None:
+        operands: list[Value] = []
+        for place, source in enumerate(node.next_functions):
+            operand = self.resolve(source) if source[0] is not None else self._constant_operand(row, node, place)
+            if operand is None:
+                return None
+            operands.append(operand)
+        operation = row.prepare(node, metadata)
+        if operation is None:
+            return None
+        if row.op_class == VIEW:
+            return View(operands[0], operation)
+        return Recipe(self.work, row.op_class, operation, operands)
+
+    def _constant_operand(self, row: Row, node: Any, place: int) -> Value | None:
+        """An operand that needs no gradient, read off the node where it saved one."""
+        name = row.constants[place] if place < len(row.constants) else ""
+        if not name:  # a unary operation has one operand, so a missing edge means it is not known
+            return None
+        found = getattr(node, f"_saved_{name}", None)
+        return Kept(found, self.work.block) if isinstance(found, torch.Tensor) else None
+
+    def _small(self, edge: _Edge, tensor: torch.Tensor) -> Value | None:
+        """A float32 tensor that was cast up from 16 bits is kept as those: exact, and half the size."""
+        node, _ = edge
+        if node.name() != "ToCopyBackward0" or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            return None
+        (source,) = node.next_functions
+        if source[0] is None or node._sequence_nr() < self.first:
+            return None
+        dtype = source[0]._input_metadata[source[1]].dtype
+        if dtype not in (torch.bfloat16, torch.float16):
+            return None
+        with torch.no_grad():
+            small = Kept(tensor.detach().to(dtype), self.work.block, copied=True, outer=self.outer)
+        self._count(self.kept, node.name(), small, small.value())
+        self.values[source] = small
+        value = self.values[edge] = self._make(self.rows[node.name()], node, node._input_metadata[0])
+        return value
+
+    def _keep(self, edge: _Edge, tensor: torch.Tensor) -> Kept:
+        value = Kept(tensor, self.work.block, outer=self.outer)
+        self._count_kept(edge[0].name(), tensor)
+        self.values[edge] = value
+        return value
+
+    def _constant(self, tensor: torch.Tensor) -> Kept:
+        if not isinstance(tensor, nn.Parameter):
+            self._count_kept(NO_GRAPH, tensor)
+        return Kept(tensor, self.work.block)
+
+    # --- modules that are run again as a whole ----------------------------------------------------------------------
+
+    def enter(self, module: nn.Module, tensor: torch.Tensor) -> None:
+        """A small module begins."""
+        self.replay = Replay(self.work, module, self.value_of(tensor.grad_fn, tensor), tensor)
+
+    def leave(self, output: Any) -> None:
+        """It has ended; its output can be made again."""
+        replay, self.replay = self.replay, None
+        if replay is not None and isinstance(output, torch.Tensor) and output.grad_fn is not None:
+            name = type(replay.module).__name__
+            self.values[output.grad_fn, output.output_nr] = Recipe(self.work, name, replay, [])
+
+    def _inside(self, node: Any, tensor: torch.Tensor, replay: Replay) -> Inside:
+        if not isinstance(tensor, nn.Parameter):
+            key = (node, tensor.output_nr) if node is not None else Inside
+            known = node is not None and (key in self.counted or key in self.values)
+            if not known:
+                self._count(self.dropped, type(replay.module).__name__, key, tensor)
+        return Inside(replay)
+
+    # --- counting ---------------------------------------------------------------------------------------------------
+
+    def _count_kept(self, name: str, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.counted:  # it stays alive, so the address stays its own
+            self.counted.add(storage._cdata)
+            self.kept[name] = self.kept.get(name, 0) + storage.nbytes()
+
+    def _count(self, where: dict[str, int], name: str, key: Any, tensor: torch.Tensor) -> None:
+        self.counted.add(key)
+        where[name] = where.get(name, 0) + tensor.nbytes

@@ -1,0 +1,105 @@
+"""`selective` by PyTorch's selective activation checkpointing (SAC): the results of named operations stay.
+
+Two dispatch modes run over every operation of the block, in forward and again in backward, which costs host time; the
+compiler understands it, so it is what `engine: auto` takes under torch.compile.
+https://docs.pytorch.org/docs/stable/checkpoint.html#torch.utils.checkpoint.create_selective_checkpoint_contexts
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from hf_ckpt import compat
+from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.errors import NothingSavedError
+
+# Names of operations whose results stay, looked up when first needed: which of them exist depends on torch's build.
+OPERATIONS: dict[str, tuple[str, ...]] = {
+    "linear": (
+        "aten.mm.default",
+        "aten.addmm.default",
+        "aten.linear.default",
+        "aten._scaled_mm.default",
+        "aten._grouped_mm.default",
+        "aten._scaled_grouped_mm.default",
+    ),
+    "attention": (
+        "aten._scaled_dot_product_flash_attention.default",
+        "aten._scaled_dot_product_efficient_attention.default",
+        "aten._scaled_dot_product_cudnn_attention.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "aten._scaled_dot_product_fused_attention_overrideable.default",
+        "aten._scaled_dot_product_attention_math.default",
+        "aten.bmm.default",
+        "aten._softmax.default",
+        "aten._safe_softmax.default",
+        "flash_attn._flash_attn_forward.default",
+        "flash_attn._flash_attn_varlen_forward.default",
+    ),
+}
+
+
+@functools.cache
+def operations(save: tuple[str, ...]) -> frozenset[Any]:
+    """The operations of these classes that this build of torch has."""
+    found = (_lookup(name) for op_class in save for name in OPERATIONS[op_class])
+    return frozenset(operation for operation in found if operation is not None)
+
+
+def _lookup(name: str) -> Any | None:
+    namespace, operation, overload = name.split(".")
+    packet = getattr(getattr(torch.ops, namespace), operation, None)
+    return getattr(packet, overload, None)
+
+
+class SacRegion(FullRegion):
+    """The checkpointing function of one block: `full`, with the results of named operations kept."""
+
+    def __init__(
+        self,
+        block: str,
+        *,
+        save: Sequence[str],
+        preserve_rng_state: bool = True,
+        determinism_check: str = "default",
+    ) -> None:
+        super().__init__(block, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check)
+        self.save = tuple(save)
+        self.matched = 0
+        """Operations whose results stayed, in all forwards."""
+
+    def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Raises `NothingSavedError` when no operation of the block is one that `save` names."""
+        if compat.is_compiling():  # the policy runs while tracing; counting would be a side effect there
+            return self._checkpointed(fn, *args, context_fn=functools.partial(_contexts, self.save))
+        before = self.matched
+        output = self._checkpointed(fn, *args, context_fn=functools.partial(_counting_contexts, self))
+        if self.matched == before:
+            raise NothingSavedError(self.block, self.save)
+        return output
+
+
+def _contexts(save: tuple[str, ...]) -> Any:
+    return create_selective_checkpoint_contexts(functools.partial(_policy, operations(save)))
+
+
+def _policy(stay: frozenset[Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in stay else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _counting_contexts(region: SacRegion) -> Any:
+    stay = operations(region.save)
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation not in stay:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if not context.is_recompute:
+            region.matched += 1
+        return CheckpointPolicy.MUST_SAVE
+
+    return create_selective_checkpoint_contexts(policy)

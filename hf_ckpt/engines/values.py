@@ -1,0 +1,223 @@
+"""What the rebuild engine leaves in the graph in place of saved tensors: values, free of graph nodes.
+
+A value never refers to a node of the graph that holds it: no reference cycle arises, and a graph that is dropped without
+a backward frees everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.errors import InPlaceError, ReplayError
+
+
+class Work:
+    """What one block rebuilt in backward, and who watches. Values hold it; it holds nothing of the model."""
+
+    def __init__(self, block: str) -> None:
+        self.block = block
+        self.rebuilt = 0
+        """Operations and modules run again."""
+        self.observer: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+        """Entered around every rebuilding; set by measurements."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "observer": None}  # measurements belong to this process
+
+
+class Kept:
+    """A tensor that stays: a view of it (same storage, same version counter) without its graph."""
+
+    __slots__ = ("block", "copied", "restore", "tensor", "version")
+
+    def __init__(
+        self, tensor: Any, block: str, *, copied: bool = False, outer: compat.SavedTensorHooks | None = None
+    ) -> None:
+        self.block = block
+        self.copied = copied
+        """Whether the storage is not the one the forward used."""
+        self.version = tensor._version
+        self.restore = None
+        if outer is not None:
+            pack, self.restore = outer
+            tensor = pack(tensor)
+        elif tensor.grad_fn is not None:
+            tensor = tensor.detach()
+        self.tensor = tensor
+
+    @property
+    def root(self) -> Kept:
+        """What has to be there for this value: itself."""
+        return self
+
+    def expect(self) -> None:
+        """It stays anyway."""
+
+    def asked(self) -> None:
+        """It stays anyway."""
+
+    def value(self) -> torch.Tensor:
+        """The tensor. Raises `InPlaceError` when it was changed since."""
+        tensor: torch.Tensor = self.tensor
+        if self.restore is not None:
+            return self.restore(tensor)
+        if tensor._version != self.version:
+            raise InPlaceError(self.block, tuple(tensor.shape), self.version, tensor._version)
+        return tensor
+
+
+class Recipe:
+    """A tensor that is made again: an operation on operand values."""
+
+    __slots__ = ("cached", "left", "op_class", "operands", "operation", "stride", "uses", "work")
+
+    def __init__(
+        self, work: Work, op_class: str, operation: Callable[..., torch.Tensor], operands: list[Value]
+    ) -> None:
+        self.work = work
+        self.op_class = op_class
+        self.operation = operation
+        self.operands = operands
+        self.cached: torch.Tensor | None = None
+        self.uses = self.left = 0
+        """Places that will ask for it in one backward, and how many of them have not asked yet."""
+        self.stride: tuple[int, ...] | None = None
+        for operand in operands:
+            operand.root.expect()
+
+    @property
+    def root(self) -> Recipe:
+        return self
+
+    def expect(self) -> None:
+        """One more place will ask for it."""
+        self.uses += 1
+        self.left += 1
+
+    def asked(self) -> None:
+        """One of the places has it. After the last one it is dropped; it can be made again (`retain_graph`)."""
+        self.left -= 1
+        if self.left <= 0:
+            self.cached, self.left = None, self.uses
+
+    def value(self) -> torch.Tensor:
+        """Make it, or return it while others wait for it, too."""
+        cached = self.cached
+        if cached is not None:
+            return cached
+        tensor = self.operation(*[operand.value() for operand in self.operands])
+        for operand in self.operands:
+            operand.root.asked()
+        self.work.rebuilt += 1
+        if self.stride is not None and tensor.stride() != self.stride:
+            laid_out = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
+            tensor = laid_out.copy_(tensor)
+        if self.left > 1:
+            self.cached = tensor
+        return tensor
+
+
+class View:
+    """A view of another value."""
+
+    __slots__ = ("of", "operation", "root")
+
+    def __init__(self, of: Value, operation: Callable[..., torch.Tensor]) -> None:
+        self.of = of
+        self.operation = operation
+        self.root: Kept | Recipe = of.root
+
+    def value(self) -> torch.Tensor:
+        return self.operation(self.of.value())
+
+
+Value = Kept | Recipe | View
+
+
+class Replay:
+    """One call of a small module that is run again as a whole, for its output and for what autograd saved inside."""
+
+    __slots__ = ("autocast", "inside", "module", "needs_gradient", "saved", "source", "work")
+
+    def __init__(self, work: Work, module: nn.Module, source: Value, given: torch.Tensor) -> None:
+        self.work = work
+        self.module = module
+        self.source = source
+        self.needs_gradient = given.requires_grad
+        device_type = given.device.type
+        self.autocast = (
+            (device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else None
+        )
+        self.saved = 0
+        self.inside: list[torch.Tensor | None] = []
+        source.root.expect()
+
+    def __call__(self) -> torch.Tensor:
+        """Run the module; what it saves inside lies ready afterwards. Returns its output, without a graph."""
+        inside: list[torch.Tensor | None] = []
+
+        def collect(tensor: torch.Tensor) -> None:
+            inside.append(tensor.detach())
+
+        source = self.source.value().detach().requires_grad_(self.needs_gradient)
+        autocast = torch.autocast(*self.autocast) if self.autocast else contextlib.nullcontext()
+        with torch.enable_grad(), autocast, torch.autograd.graph.saved_tensors_hooks(collect, never):
+            output: torch.Tensor = self.module.forward(source)
+        self.source.root.asked()
+        if len(inside) != self.saved:
+            raise ReplayError(self.work.block, type(self.module).__name__, self.saved, len(inside))
+        self.inside = inside
+        return output.detach()
+
+    def take(self, index: int) -> torch.Tensor:
+        """The tensor saved as number `index` inside. Each is handed out once per run of the module."""
+        found = self.inside[index] if self.inside else None
+        if found is None:
+            self()
+            found = self.inside[index]
+        assert found is not None
+        self.inside[index] = None
+        return found
+
+
+class Inside:
+    """A tensor that autograd saved inside a replayed module."""
+
+    __slots__ = ("index", "replay")
+
+    def __init__(self, replay: Replay) -> None:
+        self.replay = replay
+        self.index = replay.saved
+        replay.saved += 1
+
+
+def unpack(value: Value | Inside) -> torch.Tensor:
+    """What autograd gets back in backward: under `no_grad`, autocast off; the operands have their dtypes already."""
+    if isinstance(value, Kept):
+        return value.value()
+    root = value.replay if isinstance(value, Inside) else value.root
+    if isinstance(root, Kept):
+        return value.value()  # type: ignore[union-attr]
+    with contextlib.ExitStack() as around:
+        if torch.is_grad_enabled():
+            around.enter_context(torch.no_grad())
+        if compat.autocast_is_on():
+            around.enter_context(compat.autocast_off())
+        if root.work.observer is not None:
+            around.enter_context(root.work.observer())
+        if isinstance(value, Inside):
+            return value.replay.take(value.index)
+        tensor = value.value()
+        value.root.asked()
+        return tensor
+
+
+def never(value: Any) -> torch.Tensor:
+    """In place of `unpack` where no backward will come."""
+    raise AssertionError("a replayed module's own graph was asked for a saved tensor")
