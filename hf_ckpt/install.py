@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
-from hf_ckpt.engines.rebuild import RebuildRegion, enter_module, leave_module
+from hf_ckpt.engines.rebuild import RebuildRegion, enter_module, hand_to_first_block, leave_module
 from hf_ckpt.engines.sac import SacRegion
 from hf_ckpt.errors import HfCkptError, OwnerConflictError, SpecError
 from hf_ckpt.families import (
@@ -29,6 +29,7 @@ from hf_ckpt.families import (
     FoundBlocks,
     base_model,
     cheap_modules,
+    embedding_norms,
     find_blocks,
     frozen_prefix,
     plain_modules,
@@ -354,6 +355,9 @@ def _put_on(base: compat.PreTrainedModel, record: Installation) -> None:
         for module in cheap_modules(found, rebuilt):
             record.handles.append(module.register_forward_pre_hook(enter_module, with_kwargs=True))
             record.handles.append(module.register_forward_hook(leave_module))
+        if rebuilt:
+            for norm in embedding_norms(found):
+                record.handles.append(norm.register_forward_hook(hand_to_first_block))
     record.enabled = True
 
 
@@ -452,6 +456,11 @@ class StackHook:
             )
         if not self.checked:
             refuse_other_owner(owner)
+            stay = compat.parameters_stay(owner)
+            for module in owner.modules():
+                region = vars(module).get(_FUNCTION)
+                if isinstance(region, RebuildRegion):
+                    region.reaches_back = stay
             self.checked = True
 
 

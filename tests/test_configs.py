@@ -183,7 +183,8 @@ def test_single_launches_a_recipe(tmp_path, through):
     done = start("single", "--cpu", "--mixed_precision", "no", *words, cache=tmp_path)
     assert done.returncode == 0, done.stderr
     assert complaints(done.stderr) == []
-    assert "16 checkpointed block calls, 16 recomputations" in done.stdout
+    assert "16 checkpointed block calls" in done.stdout
+    assert "dropped, to be rebuilt" in done.stdout
     assert metrics(out)[0]["world_size"] == 1
 
 
@@ -218,4 +219,5 @@ def test_sharded_configs_launch(tmp_path, path):
     words = [*tiny_recipe("full_gpt2", out), "--use_cpu", "false"]
     done = start(path.stem, "--num_processes", "1", "--main_process_port", "0", *words, cache=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "16 checkpointed block calls, 16 recomputations" in done.stdout
+    assert "16 checkpointed block calls" in done.stdout
+    assert "dropped, to be rebuilt" in done.stdout

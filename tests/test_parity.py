@@ -36,6 +36,23 @@ SPECS = {
         {"rules": [{"layers": "0-3", "policy": "full"}, {"layers": "1,-1", "policy": "none"}]},
         {"encoder": [0, 2], "decoder": [0, 2]},
     ),
+    "selective": ({"policy": "selective"}, {"encoder": [0, 1, 2, 3], "decoder": [0, 1, 2, 3]}),
+    "selective, attention stays": (
+        {"policy": "selective", "save": ["attention"]},
+        {"encoder": [0, 1, 2, 3], "decoder": [0, 1, 2, 3]},
+    ),
+    "selective, linear stays": (
+        {"policy": "selective", "save": ["linear"]},
+        {"encoder": [0, 1, 2, 3], "decoder": [0, 1, 2, 3]},
+    ),
+    "selective by SAC": (
+        {"policy": "selective", "engine": "sac"},
+        {"encoder": [0, 1, 2, 3], "decoder": [0, 1, 2, 3]},
+    ),
+    "selective and full": (
+        {"policy": "full", "rules": [{"layers": "1-2", "policy": "selective"}]},
+        {"encoder": [0, 1, 2, 3], "decoder": [0, 1, 2, 3]},
+    ),
 }
 # T5 has two stacks to tell apart.
 T5_SPECS = SPECS | {
@@ -133,7 +150,17 @@ def check(family, tuning, spec_name, baseline, make):
     frozen = tuning.below_first_trainable(family)
     found = hf_ckpt.describe(model)
     assert found.forwards == dict.fromkeys(planned, 1), what
-    assert recomputed(model) == [name for name in planned if name not in frozen], what
+    rebuilt = {
+        name
+        for name, action in found.plan.active().items()
+        if action.kind == "selective" and spec.get("engine") != "sac"
+    }
+    assert [name for name in recomputed(model) if name not in rebuilt] == [
+        name for name in planned if name not in frozen | rebuilt
+    ], what
+    # `selective` counts operations: at least one in every block above the first trainable parameter.
+    assert {name for name in rebuilt if found.recomputed[name]} == rebuilt - frozen, what
+    assert not rebuilt - frozen or sum(found.dropped.values()) > 0, what
     assert set(found.frozen) == frozen & set(planned), what
 
 

@@ -12,18 +12,23 @@ No random state is saved or restored: masks are operands, not draws.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_ckpt import compat
 from hf_ckpt.engines.recipes import VIEW, Row, rows_for
 from hf_ckpt.engines.sac import SacRegion
 from hf_ckpt.engines.values import Inside, Kept, Recipe, Replay, Value, View, Work, unpack
 from hf_ckpt.errors import HfCkptError
+
+log = logging.getLogger(__name__)
 
 NO_GRAPH = "(no graph)"  # masks, position tables, statistics: saved tensors that no node made
 _Edge = tuple[Any, int]
@@ -46,6 +51,9 @@ class RebuildRegion:
         """Op class (or module class) -> bytes dropped by the last forward."""
         self.kept: dict[str, int] = {}
         """Autograd node that made it -> bytes kept by the last forward; parameters left out."""
+        self.reaches_back = False
+        """Whether the block may rebuild its input, when that is a norm or an embedding of what stays. Set when it is
+        known that parameters stay where they are: in this block's backward, sharded ones of others are gone."""
 
     @property
     def recomputed(self) -> int:
@@ -78,7 +86,9 @@ class RebuildRegion:
         outer, _running.tape = _running.tape, tape
         try:
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
-                return fn(*args)
+                output = fn(*args)
+            tape.hand_over(output)
+            return output
         finally:
             _running.tape = outer
             tape.close()
@@ -97,12 +107,14 @@ class _Running(threading.local):
 
 
 _running = _Running()
+# Block outputs that the next block can make again -> their recipe and the version they had.
+_handed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a small module that may be run again as a whole."""
     tape = _running.tape
-    if tape is None or tape.replay is not None or kwargs or len(args) != 1 or not torch.is_grad_enabled():
+    if tape is None or tape.replay is not None or kwargs or len(args) != 1:
         return
     # Somebody else's hook may change what goes in or comes out, so such a module is left to its single operations.
     if len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1 and isinstance(args[0], torch.Tensor):
@@ -114,6 +126,14 @@ def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     tape = _running.tape
     if tape is not None and tape.replay is not None and tape.replay.module is module:
         tape.leave(output)
+
+
+def hand_to_first_block(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forward hook of an embedding's norm: its input stays for its own backward, so a block can make its own again."""
+    if _running.tape is None and len(args) == 1 and isinstance(output, torch.Tensor) and output.grad_fn is not None:
+        work = Work(type(module).__name__)
+        replay = Replay(work, module, Kept(args[0], work.block), args[0], checked=False)
+        _handed[output] = Recipe(work, type(module).__name__, replay, []), output._version
 
 
 class _Tape:
@@ -132,17 +152,49 @@ class _Tape:
         self.counted: set[Any] = set()
         self.dropped: dict[str, int] = {}
         self.kept: dict[str, int] = {}
+        self.ungraphed: list[tuple[torch.Tensor, Value]] = []
+        """Inputs and norms of a block below which nothing is trained: no graph tells where their casts come from."""
+        self.shallow: set[_Edge] = set()
+        """Outputs of small modules that can be made from what stays."""
         for arg in args:
-            if isinstance(arg, torch.Tensor) and arg.grad_fn is not None:
-                self.given[arg.grad_fn, arg.output_nr] = arg
+            if isinstance(arg, torch.Tensor):
+                self._take(arg)
+
+    def _take(self, arg: torch.Tensor) -> None:
+        node = arg.grad_fn
+        if node is None:
+            if arg.is_floating_point():
+                self.ungraphed.append((arg, Kept(arg, self.work.block)))
+            return
+        value: Value | None = None
+        if self.region.reaches_back:
+            handed, version = _handed.get(arg, (None, 0))  # type: ignore[no-untyped-call]
+            if version == arg._version:
+                value = handed
+            if node.name() == "EmbeddingBackward0" and isinstance(self.resolve(node.next_functions[0]), Kept):
+                value = self._make(self.rows[node.name()], node, node._input_metadata[arg.output_nr])
+        if value is None:
+            self.given[node, arg.output_nr] = arg
+        else:
+            self.values[node, arg.output_nr] = value
+
+    def hand_over(self, outputs: Any) -> None:
+        """Let the next block make this block's output again, if it is a norm of something that stays."""
+        for output in outputs if isinstance(outputs, tuple) else (outputs,):
+            if isinstance(output, torch.Tensor) and (output.grad_fn, output.output_nr) in self.shallow:
+                _handed[output] = self.values[output.grad_fn, output.output_nr], output._version
 
     def close(self) -> None:
         """Forget every node: autograd holds the hooks, so a tape that held nodes would be a reference cycle."""
         self.values.clear()
         self.given.clear()
         self.counted.clear()
+        self.shallow.clear()
+        self.ungraphed.clear()
         self.replay = None
         self.region.dropped, self.region.kept = self.dropped, self.kept
+        if self.kept.keys() - {NO_GRAPH} and not self.dropped:
+            _warn_nothing_dropped(self.region.save)
 
     # --- saved tensors ----------------------------------------------------------------------------------------------
 
@@ -164,7 +216,7 @@ class _Tape:
     def value_of(self, node: Any, tensor: torch.Tensor) -> Value:
         """The value of a tensor at hand: known, made again, or kept."""
         if node is None:
-            return self._constant(tensor)
+            return self._from_ungraphed(tensor) or self._constant(tensor)
         edge = node, tensor.output_nr
         value = self.resolve(edge) or self._small(edge, tensor)
         if value is None:
@@ -236,6 +288,21 @@ class _Tape:
         self.values[edge] = value
         return value
 
+    def _from_ungraphed(self, tensor: torch.Tensor) -> Value | None:
+        """`tensor` as an ungraphed one or its float32 cast (the input of a LoRA adapter in the first block).
+
+        Without a graph only the values can tell a cast, so they are compared: exact, and on the CPU only, because an
+        accelerator would have to be waited for.
+        """
+        for source, value in self.ungraphed:
+            if source.numel() != tensor.numel() or not tensor.is_contiguous():
+                continue
+            if source.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+                return View(value, functools.partial(_shaped, tensor.shape)) if isinstance(value, Recipe) else None
+            if _is_cast(tensor, source):
+                return Recipe(self.work, "cast", functools.partial(_shaped, tensor.shape, dtype=tensor.dtype), [value])
+        return None
+
     def _constant(self, tensor: torch.Tensor) -> Kept:
         if not isinstance(tensor, nn.Parameter):
             self._count_kept(NO_GRAPH, tensor)
@@ -250,9 +317,16 @@ class _Tape:
     def leave(self, output: Any) -> None:
         """It has ended; its output can be made again."""
         replay, self.replay = self.replay, None
-        if replay is not None and isinstance(output, torch.Tensor) and output.grad_fn is not None:
-            name = type(replay.module).__name__
-            self.values[output.grad_fn, output.output_nr] = Recipe(self.work, name, replay, [])
+        if replay is None or not isinstance(output, torch.Tensor):
+            return
+        recipe = Recipe(self.work, type(replay.module).__name__, replay, [])
+        if output.grad_fn is None:
+            self.ungraphed.append((output, recipe))
+            return
+        edge = output.grad_fn, output.output_nr
+        self.values[edge] = recipe
+        if isinstance(replay.source.root, Kept):
+            self.shallow.add(edge)
 
     def _inside(self, node: Any, tensor: torch.Tensor, replay: Replay) -> Inside:
         if not isinstance(tensor, nn.Parameter):
@@ -273,3 +347,25 @@ class _Tape:
     def _count(self, where: dict[str, int], name: str, key: Any, tensor: torch.Tensor) -> None:
         self.counted.add(key)
         where[name] = where.get(name, 0) + tensor.nbytes
+
+
+def _shaped(shape: torch.Size, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return x.to(dtype).view(shape) if dtype is not None else x.view(shape)
+
+
+@functools.lru_cache(maxsize=8)  # once for each `save`
+def _warn_nothing_dropped(save: tuple[str, ...]) -> None:
+    log.warning(
+        "`selective` with save %s found nothing in a block that can be rebuilt, so every activation is kept there. Use "
+        "`full` for such blocks.",
+        list(save),
+    )
+
+
+def _is_cast(tensor: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether `tensor` holds the values of the 16-bit `source` in float32."""
+    if tensor.device.type != "cpu" or tensor.dtype != torch.float32 or source.dtype.itemsize != 2:
+        return False
+    found, wanted = tensor.reshape(-1), source.detach().reshape(-1)
+    few = slice(0, 64)  # most that are no cast end here
+    return torch.equal(found[few], wanted[few].float()) and torch.equal(found, wanted.float())

@@ -102,6 +102,11 @@ def _native_dropout(node: Any, metadata: Any) -> Operation:
     return lambda x: torch.ops.aten.native_dropout_backward(x, mask, scale)
 
 
+def _embedding(node: Any, metadata: Any) -> Operation:
+    indices = node._saved_indices
+    return lambda weight: functional.embedding(indices, weight)
+
+
 def _addmm(node: Any, metadata: Any) -> Operation:
     alpha, beta = node._saved_alpha, node._saved_beta
     return lambda bias, a, b: torch.addmm(bias, a, b, alpha=alpha, beta=beta)
@@ -206,6 +211,7 @@ TABLE: dict[str, Row] = {
     "CatBackward0": Row("copy", _cat),
     "MeanBackward1": Row("reduction", _mean),
     "NativeDropoutBackward0": Row("dropout", _native_dropout, seen="cpu, torch 2.13 (torch.native_dropout)"),
+    "EmbeddingBackward0": Row("embedding", _embedding),
     "MmBackward0": Row(LINEAR, _plainly(torch.mm), ("self", "mat2")),
     "AddmmBackward0": Row(LINEAR, _addmm, ("", "mat1", "mat2")),
     "BmmBackward0": Row(ATTENTION, _plainly(torch.bmm), ("self", "mat2")),

@@ -85,7 +85,10 @@ class SacRegion(FullRegion):
 
 
 def _contexts(save: tuple[str, ...]) -> Any:
-    return create_selective_checkpoint_contexts(functools.partial(_policy, operations(save)))
+    return _made(functools.partial(_policy, operations(save)))
+
+
+_made: Callable[[Callable[..., CheckpointPolicy]], Any] = create_selective_checkpoint_contexts
 
 
 def _policy(stay: frozenset[Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -102,4 +105,4 @@ def _counting_contexts(region: SacRegion) -> Any:
             region.matched += 1
         return CheckpointPolicy.MUST_SAVE
 
-    return create_selective_checkpoint_contexts(policy)
+    return _made(policy)
