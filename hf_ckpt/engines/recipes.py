@@ -94,11 +94,12 @@ def _softmax(node: Any, metadata: Any) -> Operation:
 
 
 def _native_dropout(node: Any, metadata: Any) -> Operation:
-    """The mask is an operand, not a draw: the backward kernel computes `x * mask * scale` as the forward did."""
-    mask = node._saved_result1
-    # The CUDA forward divides in float32; the same division here, so that the factor has the same bits.
-    kept = torch.tensor(1.0 - node._saved_p, dtype=torch.float32)
-    scale = float(1.0 / kept) if metadata.device.type == "cuda" else 1.0 / (1.0 - node._saved_p)
+    """The mask is an operand, not a draw. As the kernels do it: pytorch/aten/src/ATen/native/{,cuda/}Dropout.c{pp,u}."""
+    mask, kept = node._saved_result1, 1.0 - node._saved_p
+    if metadata.device.type == "cpu":
+        return lambda x: x * (mask.to(x.dtype) * (1.0 / kept))
+    # CUDA computes x * mask * scale in float32, and the scale too; so does its backward kernel.
+    scale = float(1.0 / torch.tensor(kept, dtype=torch.float32))
     return lambda x: torch.ops.aten.native_dropout_backward(x, mask, scale)
 
 
@@ -135,7 +136,7 @@ def _attention(name: str, *, mask: str | None, extra: Sequence[str] = ()) -> Cal
 
 def _view(node: Any, metadata: Any) -> Operation:
     shape = list(metadata.shape)
-    return lambda x: x.view(shape)
+    return lambda x: x.reshape(shape)  # not `view`: what was made again may lie in another order until it is asked for
 
 
 def _expand(node: Any, metadata: Any) -> Operation:
@@ -192,6 +193,7 @@ POINTWISE = {
 VIEWS = {
     "ViewBackward0": _view,
     "UnsafeViewBackward0": _view,
+    "ReshapeAliasBackward0": _view,
     "AliasBackward0": _plainly(torch.Tensor.detach),
     "TBackward0": _plainly(torch.t),
     "TransposeBackward0": _transpose,
