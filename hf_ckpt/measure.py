@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
+import importlib.metadata
+import os
+import platform
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -240,6 +244,9 @@ class RecomputeClock:
         return seconds
 
 
+Holder = nn.Module | torch.optim.Optimizer | Mapping[str, Any]  # a batch is a mapping
+
+
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all live tensor storages, each once, after every operation of forward and backward.
 
@@ -251,7 +258,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     takes and frees within one operation is not seen.
     """
 
-    def __init__(self, *holders: nn.Module | torch.optim.Optimizer) -> None:
+    def __init__(self, *holders: Holder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.current_bytes = 0
         self.peak_bytes = 0
@@ -272,23 +279,77 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.timeline.append(self.current_bytes)
         return result
 
-    def _count(self, tensor: torch.Tensor) -> None:
+    def _count(self, tensor: torch.Tensor) -> bool:
+        """Whether its storage is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
-            return
+            return False
         size = storage.nbytes()
         self._live.add(key)
         self.current_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         weakref.finalize(storage, self._freed, key, size).atexit = False
+        return True
 
     def _freed(self, key: int, size: int) -> None:
         self._live.discard(key)
         self.current_bytes -= size
 
 
-def _tensors_of(holder: nn.Module | torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+class BlockBytes(LiveBytes):
+    """Counts, beside all live bytes, those of storages that were made while one of `blocks` ran.
+
+        with BlockBytes(blocks, model, batch) as live:
+            outputs = model(**batch)
+            live.block_bytes  # what the blocks' forwards leave: saved tensors and their outputs
+
+    Parameters, the batch and what the model makes around its blocks are not among them.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], *holders: Holder) -> None:
+        self.block_bytes = 0
+        self._blocks = tuple(blocks)
+        self._depth = 0
+        self._made_inside: set[int] = set()
+        self._handles: list[Any] = []
+        super().__init__(*holders)
+
+    def __enter__(self) -> BlockBytes:
+        for block in self._blocks:
+            self._handles.append(block.register_forward_pre_hook(self._enter_block))
+            self._handles.append(block.register_forward_hook(self._leave_block, always_call=True))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _enter_block(self, *_: Any) -> None:
+        self._depth += 1
+
+    def _leave_block(self, *_: Any) -> None:
+        self._depth -= 1
+
+    def _count(self, tensor: torch.Tensor) -> bool:
+        new = super()._count(tensor)
+        if new and self._depth:
+            storage = tensor.untyped_storage()
+            self._made_inside.add(storage._cdata)
+            self.block_bytes += storage.nbytes()
+        return new
+
+    def _freed(self, key: int, size: int) -> None:
+        super()._freed(key, size)
+        if key in self._made_inside:
+            self._made_inside.discard(key)
+            self.block_bytes -= size
+
+
+def _tensors_of(holder: Holder) -> Iterator[torch.Tensor]:
     if isinstance(holder, nn.Module):
         yield from holder.buffers()
         for parameter in holder.parameters():
@@ -296,7 +357,8 @@ def _tensors_of(holder: nn.Module | torch.optim.Optimizer) -> Iterator[torch.Ten
             if parameter.grad is not None:
                 yield parameter.grad
     else:
-        yield from (value for value in tree_leaves(list(holder.state.values())) if isinstance(value, torch.Tensor))
+        held = list((holder.state if isinstance(holder, torch.optim.Optimizer) else holder).values())
+        yield from (value for value in tree_leaves(held) if isinstance(value, torch.Tensor))
 
 
 def release_freed_memory() -> None:
@@ -321,6 +383,26 @@ def stopwatch() -> Iterator[list[float]]:
     if device_type is not None:
         compat.synchronize(device_type)
     seconds.append(time.perf_counter() - start)
+
+
+def circumstances(device: str) -> dict[str, Any]:
+    """What figures depend on beside the code that is measured: when, on what machine, with which versions."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"{device} ({_processor()})",
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")},
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def over_ranks(values: dict[str, float | None]) -> list[dict[str, float | None]]:

@@ -57,6 +57,7 @@ class DDPCase:
     """What is done to the model first; see `build` in the worker."""
     every: int = 1
     dropout: float = 0.0
+    policy: str = "full"
     owner: str = "hf_ckpt"
     """`hf_ckpt`, `wrapped` (installed on the DDP module), or `stock` (transformers alone, reentrant)."""
 
@@ -77,7 +78,9 @@ class DDPCase:
         return planned
 
     def to_dict(self) -> dict[str, Any]:
-        spec = {"use_reentrant": True} if self.owner == "stock" else {"policy": "full", "every_n_layers": self.every}
+        spec = (
+            {"use_reentrant": True} if self.owner == "stock" else {"policy": self.policy, "every_n_layers": self.every}
+        )
         return {**dataclasses.asdict(self), "spec": spec}
 
 
@@ -101,6 +104,9 @@ DDP_CASES: dict[str, DDPCase] = {
         "modules_to_save-find_unused": {"change": "lora_and_saved", "ddp": UNUSED},
         "modules_to_save-static_graph": {"change": "lora_and_saved", "steps": "repeat", "ddp": {"static_graph": True}},
         "installed_on_ddp": {"owner": "wrapped"},
+        "selective": {"policy": "selective"},
+        "selective-lora-dropout": {"policy": "selective", "change": "lora_dropout", "dropout": 0.1},
+        "selective-accumulate": {"policy": "selective", "steps": "accumulate"},
     }.items()
 } | {
     "pair": DDPCase("llama", steps="pair"),
@@ -149,8 +155,12 @@ def test_ddp_recomputes_exactly_what_is_planned_on_each_rank(ddp: Results, name:
     case = DDP_CASES[name]
     for found in each_rank(ddp, name):
         assert found["enabled"]
-        assert found["recomputed"] == case.recomputed
         assert found["forwards"] == dict.fromkeys(case.recomputed, case.forwards)
+        if case.policy == "selective":  # operations are rebuilt, and no block runs again
+            assert all(found["recomputed"].values())
+            assert found["calls"] == dict.fromkeys(case.blocks, case.forwards)
+            continue
+        assert found["recomputed"] == case.recomputed
         # The same by a count of our own: how often the first module inside each block ran.
         assert found["calls"] == {n: case.forwards + case.recomputed.get(n, 0) for n in case.blocks}
 
@@ -182,9 +192,12 @@ class FSDPCase:
     """Parameters in bfloat16 for forward and backward."""
     dropout: float = 0.0
     every: int = 1
+    save: tuple[str, ...] = ()
+    """What stays under `selective`; empty: `full`."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "spec": {"policy": "full", "every_n_layers": self.every}}
+        spec: dict[str, Any] = {"policy": "full"} if not self.save else {"policy": "selective", "save": list(self.save)}
+        return {**dataclasses.asdict(self), "spec": {**spec, "every_n_layers": self.every}}
 
 
 FSDP_CASES: dict[str, FSDPCase] = {
@@ -196,6 +209,9 @@ FSDP_CASES: dict[str, FSDPCase] = {
         "every_2": {"every": 2},
         "bf16": {"half": True},
         "bf16-dropout": {"half": True, "dropout": 0.1},
+        "selective": {"save": ("linear", "attention")},
+        "selective-bf16": {"half": True, "dropout": 0.1, "save": ("linear", "attention")},
+        "selective-attention": {"half": True, "save": ("attention",)},
     }.items()
 }
 KINDS = {"llama": "LlamaDecoderLayer", "bert": "BertLayer", "t5": "T5Block"}
@@ -227,6 +243,11 @@ def test_fsdp2_has_one_region_for_each_planned_block_and_none_nested(fsdp2: Resu
     planned = blocks(case.family, case.every)
     for found in each_rank(fsdp2, name):
         assert found["kinds"] == [KINDS[case.family]]  # not FSDP's subclass of it
+        if case.save:  # rebuilt from parameters that were gathered again, and by nobody's checkpoint function
+            assert found["regions"] == 0
+            assert found["forwards"] == dict.fromkeys(planned, FSDP_STEPS)
+            assert all(found["recomputed"].values())
+            continue
         assert found["regions"] == FSDP_STEPS * len(planned)
         assert found["deepest"] == 1
         assert found["recomputed"] == dict.fromkeys(planned, FSDP_STEPS)

@@ -212,18 +212,23 @@ def unpack(value: Value | Inside) -> torch.Tensor:
     root = value.replay if isinstance(value, Inside) else value.root
     if isinstance(root, Kept):
         return value.value()  # type: ignore[union-attr]
+    observer = root.work.observer
+    if observer is None and not torch.is_grad_enabled() and not compat.autocast_is_on():  # the usual case, made short
+        return _hand_out(value)
     with contextlib.ExitStack() as around:
-        if torch.is_grad_enabled():
-            around.enter_context(torch.no_grad())
-        if compat.autocast_is_on():
-            around.enter_context(compat.autocast_off())
-        if root.work.observer is not None:
-            around.enter_context(root.work.observer())
-        if isinstance(value, Inside):
-            return value.replay.take(value.index)
-        tensor = value.value()
-        value.root.asked()
-        return tensor
+        around.enter_context(torch.no_grad())
+        around.enter_context(compat.autocast_off())
+        if observer is not None:
+            around.enter_context(observer())
+        return _hand_out(value)
+
+
+def _hand_out(value: Recipe | View | Inside) -> torch.Tensor:
+    if isinstance(value, Inside):
+        return value.replay.take(value.index)
+    tensor = value.value()
+    value.root.asked()
+    return tensor
 
 
 def never(value: Any) -> torch.Tensor:

@@ -1,0 +1,384 @@
+"""`hf-ckpt bench engines`: what every engine keeps and costs, on the same weights, step by step in turn.
+
+Everything is measured from outside: bytes by watching the allocations of the blocks' forwards, time by steps without
+any watching. Engines take turns inside every repeat, in rotated order, and ratios are taken within a repeat, so that a
+machine that slows down slows them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.demo import LORA_RANK, add_lora
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.families import base_model, find_blocks
+from hf_ckpt.install import describe, trial
+from hf_ckpt.measure import BlockBytes, circumstances, stopwatch
+from hf_ckpt.tiny import FAMILIES, tiny_batch, tiny_model
+
+TUNINGS = ("full", "lora")
+DTYPES = ("bfloat16", "float16", "float32")
+Recomputed = Callable[[], dict[str, int]]
+HOST_SIZES: dict[str, Any] = {"layers": 16, "hidden": 32, "batch": 1, "tokens": 8}  # nothing to compute: host time
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Engine:
+    """One way to run a step."""
+
+    name: str
+    spec: Mapping[str, Any] | None = None
+    """What hf_ckpt is given; None leaves hf_ckpt out."""
+    own: Mapping[str, Any] | None = None
+    """What transformers' own enable call is given, for an engine without hf_ckpt."""
+
+    @contextlib.contextmanager
+    def turned_on(self, model: nn.Module) -> Iterator[Recomputed]:
+        """The engine is on for a while; yields what says how often each block was run again, in part or as a whole."""
+        if self.spec is not None:
+            with trial(model, self.spec):
+                yield lambda: _recomputed(model)
+        elif self.own is not None:
+            with compat.own_checkpointing(base_model(model), **self.own) as count:
+                yield lambda: {"all blocks": count()}
+        else:
+            yield dict
+
+
+def _recomputed(model: nn.Module) -> dict[str, int]:
+    found = describe(model)
+    return {name: count for name, count in found.recomputed.items() if name not in found.frozen}
+
+
+NONE = Engine("none")
+REBUILD = Engine("rebuild", {"policy": "selective", "engine": "rebuild"})
+REBUILD_ATTENTION = Engine("rebuild, save attention", {**(REBUILD.spec or {}), "save": ["attention"]})
+SAC = Engine("sac", {"policy": "selective", "engine": "sac"})
+EVERY_SECOND = (
+    Engine("every_n_layers: 2 (HF)", own={"every_n_layers": 2})
+    if compat.HAS_EVERY_N_LAYERS
+    else Engine("every_n_layers: 2 (hf_ckpt)", {"policy": "full", "every_n_layers": 2})
+)
+ENGINES = (NONE, REBUILD, REBUILD_ATTENTION, SAC, Engine("full", {"policy": "full"}), EVERY_SECOND)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Sizes of the models and of the steps. Raises `HfCkptError` for values that fit no model."""
+
+    families: tuple[str, ...] = FAMILIES
+    tunings: tuple[str, ...] = TUNINGS
+    """`full` (every weight) and `lora`."""
+    layers: int = 6
+    """Blocks in each stack."""
+    hidden: int = 512
+    batch: int = 4
+    tokens: int = 256
+    dropout: float = 0.0
+    dtype: str = "bfloat16"
+    device: str = dataclasses.field(default_factory=lambda: compat.accelerator_type() or "cpu")
+    repeats: int = 5
+    """Timed steps of each engine."""
+    host_rounds: int = 30
+    """Timed steps of each engine on the tiny model that host time is taken from; 0 leaves that out."""
+
+    def __post_init__(self) -> None:
+        named = (
+            ("family", self.families, FAMILIES),
+            ("tuning", self.tunings, TUNINGS),
+            ("dtype", [self.dtype], DTYPES),
+        )
+        for what, given, known in named:
+            for value in given:
+                if value not in known:
+                    raise HfCkptError(f"{what} must be one of {', '.join(known)}, but is {value!r} instead.")
+        if self.hidden % 16:
+            raise HfCkptError(f"hidden must be a multiple of 16 (8 heads), but is {self.hidden} instead.")
+
+
+@dataclasses.dataclass
+class EngineRow:
+    """Figures of one engine on one model."""
+
+    engine: str
+    foreign: bool = False
+    """Whether transformers runs it alone: other gradients are then told, and no failure of hf_ckpt."""
+    error: str | None = None
+    """What it raised; figures taken before that stay."""
+    block_bytes: int | None = None
+    """Live bytes at the end of the forward that were made inside the blocks."""
+    bytes_ratio: float | None = None
+    step_seconds: list[float] = dataclasses.field(default_factory=list)
+    time_ratios: list[float] = dataclasses.field(default_factory=list)
+    """Step time over that of `none`, repeat by repeat."""
+    recomputed: int = 0
+    """Of one step: operations, modules or whole blocks run again."""
+    idle: str | None = None
+    """What did not happen that should have."""
+    first_difference: str | None = None
+    """The first parameter whose gradient is not bit-equal to that of `none`, in any step."""
+    host_seconds: float | None = None
+    """Host time a block beyond `none`, forward and backward."""
+    host_share_of_sac: float | None = None
+    kept: dict[str, int] = dataclasses.field(default_factory=dict)
+    """What the engine itself says it kept in all blocks, by autograd node."""
+    dropped: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the benchmark fails; None if all is well."""
+        return self.error or self.idle or (None if self.foreign else self.difference)
+
+    @property
+    def difference(self) -> str | None:
+        """Where gradients depart from those of `none`, in words."""
+        return None if self.equal else f"gradients differ: {self.first_difference}"
+
+    @property
+    def equal(self) -> bool:
+        """Every gradient of every step bit-equal to that of `none`."""
+        return self.first_difference is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form, medians included."""
+        return {
+            **dataclasses.asdict(self),
+            "gradients_equal": self.equal if self.error is None else None,
+            "step_seconds_median": median(self.step_seconds),
+            "time_ratio": median(self.time_ratios),
+        }
+
+
+@dataclasses.dataclass
+class EngineCase:
+    """All engines on one model."""
+
+    family: str
+    tuning: str
+    blocks: int
+    block_input_bytes: int
+    rows: list[EngineRow]
+
+
+@dataclasses.dataclass
+class EngineBench:
+    """What the benchmark measured, and where."""
+
+    settings: Settings
+    circumstances: dict[str, Any]
+    cases: list[EngineCase]
+
+    @property
+    def ok(self) -> bool:
+        """Every engine ran, did something, and gave the same gradients."""
+        return not any(row.problem for case in self.cases for row in case.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        cases = [{**vars(case), "rows": [row.to_dict() for row in case.rows]} for case in self.cases]
+        settings = {**dataclasses.asdict(self.settings), "lora_rank": LORA_RANK}
+        return {"circumstances": self.circumstances, "settings": settings, "ok": self.ok, "cases": cases}
+
+
+def median(values: Sequence[float]) -> float | None:
+    """The median, or None of nothing."""
+    return statistics.median(values) if values else None
+
+
+def bench_engines(
+    settings: Settings,
+    *,
+    engines: Sequence[Engine] = ENGINES,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> EngineBench:
+    """Compare `engines`, the first being what the others are compared with, on every model that `settings` name.
+
+    An engine that raises is a row with its error. Only the first may not: its error is raised.
+    """
+    cases = []
+    for family in settings.families:
+        for tuning in settings.tunings:
+            on_progress(f"{family}, {tuning}")
+            case = _Case(settings, family, tuning, engines)
+            case.count_bytes()
+            for number in range(settings.repeats):
+                on_progress(f"{family}, {tuning}: repeat {number + 1} of {settings.repeats}")
+                case.time_steps(number)
+            on_progress(f"{family}, {tuning}: host time")
+            case.time_host(dataclasses.replace(settings, **HOST_SIZES))
+            cases.append(EngineCase(family, tuning, len(case.blocks), case.block_input_bytes, [*case.rows.values()]))
+    return EngineBench(settings, circumstances(settings.device), cases)
+
+
+def progress_steps(settings: Settings) -> int:
+    """How often `bench_engines` reports progress."""
+    return len(settings.families) * len(settings.tunings) * (settings.repeats + 2)
+
+
+def bench_model(settings: Settings, family: str, tuning: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A random model of the family's usual proportions but for a small vocabulary, because blocks matter; a batch."""
+    hidden, positions = settings.hidden, max(512, settings.tokens)
+    shapes: dict[str, dict[str, Any]] = {
+        "llama": {
+            "intermediate_size": hidden * 43 // 16,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": positions,
+        },
+        "gpt2": {"n_head": 8, "n_positions": positions},
+        "bert": {"intermediate_size": 4 * hidden, "num_attention_heads": 8, "max_position_embeddings": positions},
+        "t5": {"d_ff": 2 * hidden, "d_kv": hidden // 8, "num_heads": 8},
+    }
+    model: nn.Module = tiny_model(
+        family,
+        layers=settings.layers,
+        hidden=hidden,
+        dropout=settings.dropout,
+        attention="sdpa",
+        dtype=getattr(torch, settings.dtype),
+        **shapes[family],
+    )
+    if tuning == "lora":  # random adapters: at PEFT's zeros, half of the gradients are 0
+        model = add_lora(model, lora_dropout=settings.dropout, init_lora_weights=False)
+    inputs: dict[str, Any] = dict(tiny_batch(family, batch=settings.batch, tokens=settings.tokens))
+    if family == "t5":
+        inputs["labels"] = inputs["input_ids"].clone()
+    inputs = {name: value.to(settings.device) for name, value in inputs.items()}
+    if compat.wants_use_cache(base_model(model)):
+        inputs["use_cache"] = False
+    return model.to(settings.device).train(), inputs
+
+
+class _Case:
+    """One model and what its steps gave."""
+
+    def __init__(self, settings: Settings, family: str, tuning: str, engines: Sequence[Engine]) -> None:
+        self.family, self.tuning = family, tuning
+        self.engines = tuple(engines)
+        self.rows = {engine: EngineRow(engine.name, foreign=engine.own is not None) for engine in engines}
+        self.model, self.inputs = bench_model(settings, family, tuning)
+        self.blocks = find_blocks(self.model).modules
+        element_bytes = getattr(torch, settings.dtype).itemsize
+        self.block_input_bytes = settings.batch * settings.tokens * settings.hidden * element_bytes
+        self.reference: dict[str, torch.Tensor] = {}
+
+    def count_bytes(self) -> None:
+        """One plain step of every engine, which warms up, and a watched one."""
+        for engine in self.engines:
+            self._try(engine, self._count_bytes)
+        first = self.rows[self.engines[0]].block_bytes
+        for row in self.rows.values():
+            if row.block_bytes is not None and first:
+                row.bytes_ratio = row.block_bytes / first
+
+    def _count_bytes(self, engine: Engine, row: EngineRow, recomputed: Recomputed) -> None:
+        self._compare(row, _step(self.model, self.inputs))
+        gc.collect()
+        before = recomputed()
+        self.model.zero_grad(set_to_none=True)
+        with BlockBytes(self.blocks.values(), self.model, self.inputs) as live:
+            outputs = self.model(**self.inputs)
+            row.block_bytes = live.block_bytes
+            outputs.loss.backward()
+        counts = {name: count - before[name] for name, count in recomputed().items()}
+        row.recomputed = sum(counts.values())
+        missed = sum(not count for count in counts.values())
+        if missed:
+            row.idle = f"{missed} of {len(counts)} planned blocks recomputed nothing"
+        elif not counts and engine is not self.engines[0]:
+            row.idle = "nothing was planned"
+        if engine.spec is not None:
+            done = describe(self.model)
+            row.kept, row.dropped = done.kept, done.dropped
+
+    def time_steps(self, number: int) -> None:
+        """One timed step of every engine."""
+
+        def take(engine: Engine, row: EngineRow, _: Recomputed) -> None:
+            with stopwatch() as seconds:
+                gradients = _step(self.model, self.inputs)
+            row.step_seconds.append(seconds[0])
+            self._compare(row, gradients)
+
+        for engine in _rotated(self.engines, number):
+            self._try(engine, take)
+        base = self.rows[self.engines[0]].step_seconds[-1]
+        for row in self.rows.values():
+            if row.error is None:
+                row.time_ratios.append(row.step_seconds[-1] / base)
+
+    def time_host(self, settings: Settings) -> None:
+        """Steps of a model so small that host time is all there is."""
+        if not settings.host_rounds:
+            return
+        model, inputs = bench_model(settings, self.family, self.tuning)
+        seconds: dict[Engine, list[float]] = {engine: [] for engine in self.engines}
+
+        def take(engine: Engine, row: EngineRow, _: Recomputed) -> None:
+            _step(model, inputs)  # the first one after turning it on does more
+            with stopwatch() as found:
+                _step(model, inputs)
+            seconds[engine].append(found[0])
+
+        for number in range(settings.host_rounds):
+            for engine in _rotated(self.engines, number):
+                self._try(engine, take, model)
+        blocks = len(find_blocks(model).modules)
+        for engine, row in self.rows.items():
+            if row.error is None and engine is not self.engines[0]:
+                pairs = zip(seconds[engine], seconds[self.engines[0]], strict=True)
+                row.host_seconds = statistics.median(mine - none for mine, none in pairs) / blocks
+        sac = self.rows[SAC].host_seconds if SAC in self.rows else None
+        for row in self.rows.values():
+            if row.host_seconds is not None and sac:
+                row.host_share_of_sac = row.host_seconds / sac
+
+    def _try(
+        self,
+        engine: Engine,
+        measure: Callable[[Engine, EngineRow, Recomputed], None],
+        model: nn.Module | None = None,
+    ) -> None:
+        """Turn an engine on and measure it, unless it has failed before."""
+        row = self.rows[engine]
+        if row.error is not None:
+            return
+        try:
+            with engine.turned_on(model or self.model) as recomputed:
+                measure(engine, row, recomputed)
+        except Exception as error:
+            if engine is self.engines[0]:
+                raise
+            row.error = f"{type(error).__name__}: {error}"
+
+    def _compare(self, row: EngineRow, gradients: dict[str, torch.Tensor]) -> None:
+        self.reference = self.reference or gradients
+        if row.first_difference is not None:
+            return
+        if gradients.keys() != self.reference.keys():
+            row.first_difference = f"{len(gradients)} gradients against {len(self.reference)}"
+        else:
+            unequal = (name for name, value in gradients.items() if not torch.equal(value, self.reference[name]))
+            row.first_difference = next(unequal, None)
+
+
+def _step(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Forward and backward, from the same random state every time; returns the gradients."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    model(**inputs).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def _rotated(engines: Sequence[Engine], number: int) -> list[Engine]:
+    start = number % len(engines)
+    return [*engines[start:], *engines[:start]]

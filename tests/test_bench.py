@@ -1,0 +1,211 @@
+"""`hf-ckpt bench engines`, at sizes where no figure of time means anything."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from hf_ckpt import bench, cli, report
+from hf_ckpt.bench import (
+    ENGINES,
+    EVERY_SECOND,
+    HOST_SIZES,
+    NONE,
+    REBUILD,
+    SAC,
+    Engine,
+    Settings,
+    bench_engines,
+    bench_model,
+)
+from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.errors import HfCkptError, MissingDependencyError
+from hf_ckpt.families import find_blocks
+from hf_ckpt.measure import BlockBytes
+from hf_ckpt.tiny import FAMILIES
+
+SMALL = {"layers": 2, "hidden": 32, "batch": 2, "tokens": 16, "repeats": 2, "host_rounds": 0, "device": "cpu"}
+WORDS = ["--layers", "2", "--hidden", "32", "--batch", "2", "--tokens", "16", "--repeats", "2", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def small_host_model(monkeypatch):
+    monkeypatch.setitem(HOST_SIZES, "layers", 2)
+
+
+class Block(torch.nn.Module):
+    """Keeps its input (for the product), the product (for the exponential's place: its own result) and returns 2x."""
+
+    def forward(self, x):
+        scratch = x + 1  # freed at the end
+        return (x * x).exp() * float(scratch.numel() > 0)
+
+
+def test_bytes_of_blocks_worked_out_by_hand():
+    """Each block leaves its exponential, which the backward of `exp` holds, and its output; products are freed."""
+    blocks = [Block(), Block()]
+    batch = {"x": torch.ones(1000)}  # 4000 bytes each
+    weight = torch.nn.Parameter(torch.ones(1000))
+    with BlockBytes(blocks, batch) as live:
+        x = batch["x"] * weight  # made outside
+        for block in blocks:
+            x = block(x)
+        inside, everywhere = live.block_bytes, live.current_bytes
+        (x * x).sum()  # made outside
+        assert live.block_bytes == inside
+        assert inside == 2 * 2 * 4000
+        assert everywhere == live.start_bytes + inside + 4000  # and x before the first block
+        del x
+    assert live.block_bytes == 0
+    assert not any(block._forward_hooks or block._forward_pre_hooks for block in blocks)
+
+
+def test_a_batch_is_no_part_of_what_blocks_keep():
+    batch = {"x": torch.ones(1000), "use_cache": False}
+    block = torch.nn.Flatten(0)  # a view of the batch: the block is the first to touch it
+    with BlockBytes([block], batch) as live:
+        kept = block(batch["x"])
+    assert (live.start_bytes, live.block_bytes) == (4000, 0)
+    del kept
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_engine_has_a_row(family):
+    result = bench_engines(Settings(families=(family,), **SMALL))
+    assert [(case.family, case.tuning) for case in result.cases] == [(family, "full"), (family, "lora")]
+    for case in result.cases:
+        assert [row.engine for row in case.rows] == [engine.name for engine in ENGINES]
+        assert [row.problem for row in case.rows] == [None] * len(ENGINES)
+        rows = {row.engine: row for row in case.rows}
+        # T5's attention modules take another kernel when transformers itself turns their flags on.
+        assert all(row.equal for row in case.rows if not (family == "t5" and row.foreign))
+        assert rows["none"].recomputed == 0
+        assert all(row.recomputed for name, row in rows.items() if name != "none")
+        assert rows["full"].recomputed == case.blocks
+        assert rows["full"].block_bytes < rows["rebuild"].block_bytes < rows["none"].block_bytes
+        assert rows["full"].block_bytes < rows[EVERY_SECOND.name].block_bytes < rows["none"].block_bytes
+        assert all(len(row.step_seconds) == len(row.time_ratios) == 2 for row in case.rows)
+        assert rows["none"].time_ratios == [1, 1]
+    assert result.ok
+
+
+def test_models_are_left_as_they_were():
+    model, _ = bench_model(Settings(**SMALL), "llama", "lora")
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    for engine in ENGINES:
+        with engine.turned_on(model):
+            pass
+        assert [len(module._forward_hooks) for module in model.modules()] == hooks
+        assert not any(module.gradient_checkpointing for module in find_blocks(model).modules.values())
+
+
+def test_everything_lands_in_the_files(tmp_path, capsys):
+    words = ["bench", "engines", "--family", "llama", "--tuning", "full", *WORDS, "--host-rounds", "1"]
+    files = [tmp_path / "x" / name for name in ("engines.json", "engines.png", "block.png")]
+    assert cli.main([*words, "--json", str(files[0]), "--png", str(files[1]), "--block-png", str(files[2])]) == 0
+    printed = capsys.readouterr().out
+    assert "llama, full fine-tuning, 2 blocks" in printed
+    assert "LoRA" not in printed
+    assert all(engine.name in printed for engine in ENGINES)
+    found = json.loads(files[0].read_text())
+    assert found["ok"]
+    assert found["settings"]["hidden"] == 32
+    assert found["settings"]["lora_rank"] == 8
+    assert found["circumstances"].keys() == {
+        *("date", "device", "cpus", "threads", "python", "torch", "transformers", "peft")
+    }
+    (case,) = found["cases"]
+    assert case["block_input_bytes"] == 2 * 16 * 32 * 2
+    assert [row["engine"] for row in case["rows"]] == [engine.name for engine in ENGINES]
+    for row in case["rows"]:
+        assert row["gradients_equal"] is True
+        assert row["error"] is None
+        assert row["step_seconds_median"] > 0
+        assert len(row["time_ratios"]) == 2
+        assert (row["host_seconds"] is None) == (row["engine"] == "none")
+    assert case["rows"][1]["kept"]
+    assert case["rows"][1]["dropped"]
+    assert [file.read_bytes()[:4] for file in files[1:]] == [b"\x89PNG"] * 2
+
+
+def test_an_engine_that_does_nothing_is_exit_code_1(monkeypatch, capsys):
+    """Gradients are perfectly equal then."""
+    monkeypatch.setattr(FullRegion, "_checkpoint", lambda self, fn, *args: fn(*args))
+    words = ["bench", "engines", "--family", "gpt2", "--tuning", "full", *WORDS, "--host-rounds", "0"]
+    assert cli.main(words) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED" in printed
+    assert "full: 2 of 2 planned blocks recomputed nothing" in printed
+
+
+def test_an_engine_that_is_never_on_is_idle():
+    result = bench_engines(Settings(families=("llama",), tunings=("full",), **SMALL), engines=(NONE, Engine("nothing")))
+    assert not result.ok
+    assert result.cases[0].rows[1].idle == "nothing was planned"
+
+
+def test_an_engine_that_raises_is_listed(monkeypatch, capsys):
+    def fail(self, fn, *args):
+        raise RuntimeError("[no] such thing")
+
+    monkeypatch.setattr(FullRegion, "_checkpoint", fail)
+    result = bench_engines(Settings(families=("llama",), tunings=("full",), **{**SMALL, "host_rounds": 1}))
+    rows = {row.engine: row for row in result.cases[0].rows}
+    assert rows["full"].error == "RuntimeError: [no] such thing"
+    assert rows["full"].to_dict()["gradients_equal"] is None
+    assert rows["rebuild"].problem is None
+    assert not result.ok
+    report.print_engines(result)
+    assert "full: RuntimeError: [no] such thing" in capsys.readouterr().out
+
+
+def test_other_gradients_of_transformers_itself_are_told_and_no_failure(capsys):
+    result = bench_engines(Settings(families=("t5",), tunings=("full",), **SMALL), engines=(NONE, EVERY_SECOND))
+    row = result.cases[0].rows[1]
+    if row.foreign and not row.equal:
+        report.print_engines(result)
+        assert f"{EVERY_SECOND.name}: gradients differ: {row.first_difference}" in capsys.readouterr().out
+    assert result.ok
+
+
+def test_the_reference_may_not_fail(monkeypatch):
+    monkeypatch.setattr(bench, "_step", lambda model, inputs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench_engines(Settings(families=("llama",), tunings=("full",), **SMALL))
+
+
+def test_other_gradients_are_found():
+    """Dropout drawn again in recomputation."""
+    careless = Engine("careless", {"policy": "full", "preserve_rng_state": False})
+    settings = Settings(families=("gpt2",), tunings=("full",), **SMALL, dropout=0.5)
+    result = bench_engines(settings, engines=(NONE, REBUILD, SAC, careless))
+    *good, bad = result.cases[0].rows
+    assert [row.problem for row in good] == [None] * 3
+    assert bad.problem.startswith("gradients differ: transformer.")
+    assert not result.ok
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--family", "lama"], "family must be one of llama, gpt2, bert, t5, but is 'lama' instead."),
+        (["--tuning", "half"], "tuning must be one of full, lora"),
+        (["--dtype", "int8"], "dtype must be one of bfloat16"),
+        (["--hidden", "40"], "hidden must be a multiple of 16"),
+    ],
+)
+def test_asked_wrongly(words, said, capsys):
+    assert cli.main(["bench", "engines", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_pictures_need_matplotlib_and_the_rebuild_engine(monkeypatch, tmp_path):
+    result = bench_engines(Settings(families=("llama",), tunings=("full",), **SMALL), engines=(NONE, SAC))
+    with pytest.raises(HfCkptError, match="needs figures of `rebuild`"):
+        report.save_block_picture(result, tmp_path / "x.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'hf-ckpt\[plot\]'"):
+        report.save_engines_picture(result, tmp_path / "x.png")
