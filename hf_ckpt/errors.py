@@ -76,7 +76,7 @@ class InPlaceError(HfCkptError, RuntimeError):
         super().__init__(
             f"block {block!r}: a tensor of shape {list(shape)} that backward needs was changed in place (it is at "
             f"version {found}, saved at {expected}). Some operation of the block works in place on a result that "
-            '`selective` builds on; give this block the action `full` or `none` by a rule, or clone before changing.'
+            "`selective` builds on; give this block the action `full` or `none` by a rule, or clone before changing."
         )
 
 

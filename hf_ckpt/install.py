@@ -354,7 +354,7 @@ def _put_on(base: compat.PreTrainedModel, record: Installation) -> None:
         rebuilt = {name for name, region in record.regions.items() if isinstance(region, RebuildRegion)}
         for module in cheap_modules(found, rebuilt):
             record.handles.append(module.register_forward_pre_hook(enter_module, with_kwargs=True))
-            record.handles.append(module.register_forward_hook(leave_module))
+            record.handles.append(module.register_forward_hook(leave_module, always_call=True))
         if rebuilt:
             for norm in embedding_norms(found):
                 record.handles.append(norm.register_forward_hook(hand_to_first_block))

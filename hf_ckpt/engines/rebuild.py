@@ -114,7 +114,7 @@ _handed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a small module that may be run again as a whole."""
     tape = _running.tape
-    if tape is None or tape.replay is not None or kwargs or len(args) != 1:
+    if tape is None or tape.replay is not None or kwargs or len(args) != 1 or not torch.is_grad_enabled():
         return
     # Somebody else's hook may change what goes in or comes out, so such a module is left to its single operations.
     if len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1 and isinstance(args[0], torch.Tensor):
@@ -146,8 +146,8 @@ class _Tape:
         self.first = compat.next_autograd_sequence_number()
         self.outer = compat.top_saved_tensor_hooks()
         self.values: dict[_Edge, Value | None] = {}
-        self.given: dict[_Edge, torch.Tensor] = {}
-        """The block's inputs, as far as they have a graph."""
+        self.given: dict[_Edge, tuple[torch.Tensor, int]] = {}
+        """The block's inputs, as far as they have a graph, and the versions they came in."""
         self.replay: Replay | None = None
         self.counted: set[Any] = set()
         self.dropped: dict[str, int] = {}
@@ -163,18 +163,19 @@ class _Tape:
     def _take(self, arg: torch.Tensor) -> None:
         node = arg.grad_fn
         if node is None:
-            if arg.is_floating_point():
+            if arg.is_floating_point() and not arg.is_inference():
                 self.ungraphed.append((arg, Kept(arg, self.work.block)))
             return
         value: Value | None = None
         if self.region.reaches_back:
-            handed, version = _handed.get(arg, (None, 0))  # type: ignore[no-untyped-call]
+            handed, version = _handed.pop(arg, (None, 0))  # type: ignore[no-untyped-call]
             if version == arg._version:
                 value = handed
-            if node.name() == "EmbeddingBackward0" and isinstance(self.resolve(node.next_functions[0]), Kept):
+            embeds = node.name() == "EmbeddingBackward0" and not arg._version
+            if embeds and isinstance(self.resolve(node.next_functions[0]), Kept):
                 value = self._make(self.rows[node.name()], node, node._input_metadata[arg.output_nr])
         if value is None:
-            self.given[node, arg.output_nr] = arg
+            self.given[node, arg.output_nr] = arg, arg._version
         else:
             self.values[node, arg.output_nr] = value
 
@@ -210,7 +211,7 @@ class _Tape:
                 root.stride = tensor.stride()
             if root not in self.counted:
                 self._count(self.dropped, root.op_class, root, tensor)
-            root.expect()
+        root.expect()
         return value
 
     def value_of(self, node: Any, tensor: torch.Tensor) -> Value:
@@ -218,10 +219,16 @@ class _Tape:
         if node is None:
             return self._from_ungraphed(tensor) or self._constant(tensor)
         edge = node, tensor.output_nr
-        value = self.resolve(edge) or self._small(edge, tensor)
+        value = self.resolve(edge)
+        root = value.root if value is not None else None
+        if isinstance(value, Kept) and value.version != tensor._version and not value.copied:
+            return self._keep(edge, tensor)  # changed in place, without a graph, since it was first seen
+        if not isinstance(root, Kept) and tensor._version:
+            return self._keep(edge, tensor)  # changed in place: the graph may not tell all that was done to it
+        value = value or self._small(edge, tensor)
         if value is None:
             return self._keep(edge, tensor)
-        if isinstance(value, View) and isinstance(value.root, Kept) and not value.root.copied:
+        if isinstance(value, View) and isinstance(root, Kept) and not root.copied and root.restore is None:
             # A view of what stays needs no recipe; its storage is counted where the other was.
             value = self.values[edge] = Kept(tensor, self.work.block)
         return value
@@ -231,13 +238,14 @@ class _Tape:
         if edge in self.values:
             return self.values[edge]
         if edge in self.given:
-            return self._keep(edge, self.given[edge])
+            arg, version = self.given[edge]
+            return self._keep(edge, arg) if arg._version == version else None
         node, number = edge
         row = self.rows.get(node.name())
         value: Value | None = None
         if row is not None and node._sequence_nr() >= self.first:  # what ran before this block is not its to run again
             value = self._make(row, node, node._input_metadata[number])
-        elif hasattr(node, "variable"):
+        elif node.name() == "torch::autograd::AccumulateGrad":
             value = Kept(node.variable, self.work.block)
         self.values[edge] = value
         return value
@@ -295,7 +303,7 @@ class _Tape:
         accelerator would have to be waited for.
         """
         for source, value in self.ungraphed:
-            if source.numel() != tensor.numel() or not tensor.is_contiguous():
+            if source.numel() != tensor.numel() or not tensor.is_contiguous() or source._version:
                 continue
             if source.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
                 return View(value, functools.partial(_shaped, tensor.shape)) if isinstance(value, Recipe) else None
@@ -304,9 +312,10 @@ class _Tape:
         return None
 
     def _constant(self, tensor: torch.Tensor) -> Kept:
-        if not isinstance(tensor, nn.Parameter):
-            self._count_kept(NO_GRAPH, tensor)
-        return Kept(tensor, self.work.block)
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return Kept(tensor, self.work.block)
+        self._count_kept(NO_GRAPH, tensor)
+        return Kept(tensor, self.work.block, outer=self.outer)
 
     # --- modules that are run again as a whole ----------------------------------------------------------------------
 

@@ -85,7 +85,8 @@ def _mean(node: Any, metadata: Any) -> Operation | None:
     if dims is None:
         return None
     dims, keepdim = [_signed(dim) for dim in dims], node._saved_keepdim
-    return lambda x: x.mean(dims, keepdim)
+    dtype = metadata.dtype  # a mean can change it without a cast of its own
+    return lambda x: x.mean(dims, keepdim, dtype=dtype)
 
 
 def _softmax(node: Any, metadata: Any) -> Operation:
@@ -94,7 +95,7 @@ def _softmax(node: Any, metadata: Any) -> Operation:
 
 
 def _native_dropout(node: Any, metadata: Any) -> Operation:
-    """The mask is an operand, not a draw. As the kernels do it: pytorch/aten/src/ATen/native/{,cuda/}Dropout.c{pp,u}."""
+    """The mask is an operand, not a draw. As torch does it, in aten/src/ATen/native/Dropout.cpp and cuda/Dropout.cu."""
     mask, kept = node._saved_result1, 1.0 - node._saved_p
     if metadata.device.type == "cpu":
         return lambda x: x * (mask.to(x.dtype) * (1.0 / kept))

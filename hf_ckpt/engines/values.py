@@ -34,7 +34,7 @@ class Work:
 class Kept:
     """A tensor that stays: a view of it (same storage, same version counter) without its graph."""
 
-    __slots__ = ("block", "copied", "restore", "tensor", "version")
+    __slots__ = ("block", "cached", "copied", "left", "restore", "tensor", "uses", "version")
 
     def __init__(
         self, tensor: Any, block: str, *, copied: bool = False, outer: compat.SavedTensorHooks | None = None
@@ -42,8 +42,11 @@ class Kept:
         self.block = block
         self.copied = copied
         """Whether the storage is not the one the forward used."""
-        self.version = tensor._version
+        self.version = 0 if tensor.is_inference() else tensor._version
         self.restore = None
+        self.cached: torch.Tensor | None = None
+        self.uses = self.left = 0
+        """As for a recipe: hooks of the user unpack once, for all who ask in one backward."""
         if outer is not None:
             pack, self.restore = outer
             tensor = pack(tensor)
@@ -57,17 +60,24 @@ class Kept:
         return self
 
     def expect(self) -> None:
-        """It stays anyway."""
+        """One more place will ask for it."""
+        self.uses += 1
+        self.left += 1
 
     def asked(self) -> None:
-        """It stays anyway."""
+        """One of the places has it."""
+        self.left -= 1
+        if self.left <= 0:
+            self.cached, self.left = None, self.uses
 
     def value(self) -> torch.Tensor:
         """The tensor. Raises `InPlaceError` when it was changed since."""
         tensor: torch.Tensor = self.tensor
         if self.restore is not None:
-            return self.restore(tensor)
-        if tensor._version != self.version:
+            if self.cached is None:
+                self.cached = self.restore(tensor)
+            return self.cached
+        if not tensor.is_inference() and tensor._version != self.version:
             raise InPlaceError(self.block, tuple(tensor.shape), self.version, tensor._version)
         return tensor
 
@@ -207,11 +217,11 @@ class Inside:
 
 def unpack(value: Value | Inside) -> torch.Tensor:
     """What autograd gets back in backward: under `no_grad`, autocast off; the operands have their dtypes already."""
-    if isinstance(value, Kept):
-        return value.value()
     root = value.replay if isinstance(value, Inside) else value.root
     if isinstance(root, Kept):
-        return value.value()  # type: ignore[union-attr]
+        kept = value.value()  # type: ignore[union-attr]
+        root.asked()
+        return kept
     observer = root.work.observer
     if observer is None and not torch.is_grad_enabled() and not compat.autocast_is_on():  # the usual case, made short
         return _hand_out(value)
@@ -223,7 +233,7 @@ def unpack(value: Value | Inside) -> torch.Tensor:
         return _hand_out(value)
 
 
-def _hand_out(value: Recipe | View | Inside) -> torch.Tensor:
+def _hand_out(value: Value | Inside) -> torch.Tensor:
     if isinstance(value, Inside):
         return value.replay.take(value.index)
     tensor = value.value()
