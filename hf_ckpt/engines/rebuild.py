@@ -15,8 +15,9 @@ import contextlib
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -100,6 +101,15 @@ class RebuildRegion:
         vars(self).update(state, rows=rows_for(state["save"]))
 
 
+class _Handed(NamedTuple):
+    """How the next block makes its input again."""
+
+    version: int
+    """Of the tensor, when it was handed over."""
+    replay: Callable[[], Replay | None]
+    """The norm that made it; None once the graph that holds what it needs is gone."""
+
+
 class _Running(threading.local):
     """The tape of the block that this thread runs: replicas of a model may run in threads of their own."""
 
@@ -107,13 +117,13 @@ class _Running(threading.local):
 
 
 _running = _Running()
-# Block outputs that the next block can make again -> their recipe and the version they had.
+# Outputs that the next block can make again.
 _handed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a small module that may be run again as a whole."""
-    tape = _running.tape
+    tape = None if compat.is_compiling() else _running.tape
     if tape is None or tape.replay is not None or kwargs or len(args) != 1 or not torch.is_grad_enabled():
         return
     # Somebody else's hook may change what goes in or comes out, so such a module is left to its single operations.
@@ -123,17 +133,19 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Forward hook of a small module."""
-    tape = _running.tape
+    tape = None if compat.is_compiling() else _running.tape
     if tape is not None and tape.replay is not None and tape.replay.module is module:
         tape.leave(output)
 
 
 def hand_to_first_block(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Forward hook of an embedding's norm: its input stays for its own backward, so a block can make its own again."""
+    if compat.is_compiling() or compat.top_saved_tensor_hooks() is not None:  # then what stays is for those to say
+        return
     if _running.tape is None and len(args) == 1 and isinstance(output, torch.Tensor) and output.grad_fn is not None:
         work = Work(type(module).__name__)
         replay = Replay(work, module, Kept(args[0], work.block), args[0], checked=False)
-        _handed[output] = Recipe(work, type(module).__name__, replay, []), output._version
+        _handed[output] = _Handed(output._version, lambda: replay)
 
 
 class _Tape:
@@ -152,7 +164,7 @@ class _Tape:
         self.counted: set[Any] = set()
         self.dropped: dict[str, int] = {}
         self.kept: dict[str, int] = {}
-        self.ungraphed: list[tuple[torch.Tensor, Value]] = []
+        self.ungraphed: list[tuple[torch.Tensor, Value | None]] = []
         """Inputs and norms of a block below which nothing is trained: no graph tells where their casts come from."""
         self.shallow: set[_Edge] = set()
         """Outputs of small modules that can be made from what stays."""
@@ -164,13 +176,14 @@ class _Tape:
         node = arg.grad_fn
         if node is None:
             if arg.is_floating_point() and not arg.is_inference():
-                self.ungraphed.append((arg, Kept(arg, self.work.block)))
+                self.ungraphed.append((arg, None))
             return
         value: Value | None = None
         if self.region.reaches_back:
-            handed, version = _handed.pop(arg, (None, 0))  # type: ignore[no-untyped-call]
-            if version == arg._version:
-                value = handed
+            handed: _Handed | None = _handed.pop(arg, None)  # type: ignore[no-untyped-call]
+            replay = handed.replay() if handed is not None and handed.version == arg._version else None
+            if replay is not None:
+                value = Recipe(self.work, type(replay.module).__name__, replay, [])
             embeds = node.name() == "EmbeddingBackward0" and not arg._version
             if embeds and isinstance(self.resolve(node.next_functions[0]), Kept):
                 value = self._make(self.rows[node.name()], node, node._input_metadata[arg.output_nr])
@@ -183,7 +196,10 @@ class _Tape:
         """Let the next block make this block's output again, if it is a norm of something that stays."""
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
             if isinstance(output, torch.Tensor) and (output.grad_fn, output.output_nr) in self.shallow:
-                _handed[output] = self.values[output.grad_fn, output.output_nr], output._version
+                recipe = self.values[output.grad_fn, output.output_nr]
+                assert isinstance(recipe, Recipe)
+                assert isinstance(recipe.operation, Replay)
+                _handed[output] = _Handed(output._version, weakref.ref(recipe.operation))
 
     def close(self) -> None:
         """Forget every node: autograd holds the hooks, so a tape that held nodes would be a reference cycle."""
@@ -199,6 +215,7 @@ class _Tape:
 
     # --- saved tensors ----------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # a compiled part of a block calls it, and the compiler must not look inside
     def pack(self, tensor: torch.Tensor) -> Value | Inside:
         """What autograd holds in place of `tensor`."""
         node = tensor.grad_fn
@@ -270,7 +287,9 @@ class _Tape:
         if not name:  # a unary operation has one operand, so a missing edge means it is not known
             return None
         found = getattr(node, f"_saved_{name}", None)
-        return Kept(found, self.work.block) if isinstance(found, torch.Tensor) else None
+        if not isinstance(found, torch.Tensor):
+            return None
+        return self._constant(found) if found.dim() else Kept(found, self.work.block)  # a number is no activation
 
     def _small(self, edge: _Edge, tensor: torch.Tensor) -> Value | None:
         """A float32 tensor that was cast up from 16 bits is kept as those: exact, and half the size."""
@@ -302,12 +321,15 @@ class _Tape:
         Without a graph only the values can tell a cast, so they are compared: exact, and on the CPU only, because an
         accelerator would have to be waited for.
         """
-        for source, value in self.ungraphed:
+        for number, (source, value) in enumerate(self.ungraphed):
             if source.numel() != tensor.numel() or not tensor.is_contiguous() or source._version:
                 continue
             if source.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
                 return View(value, functools.partial(_shaped, tensor.shape)) if isinstance(value, Recipe) else None
             if _is_cast(tensor, source):
+                if value is None:
+                    value = self._constant(source)
+                    self.ungraphed[number] = source, value
                 return Recipe(self.work, "cast", functools.partial(_shaped, tensor.shape, dtype=tensor.dtype), [value])
         return None
 

@@ -154,7 +154,7 @@ Value = Kept | Recipe | View
 class Replay:
     """One call of a small module that is run again as a whole, for its output and for what autograd saved inside."""
 
-    __slots__ = ("autocast", "checked", "inside", "module", "needs_gradient", "saved", "source", "work")
+    __slots__ = ("__weakref__", "autocast", "checked", "inside", "module", "needs_gradient", "saved", "source", "work")
 
     def __init__(
         self, work: Work, module: nn.Module, source: Value, given: torch.Tensor, *, checked: bool = True
@@ -215,6 +215,7 @@ class Inside:
         replay.saved += 1
 
 
+@torch.compiler.disable
 def unpack(value: Value | Inside) -> torch.Tensor:
     """What autograd gets back in backward: under `no_grad`, autocast off; the operands have their dtypes already."""
     root = value.replay if isinstance(value, Inside) else value.root
