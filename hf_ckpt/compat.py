@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import transformers
@@ -200,6 +200,22 @@ def next_autograd_sequence_number() -> int:
     """Nodes of this thread that are made from now on have this number or a larger one."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def untraced(function: _Function) -> _Function:
+    """torch.compile leaves this function, and all it calls, alone. Where torch can mark the code itself that costs
+    nothing per call; `torch.compiler.disable` wraps every call."""
+    frames: Any = torch._C._dynamo.eval_frame
+    try:
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    except AttributeError:  # before torch 2.8
+        disable: Any = torch.compiler.disable
+        return cast(_Function, disable(function))
+    return function
 
 
 def autocast_is_on() -> bool:

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hf_ckpt import compat
 from hf_ckpt.engines.recipes import VIEW, Row, rows_for
 from hf_ckpt.engines.sac import SacRegion
-from hf_ckpt.engines.values import Inside, Kept, Recipe, Replay, Value, View, Work, unpack
+from hf_ckpt.engines.values import Inside, Kept, KeptByUser, Recipe, Replay, Value, View, Work, unpack
 from hf_ckpt.errors import HfCkptError
 
 log = logging.getLogger(__name__)
@@ -185,8 +185,8 @@ class _Tape:
             if replay is not None:
                 value = Recipe(self.work, type(replay.module).__name__, replay, [])
             embeds = node.name() == "EmbeddingBackward0" and not arg._version
-            if embeds and isinstance(self.resolve(node.next_functions[0]), Kept):
-                value = self._make(self.rows[node.name()], node, node._input_metadata[arg.output_nr])
+            if embeds and type(self.resolve(node.next_functions[0])) is Kept:
+                value = self._make(self.rows[node.name()], node, arg.output_nr)
         if value is None:
             self.given[node, arg.output_nr] = arg, arg._version
         else:
@@ -215,40 +215,65 @@ class _Tape:
 
     # --- saved tensors ----------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # a compiled part of a block calls it, and the compiler must not look inside
+    @compat.untraced  # a compiled part of a block calls it
     def pack(self, tensor: torch.Tensor) -> Value | Inside:
         """What autograd holds in place of `tensor`."""
         node = tensor.grad_fn
         if self.replay is not None:
             return self._inside(node, tensor, self.replay)
         value = self.value_of(node, tensor)
+        if type(value) is Kept:
+            return value
         root = value.root
         if isinstance(root, Recipe):
             if value is root:
                 root.stride = tensor.stride()
             if root not in self.counted:
-                self._count(self.dropped, root.op_class, root, tensor)
+                self._count(self.dropped, root.op_class, root, tensor.nbytes)
         root.expect()
         return value
 
     def value_of(self, node: Any, tensor: torch.Tensor) -> Value:
         """The value of a tensor at hand: known, made again, or kept."""
+        base = tensor._base
+        if base is not None and not tensor._version:
+            value = self._of_base(base, tensor)
+            if value is not None:
+                return value
         if node is None:
             return self._from_ungraphed(tensor) or self._constant(tensor)
         edge = node, tensor.output_nr
-        value = self.resolve(edge)
-        root = value.root if value is not None else None
-        if isinstance(value, Kept) and value.version != tensor._version and not value.copied:
-            return self._keep(edge, tensor)  # changed in place, without a graph, since it was first seen
-        if not isinstance(root, Kept) and tensor._version:
-            return self._keep(edge, tensor)  # changed in place: the graph may not tell all that was done to it
-        value = value or self._small(edge, tensor)
+        value = self.resolve(edge) or self._small(edge, tensor)
         if value is None:
             return self._keep(edge, tensor)
-        if isinstance(value, View) and isinstance(root, Kept) and not root.copied and root.restore is None:
-            # A view of what stays needs no recipe; its storage is counted where the other was.
-            value = self.values[edge] = Kept(tensor, self.work.block)
+        root, version = value.root, tensor._version
+        if isinstance(root, Recipe):
+            if version:  # changed in place: the graph may not tell all that was done to it
+                return self._keep(edge, tensor)
+        elif not root.copied:
+            if value is root:
+                if root.version != version:  # changed in place, without a graph, since it was first seen
+                    return self._keep(edge, tensor)
+            elif type(root) is Kept:
+                # A view of what stays needs no recipe; its storage is counted where the other was.
+                value = self.values[edge] = Kept(tensor, self.work.block)
         return value
+
+    def _of_base(self, base: torch.Tensor, tensor: torch.Tensor) -> Value | None:
+        """A view, without walking the graph, where the tensor it looks at is a parameter or has a value already."""
+        if type(base) is nn.Parameter:
+            return Kept(tensor, self.work.block, with_graph=True)
+        node = base.grad_fn
+        if node is None:
+            return None
+        value = self.values.get((node, base.output_nr))
+        if type(value) is Kept:
+            return None if value.copied else Kept(tensor, self.work.block)
+        if type(value) is not Recipe or not base.is_contiguous():
+            return None
+        value.stride = base.stride()
+        size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset() - base.storage_offset()
+        return View(value, lambda x: x.as_strided(size, stride, x.storage_offset() + offset))
 
     def resolve(self, edge: _Edge) -> Value | None:
         """The value of an edge, made by recipe if it is not known; None if it cannot be made."""
@@ -258,23 +283,30 @@ class _Tape:
             arg, version = self.given[edge]
             return self._keep(edge, arg) if arg._version == version else None
         node, number = edge
-        row = self.rows.get(node.name())
+        name = node.name()
+        row = self.rows.get(name)
         value: Value | None = None
-        if row is not None and node._sequence_nr() >= self.first:  # what ran before this block is not its to run again
-            value = self._make(row, node, node._input_metadata[number])
-        elif node.name() == "torch::autograd::AccumulateGrad":
+        if row is not None:
+            if node._sequence_nr() >= self.first:  # what ran before this block is not its to run again
+                value = self._make(row, node, number)
+        elif name == "torch::autograd::AccumulateGrad":
             value = Kept(node.variable, self.work.block)
         self.values[edge] = value
         return value
 
-    def _make(self, row: Row, node: Any, metadata: Any) -> Value | None:
-        operands: list[Value] = []
+    def _make(self, row: Row, node: Any, number: int) -> Value | None:
+        values, operands = self.values, []
         for place, source in enumerate(node.next_functions):
-            operand = self.resolve(source) if source[0] is not None else self._constant_operand(row, node, place)
+            if source in values:
+                operand = values[source]
+            elif source[0] is not None:
+                operand = self.resolve(source)
+            else:
+                operand = self._constant_operand(row, node, place)
             if operand is None:
                 return None
             operands.append(operand)
-        operation = row.prepare(node, metadata)
+        operation = row.prepare(node, node._input_metadata[number])
         if operation is None:
             return None
         if row.op_class == VIEW:
@@ -294,26 +326,31 @@ class _Tape:
     def _small(self, edge: _Edge, tensor: torch.Tensor) -> Value | None:
         """A float32 tensor that was cast up from 16 bits is kept as those: exact, and half the size."""
         node, _ = edge
-        if node.name() != "ToCopyBackward0" or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+        if tensor.dtype != torch.float32 or node.name() != "ToCopyBackward0" or not tensor.is_contiguous():
             return None
         (source,) = node.next_functions
-        if source[0] is None or node._sequence_nr() < self.first:
+        if source[0] is None or node._sequence_nr() < self.first or tensor._version:
             return None
         dtype = source[0]._input_metadata[source[1]].dtype
         if dtype not in (torch.bfloat16, torch.float16):
             return None
         with torch.no_grad():
-            small = Kept(tensor.detach().to(dtype), self.work.block, copied=True, outer=self.outer)
-        self._count(self.kept, node.name(), small, small.value())
+            small = self._stays(tensor.detach().to(dtype), copied=True)
+        self._count(self.kept, node.name(), small, tensor.numel() * dtype.itemsize)
         self.values[source] = small
-        value = self.values[edge] = self._make(self.rows[node.name()], node, node._input_metadata[0])
+        value = self.values[edge] = self._make(self.rows[node.name()], node, 0)
         return value
 
-    def _keep(self, edge: _Edge, tensor: torch.Tensor) -> Kept:
-        value = Kept(tensor, self.work.block, outer=self.outer)
+    def _keep(self, edge: _Edge, tensor: torch.Tensor) -> Kept | KeptByUser:
         self._count_kept(edge[0].name(), tensor)
-        self.values[edge] = value
+        value = self.values[edge] = self._stays(tensor)
         return value
+
+    def _stays(self, tensor: torch.Tensor, *, copied: bool = False) -> Kept | KeptByUser:
+        """An activation that stays, as the user's hooks around the model have it, if there are any."""
+        if self.outer is None:
+            return Kept(tensor, self.work.block, copied=copied)
+        return KeptByUser(tensor, self.outer, copied=copied)
 
     def _from_ungraphed(self, tensor: torch.Tensor) -> Value | None:
         """`tensor` as an ungraphed one or its float32 cast (the input of a LoRA adapter in the first block).
@@ -333,11 +370,11 @@ class _Tape:
                 return Recipe(self.work, "cast", functools.partial(_shaped, tensor.shape, dtype=tensor.dtype), [value])
         return None
 
-    def _constant(self, tensor: torch.Tensor) -> Kept:
-        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+    def _constant(self, tensor: torch.Tensor) -> Kept | KeptByUser:
+        if isinstance(tensor, nn.Parameter):
             return Kept(tensor, self.work.block)
         self._count_kept(NO_GRAPH, tensor)
-        return Kept(tensor, self.work.block, outer=self.outer)
+        return self._stays(tensor)
 
     # --- modules that are run again as a whole ----------------------------------------------------------------------
 
@@ -356,15 +393,17 @@ class _Tape:
             return
         edge = output.grad_fn, output.output_nr
         self.values[edge] = recipe
-        if isinstance(replay.source.root, Kept):
+        if not isinstance(replay.source.root, Recipe):
             self.shallow.add(edge)
 
     def _inside(self, node: Any, tensor: torch.Tensor, replay: Replay) -> Inside:
-        if not isinstance(tensor, nn.Parameter):
-            key = (node, tensor.output_nr) if node is not None else Inside
-            known = node is not None and (key in self.counted or key in self.values)
-            if not known:
-                self._count(self.dropped, type(replay.module).__name__, key, tensor)
+        if node is not None:
+            key: Any = node, tensor.output_nr
+            known = key in self.counted or key in self.values
+        else:
+            key, known = Inside, isinstance(tensor, nn.Parameter)
+        if not known:
+            self._count(self.dropped, type(replay.module).__name__, key, tensor.nbytes)
         return Inside(replay)
 
     # --- counting ---------------------------------------------------------------------------------------------------
@@ -375,9 +414,9 @@ class _Tape:
             self.counted.add(storage._cdata)
             self.kept[name] = self.kept.get(name, 0) + storage.nbytes()
 
-    def _count(self, where: dict[str, int], name: str, key: Any, tensor: torch.Tensor) -> None:
+    def _count(self, where: dict[str, int], name: str, key: Any, nbytes: int) -> None:
         self.counted.add(key)
-        where[name] = where.get(name, 0) + tensor.nbytes
+        where[name] = where.get(name, 0) + nbytes
 
 
 def _shaped(shape: torch.Size, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -34,25 +34,15 @@ class Work:
 class Kept:
     """A tensor that stays: a view of it (same storage, same version counter) without its graph."""
 
-    __slots__ = ("block", "cached", "copied", "left", "restore", "tensor", "uses", "version")
+    __slots__ = ("block", "copied", "tensor", "version")
 
-    def __init__(
-        self, tensor: Any, block: str, *, copied: bool = False, outer: compat.SavedTensorHooks | None = None
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, block: str, *, copied: bool = False, with_graph: bool = False) -> None:
+        """`with_graph` saves the detaching of what leads to nothing but a leaf."""
         self.block = block
         self.copied = copied
         """Whether the storage is not the one the forward used."""
-        self.version = 0 if tensor.is_inference() else tensor._version
-        self.restore = None
-        self.cached: torch.Tensor | None = None
-        self.uses = self.left = 0
-        """As for a recipe: hooks of the user unpack once, for all who ask in one backward."""
-        if outer is not None:
-            pack, self.restore = outer
-            tensor = pack(tensor)
-        elif tensor.grad_fn is not None:
-            tensor = tensor.detach()
-        self.tensor = tensor
+        self.version = -1 if tensor.is_inference() else tensor._version
+        self.tensor = tensor if with_graph or tensor.grad_fn is None else tensor.detach()
 
     @property
     def root(self) -> Kept:
@@ -61,49 +51,27 @@ class Kept:
 
     def expect(self) -> None:
         """One more place will ask for it."""
-        self.uses += 1
-        self.left += 1
 
     def asked(self) -> None:
         """One of the places has it."""
-        self.left -= 1
-        if self.left <= 0:
-            self.cached, self.left = None, self.uses
 
     def value(self) -> torch.Tensor:
         """The tensor. Raises `InPlaceError` when it was changed since."""
-        tensor: torch.Tensor = self.tensor
-        if self.restore is not None:
-            if self.cached is None:
-                self.cached = self.restore(tensor)
-            return self.cached
-        if not tensor.is_inference() and tensor._version != self.version:
+        tensor = self.tensor
+        if self.version >= 0 and tensor._version != self.version:
             raise InPlaceError(self.block, tuple(tensor.shape), self.version, tensor._version)
         return tensor
 
 
-class Recipe:
-    """A tensor that is made again: an operation on operand values."""
+class _Shared:
+    """A tensor that has to be fetched or made once, for all who ask for it in one backward."""
 
-    __slots__ = ("cached", "left", "op_class", "operands", "operation", "stride", "uses", "work")
+    __slots__ = ("cached", "left", "uses")
 
-    def __init__(
-        self, work: Work, op_class: str, operation: Callable[..., torch.Tensor], operands: list[Value]
-    ) -> None:
-        self.work = work
-        self.op_class = op_class
-        self.operation = operation
-        self.operands = operands
+    def __init__(self) -> None:
         self.cached: torch.Tensor | None = None
         self.uses = self.left = 0
         """Places that will ask for it in one backward, and how many of them have not asked yet."""
-        self.stride: tuple[int, ...] | None = None
-        for operand in operands:
-            operand.root.expect()
-
-    @property
-    def root(self) -> Recipe:
-        return self
 
     def expect(self) -> None:
         """One more place will ask for it."""
@@ -111,10 +79,59 @@ class Recipe:
         self.left += 1
 
     def asked(self) -> None:
-        """One of the places has it. After the last one it is dropped; it can be made again (`retain_graph`)."""
+        """One of the places has it. After the last one it is dropped; it can be had again (`retain_graph`)."""
         self.left -= 1
         if self.left <= 0:
             self.cached, self.left = None, self.uses
+
+
+class KeptByUser(_Shared):
+    """A tensor that stays as the saved-tensor hooks around the model have it: on another device, packed. A change in
+    place is theirs to find; they may unpack once only."""
+
+    __slots__ = ("copied", "packed", "restore", "version")
+
+    def __init__(self, tensor: torch.Tensor, hooks: compat.SavedTensorHooks, *, copied: bool = False) -> None:
+        super().__init__()
+        self.copied = copied
+        self.version = -1 if tensor.is_inference() else tensor._version
+        pack, self.restore = hooks
+        self.packed = pack(tensor)
+
+    @property
+    def root(self) -> KeptByUser:
+        """What has to be there for this value: itself."""
+        return self
+
+    def value(self) -> torch.Tensor:
+        """What the hooks give back."""
+        if self.cached is None:
+            self.cached = self.restore(self.packed)
+        return self.cached
+
+
+class Recipe(_Shared):
+    """A tensor that is made again: an operation on operand values."""
+
+    __slots__ = ("op_class", "operands", "operation", "stride", "work")
+
+    def __init__(
+        self, work: Work, op_class: str, operation: Callable[..., torch.Tensor], operands: list[Value]
+    ) -> None:
+        super().__init__()
+        self.work = work
+        self.op_class = op_class
+        self.operation = operation
+        self.operands = operands
+        self.stride: tuple[int, ...] | None = None
+        for operand in operands:
+            if type(operand) is not Kept:
+                operand.root.expect()
+
+    @property
+    def root(self) -> Recipe:
+        """What has to be there for this value: itself."""
+        return self
 
     def value(self) -> torch.Tensor:
         """Make it, or return it while others wait for it, too."""
@@ -123,8 +140,9 @@ class Recipe:
             return cached
         tensor = self.operation(*[operand.value() for operand in self.operands])
         for operand in self.operands:
-            operand.root.asked()
-        if not isinstance(self.operation, Replay):  # which counts by itself
+            if type(operand) is not Kept:
+                operand.root.asked()
+        if type(self.operation) is not Replay:  # which counts by itself
             self.work.rebuilt += 1
         if self.stride is not None and tensor.stride() != self.stride:
             laid_out = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
@@ -142,13 +160,13 @@ class View:
     def __init__(self, of: Value, operation: Callable[..., torch.Tensor]) -> None:
         self.of = of
         self.operation = operation
-        self.root: Kept | Recipe = of.root
+        self.root: Kept | KeptByUser | Recipe = of.root
 
     def value(self) -> torch.Tensor:
         return self.operation(self.of.value())
 
 
-Value = Kept | Recipe | View
+Value = Kept | KeptByUser | Recipe | View
 
 
 class Replay:
@@ -175,14 +193,10 @@ class Replay:
 
     def __call__(self) -> torch.Tensor:
         """Run the module; what it saves inside lies ready afterwards. Returns its output, without a graph."""
-        inside: list[torch.Tensor | None] = []
-
-        def collect(tensor: torch.Tensor) -> None:
-            inside.append(tensor.detach())
-
+        inside: list[torch.Tensor | None] = []  # the graph of the run holds none of them, so they may hold the graph
         source = self.source.value().detach().requires_grad_(self.needs_gradient)
         autocast = torch.autocast(*self.autocast) if self.autocast else contextlib.nullcontext()
-        with torch.enable_grad(), autocast, torch.autograd.graph.saved_tensors_hooks(collect, never):
+        with torch.enable_grad(), autocast, torch.autograd.graph.saved_tensors_hooks(inside.append, never):
             output: torch.Tensor = self.module.forward(source)
         self.source.root.asked()
         self.work.rebuilt += 1
@@ -215,16 +229,22 @@ class Inside:
         replay.saved += 1
 
 
-@torch.compiler.disable
+@compat.untraced
 def unpack(value: Value | Inside) -> torch.Tensor:
     """What autograd gets back in backward: under `no_grad`, autocast off; the operands have their dtypes already."""
-    root = value.replay if isinstance(value, Inside) else value.root
-    if isinstance(root, Kept):
-        kept = value.value()  # type: ignore[union-attr]
-        root.asked()
-        return kept
-    observer = root.work.observer
-    if observer is None and not torch.is_grad_enabled() and not compat.autocast_is_on():  # the usual case, made short
+    if type(value) is Kept:
+        return value.value()
+    work: Work | None = None  # of what has to be made now
+    if type(value) is Inside:
+        ready = value.replay.inside
+        if not ready or ready[value.index] is None:
+            work = value.replay.work
+    else:
+        root = value.root  # type: ignore[union-attr]
+        if type(root) is Recipe and root.cached is None:
+            work = root.work
+    observer = work.observer if work is not None else None
+    if work is None or (observer is None and not torch.is_grad_enabled() and not compat.autocast_is_on()):
         return _hand_out(value)
     with contextlib.ExitStack() as around:
         around.enter_context(torch.no_grad())
@@ -235,8 +255,9 @@ def unpack(value: Value | Inside) -> torch.Tensor:
 
 
 def _hand_out(value: Value | Inside) -> torch.Tensor:
-    if isinstance(value, Inside):
+    if type(value) is Inside:
         return value.replay.take(value.index)
+    assert not isinstance(value, Inside)
     tensor = value.value()
     value.root.asked()
     return tensor
