@@ -161,13 +161,16 @@ class _Tape:
         self.given: dict[_Edge, tuple[torch.Tensor, int]] = {}
         """The block's inputs, as far as they have a graph, and the versions they came in."""
         self.replay: Replay | None = None
-        self.counted: set[Any] = set()
+        self.names: dict[Kept | KeptByUser, str] = {}
+        """Tensors that stay, if anything comes to need them -> the node that made them. Parameters are not there."""
+        self.saved: set[Any] = set()
+        """What autograd holds: roots of values, edges inside small modules."""
+        self.needed: set[Any] = set()
+        """Roots that those need, and the storages of what stays among them."""
         self.dropped: dict[str, int] = {}
         self.kept: dict[str, int] = {}
         self.ungraphed: list[tuple[torch.Tensor, Value | None]] = []
         """Inputs and norms of a block below which nothing is trained: no graph tells where their casts come from."""
-        self.shallow: set[_Edge] = set()
-        """Outputs of small modules that can be made from what stays."""
         for arg in args:
             if isinstance(arg, torch.Tensor):
                 self._take(arg)
@@ -195,18 +198,21 @@ class _Tape:
     def hand_over(self, outputs: Any) -> None:
         """Let the next block make this block's output again, if it is a norm of something that stays."""
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
-            if isinstance(output, torch.Tensor) and (output.grad_fn, output.output_nr) in self.shallow:
-                recipe = self.values[output.grad_fn, output.output_nr]
-                assert isinstance(recipe, Recipe)
-                assert isinstance(recipe.operation, Replay)
-                _handed[output] = _Handed(output._version, weakref.ref(recipe.operation))
+            if not isinstance(output, torch.Tensor):
+                continue
+            recipe = self.values.get((output.grad_fn, output.output_nr))
+            if type(recipe) is Recipe and type(recipe.operation) is Replay:
+                replay = recipe.operation
+                if type(replay.source.root) is not Recipe:
+                    _handed[output] = _Handed(output._version, weakref.ref(replay))
 
     def close(self) -> None:
         """Forget every node: autograd holds the hooks, so a tape that held nodes would be a reference cycle."""
         self.values.clear()
         self.given.clear()
-        self.counted.clear()
-        self.shallow.clear()
+        self.names.clear()
+        self.saved.clear()
+        self.needed.clear()
         self.ungraphed.clear()
         self.replay = None
         self.region.dropped, self.region.kept = self.dropped, self.kept
@@ -218,35 +224,36 @@ class _Tape:
     @compat.untraced  # a compiled part of a block calls it
     def pack(self, tensor: torch.Tensor) -> Value | Inside:
         """What autograd holds in place of `tensor`."""
-        node = tensor.grad_fn
-        if self.replay is not None:
-            return self._inside(node, tensor, self.replay)
-        value = self.value_of(node, tensor)
-        if type(value) is Kept:
-            return value
+        replay = self.replay
+        if replay is not None:
+            return self._inside(tensor, replay)
+        if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
+            return Kept(tensor, self.work.block, with_graph=True)
+        value = self.value_of(tensor)
         root = value.root
-        if isinstance(root, Recipe):
-            if value is root:
-                root.stride = tensor.stride()
-            if root not in self.counted:
-                self._count(self.dropped, root.op_class, root, tensor.nbytes)
-        root.expect()
+        if type(root) is Recipe and value is root:
+            root.stride = tensor.stride()
+        if root not in self.saved:
+            self._count(root, tensor.nbytes)
+        if type(value) is not Kept:
+            root.expect()
         return value
 
-    def value_of(self, node: Any, tensor: torch.Tensor) -> Value:
+    def value_of(self, tensor: torch.Tensor) -> Value:
         """The value of a tensor at hand: known, made again, or kept."""
+        node, version = tensor.grad_fn, tensor._version
         base = tensor._base
-        if base is not None and not tensor._version:
-            value = self._of_base(base, tensor)
-            if value is not None:
-                return value
+        if base is not None and not version:
+            known = self._of_base(base, tensor)
+            if known is not None:
+                return known
         if node is None:
             return self._from_ungraphed(tensor) or self._constant(tensor)
         edge = node, tensor.output_nr
         value = self.resolve(edge) or self._small(edge, tensor)
         if value is None:
             return self._keep(edge, tensor)
-        root, version = value.root, tensor._version
+        root = value.root
         if isinstance(root, Recipe):
             if version:  # changed in place: the graph may not tell all that was done to it
                 return self._keep(edge, tensor)
@@ -254,31 +261,33 @@ class _Tape:
             if value is root:
                 if root.version != version:  # changed in place, without a graph, since it was first seen
                     return self._keep(edge, tensor)
-            elif type(root) is Kept:
-                # A view of what stays needs no recipe; its storage is counted where the other was.
-                value = self.values[edge] = Kept(tensor, self.work.block)
+            elif type(root) is Kept:  # a view of what stays needs no recipe
+                value = self.values[edge] = self._another(root, tensor)
         return value
 
     def _of_base(self, base: torch.Tensor, tensor: torch.Tensor) -> Value | None:
         """A view, without walking the graph, where the tensor it looks at is a parameter or has a value already."""
-        if type(base) is nn.Parameter:
-            return Kept(tensor, self.work.block, with_graph=True)
         node = base.grad_fn
-        if node is None:
-            return None
-        value = self.values.get((node, base.output_nr))
+        value = self.values.get((node, base.output_nr)) if node is not None else None
         if type(value) is Kept:
-            return None if value.copied else Kept(tensor, self.work.block)
+            return None if value.copied else self._another(value, tensor)
         if type(value) is not Recipe or not base.is_contiguous():
             return None
         value.stride = base.stride()
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset() - base.storage_offset()
         return View(value, lambda x: x.as_strided(size, stride, x.storage_offset() + offset))
 
+    def _another(self, kept: Kept, tensor: torch.Tensor) -> Kept:
+        """A view of the same storage."""
+        view = Kept(tensor, self.work.block)
+        self.names[view] = self.names[kept]
+        return view
+
     def resolve(self, edge: _Edge) -> Value | None:
         """The value of an edge, made by recipe if it is not known; None if it cannot be made."""
-        if edge in self.values:
-            return self.values[edge]
+        values = self.values
+        if edge in values:
+            return values[edge]
         if edge in self.given:
             arg, version = self.given[edge]
             return self._keep(edge, arg) if arg._version == version else None
@@ -291,7 +300,7 @@ class _Tape:
                 value = self._make(row, node, number)
         elif name == "torch::autograd::AccumulateGrad":
             value = Kept(node.variable, self.work.block)
-        self.values[edge] = value
+        values[edge] = value
         return value
 
     def _make(self, row: Row, node: Any, number: int) -> Value | None:
@@ -335,22 +344,24 @@ class _Tape:
         if dtype not in (torch.bfloat16, torch.float16):
             return None
         with torch.no_grad():
-            small = self._stays(tensor.detach().to(dtype), copied=True)
-        self._count(self.kept, node.name(), small, tensor.numel() * dtype.itemsize)
+            small = self._stays(tensor.detach().to(dtype), node.name(), copied=True)
         self.values[source] = small
         value = self.values[edge] = self._make(self.rows[node.name()], node, 0)
         return value
 
     def _keep(self, edge: _Edge, tensor: torch.Tensor) -> Kept | KeptByUser:
-        self._count_kept(edge[0].name(), tensor)
-        value = self.values[edge] = self._stays(tensor)
+        value = self.values[edge] = self._stays(tensor, edge[0].name())
         return value
 
-    def _stays(self, tensor: torch.Tensor, *, copied: bool = False) -> Kept | KeptByUser:
+    def _stays(self, tensor: torch.Tensor, name: str, *, copied: bool = False) -> Kept | KeptByUser:
         """An activation that stays, as the user's hooks around the model have it, if there are any."""
-        if self.outer is None:
-            return Kept(tensor, self.work.block, copied=copied)
-        return KeptByUser(tensor, self.outer, copied=copied)
+        value = (
+            Kept(tensor, self.work.block, copied=copied)
+            if self.outer is None
+            else KeptByUser(tensor, self.outer, copied=copied)
+        )
+        self.names[value] = name
+        return value
 
     def _from_ungraphed(self, tensor: torch.Tensor) -> Value | None:
         """`tensor` as an ungraphed one or its float32 cast (the input of a LoRA adapter in the first block).
@@ -373,14 +384,13 @@ class _Tape:
     def _constant(self, tensor: torch.Tensor) -> Kept | KeptByUser:
         if isinstance(tensor, nn.Parameter):
             return Kept(tensor, self.work.block)
-        self._count_kept(NO_GRAPH, tensor)
-        return self._stays(tensor)
+        return self._stays(tensor, NO_GRAPH)
 
     # --- modules that are run again as a whole ----------------------------------------------------------------------
 
     def enter(self, module: nn.Module, tensor: torch.Tensor) -> None:
         """A small module begins."""
-        self.replay = Replay(self.work, module, self.value_of(tensor.grad_fn, tensor), tensor)
+        self.replay = Replay(self.work, module, self.value_of(tensor), tensor)
 
     def leave(self, output: Any) -> None:
         """It has ended; its output can be made again."""
@@ -390,33 +400,50 @@ class _Tape:
         recipe = Recipe(self.work, type(replay.module).__name__, replay, [])
         if output.grad_fn is None:
             self.ungraphed.append((output, recipe))
-            return
-        edge = output.grad_fn, output.output_nr
-        self.values[edge] = recipe
-        if not isinstance(replay.source.root, Recipe):
-            self.shallow.add(edge)
-
-    def _inside(self, node: Any, tensor: torch.Tensor, replay: Replay) -> Inside:
-        if node is not None:
-            key: Any = node, tensor.output_nr
-            known = key in self.counted or key in self.values
         else:
-            key, known = Inside, isinstance(tensor, nn.Parameter)
-        if not known:
-            self._count(self.dropped, type(replay.module).__name__, key, tensor.nbytes)
+            self.values[output.grad_fn, output.output_nr] = recipe
+
+    def _inside(self, tensor: torch.Tensor, replay: Replay) -> Inside:
+        if not replay.saved:
+            self._need(replay.source.root)
+        node, name = tensor.grad_fn, type(replay.module).__name__
+        if node is not None:
+            edge = node, tensor.output_nr
+            if edge in self.values:  # what comes in
+                value = self.values[edge]
+                if value is not None and value.root not in self.saved:
+                    self._count(value.root, tensor.nbytes)
+            elif edge not in self.saved:
+                self.saved.add(edge)
+                self.dropped[name] = self.dropped.get(name, 0) + tensor.nbytes
+        elif not isinstance(tensor, nn.Parameter):
+            self.dropped[name] = self.dropped.get(name, 0) + tensor.nbytes
         return Inside(replay)
 
     # --- counting ---------------------------------------------------------------------------------------------------
 
-    def _count_kept(self, name: str, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.counted:  # it stays alive, so the address stays its own
-            self.counted.add(storage._cdata)
-            self.kept[name] = self.kept.get(name, 0) + storage.nbytes()
+    def _count(self, root: Kept | KeptByUser | Recipe, nbytes: int) -> None:
+        """Autograd holds `root` from now on, for a tensor of `nbytes`."""
+        self.saved.add(root)
+        if type(root) is Recipe:
+            self.dropped[root.op_class] = self.dropped.get(root.op_class, 0) + nbytes
+        self._need(root)
 
-    def _count(self, where: dict[str, int], name: str, key: Any, nbytes: int) -> None:
-        self.counted.add(key)
-        where[name] = where.get(name, 0) + nbytes
+    def _need(self, root: Kept | KeptByUser | Recipe) -> None:
+        """Count what stays for the sake of `root`."""
+        if root in self.needed:
+            return
+        self.needed.add(root)
+        if type(root) is Recipe:
+            if type(root.operation) is Replay:
+                self._need(root.operation.source.root)
+            for operand in root.operands:
+                self._need(operand.root)
+        elif root in self.names:
+            storage, nbytes = root.storage()
+            if storage not in self.needed:
+                self.needed.add(storage)
+                self.kept[self.names[root]] = self.kept.get(self.names[root], 0) + nbytes
 
 
 def _shaped(shape: torch.Size, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -49,6 +49,11 @@ class Kept:
         """What has to be there for this value: itself."""
         return self
 
+    def storage(self) -> tuple[Any, int]:
+        """What tells its storage from others, and its bytes."""
+        storage = self.tensor.untyped_storage()
+        return storage._cdata, storage.nbytes()
+
     def expect(self) -> None:
         """One more place will ask for it."""
 
@@ -89,12 +94,13 @@ class KeptByUser(_Shared):
     """A tensor that stays as the saved-tensor hooks around the model have it: on another device, packed. A change in
     place is theirs to find; they may unpack once only."""
 
-    __slots__ = ("copied", "packed", "restore", "version")
+    __slots__ = ("copied", "nbytes", "packed", "restore", "version")
 
     def __init__(self, tensor: torch.Tensor, hooks: compat.SavedTensorHooks, *, copied: bool = False) -> None:
         super().__init__()
         self.copied = copied
         self.version = -1 if tensor.is_inference() else tensor._version
+        self.nbytes = tensor.nbytes
         pack, self.restore = hooks
         self.packed = pack(tensor)
 
@@ -102,6 +108,10 @@ class KeptByUser(_Shared):
     def root(self) -> KeptByUser:
         """What has to be there for this value: itself."""
         return self
+
+    def storage(self) -> tuple[Any, int]:
+        """Hooks may have copied it, so it is its own; the bytes it had."""
+        return self, self.nbytes
 
     def value(self) -> torch.Tensor:
         """What the hooks give back."""
