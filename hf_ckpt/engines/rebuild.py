@@ -183,7 +183,7 @@ class _Tape:
             return
         value: Value | None = None
         if self.region.reaches_back:
-            handed: _Handed | None = _handed.pop(arg, None)  # type: ignore[no-untyped-call]
+            handed: _Handed | None = _handed.pop(arg, None) if _handed.data else None  # type: ignore[no-untyped-call]
             replay = handed.replay() if handed is not None and handed.version == arg._version else None
             if replay is not None:
                 value = Recipe(self.work, type(replay.module).__name__, replay, [])
