@@ -131,6 +131,8 @@ class EngineRow:
     host_share_of_sac: float | None = None
     kept: dict[str, int] = dataclasses.field(default_factory=dict)
     """What the engine itself says it kept in all blocks, by autograd node."""
+    kept_to_rebuild: dict[str, int] = dataclasses.field(default_factory=dict)
+    """The part of `kept` that autograd itself would not hold."""
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -298,7 +300,7 @@ class _Case:
             row.idle = "nothing was planned"
         if engine.spec is not None:
             done = describe(self.model)
-            row.kept, row.dropped = done.kept, done.dropped
+            row.kept, row.dropped, row.kept_to_rebuild = done.kept, done.dropped, done.kept_to_rebuild
 
     def time_steps(self, number: int) -> None:
         """One timed step of every engine."""

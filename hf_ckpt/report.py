@@ -114,7 +114,7 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
             if resident
             else f"allocator: peak of the same step ({result.memory_source}).\n"
         )
-        + "step:      median of the timed steps; recomp.: blocks run again in the backward of one step.",
+        + "step:      median of the timed steps; recomp.: blocks (`selective`: operations) run again in a backward.",
         highlight=False,
     )
 
@@ -240,6 +240,7 @@ def save_block_picture(result: EngineBench, path: Path, kinds: int = 9) -> None:
     default, attention = rebuilt["rebuild"], rebuilt["rebuild, save attention"]
     everything = collections.Counter(default.kept)
     everything.update(default.dropped)
+    everything.subtract(default.kept_to_rebuild)
     bars = {
         "keep": dict(everything),
         "selective": default.kept,

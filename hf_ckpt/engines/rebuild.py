@@ -52,6 +52,8 @@ class RebuildRegion:
         """Op class (or module class) -> bytes dropped by the last forward."""
         self.kept: dict[str, int] = {}
         """Autograd node that made it -> bytes kept by the last forward; parameters left out."""
+        self.kept_to_rebuild: dict[str, int] = {}
+        """Those of them that autograd itself would not hold."""
         self.reaches_back = False
         """Whether the block may rebuild its input, when that is a norm or an embedding of what stays. Set when it is
         known that parameters stay where they are: in this block's backward, sharded ones of others are gone."""
@@ -167,6 +169,8 @@ class _Tape:
         """What autograd holds: roots of values, edges inside small modules."""
         self.needed: set[Any] = set()
         """Roots that those need, and the storages of what stays among them."""
+        self.extra: dict[Any, tuple[str, int]] = {}
+        """Storages that stay to rebuild from, and that autograd has not asked for: their node and bytes."""
         self.dropped: dict[str, int] = {}
         self.kept: dict[str, int] = {}
         self.ungraphed: list[tuple[torch.Tensor, Value | None]] = []
@@ -216,6 +220,11 @@ class _Tape:
         self.ungraphed.clear()
         self.replay = None
         self.region.dropped, self.region.kept = self.dropped, self.kept
+        extra: dict[str, int] = {}
+        self.region.kept_to_rebuild = extra
+        for name, nbytes in self.extra.values():
+            extra[name] = extra.get(name, 0) + nbytes
+        self.extra.clear()
         if self.kept.keys() - {NO_GRAPH} and not self.dropped:
             _warn_nothing_dropped(self.region.save)
 
@@ -425,9 +434,11 @@ class _Tape:
     def _count(self, root: Kept | KeptByUser | Recipe, nbytes: int) -> None:
         """Autograd holds `root` from now on, for a tensor of `nbytes`."""
         self.saved.add(root)
+        self._need(root)
         if type(root) is Recipe:
             self.dropped[root.op_class] = self.dropped.get(root.op_class, 0) + nbytes
-        self._need(root)
+        elif root in self.names:
+            self.extra.pop(root.storage()[0], None)
 
     def _need(self, root: Kept | KeptByUser | Recipe) -> None:
         """Count what stays for the sake of `root`."""
@@ -443,7 +454,9 @@ class _Tape:
             storage, nbytes = root.storage()
             if storage not in self.needed:
                 self.needed.add(storage)
-                self.kept[self.names[root]] = self.kept.get(self.names[root], 0) + nbytes
+                name = self.names[root]
+                self.kept[name] = self.kept.get(name, 0) + nbytes
+                self.extra[storage] = name, nbytes
 
 
 def _shaped(shape: torch.Size, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
