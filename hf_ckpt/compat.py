@@ -9,11 +9,12 @@ import contextlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.utils.checkpoint
 import transformers
 from torch import nn
 from transformers import PreTrainedModel as PreTrainedModel
@@ -200,6 +201,21 @@ def next_autograd_sequence_number() -> int:
     """Nodes of this thread that are made from now on have this number or a larger one."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
+
+
+def checkpoint_frame(
+    again: Callable[..., None], args: tuple[Any, ...], *, preserve_rng_state: bool, determinism_check: str
+) -> Generator[None, None, None]:
+    """Torch's non-reentrant checkpoint around what runs between two `next` calls; `again(*args)` is run in backward.
+
+    The generator that `torch.utils.checkpoint.checkpoint` itself, and torch's composable checkpoint, are made of.
+    """
+    make = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    early_stop = [True] if "early_stop" in inspect.signature(make).parameters else []  # torch 2.9
+    frame: Generator[None, None, None] = make(
+        again, preserve_rng_state, torch.utils.checkpoint.noop_context_fn, determinism_check, False, *early_stop, *args
+    )
+    return frame
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -23,6 +23,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.rebuild import RebuildRegion, enter_module, hand_to_first_block, leave_module
 from hf_ckpt.engines.sac import SacRegion
+from hf_ckpt.engines.segments import Segment, SegmentRegion, StartOfStack, end_of_stack
 from hf_ckpt.errors import HfCkptError, OwnerConflictError, SpecError
 from hf_ckpt.families import (
     GENERIC,
@@ -293,10 +294,13 @@ def _adopt(base: nn.Module, record: Installation, spec: Spec, plan: Plan) -> Non
     if record.enabled:
         _take_off(base, record)
     record.spec, record.plan = spec, plan
-    record.regions = {name: _region(name, action, spec) for name, action in plan.active().items()}
+    segments: dict[str, Segment] = {}
+    for names in plan.segments():
+        segments.update(dict.fromkeys(names, Segment(tuple(names))))
+    record.regions = {name: _region(name, action, spec, segments.get(name)) for name, action in plan.active().items()}
 
 
-def _region(block: str, action: Action, spec: Spec) -> Region:
+def _region(block: str, action: Action, spec: Spec, segment: Segment | None) -> Region:
     """The function that carries out a block's action."""
     # `auto` preserves always: on the CPU keeping the state is lost in the noise of a recomputation, while looking for
     # an active dropout takes 12 (plain) to 160 us (LoRA) a block.
@@ -305,7 +309,7 @@ def _region(block: str, action: Action, spec: Spec) -> Region:
         "determinism_check": spec.determinism_check,
     }
     if action.kind == "full":
-        return FullRegion(block, **options)
+        return SegmentRegion(block, segment, **options) if segment else FullRegion(block, **options)
     sac = SacRegion(block, save=action.save, **options)
     if spec.engine == "sac":
         return sac
@@ -353,6 +357,10 @@ def _put_on(base: compat.PreTrainedModel, record: Installation) -> None:
         found = find_blocks(base)
         owners = {id(owner): owner for owner in found.owners}.values()
         record.handles = [owner.register_forward_pre_hook(StackHook(owner), with_kwargs=True) for owner in owners]
+        segments = {region.segment for region in record.regions.values() if isinstance(region, SegmentRegion)}
+        for owner in owners if segments else ():
+            record.handles.append(owner.register_forward_pre_hook(StartOfStack(segments)))
+            record.handles.append(owner.register_forward_hook(end_of_stack, always_call=True))
         rebuilt = {name for name, region in record.regions.items() if isinstance(region, RebuildRegion)}
         for module in cheap_modules(found, rebuilt):
             record.handles.append(module.register_forward_pre_hook(enter_module, with_kwargs=True))
@@ -463,6 +471,12 @@ class StackHook:
                 region = vars(module).get(_FUNCTION)
                 if isinstance(region, RebuildRegion):
                     region.reaches_back = stay
+                elif isinstance(region, SegmentRegion) and not stay:
+                    raise HfCkptError(
+                        f"`segments` recompute several blocks of {type(owner).__name__} at once, but its parameters "
+                        "are sharded or moved block by block (FSDP, ZeRO-3, device maps), so those of the others are "
+                        "away then. Use `policy: full` without `segments`."
+                    )
             self.checked = True
 
 

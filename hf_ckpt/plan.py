@@ -41,8 +41,12 @@ class Action:
     """`keep`, `selective`, `full` or `offload`."""
     save: tuple[str, ...] = ()
     """Op classes whose results stay, for `selective`."""
+    segment: int | None = None
+    """For `full`: neighbours of the same number are recomputed as one region."""
 
     def __str__(self) -> str:
+        if self.segment is not None:
+            return f"{self.kind} (segment {self.segment})"
         return f"{self.kind} (save {', '.join(self.save)})" if self.save else self.kind
 
 
@@ -65,6 +69,15 @@ class Plan:
         groups = itertools.groupby(self.actions, key=lambda pair: pair[0].stack)
         return {stack: list(pairs) for stack, pairs in groups}
 
+    def segments(self) -> list[list[str]]:
+        """Names of the blocks that are recomputed together, segment by segment."""
+        found: list[list[str]] = []
+        for pairs in self.stacks().values():
+            for segment, group in itertools.groupby(pairs, key=lambda pair: pair[1].segment):
+                if segment is not None:
+                    found.append([block.name for block, _ in group])
+        return found
+
     def active(self) -> dict[str, Action]:
         """Qualified name -> action, for the blocks whose action is not `keep`."""
         return {block.name: action for block, action in self.actions if action.kind != "keep"}
@@ -74,7 +87,8 @@ class Plan:
 
         def row(block: Block, action: Action) -> dict[str, Any]:
             return {"block": block.name, "kind": block.kind, "action": action.kind} | (
-                {"save": list(action.save)} if action.save else {}
+                ({"save": list(action.save)} if action.save else {})
+                | ({"segment": action.segment} if action.segment is not None else {})
             )
 
         stacks = {stack: [row(*pair) for pair in pairs] for stack, pairs in self.stacks().items()}
@@ -191,4 +205,7 @@ def _read_rows(stacks: Mapping[str, list[Mapping[str, Any]]]) -> Iterator[tuple[
             if row["action"] not in ACTIONS:
                 raise ValueError(f"{row['block']} has the unknown action {row['action']!r}")
             block = Block(name=str(row["block"]), stack=str(stack), index=index, kind=str(row["kind"]))
-            yield block, Action(row["action"], tuple(row.get("save", ())))
+            segment = row.get("segment")
+            if segment is not None and (row["action"] != "full" or type(segment) is not int):
+                raise ValueError(f"{row['block']} has the segment {segment!r}, which is a number and goes with `full`")
+            yield block, Action(row["action"], tuple(row.get("save", ())), segment)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import difflib
+import itertools
 from collections.abc import Iterable, Sequence
 
 from hf_ckpt.errors import NotAvailableError, PlanMismatchError, SpecError
@@ -11,7 +13,7 @@ from hf_ckpt.spec import Spec, parse_layers
 
 # Policies an engine exists for. The others are valid specs, refused when they are installed.
 AVAILABLE_POLICIES = ("none", "full", "selective")
-_WANTED = (*AVAILABLE_POLICIES, "every_n_layers", "layers", "rules", "plan")
+_WANTED = (*AVAILABLE_POLICIES, "every_n_layers", "layers", "segments", "rules", "plan")
 
 Stacks = dict[str, list[Block]]
 
@@ -28,9 +30,12 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
     stacks = _by_stack(blocks)
     problems: list[str] = []
     actions = dict.fromkeys(blocks, KEEP)
-    base = _action(spec.policy, spec.save)
-    for block in _base_selection(spec, stacks, problems):
-        actions[block] = base
+    if spec.segments is not None:
+        for blocks_of_one in stacks.values():
+            actions.update(_in_segments(spec.segments, blocks_of_one, problems))
+    else:
+        base = _action(spec.policy, spec.save)
+        actions.update(dict.fromkeys(_base_selection(spec, stacks, problems), base))
     for number, rule in enumerate(spec.rules):
         chosen = _select(rule.layers, rule.stack, stacks, f"`rules`[{number}]", problems)
         actions.update(dict.fromkeys(chosen, _action(rule.policy, rule.save or spec.save)))
@@ -53,19 +58,41 @@ def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, sourc
     unavailable = sorted({action.kind for action in planned.values()} - {"keep", *AVAILABLE_POLICIES})
     if unavailable:
         raise NotAvailableError([f"action {kind!r}" for kind in unavailable], _WANTED)
-    return Plan(family=family, model=model, actions=tuple((block, planned[block.name]) for block in blocks))
+    fitted = Plan(family=family, model=model, actions=tuple((block, planned[block.name]) for block in blocks))
+    apart = [name for name, times in collections.Counter(_segment_names(fitted)).items() if times > 1]
+    if apart:
+        raise PlanMismatchError(f"{source} spreads {', '.join(apart)} over blocks that are no neighbours.")
+    return fitted
+
+
+def _segment_names(plan: Plan) -> Iterable[str]:
+    """`segment 0 of decoder`, once for each run of neighbours."""
+    for stack, pairs in plan.stacks().items():
+        for segment, _ in itertools.groupby(pairs, key=lambda pair: pair[1].segment):
+            if segment is not None:
+                yield f"segment {segment} of {stack}"
 
 
 def refuse_unavailable(spec: Spec) -> None:
     """Raise `NotAvailableError` when the spec asks for something no engine can do yet."""
     policies = dict.fromkeys([spec.policy, *(rule.policy for rule in spec.rules)])
     missing = [f"policy {policy!r}" for policy in policies if policy not in AVAILABLE_POLICIES]
-    if spec.segments is not None:
-        missing.append("`segments`")
     if spec.offload is not False:
         missing.append("`offload`")
     if missing:
         raise NotAvailableError(missing, _WANTED)
+
+
+def _in_segments(segments: int | str, blocks: Sequence[Block], problems: list[str]) -> dict[Block, Action]:
+    """`full`, in as many runs of neighbours as asked for, of lengths that differ by one at most, the longer first."""
+    count = round(len(blocks) ** 0.5) if isinstance(segments, str) else segments
+    if count > len(blocks):
+        problems.append(f"`segments` is {count}, but stack {blocks[0].stack!r} has {len(blocks)} blocks.")
+        return {}
+    each, longer = divmod(len(blocks), count)
+    lengths = [each + (number < longer) for number in range(count)]
+    numbers = [number for number, length in enumerate(lengths) for _ in range(length)]
+    return {block: Action("full", segment=number) for block, number in zip(blocks, numbers, strict=True)}
 
 
 def _by_stack(blocks: Iterable[Block]) -> Stacks:

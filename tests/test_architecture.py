@@ -25,6 +25,7 @@ ALLOWED = {
     "engines/recipes": set(),
     "engines/values": {"errors", "compat"},
     "engines/sac": {"errors", "compat", "engines.full"},
+    "engines/segments": {"errors", "compat", "engines.full"},
     "engines/rebuild": {"errors", "compat", "engines.recipes", "engines.values", "engines.sac"},
     "install": {
         "errors",
@@ -35,6 +36,7 @@ ALLOWED = {
         "engines.full",
         "engines.rebuild",
         "engines.sac",
+        "engines.segments",
         "compat",
     },
     "measure": {"errors", "plan", "compat"},

@@ -58,6 +58,7 @@ class DDPCase:
     every: int = 1
     dropout: float = 0.0
     policy: str = "full"
+    segments: int | None = None
     owner: str = "hf_ckpt"
     """`hf_ckpt`, `wrapped` (installed on the DDP module), or `stock` (transformers alone, reentrant)."""
 
@@ -78,9 +79,11 @@ class DDPCase:
         return planned
 
     def to_dict(self) -> dict[str, Any]:
-        spec = (
-            {"use_reentrant": True} if self.owner == "stock" else {"policy": self.policy, "every_n_layers": self.every}
-        )
+        spec: dict[str, Any] = {"policy": self.policy, "every_n_layers": self.every}
+        if self.segments is not None:
+            spec = {"segments": self.segments}
+        if self.owner == "stock":
+            spec = {"use_reentrant": True}
         return {**dataclasses.asdict(self), "spec": spec}
 
 
@@ -107,6 +110,9 @@ DDP_CASES: dict[str, DDPCase] = {
         "selective": {"policy": "selective"},
         "selective-lora-dropout": {"policy": "selective", "change": "lora_dropout", "dropout": 0.1},
         "selective-accumulate": {"policy": "selective", "steps": "accumulate"},
+        "segments": {"segments": 2},
+        "segments-accumulate": {"segments": 1, "steps": "accumulate"},
+        "segments-lora-dropout": {"segments": 2, "change": "lora_dropout", "dropout": 0.1},
     }.items()
 } | {
     "pair": DDPCase("llama", steps="pair"),

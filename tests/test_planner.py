@@ -200,8 +200,6 @@ NOT_YET = {policy: EXAMPLES[policy] for policy in POLICIES if policy not in AVAI
     for policy in ("selective", "offload")
     if policy not in AVAILABLE_POLICIES
 }
-if "segments" not in AVAILABLE_POLICIES:
-    NOT_YET["segments"] = {"segments": "sqrt"}
 if "offload" not in AVAILABLE_POLICIES:
     NOT_YET |= {"offload: true": {"offload": True}, "offload: saved": {"offload": "saved"}}
 

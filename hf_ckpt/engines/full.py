@@ -40,13 +40,17 @@ class FullRegion:
         args = tuple(None if compat.is_cache(arg) else arg for arg in args)
         if compat.is_compiling():  # counting would be a side effect inside the traced region
             return self._checkpoint(fn, *args)
+        self.refuse_capturing()
+        self.forwards += 1
+        return self._checkpoint(_Counted(fn, self), *args)
+
+    def refuse_capturing(self) -> None:
+        """Raise `GraphCaptureError` inside CUDA graph capture while random state is preserved."""
         if self.preserve_rng_state and compat.is_capturing():
             raise GraphCaptureError(
                 f"block {self.block!r} preserves random state, which cannot be read while a CUDA graph is captured. "
                 'Set "preserve_rng_state": false if no dropout is active, or capture without checkpointing.'
             )
-        self.forwards += 1
-        return self._checkpoint(_Counted(fn, self), *args)
 
     def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
         return self._checkpointed(fn, *args)
