@@ -184,3 +184,39 @@ def test_dropout_inside_attention_is_drawn_once():
 
     for save in ((), *SAVES):
         same_toys(block, save=save)
+
+
+VIEWS_OF_A_RESULT = {
+    "as complex": lambda y: torch.view_as_real(torch.view_as_complex(y.view(2, 8, 8, 2)) * SCALE),
+    "conjugate": lambda y: torch.view_as_real(torch.view_as_complex(y.view(2, 8, 8, 2)).conj() * SCALE),
+    "imaginary part of a conjugate": lambda y: torch.view_as_complex(y.view(2, 8, 8, 2)).conj().imag * SCALE,
+    "negated view": lambda y: torch._neg_view(y) * SCALE,
+    "bits": lambda y: y * (y.detach().view(torch.int32) % 7) * SCALE,
+    "chunks": lambda y: [part * SCALE for part in y.chunk(3, -1)][1],
+    "unbound": lambda y: y.unbind(1)[3] * SCALE,
+    "diagonal": lambda y: torch.diagonal(y.view(2, 8, 16)[..., :8], dim1=1, dim2=2) * SCALE,
+    "unfold": lambda y: y.unfold(1, 3, 2) * SCALE,
+    "as_strided": lambda y: torch.as_strided(y, (2, 3), (1, 16), 5) * SCALE,
+    "expanded": lambda y: y[:, :1].expand(2, 5, 16) * SCALE,
+    "of an offset": lambda y: y[1:].view(8, 16)[2:].t() * SCALE,
+    "of a transposed copy": lambda y: y.transpose(1, 2).contiguous()[:, 3:].flatten() * SCALE,
+    "of a transposed": lambda y: torch.mul(y.transpose(1, 2), 2.0)[:, 3:] * SCALE,
+}
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", VIEWS_OF_A_RESULT)
+def test_a_view_of_what_is_made_again(name):
+    """The result is saved first, so that a view of it can be taken without walking the graph, and second."""
+
+    def first(x):
+        y = functional.silu(x)
+        return torch.cat([(y * SCALE).flatten(), VIEWS_OF_A_RESULT[name](y).flatten()])
+
+    def second(x):
+        y = functional.silu(x)
+        return torch.cat([VIEWS_OF_A_RESULT[name](y).flatten(), (y * SCALE).flatten()])
+
+    for block in (first, second):
+        for save in ((), *SAVES):
+            same_toys(block, save=save)

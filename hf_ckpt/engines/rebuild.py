@@ -282,6 +282,8 @@ class _Tape:
             return None if value.copied else self._another(value, tensor)
         if type(value) is not Recipe or not base.is_contiguous():
             return None
+        if tensor.dtype is not base.dtype or tensor.is_conj() or tensor.is_neg():  # more than sizes, strides and offset
+            return None
         value.stride = base.stride()
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset() - base.storage_offset()
         return View(value, lambda x: x.as_strided(size, stride, x.storage_offset() + offset))
@@ -382,7 +384,9 @@ class _Tape:
             if source.numel() != tensor.numel() or not tensor.is_contiguous() or source._version:
                 continue
             if source.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
-                return View(value, functools.partial(_shaped, tensor.shape)) if isinstance(value, Recipe) else None
+                if not isinstance(value, Recipe) or source.dtype is not tensor.dtype:
+                    return None
+                return View(value, functools.partial(_shaped, tensor.shape))
             if _is_cast(tensor, source):
                 if value is None:
                     value = self._constant(source)
