@@ -744,6 +744,40 @@ def test_an_attribute_called_variable():
     same_toys(lambda x: functional.silu(Triple.apply(functional.silu(x) * x)) * SCALE)
 
 
+class _Quantised4(nn.Parameter):
+    """As bitsandbytes' parameters: of a class of their own."""
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, _Quantised4, None], ids=["parameter", "subclass", "leaf"])
+def test_views_of_leaves(kind):
+    leaf = torch.linspace(-1, 1, 256).view(16, 16).clone()
+    leaf = leaf.requires_grad_() if kind is None else kind(leaf)
+    with torch.no_grad():
+        leaf.mul_(2.0)  # initialised in place, as most are
+
+    def block(x):
+        return functional.silu((x @ leaf.t()) * leaf[3]) @ leaf.view(4, 4, 16).transpose(0, 1).reshape(16, 16)
+
+    for save in SAVES:
+        same_toys(block, save=save, parameters=(leaf,))
+
+
+def test_an_output_changed_before_it_is_handed_over():
+    """A block that ends in a norm and changes its result without a graph: the next block must not undo that."""
+
+    def run(model):
+        for block in model.bert.encoder.layer:
+            block.output.register_forward_hook(halve)
+        return step(model, tiny_batch("bert"))
+
+    def halve(module, args, output):
+        with torch.no_grad():
+            output.mul_(0.5)
+
+    for save in SAVES:
+        same_steps(run, "bert", save, layers=4)
+
+
 def test_an_inference_tensor_goes_through():
     with torch.inference_mode():
         features = torch.randn(2, 4)

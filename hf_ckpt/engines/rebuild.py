@@ -202,7 +202,7 @@ class _Tape:
     def hand_over(self, outputs: Any) -> None:
         """Let the next block make this block's output again, if it is a norm of something that stays."""
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
-            if not isinstance(output, torch.Tensor):
+            if not isinstance(output, torch.Tensor) or output._version:  # changed in place since the norm made it
                 continue
             recipe = self.values.get((output.grad_fn, output.output_nr))
             if type(recipe) is Recipe and type(recipe.operation) is Replay:
@@ -291,7 +291,8 @@ class _Tape:
     def _another(self, kept: Kept, tensor: torch.Tensor) -> Kept:
         """A view of the same storage."""
         view = Kept(tensor, self.work.block)
-        self.names[view] = self.names[kept]
+        if kept in self.names:  # and not a parameter
+            self.names[view] = self.names[kept]
         return view
 
     def resolve(self, edge: _Edge) -> Value | None:
