@@ -10,6 +10,7 @@ import copy
 import gc
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -583,6 +584,34 @@ def test_hooks_around_the_model_get_what_stays(family, save):
 
 @each_save
 @each_family
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_hooks_that_unpack_once_only(family, save, dropout):
+    """And nothing is asked of them while the forward runs."""
+
+    def run(model):
+        store, asked = {}, []
+
+        def pack(tensor):
+            key = object()
+            store[key] = tensor
+            return key
+
+        def unpack(key):
+            asked.append(key)
+            return store.pop(key)
+
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            loss = model(**without_cache(model, tiny_batch(family))).loss
+        assert not asked
+        loss.backward()
+        return {"loss": loss.detach(), **gradients(model)}
+
+    same_steps(run, family, save, dropout=dropout)
+
+
+@each_save
+@each_family
 def test_the_users_own_checkpoint_around_the_model(family, save):
     """Chunked losses and GradCache checkpoint whole forwards; torch lets each packed tensor be asked for once."""
 
@@ -742,6 +771,63 @@ def test_an_attribute_called_variable():
             return gradient * 3
 
     same_toys(lambda x: functional.silu(Triple.apply(functional.silu(x) * x)) * SCALE)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_norm_whose_parameter_is_changed_before_backward_is_said(name):
+    """As an optimizer step between forward and backward does. Autograd refuses it for the weight only."""
+    norm = nn.LayerNorm(16)
+    norm.register_forward_pre_hook(enter_module, with_kwargs=True)
+    norm.register_forward_hook(leave_module)
+
+    def block(x):
+        out = functional.silu(norm(x) @ WEIGHT)
+        if changes:
+            with torch.no_grad():
+                getattr(norm, name).add_(1.0)
+        return out
+
+    changes = False
+    same_toys(block, parameters=(norm.weight, norm.bias))
+    changes = True
+    with pytest.raises(InPlaceError, match=r"block 'toy'.*changed in place"):
+        toy(block, RebuildRegion("toy", save=("linear", "attention")))
+
+
+def test_a_parameter_that_is_written_with_a_graph_is_freed():
+    """A frozen memory slot that the block fills: the parameter has a graph then."""
+
+    def left(run):
+        x = torch.randn(4, 16, requires_grad=True)
+        slot = nn.Parameter(torch.zeros(4, 16), requires_grad=False)
+
+        def block(x):
+            slot.copy_(x)
+            return slot.exp_()
+
+        run(block, x * 1)
+        return weakref.ref(slot)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert left(lambda block, x: block(x))() is None
+        assert left(RebuildRegion("toy", save=("linear", "attention")))() is None
+    finally:
+        gc.enable()
+
+
+def test_functional_call():
+    """Parameters are plain leaf tensors then, and the model has its own again when backward comes."""
+    plain, model = plain_and_ours()
+    found = []
+    for one in (plain, model):
+        leaves = {name: (1.5 * value.detach()).requires_grad_() for name, value in one.named_parameters()}
+        loss = torch.func.functional_call(one, leaves, (), without_cache(one, tiny_batch("llama"))).loss
+        loss.backward()
+        found.append({"loss": loss.detach(), **{name: leaf.grad for name, leaf in leaves.items()}})
+    assert_same(*found)
+    assert rebuilt(model) > 0
 
 
 class _Quantised4(nn.Parameter):

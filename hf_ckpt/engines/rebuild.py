@@ -173,6 +173,8 @@ class _Tape:
         """Storages that stay to rebuild from, and that autograd has not asked for: their node and bytes."""
         self.dropped: dict[str, int] = {}
         self.kept: dict[str, int] = {}
+        self.constants: dict[Any, Kept | KeptByUser] = {}
+        """What tells a tensor without a graph -> its value, under the user's hooks."""
         self.ungraphed: list[tuple[torch.Tensor, Value | None]] = []
         """Inputs and norms of a block below which nothing is trained: no graph tells where their casts come from."""
         for arg in args:
@@ -191,7 +193,8 @@ class _Tape:
             replay = handed.replay() if handed is not None and handed.version == arg._version else None
             if replay is not None:
                 value = Recipe(self.work, type(replay.module).__name__, replay, [])
-            embeds = node.name() == "EmbeddingBackward0" and not arg._version
+            # Its indices are read off a node before the block, which would ask the user's hooks for them.
+            embeds = self.outer is None and node.name() == "EmbeddingBackward0" and not arg._version
             if embeds and type(self.resolve(node.next_functions[0])) is Kept:
                 value = self._make(self.rows[node.name()], node, arg.output_nr)
         if value is None:
@@ -212,9 +215,13 @@ class _Tape:
 
     def close(self) -> None:
         """Forget every node: autograd holds the hooks, so a tape that held nodes would be a reference cycle."""
+        for value in self.names if self.outer is not None else ():
+            if type(value) is KeptByUser:
+                value.original = None
         self.values.clear()
         self.given.clear()
         self.names.clear()
+        self.constants.clear()
         self.saved.clear()
         self.needed.clear()
         self.ungraphed.clear()
@@ -236,7 +243,8 @@ class _Tape:
         replay = self.replay
         if replay is not None:
             return self._inside(tensor, replay)
-        if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
+        leaf = tensor if type(tensor) is nn.Parameter else tensor._base
+        if type(leaf) is nn.Parameter and leaf.is_leaf:
             return Kept(tensor, self.work.block, with_graph=True)
         value = self.value_of(tensor)
         root = value.root
@@ -398,7 +406,13 @@ class _Tape:
     def _constant(self, tensor: torch.Tensor) -> Kept | KeptByUser:
         if isinstance(tensor, nn.Parameter):
             return Kept(tensor, self.work.block)
-        return self._stays(tensor, NO_GRAPH)
+        if self.outer is None:
+            return self._stays(tensor, NO_GRAPH)
+        # Saved, and then read off a node as an operand, it goes through the user's hooks once.
+        key = tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype, tensor._version
+        if key not in self.constants:
+            self.constants[key] = self._stays(tensor, NO_GRAPH)
+        return self.constants[key]
 
     # --- modules that are run again as a whole ----------------------------------------------------------------------
 

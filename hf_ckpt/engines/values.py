@@ -7,6 +7,7 @@ without a backward frees everything.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -94,13 +95,15 @@ class KeptByUser(_Shared):
     """A tensor that stays as the saved-tensor hooks around the model have it: on another device, packed. A change in
     place is theirs to find; they may unpack once only."""
 
-    __slots__ = ("copied", "nbytes", "packed", "restore", "version")
+    __slots__ = ("copied", "nbytes", "original", "packed", "restore", "version")
 
     def __init__(self, tensor: torch.Tensor, hooks: compat.SavedTensorHooks, *, copied: bool = False) -> None:
         super().__init__()
         self.copied = copied
         self.version = -1 if tensor.is_inference() else tensor._version
         self.nbytes = tensor.nbytes
+        self.original: torch.Tensor | None = tensor
+        """The tensor itself, while the forward of its block runs."""
         pack, self.restore = hooks
         self.packed = pack(tensor)
 
@@ -182,7 +185,18 @@ Value = Kept | KeptByUser | Recipe | View
 class Replay:
     """One call of a small module that is run again as a whole, for its output and for what autograd saved inside."""
 
-    __slots__ = ("__weakref__", "autocast", "checked", "inside", "module", "needs_gradient", "saved", "source", "work")
+    __slots__ = (
+        "__weakref__",
+        "autocast",
+        "checked",
+        "inside",
+        "module",
+        "needs_gradient",
+        "parameters",
+        "saved",
+        "source",
+        "work",
+    )
 
     def __init__(
         self, work: Work, module: nn.Module, source: Value, given: torch.Tensor, *, checked: bool = True
@@ -199,15 +213,32 @@ class Replay:
         """Whether what it saves inside is counted, and must come out the same."""
         self.saved = 0
         self.inside: list[torch.Tensor | None] = []
+        self.parameters = [
+            (name, parameter, parameter._version)
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        """Those it ran with, and their versions."""
         source.root.expect()
 
     def __call__(self) -> torch.Tensor:
-        """Run the module; what it saves inside lies ready afterwards. Returns its output, without a graph."""
+        """Run the module; what it saves inside lies ready afterwards. Returns its output, without a graph.
+
+        Raises `InPlaceError` when one of its parameters was changed since, and `ReplayError` when it saves otherwise.
+        """
+        current = self.module._parameters
+        run: Callable[..., Any] = self.module.forward
+        for name, parameter, version in self.parameters:
+            if parameter._version != version:
+                raise InPlaceError(self.work.block, tuple(parameter.shape), version, parameter._version)
+            if current.get(name) is not parameter:  # torch.func.functional_call lent it others for the forward
+                lent: dict[str, torch.Tensor] = {name: parameter for name, parameter, _ in self.parameters}
+                run = functools.partial(torch.func.functional_call, self.module, lent)
         inside: list[torch.Tensor | None] = []  # the graph of the run holds none of them, so they may hold the graph
         source = self.source.value().detach().requires_grad_(self.needs_gradient)
         autocast = torch.autocast(*self.autocast) if self.autocast else contextlib.nullcontext()
         with torch.enable_grad(), autocast, torch.autograd.graph.saved_tensors_hooks(inside.append, never):
-            output: torch.Tensor = self.module.forward(source)
+            output: torch.Tensor = run(source)
         self.source.root.asked()
         self.work.rebuilt += 1
         if not self.checked:
@@ -244,6 +275,8 @@ def unpack(value: Value | Inside) -> torch.Tensor:
     """What autograd gets back in backward: under `no_grad`, autocast off; the operands have their dtypes already."""
     if type(value) is Kept:
         return value.value()
+    if type(value) is KeptByUser and value.original is not None:  # read off a node in forward
+        return value.original
     work: Work | None = None  # of what has to be made now
     if type(value) is Inside:
         ready = value.replay.inside
