@@ -295,7 +295,7 @@ def _adopt(base: nn.Module, record: Installation, spec: Spec, plan: Plan) -> Non
         _take_off(base, record)
     record.spec, record.plan = spec, plan
     segments: dict[str, Segment] = {}
-    for names in plan.segments():
+    for _, names in plan.segments():
         segments.update(dict.fromkeys(names, Segment(tuple(names))))
     record.regions = {name: _region(name, action, spec, segments.get(name)) for name, action in plan.active().items()}
 

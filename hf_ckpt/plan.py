@@ -69,13 +69,13 @@ class Plan:
         groups = itertools.groupby(self.actions, key=lambda pair: pair[0].stack)
         return {stack: list(pairs) for stack, pairs in groups}
 
-    def segments(self) -> list[list[str]]:
-        """Names of the blocks that are recomputed together, segment by segment."""
-        found: list[list[str]] = []
-        for pairs in self.stacks().values():
+    def segments(self) -> list[tuple[str, list[str]]]:
+        """What is recomputed together, run by run of neighbours: (`segment 0 of decoder`, names of its blocks)."""
+        found: list[tuple[str, list[str]]] = []
+        for stack, pairs in self.stacks().items():
             for segment, group in itertools.groupby(pairs, key=lambda pair: pair[1].segment):
                 if segment is not None:
-                    found.append([block.name for block, _ in group])
+                    found.append((f"segment {segment} of {stack}", [block.name for block, _ in group]))
         return found
 
     def active(self) -> dict[str, Action]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import difflib
-import itertools
 from collections.abc import Iterable, Sequence
 
 from hf_ckpt.errors import NotAvailableError, PlanMismatchError, SpecError
@@ -59,18 +58,10 @@ def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, sourc
     if unavailable:
         raise NotAvailableError([f"action {kind!r}" for kind in unavailable], _WANTED)
     fitted = Plan(family=family, model=model, actions=tuple((block, planned[block.name]) for block in blocks))
-    apart = [name for name, times in collections.Counter(_segment_names(fitted)).items() if times > 1]
+    apart = [name for name, times in collections.Counter(name for name, _ in fitted.segments()).items() if times > 1]
     if apart:
         raise PlanMismatchError(f"{source} spreads {', '.join(apart)} over blocks that are no neighbours.")
     return fitted
-
-
-def _segment_names(plan: Plan) -> Iterable[str]:
-    """`segment 0 of decoder`, once for each run of neighbours."""
-    for stack, pairs in plan.stacks().items():
-        for segment, _ in itertools.groupby(pairs, key=lambda pair: pair[1].segment):
-            if segment is not None:
-                yield f"segment {segment} of {stack}"
 
 
 def refuse_unavailable(spec: Spec) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import pytest
 import torch
+import torch._dynamo
 from hypothesis import settings
 from transformers.utils import logging as transformers_logging
 
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.families import base_model
+from hf_ckpt.measure import LiveBytes
 
 # The same examples on every run; a new one is worth a named test.
 settings.register_profile("hf_ckpt", deadline=None, derandomize=True)
@@ -100,3 +103,29 @@ def input_gradient_hooks(model):
     """How many hooks make embedding outputs require gradients, those included that lost their handle."""
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     return sum("input_require_grads" in getattr(hook, "__qualname__", "") for hook in hooks)
+
+
+def assert_frees_everything(model, batch):
+    """A forward without a backward leaves nothing, with the garbage collector off: no cycle holds activations."""
+    batch = without_cache(model, batch)
+    step(model, batch)
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveBytes(model) as live:
+            loss = model(**batch).loss
+            held = live.current_bytes - live.start_bytes
+            del loss
+            assert live.current_bytes - live.start_bytes <= 1024 < held  # what transformers caches
+    finally:
+        gc.enable()
+
+
+def checkpoints_compiled(counts):
+    """A compiler backend that appends to `counts` how many checkpointed regions each graph holds."""
+
+    def backend(graph, inputs):
+        counts.append(sum("checkpoint" in str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    return backend

@@ -15,7 +15,7 @@ import weakref
 import pytest
 import torch
 import transformers
-from conftest import assert_same, enable, gradients, step, without_cache
+from conftest import assert_frees_everything, assert_same, checkpoints_compiled, enable, gradients, step, without_cache
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
@@ -184,18 +184,23 @@ def test_a_change_in_place_is_harmless_or_said(name, save):
     """What autograd accepts gives the same gradients here, or an error that names the block; never other gradients."""
     block = IN_PLACE[name]
     expected = toy(block)
+    region = RebuildRegion("toy", save=tuple(save))
     try:
-        found = toy(block, RebuildRegion("toy", save=tuple(save)))
+        found = toy(block, region)
     except InPlaceError as error:
         assert "block 'toy'" in str(error)  # noqa: PT017
     else:
         assert_same(expected, found)
+    assert region.forwards == 1
+    assert region.kept or region.dropped
 
 
 @pytest.mark.parametrize("name", ["relu_", "dropout", "view", "part written", "input scaled", "residual"])
 def test_common_changes_in_place_are_harmless(name):
     region = RebuildRegion("toy", save=("linear", "attention"))
     assert_same(toy(IN_PLACE[name]), toy(IN_PLACE[name], region))
+    assert region.forwards == 1
+    assert region.kept or region.dropped
 
 
 def test_what_autograd_refuses_is_refused():
@@ -261,18 +266,8 @@ def test_a_change_in_place_of_what_stays_is_found():
 def test_a_graph_without_a_backward_frees_everything(family, save):
     """With the garbage collector off: no reference cycle holds activations."""
     _, model = plain_and_ours(family, save, dtype=torch.bfloat16, dropout=0.1)
-    batch = without_cache(model, tiny_batch(family))
-    step(model, batch)
-    gc.collect()
-    gc.disable()
-    try:
-        with LiveBytes(model) as live:
-            loss = model(**batch).loss
-            held = live.current_bytes - live.start_bytes
-            del loss
-            assert live.current_bytes - live.start_bytes <= 1024 < held  # what transformers caches
-    finally:
-        gc.enable()
+    assert_frees_everything(model, tiny_batch(family))
+    assert rebuilt(model) > 0
 
 
 def test_an_exception_frees_everything():
@@ -296,7 +291,9 @@ def test_an_exception_frees_everything():
             assert live.current_bytes - live.start_bytes <= 256
     finally:
         gc.enable()
+    before = rebuilt(model)
     assert_same(expected, step(model, batch))
+    assert rebuilt(model) == 2 * before > 0
 
 
 @each_save
@@ -812,7 +809,9 @@ def test_a_parameter_that_is_written_with_a_graph_is_freed():
     gc.disable()
     try:
         assert left(lambda block, x: block(x))() is None
-        assert left(RebuildRegion("toy", save=("linear", "attention")))() is None
+        region = RebuildRegion("toy", save=("linear", "attention"))
+        assert left(region)() is None
+        assert region.kept
     finally:
         gc.enable()
 
@@ -1251,16 +1250,17 @@ def test_a_compiled_part_of_a_block_is_kept(family, part, dynamo):
 @each_save
 def test_a_compiled_model_is_sacs(save, dynamo):
     """One graph, forward and backward, with numbers as compiled without us. The rebuild engine does nothing there."""
-    found = []
+    found, regions_in_graph = [], []
     for model in plain_and_ours(save=save, attention="sdpa", layers=1):
         torch._dynamo.reset()
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(model, backend=checkpoints_compiled(regions_in_graph), fullgraph=True)
         loss = compiled(**without_cache(model, tiny_batch("llama"))).loss
         loss.backward()
         found.append({"loss": loss.detach(), **gradients(model)})
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-6)
     assert sum(dynamo["graph_break"].values()) == 0
+    assert regions_in_graph == [0, 1]
     assert rebuilt(model) == 0
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import threading
 
 import pytest
 import torch
 import transformers
-from conftest import assert_same, enable, gradients, step, without_cache
+from conftest import assert_frees_everything, assert_same, checkpoints_compiled, enable, gradients, step, without_cache
 from peft import LoraConfig, get_peft_model
 from test_parity import skip_where_absent
 from test_rebuild import TARGETS
@@ -118,7 +117,7 @@ def test_where_segments_are_cut():
     def lengths(spec, layers, family="llama"):
         model = tiny_model(family, layers=layers)
         hf_ckpt.install(model, spec)
-        return [len(names) for names in installation(model).plan.segments()]
+        return [len(names) for _, names in installation(model).plan.segments()]
 
     assert lengths({"segments": 3}, 8) == [3, 3, 2]
     assert lengths({"segments": 1}, 5) == [5]
@@ -185,18 +184,8 @@ def test_two_forwards_before_a_backward_and_one_kept_graph():
 @each_family
 def test_a_forward_without_a_backward_frees_everything(family):
     model = in_segments(family)
-    batch = without_cache(model, tiny_batch(family))
-    step(model, batch)
-    gc.collect()
-    gc.disable()
-    try:
-        with LiveBytes(model) as live:
-            loss = model(**batch).loss
-            held = live.current_bytes - live.start_bytes
-            del loss
-            assert live.current_bytes - live.start_bytes <= 1024 < held
-    finally:
-        gc.enable()
+    assert_frees_everything(model, tiny_batch(family))
+    ran_once(model)
 
 
 def test_without_gradients_blocks_run_plainly():
@@ -224,6 +213,7 @@ def test_an_error_in_a_block_closes_its_segment(place):
     (x * x).sum().backward()  # nobody's hooks are left on the stack
     mlp.forward = original
     assert_same(expected, step(model, tiny_batch("llama")))
+    ran_once(model)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -241,6 +231,7 @@ def test_an_error_between_blocks_closes_the_segment(error):
     assert (_open.run is None) == (error is RuntimeError)
     handle.remove()
     assert_same(expected, step(model, tiny_batch("llama")))
+    ran_once(model)
 
 
 def test_blocks_that_are_skipped_at_random():
@@ -397,18 +388,19 @@ def test_sharded_parameters_are_refused(tmp_path):
 
 
 def test_compiled_blocks_are_recomputed_one_by_one():
-    found = []
+    found, regions_in_graph = [], []
     for spec in ({"policy": "none"}, {"segments": 2}):
         model = tiny_model("llama", layers=2, attention="sdpa")
         hf_ckpt.install(model, spec)
         enable(model)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(model, backend=checkpoints_compiled(regions_in_graph), fullgraph=True)
         loss = compiled(**without_cache(model, tiny_batch("llama"))).loss
         loss.backward()
         found.append({"loss": loss.detach(), **gradients(model)})
         assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 0
+    assert regions_in_graph == [0, 2]
     torch._dynamo.reset()
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-6)
