@@ -23,6 +23,7 @@ from hf_ckpt.errors import HfCkptError
 from hf_ckpt.families import base_model, find_blocks
 from hf_ckpt.install import describe, trial
 from hf_ckpt.measure import BlockBytes, circumstances, stopwatch
+from hf_ckpt.plan import Plan
 from hf_ckpt.tiny import FAMILIES, tiny_batch, tiny_model
 
 TUNINGS = ("full", "lora")
@@ -36,7 +37,7 @@ class Engine:
     """One way to run a step."""
 
     name: str
-    spec: Mapping[str, Any] | None = None
+    spec: Mapping[str, Any] | Plan | None = None
     """What hf_ckpt is given; None leaves hf_ckpt out."""
     own: Mapping[str, Any] | None = None
     """What transformers' own enable call is given, for an engine without hf_ckpt."""
@@ -61,7 +62,9 @@ def _recomputed(model: nn.Module) -> dict[str, int]:
 
 NONE = Engine("none")
 REBUILD = Engine("rebuild", {"policy": "selective", "engine": "rebuild"})
-REBUILD_ATTENTION = Engine("rebuild, save attention", {**(REBUILD.spec or {}), "save": ["attention"]})
+REBUILD_ATTENTION = Engine(
+    "rebuild, save attention", {"policy": "selective", "engine": "rebuild", "save": ["attention"]}
+)
 SAC = Engine("sac", {"policy": "selective", "engine": "sac"})
 EVERY_SECOND = (
     Engine("every_n_layers: 2 (HF)", own={"every_n_layers": 2})
@@ -114,6 +117,8 @@ class EngineRow:
     """Whether transformers runs it alone: other gradients are then told, and no failure of hf_ckpt."""
     error: str | None = None
     """What it raised; figures taken before that stay."""
+    peak_bytes: int | None = None
+    """Most live bytes at any moment of a step, weights included; no optimizer."""
     block_bytes: int | None = None
     """Live bytes at the end of the forward that were made inside the blocks."""
     bytes_ratio: float | None = None
@@ -210,7 +215,7 @@ def bench_engines(
     for family in settings.families:
         for tuning in settings.tunings:
             on_progress(f"{family}, {tuning}")
-            case = _Case(settings, family, tuning, engines)
+            case = Case(settings, family, tuning, engines)
             case.count_bytes()
             for number in range(settings.repeats):
                 on_progress(f"{family}, {tuning}: repeat {number + 1} of {settings.repeats}")
@@ -260,7 +265,7 @@ def bench_model(settings: Settings, family: str, tuning: str) -> tuple[nn.Module
     return model.to(settings.device).train(), inputs
 
 
-class _Case:
+class Case:
     """One model and what its steps gave."""
 
     def __init__(self, settings: Settings, family: str, tuning: str, engines: Sequence[Engine]) -> None:
@@ -290,7 +295,10 @@ class _Case:
         with BlockBytes(self.blocks.values(), self.model, self.inputs) as live:
             outputs = self.model(**self.inputs)
             row.block_bytes = live.block_bytes
-            outputs.loss.backward()
+            loss = outputs.loss
+            del outputs  # as in a training loop
+            loss.backward()
+        row.peak_bytes = live.peak_bytes
         counts = {name: count - before[name] for name, count in recomputed().items()}
         row.recomputed = sum(counts.values())
         missed = sum(not count for count in counts.values())

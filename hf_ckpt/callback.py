@@ -10,6 +10,8 @@ For each logging step, over the training steps since the last one (evaluation an
 | `memory/reserved_gib` | GiB | the same of what the allocator took from the device; accelerators only |
 | `memory/head_gib` | GiB | output of the head (logits), where one was found; its loss and gradient need a multiple |
 | `memory/head_share` | 0 to 1 | `head_gib` over `peak_gib`: what no policy on blocks can save, at the least |
+| `memory/predicted_gib` | GiB | the peak that a plan of `budget` or `auto` was predicted to have |
+| `memory/prediction_error` | 1 | measured peak over predicted, less 1 (CPU: resident size without what was no tensor) |
 | `time/step_s` | s | wall time of a step, data loading included; the slowest rank |
 | `time/tokens_per_s` | 1/s | tokens in `input_ids`, all ranks; `time/samples_per_s` where the inputs cannot be seen |
 | `time/recompute_share` | 0 to 1 | share of the time spent running blocks again; only while a plan is enabled |
@@ -17,6 +19,7 @@ For each logging step, over the training steps since the last one (evaluation an
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import statistics
@@ -29,12 +32,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_ckpt import compat
+from hf_ckpt.autoplan import MARGIN, Planned
 from hf_ckpt.errors import NoBlocksError, PlanLostError
 from hf_ckpt.families import base_model, find_blocks, head_module
-from hf_ckpt.install import Installation, installation, lost_blocks
+from hf_ckpt.install import Installation, installation, lost_blocks, tighten
 from hf_ckpt.measure import PeakMeter, RecomputeClock, TrainingClock, over_ranks, peak_meter
+from hf_ckpt.planner import PLANNING_POLICIES
 from hf_ckpt.report import print_training_summary
-from hf_ckpt.units import to_gib
+from hf_ckpt.units import format_bytes, to_gib
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +57,8 @@ class MemoryTimeCallback(TrainerCallback):
         summary: print a table at the end of training.
 
     At the first step it checks that every planned block still carries its function, and raises `PlanLostError` if not.
+    Where an accelerator's measured peak is above the predicted one by more than 5 %, it says so and tightens the plan
+    by the difference before the next step. A process's resident size is no such measure: the C allocator hoards.
     """
 
     def __init__(self, *, snapshot_on_oom: bool = False, summary: bool = True) -> None:
@@ -73,6 +80,10 @@ class MemoryTimeCallback(TrainerCallback):
         self._head: _HeadBytes | None = None
         self._checked = False
         self._windows: list[Metrics] = []
+        self._told: Planned | None = None
+        """The plan that was written last."""
+        self._excess = 0
+        """Bytes that the plan has to be tightened by before the next step."""
 
     # --- events ---
 
@@ -116,6 +127,8 @@ class MemoryTimeCallback(TrainerCallback):
         if record is not None:
             if not self._checked:
                 self._check(kwargs["model"])
+            if self._excess:
+                self._tighten(kwargs["model"])
             for region in record.regions.values():  # an enable call since may have made new ones
                 region.observer = self._recompute
         if not self._clock.running and self._meter is not None:
@@ -124,6 +137,7 @@ class MemoryTimeCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._clock.count_step()
+        self._tell_plan(args, state, kwargs["model"])
         if not control.should_log:  # else `on_log` comes first, and waits for the accelerator
             self._pause_for_others(control)
 
@@ -187,6 +201,36 @@ class MemoryTimeCallback(TrainerCallback):
         if lost:
             raise PlanLostError(lost)
 
+    def _tell_plan(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
+        """Write down a plan that was made for a batch."""
+        record = _record(model)
+        planned = record.planned if record is not None else None
+        if record is not None and record.enabled and record.spec.policy in PLANNING_POLICIES and planned is None:
+            _warn_unplanned(record.spec.policy)
+        if planned is None or planned is self._told:
+            return
+        self._told = planned
+        row = {"situation": str(planned.situation), "limit_bytes": planned.limit_bytes, "plan": planned.plan.to_dict()}
+        self._write(args, state, {"event": "plan", "step": state.global_step, **row})
+
+    def _tighten(self, model: nn.Module) -> None:
+        excess, self._excess = self._excess, 0
+        plan = tighten(model, excess)
+        if plan is not None:
+            log.warning(
+                "hf_ckpt: the peak is %s above its prediction, so the plan is tightened by that:\n%s",
+                format_bytes(excess),
+                plan,
+            )
+
+    def _compare(self, planned: Planned | None) -> dict[str, float | None]:
+        """Of this rank: predicted peak, and how far the measured one is above it."""
+        prediction = planned.plan.prediction if planned is not None else None
+        if planned is None or prediction is None or self._peak is None:
+            return {"predicted": None, "above": None}
+        measured = self._peak - (planned.memory.outside_bytes or 0)
+        return {"predicted": prediction.peak_bytes, "above": measured - prediction.peak_bytes}
+
     def _pause_for_others(self, control: TrainerControl) -> None:
         """Evaluation or saving comes next: keep its time and its memory out of the window."""
         if (control.should_evaluate or control.should_save) and self._clock.running:
@@ -207,6 +251,7 @@ class MemoryTimeCallback(TrainerCallback):
             self._latch_peak()
         record = _record(model)
         planned = record is not None and record.enabled and bool(record.regions)
+        made_for = record.planned if record is not None and record.enabled else None
         recompute_seconds = self._recompute.take()
         ranks = over_ranks(
             {
@@ -216,6 +261,7 @@ class MemoryTimeCallback(TrainerCallback):
                 "seconds": seconds,
                 "recompute": recompute_seconds if planned and not compat.is_compiled(model) else None,
                 "tokens": self._tokens.take(),
+                **self._compare(made_for),
             }
         )
         self._peak = self._reserved = None
@@ -225,6 +271,9 @@ class MemoryTimeCallback(TrainerCallback):
         slowest = _over(ranks, "seconds", max) or seconds
         peak, head, tokens = _over(ranks, "peak", max), _over(ranks, "head", max), _over(ranks, "tokens", sum)
         recompute = _over(ranks, "recompute", max)
+        predicted, above = _over(ranks, "predicted", max), _over(ranks, "above", max)
+        if predicted and above is not None and above > predicted * MARGIN and self._meter.exact:
+            self._excess = round(above)
         samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * steps
         rate = ("time/tokens_per_s", tokens) if tokens else ("time/samples_per_s", samples)
         return {
@@ -232,6 +281,11 @@ class MemoryTimeCallback(TrainerCallback):
             "memory/reserved_gib": to_gib(_over(ranks, "reserved", max)),
             "memory/head_gib": to_gib(head),
             "memory/head_share": head / peak if head and peak else None,
+            **(
+                {"memory/predicted_gib": to_gib(predicted), "memory/prediction_error": above / predicted}
+                if predicted and above is not None
+                else {}
+            ),
             "time/step_s": slowest / steps,
             rate[0]: rate[1] / slowest,
             "time/recompute_share": None if recompute is None else recompute / slowest,
@@ -303,6 +357,15 @@ def _head(model: nn.Module) -> nn.Module | None:
         return head_module(base_model(model), find_blocks(model).family)
     except NoBlocksError:
         return None
+
+
+@functools.lru_cache(maxsize=2)  # once
+def _warn_unplanned(policy: str) -> None:
+    log.warning(
+        "`policy: %s` saw no forward to plan for (torch.compile hides it), so every block is recomputed. Give it a "
+        "plan of `hf-ckpt plan`, or another policy.",
+        policy,
+    )
 
 
 def _largest(*values: float | None) -> float | None:

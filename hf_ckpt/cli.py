@@ -10,13 +10,15 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_ckpt import __version__
 from hf_ckpt.errors import HfCkptError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from hf_ckpt.bench import Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true", help="print JSON instead of the table")
     check.set_defaults(run=_check)
 
+    _add_plan(verbs)
+
     bench = verbs.add_parser("bench", help="measure what engines and policies keep and cost")
     subjects = bench.add_subparsers(title="what to measure", required=True, metavar="WHAT")
     engines = subjects.add_parser(
@@ -94,7 +98,65 @@ def _parser() -> argparse.ArgumentParser:
     engines.add_argument("--png", type=Path, help="file for a picture of bytes and times")
     engines.add_argument("--block-png", type=Path, help="file for a picture of what one block of the first model keeps")
     engines.set_defaults(run=_bench_engines)
+
+    plans = subjects.add_parser(
+        "plans",
+        help="plans within the peaks of what transformers offers, against it",
+        description="For every family the peaks of transformers' every_n_layers 4 and 2 and of `full` are budgets; "
+        "what is planned for them is measured beside them, interleaved, and every peak beside its prediction. Exit "
+        "code 1 if an option raised, recomputed nothing, or gave other gradients.",
+        epilog="example: hf-ckpt bench plans --family bert --json plans.json",
+    )
+    plans.add_argument("--family", action="append", help="llama, gpt2, bert or t5; repeatable (default all)")
+    plans.add_argument("--tuning", action="append", help="full or lora; repeatable (default full)")
+    plans.add_argument("--layers", type=_positive, default=12, help="blocks in each stack (default 12)")
+    plans.add_argument("--hidden", type=_positive, default=512, help="hidden size (default 512)")
+    plans.add_argument("--batch", type=_positive, default=4, help="sequences a step (default 4)")
+    plans.add_argument("--tokens", type=_positive, default=256, help="tokens a sequence (default 256)")
+    plans.add_argument("--dropout", type=float, default=0.0, help="every dropout probability (default 0)")
+    plans.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16 or float32")
+    plans.add_argument("--device", help="cpu or cuda (default: the accelerator, if there is one)")
+    plans.add_argument("--repeats", type=_positive, default=5, help="timed steps of each option (default 5)")
+    plans.add_argument("--json", type=Path, help="file for all figures")
+    plans.add_argument("--png", type=Path, help="file for a picture of time against peak")
+    plans.set_defaults(run=_bench_plans)
     return parser
+
+
+def _add_plan(verbs: Any) -> None:
+    plan = verbs.add_parser(
+        "plan",
+        help="plan a training for a memory budget, without weights and without a GPU",
+        description="Which blocks keep, rebuild or recompute so that a training step is the fastest that fits, with "
+        "its peak and what fills it, step time and tokens a second, all predicted. Exit code 2 if nothing fits.",
+        epilog="example: hf-ckpt plan llama-3.1-8b --batch 2 --seq 4096 --lora 16 --device 4090 --budget 22GiB",
+    )
+    plan.add_argument(
+        "model", help="preset (llama-3.1-8b, gpt2-xl, bert-large, t5-3b, ...), folder, hub id or config.json"
+    )
+    plan.add_argument("--batch", type=_positive, default=1, help="sequences a micro-step (default 1)")
+    plan.add_argument("--seq", type=_positive, default=512, help="tokens a sequence (default 512)")
+    plan.add_argument("--target-seq", type=_positive, help="tokens a target sequence, for T5 (default: as --seq)")
+    plan.add_argument("--lora", type=_positive, metavar="R", help="rank of adapters on every linear layer")
+    plan.add_argument("--dtype", default="bfloat16", help="of the weights: bfloat16 (default), float16 or float32")
+    plan.add_argument("--autocast", metavar="DTYPE", help="type that autocast computes in")
+    plan.add_argument("--optimizer", default="adamw", help="adamw (default), adamw8bit, sgd, momentum, lion")
+    plan.add_argument("--accum", type=_positive, default=1, help="micro-steps a step (default 1)")
+    plan.add_argument("--attention", default="sdpa", help="attention implementation (default sdpa)")
+    plan.add_argument("--padded", action="store_true", help="sequences are padded, so attention gets a mask")
+    plan.add_argument("--architecture", help="class of the model, in place of its config's")
+    plan.add_argument(
+        "--device", help="h200, h100, a100-80, a100-40, l40s, a10, t4, 4090 or cpu (default: this machine's)"
+    )
+    plan.add_argument("--budget", help="peak allowed: 20GiB, or 80%% of the device (default: 90%% of the device)")
+    plan.add_argument("--frontier", action="store_true", help="show time against peak, and what transformers offers")
+    plan.add_argument("--max-batch", action="store_true", help="the largest batch that fits into the budget")
+    plan.add_argument("--max-seq", action="store_true", help="the longest sequences that fit into the budget")
+    plan.add_argument("--measure", action="store_true", help="time blocks on this machine instead of using a table")
+    plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    plan.add_argument("--out", type=Path, help='file for the plan (.yaml or .json), for {"plan": FILE}')
+    plan.add_argument("--png", type=Path, help="file for a picture of memory through the step, and of the frontier")
+    plan.set_defaults(run=_plan)
 
 
 def _positive(text: str) -> int:
@@ -143,12 +205,13 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar; yields what is called before each of `total` steps."""
+def _progress(console: Console, total: int | None) -> Iterator[Callable[[str], None]]:
+    """A bar; yields what is called before each of `total` steps. Without a total it only shows that there is life."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    counts = () if total is None else (MofNCompleteColumn(),)
+    columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=total is None) as progress:
         task = progress.add_task("starting", total=total)
         started = False
 
@@ -185,26 +248,94 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0 if all(check for _, check in rows) else 1
 
 
-def _bench_engines(arguments: argparse.Namespace) -> int:
+def _plan(arguments: argparse.Namespace) -> int:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # PEFT reads a deprecated name
+    from hf_ckpt import foresight, report
+    from hf_ckpt.setups import Setup
+
+    setup = Setup(
+        model=arguments.model,
+        batch=arguments.batch,
+        tokens=arguments.seq,
+        target_tokens=arguments.target_seq,
+        lora=arguments.lora,
+        dtype=arguments.dtype,
+        autocast=arguments.autocast,
+        optimizer=arguments.optimizer,
+        accumulation=arguments.accum,
+        attention=arguments.attention,
+        padded=arguments.padded,
+        architecture=arguments.architecture,
+    )
+    console = report.make_console(stderr=arguments.json)
+    asked = foresight.Questions(
+        device=arguments.device,
+        budget=arguments.budget,
+        frontier=arguments.frontier or arguments.png is not None,
+        max_batch=arguments.max_batch,
+        max_tokens=arguments.max_seq,
+        measure=arguments.measure,
+    )
+    with _progress(console, None) as on_progress:
+        found = foresight.foresee(setup, asked, on_progress=on_progress)
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        report.print_foresight(found, console)
+    if arguments.out:
+        found.plan.save(arguments.out)
+    if arguments.png:
+        report.save_foresight_picture(found, arguments.png)
+    return 0
+
+
+def _bench_engines(arguments: argparse.Namespace) -> int:
     from hf_ckpt import bench, report
 
-    names = ("layers", "hidden", "batch", "tokens", "dropout", "dtype", "device", "repeats", "host_rounds")
-    given = {name: getattr(arguments, name) for name in names}
-    given |= {"families": arguments.family, "tunings": arguments.tuning}
-    settings = bench.Settings(**{name: value for name, value in given.items() if value is not None})
+    settings = _settings(arguments)
     console = report.make_console()
     with _progress(console, bench.progress_steps(settings)) as on_progress:
         result = bench.bench_engines(settings, on_progress=on_progress)
     report.print_engines(result, console)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
+    _write_json(arguments.json, result.to_dict())
     if arguments.png:
         report.save_engines_picture(result, arguments.png)
     if arguments.block_png:
         report.save_block_picture(result, arguments.block_png)
     return 0 if result.ok else 1
+
+
+def _bench_plans(arguments: argparse.Namespace) -> int:
+    from hf_ckpt import planbench, report
+
+    arguments.tuning = arguments.tuning or ["full"]
+    settings = _settings(arguments)
+    console = report.make_console()
+    with _progress(console, planbench.progress_steps(settings)) as on_progress:
+        result = planbench.bench_plans(settings, on_progress=on_progress)
+    report.print_plans(result, console)
+    _write_json(arguments.json, result.to_dict())
+    if arguments.png:
+        report.save_plans_picture(result, arguments.png)
+    return 0 if result.ok else 1
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    """What a benchmark was asked for, as far as it was asked."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # PEFT reads a deprecated name
+    from hf_ckpt import bench
+
+    names = ("layers", "hidden", "batch", "tokens", "dropout", "dtype", "device", "repeats", "host_rounds")
+    given = {name: getattr(arguments, name, None) for name in names}
+    given |= {"families": arguments.family, "tunings": arguments.tuning}
+    return bench.Settings(**{name: value for name, value in given.items() if value is not None})
+
+
+def _write_json(path: Path | None, figures: Any) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

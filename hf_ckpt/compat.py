@@ -6,6 +6,7 @@ Facts are detected (`hasattr`, `inspect.signature`), not inferred from version n
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import inspect
 import sys
@@ -124,9 +125,14 @@ def dump_memory_snapshot(path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
 
 
+def forward_parameters(module: nn.Module) -> set[str]:
+    """Names of the arguments that a forward takes."""
+    return set(inspect.signature(module.forward).parameters)
+
+
 def wants_use_cache(module: nn.Module) -> bool:
     """Whether a forward of `module` takes `use_cache`."""
-    return "use_cache" in inspect.signature(module.forward).parameters
+    return "use_cache" in forward_parameters(module)
 
 
 def makes_inputs_require_gradients(hook: object) -> bool:
@@ -177,6 +183,42 @@ def callback_handler_of(callback: object) -> Any | None:
             return handler
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """The optimizers of this process that step parameters of `model`; wrappers around one are left out.
+
+    Nothing that a model or a forward is given refers to its optimizer, so Python's own list of objects is searched.
+    """
+    mine = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    found = []
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.optim.Optimizer) or not hasattr(thing, "param_groups"):
+            continue
+        if isinstance(getattr(thing, "optimizer", None), torch.optim.Optimizer):  # accelerate's
+            continue
+        if any(id(parameter) in mine for group in thing.param_groups for parameter in group["params"]):
+            found.append(thing)
+    return found
+
+
+def accumulated_steps() -> int:
+    """Micro-steps a step, as accelerate of this process was told; 1 where nobody told it."""
+    state_module = sys.modules.get("accelerate.state")
+    shared = state_module.GradientState._shared_state if state_module is not None else {}
+    return int((shared.get("plugin_kwargs") or {}).get("num_steps", 1))
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of several ranks."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether parameters are split over ranks: by FSDP, or by ZeRO-3."""
+    return any(
+        type(module).__name__.startswith(("FSDP", "FullyShardedDataParallel")) for module in model.modules()
+    ) or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -234,6 +276,11 @@ def untraced(function: _Function) -> _Function:
     return function
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast computes in on that device now; None while it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
 def autocast_is_on() -> bool:
     """Whether autocast is enabled for any device."""
     return bool(torch._C._is_any_autocast_enabled())
@@ -261,6 +308,34 @@ def parameters_stay(module: nn.Module) -> bool:
 
 HAS_EVERY_N_LAYERS = "every_n_layers" in inspect.signature(getattr(PreTrainedModel, ENABLE_NAMES[-1])).parameters
 """Whether transformers itself can checkpoint every n-th layer."""
+
+
+def uninitialised() -> contextlib.AbstractContextManager[None]:
+    """transformers makes models without filling their weights in."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # transformers 4
+        from transformers.modeling_utils import no_init_weights
+    context: contextlib.AbstractContextManager[None] = no_init_weights()
+    return context
+
+
+@contextlib.contextmanager
+def fake_values_count() -> Iterator[None]:
+    """transformers asks fake tensors for their values, too, as it asks real ones: whether a mask masks anything decides
+    which attention kernel runs. transformers 4 does so anyway."""
+    from transformers.utils import import_utils
+
+    name = "is_fake_tensor"
+    original = getattr(import_utils, name, None)
+    if original is None:
+        yield
+        return
+    setattr(import_utils, name, lambda value: False)
+    try:
+        yield
+    finally:
+        setattr(import_utils, name, original)
 
 
 @contextlib.contextmanager

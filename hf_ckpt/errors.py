@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class HfCkptError(Exception):
@@ -34,6 +34,17 @@ class NotAvailableError(HfCkptError):
 
 class NoBlocksError(HfCkptError, TypeError):
     """No block that activation checkpointing could be installed on was found."""
+
+
+class InfeasibleError(HfCkptError):
+    """No plan fits into the budget. `floor_bytes` is the least that does, `parts` what fills it, in bytes."""
+
+    def __init__(
+        self, budget_bytes: int, floor_bytes: int, parts: Mapping[str, int], hints: Sequence[str], shown: str
+    ) -> None:
+        self.budget_bytes, self.floor_bytes = budget_bytes, floor_bytes
+        self.parts, self.hints = dict(parts), tuple(hints)
+        super().__init__("\n".join([shown, *(f"  - {hint}" for hint in self.hints)]))
 
 
 class PlanMismatchError(HfCkptError, ValueError):

@@ -13,13 +13,14 @@ import enum
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.autoplan import Planned, Situation, Sizes, plan_for, tightened
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.rebuild import RebuildRegion, enter_module, hand_to_first_block, leave_module
 from hf_ckpt.engines.sac import SacRegion
@@ -37,7 +38,7 @@ from hf_ckpt.families import (
     refuse_other_owner,
 )
 from hf_ckpt.plan import Action, Description, Plan
-from hf_ckpt.planner import fit_plan, make_plan, refuse_unavailable
+from hf_ckpt.planner import PLANNING_POLICIES, fit_plan, make_plan, refuse_unavailable
 from hf_ckpt.spec import Spec, SpecLike
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,11 @@ class Installation:
     input_gradient_hooks: int = 0
     """How many embedding hooks were there when the plan was enabled."""
     handles: list[Any] = dataclasses.field(default_factory=list)
+    planned: Planned | None = None
+    """What `budget` or `auto` planned for, once the first batch was seen."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "planned": None}  # of this process and its memory
 
 
 def install(
@@ -219,6 +225,7 @@ def trial(model: nn.Module, spec: SpecLike | Plan = None) -> Iterator[None]:
     _install_one(model, spec)
     trying = installation(base)
     assert trying is not None
+    trying.planned = None
     _adopt(base, trying, trying.spec, trying.plan)  # counts of its own
     try:
         _put_on(base, trying)
@@ -229,6 +236,7 @@ def trial(model: nn.Module, spec: SpecLike | Plan = None) -> Iterator[None]:
         else:
             _take_off(base, trying)
             trying.spec, trying.plan, trying.regions = before.spec, before.plan, before.regions
+            trying.planned = before.planned
             if before.enabled:
                 _put_on(base, trying)
 
@@ -293,6 +301,8 @@ def _adopt(base: nn.Module, record: Installation, spec: Spec, plan: Plan) -> Non
     """Make `plan` the one to apply; what is on the blocks comes off."""
     if record.enabled:
         _take_off(base, record)
+    if record.planned is not None and plan != record.planned.plan:
+        record.planned = None
     record.spec, record.plan = spec, plan
     segments: dict[str, Segment] = {}
     for _, names in plan.segments():
@@ -352,11 +362,19 @@ def _put_on(base: compat.PreTrainedModel, record: Installation) -> None:
             _write(module, {_FLAG: GATE, _FUNCTION: record.regions[name]})
         else:
             _switch_off(module, record.before[name])
+    found = find_blocks(base)
+    if record.spec.policy in PLANNING_POLICIES:
+        watch = PlanningHook(base, None)
+        record.handles.append(base.register_forward_pre_hook(watch, with_kwargs=True))
+        stacks = dict(zip(dict.fromkeys(block.stack for block in found.blocks), found.owners, strict=True))
+        for stack, owner in stacks.items():
+            if owner is not base:
+                watch = PlanningHook(base, stack)
+                record.handles.append(owner.register_forward_pre_hook(watch, with_kwargs=True))
     if record.regions:
         _drop_input_gradients(base, record)
-        found = find_blocks(base)
         owners = {id(owner): owner for owner in found.owners}.values()
-        record.handles = [owner.register_forward_pre_hook(StackHook(owner), with_kwargs=True) for owner in owners]
+        record.handles += [owner.register_forward_pre_hook(StackHook(owner), with_kwargs=True) for owner in owners]
         segments = {region.segment for region in record.regions.values() if isinstance(region, SegmentRegion)}
         for owner in owners if segments else ():
             record.handles.append(owner.register_forward_pre_hook(StartOfStack(segments)))
@@ -541,6 +559,112 @@ class DisableHook(_ModelHook):
 
     def __call__(self) -> None:
         _disable(self.base)
+
+
+class PlanningHook(_ModelHook):
+    """Forward pre-hook of the model, and of whatever runs a stack: plans for the first training batch that comes, and
+    again for one that the plan has no room for.
+
+    Both, because PEFT calls the forward of the model itself, past its hooks; and the model sees all sizes at once.
+    """
+
+    def __init__(self, base: nn.Module, stack: str | None) -> None:
+        super().__init__(base)
+        self.stack = stack
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if compat.is_compiling() or not (torch.is_grad_enabled() and module.training):
+            return
+        base = self.base
+        record = installation(base)
+        if record is None or not record.enabled:
+            return
+        stacks = list(dict.fromkeys(block.stack for block, _ in record.plan.actions))
+        sizes = _sizes(stacks, self.stack, args, kwargs)
+        if not sizes:
+            return
+        seen = Situation(sizes, _is_padded(kwargs, record.planned), _micro_steps(base), _autocast(base))
+        before = record.planned
+        if before is not None:
+            if before.situation.covers(seen):
+                return
+            seen = before.situation.with_room_for(seen)
+        else:
+            first = next(iter(sizes.values()))
+            seen = dataclasses.replace(seen, sizes={stack: sizes.get(stack, first) for stack in stacks})
+        with paused(base):
+            planned = plan_for(base, record.spec, seen, trial, before)
+        _carry_out(base, record, planned)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlanningHook:
+        return type(self)(memo.get(id(self.base), self.base), self.stack)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.base, self.stack)
+
+
+def _carry_out(base: compat.PreTrainedModel, record: Installation, planned: Planned) -> None:
+    """Put a plan on that was made for a batch."""
+    observers = {name: region.observer for name, region in record.regions.items()}
+    watched = next(iter(observers.values()), None)
+    blocks = [block for block, _ in record.plan.actions]
+    record.planned = planned
+    _adopt(base, record, record.spec, fit_plan(planned.plan, blocks, record.plan.family, record.plan.model))
+    for name, region in record.regions.items():
+        region.observer = observers.get(name, watched)
+    _put_on(base, record)
+
+
+def tighten(model: nn.Module, excess_bytes: int) -> Plan | None:
+    """Plan again with so many bytes less to use; None where no plan of `budget` or `auto` is enabled.
+
+    For the time between two steps. A later, larger batch is planned for within what is left.
+    """
+    base = base_model(model)
+    record = installation(base)
+    if record is None or record.planned is None or not record.enabled:
+        return None
+    _carry_out(base, record, tightened(record.planned, excess_bytes))
+    return record.plan
+
+
+def _sizes(stacks: Sequence[str], stack: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sizes:
+    """(sequences, tokens) that go into each stack, as far as a forward's arguments tell."""
+    found: Sizes = {}
+
+    def take(name: str, *values: Any) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.dim() >= 2:
+                found[name] = value.shape[0], value.shape[1]
+                return
+
+    given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
+    take(stack or stacks[0], *given, kwargs.get("hidden_states"))
+    if stack is None and len(stacks) > 1:
+        names = ("labels", "decoder_input_ids", "decoder_inputs_embeds")
+        take(stacks[-1], *(kwargs.get(name) for name in names))
+    return found
+
+
+def _is_padded(kwargs: Mapping[str, Any], planned: Planned | None) -> bool:
+    """Whether the attention mask masks anything. Once a plan has room for masks that is not asked any more."""
+    mask = kwargs.get("attention_mask")
+    if not isinstance(mask, torch.Tensor):
+        return False
+    if planned is not None and planned.situation.padded:
+        return True
+    return mask.dim() > 2 or not bool((mask != 0).all())
+
+
+def _micro_steps(base: nn.Module) -> int:
+    """2 stands for any number of them: what matters is whether gradients of earlier ones are there."""
+    there = any(parameter.grad is not None for parameter in base.parameters() if parameter.requires_grad)
+    return 2 if there or compat.accumulated_steps() > 1 else 1
+
+
+def _autocast(base: nn.Module) -> torch.dtype | None:
+    parameter = next(base.parameters())
+    return compat.autocast_dtype(parameter.device.type)
 
 
 class SkippedHook:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import datetime
 import importlib.metadata
 import os
@@ -37,6 +38,8 @@ class PeakMeter(Protocol):
 
     source: str
     """Where the figures come from, for people."""
+    exact: bool
+    """Whether they count bytes of tensors, and nothing else."""
 
     def reset(self) -> None:
         """Start a new window."""
@@ -62,6 +65,8 @@ def peak_meter() -> PeakMeter:
 class AllocatorMeter:
     """Figures of the accelerator's caching allocator, current device. Reading them does not synchronise."""
 
+    exact = True
+
     def __init__(self, device_type: str, module: Any) -> None:
         self.source = f"{device_type} allocator"
         self._module = module
@@ -80,6 +85,7 @@ class KernelMeter:
     """VmHWM of /proc/self/status, reset by writing 5 to /proc/self/clear_refs (`man 5 proc_pid_clear_refs`)."""
 
     source = "process resident size, kernel peak"
+    exact = False
 
     @classmethod
     def works(cls) -> bool:
@@ -107,6 +113,7 @@ class SampledMeter:
     """The resident size, read every 10 ms by a thread: a peak shorter than that can be missed."""
 
     source = "process resident size, sampled"
+    exact = False
 
     def __init__(self) -> None:
         import psutil
@@ -148,6 +155,8 @@ def _sample(meter: weakref.ref[SampledMeter], stop: threading.Event) -> None:
 
 class NoMeter:
     """An accelerator whose allocator tells nothing."""
+
+    exact = False
 
     def __init__(self, device_type: str) -> None:
         self.source = f"unknown ({device_type} reports no peak)"
@@ -389,12 +398,20 @@ def circumstances(device: str) -> dict[str, Any]:
     """What figures depend on beside the code that is measured: when, on what machine, with which versions."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"{device} ({_processor()})",
+        "device": device_name() if device == "cuda" else f"{device} ({_processor()})",
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")},
     }
+
+
+def device_name() -> str:
+    """What the accelerator calls itself; `cpu` without one."""
+    device_type = compat.accelerator_type()
+    if device_type == "cuda":
+        return torch.cuda.get_device_name()
+    return device_type or "cpu"
 
 
 def _processor() -> str:
@@ -405,10 +422,58 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def over_ranks(values: dict[str, float | None]) -> list[dict[str, float | None]]:
-    """`values` of every rank, in rank order; only this process's without torch.distributed. All ranks must call it."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [values]
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """Of the device that models train on; of the machine, or what its container may use, where that is the CPU."""
+
+    total_bytes: int
+    available_bytes: int
+    """What this process may still come to hold in tensors, those it holds now included."""
+    outside_bytes: int | None
+    """CPU only: what the process holds beside its tensors, so that its resident size can be compared with theirs."""
+
+
+def device_memory(held_bytes: int) -> DeviceMemory:
+    """Read the memory of the current device. `held_bytes` are those of the tensors that are known to be there."""
+    if compat.accelerator_type() == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return DeviceMemory(total, free + torch.cuda.memory_reserved(), None)
+    import psutil
+
+    memory = psutil.virtual_memory()
+    total, available = int(memory.total), int(memory.available)
+    allowed = _container_memory()
+    if allowed is not None and allowed[0] < total:
+        total, available = allowed[0], min(available, allowed[0] - allowed[1])
+    resident = int(psutil.Process().memory_info().rss)
+    return DeviceMemory(total, available + held_bytes, max(0, resident - held_bytes))
+
+
+def _container_memory() -> tuple[int, int] | None:
+    """(limit, use without what can be dropped) of the container, in bytes; None without a limit. Cgroups 2, then 1."""
+    for folder, limit, use in (
+        (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            most, used = int((folder / limit).read_text()), int((folder / use).read_text())
+            cached = 0
+            for line in (folder / "memory.stat").read_text().splitlines():
+                if line.startswith(("inactive_file ", "total_inactive_file ")):
+                    cached = int(line.split()[1])
+            return most, max(0, used - cached)
+    return None
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """`value` of every rank, in rank order; only this process's without torch.distributed. All ranks must call it."""
+    if not compat.is_distributed():
+        return [value]
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, values)
+    torch.distributed.all_gather_object(gathered, value)
     return gathered
+
+
+def over_ranks(values: dict[str, float | None]) -> list[dict[str, float | None]]:
+    """`values` of every rank, as `of_all_ranks`."""
+    return of_all_ranks(values)

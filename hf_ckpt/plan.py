@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import PlanMismatchError
-from hf_ckpt.units import format_bytes
+from hf_ckpt.units import format_bytes, format_seconds
 
 ACTIONS = ("keep", "selective", "full", "offload")
 FORMAT_VERSION = 1
@@ -54,6 +54,40 @@ KEEP = Action("keep")
 
 
 @dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What a plan is expected to cost."""
+
+    peak_bytes: int
+    """Most bytes of tensors alive at any moment of a step."""
+    step_seconds: float
+    """Of one optimizer step, all its micro-steps."""
+    tokens: int
+    """Of one optimizer step."""
+    parts: tuple[tuple[str, int], ...]
+    """What fills the peak: (name, bytes)."""
+    budget_bytes: int | None = None
+    """What was allowed, for a plan that was made for a budget."""
+    device: str = ""
+    """Whose speed was assumed."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Predicted; unknown where no tokens are counted."""
+        return self.tokens / self.step_seconds if self.tokens and self.step_seconds else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {**dataclasses.asdict(self), "parts": dict(self.parts)}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Prediction:
+        """Read `to_dict`'s form."""
+        parts = tuple((str(name), int(size)) for name, size in given["parts"].items())
+        # As a number in any case: YAML reads 2e-05 as a text.
+        return cls(**{**given, "parts": parts, "step_seconds": float(given["step_seconds"])})
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """One action for every block of every stack."""
 
@@ -63,6 +97,8 @@ class Plan:
     """Class name of the base model."""
     actions: tuple[tuple[Block, Action], ...]
     """In the order the blocks run within each stack; stacks one after another."""
+    prediction: Prediction | None = dataclasses.field(default=None, compare=False)
+    """What it is expected to cost, where that was computed."""
 
     def stacks(self) -> dict[str, list[tuple[Block, Action]]]:
         """The same pairs, stack by stack."""
@@ -92,7 +128,8 @@ class Plan:
             )
 
         stacks = {stack: [row(*pair) for pair in pairs] for stack, pairs in self.stacks().items()}
-        return {"hf_ckpt_plan": FORMAT_VERSION, "family": self.family, "model": self.model, "stacks": stacks}
+        found = {"hf_ckpt_plan": FORMAT_VERSION, "family": self.family, "model": self.model, "stacks": stacks}
+        return found if self.prediction is None else {**found, "prediction": self.prediction.to_dict()}
 
     @classmethod
     def from_dict(cls, given: Any, source: str = "the plan") -> Plan:
@@ -101,7 +138,9 @@ class Plan:
             raise PlanMismatchError(f"{source} is no plan of hf_ckpt (format {FORMAT_VERSION}): {str(given)[:120]!r}")
         try:
             actions = tuple(_read_rows(given["stacks"]))
-            return cls(family=str(given["family"]), model=str(given["model"]), actions=actions)
+            predicted = given.get("prediction")
+            prediction = None if predicted is None else Prediction.from_dict(predicted)
+            return cls(str(given["family"]), str(given["model"]), actions, prediction)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanMismatchError(f"{source} is damaged: {error!r}") from error
 
@@ -169,6 +208,11 @@ class Description:
     def __str__(self) -> str:
         state = "enabled" if self.enabled else "installed, not enabled (call model.gradient_checkpointing_enable())"
         lines = [f"hf_ckpt: {state}; spec {json.dumps(self.spec)}", str(self.plan)]
+        predicted = self.plan.prediction
+        if predicted is not None:
+            within = "" if predicted.budget_bytes is None else f" within {format_bytes(predicted.budget_bytes)}"
+            seconds = format_seconds(predicted.step_seconds)
+            lines.append(f"  predicted: peak {format_bytes(predicted.peak_bytes)}{within}, step {seconds}")
         if self.frozen:
             lines.append(
                 f"  kept in effect: {len(self.frozen)} blocks below the first trainable parameter save nothing"
@@ -183,6 +227,12 @@ class Description:
                 shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
                 lines.append(f"  {verb} in the last forward: {format_bytes(sum(parts.values()))} ({shown})")
         return "\n".join(lines)
+
+
+def run_lengths(blocks: int, runs: int) -> list[int]:
+    """So many runs of so many blocks, of lengths that differ by one at most, the longer first."""
+    each, longer = divmod(blocks, runs)
+    return [each + (number < longer) for number in range(runs)]
 
 
 def _spans(indices: list[int]) -> str:

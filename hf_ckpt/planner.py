@@ -7,11 +7,13 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 from hf_ckpt.errors import NotAvailableError, PlanMismatchError, SpecError
-from hf_ckpt.plan import KEEP, Action, Block, Plan
+from hf_ckpt.plan import KEEP, Action, Block, Plan, run_lengths
 from hf_ckpt.spec import Spec, parse_layers
 
 # Policies an engine exists for. The others are valid specs, refused when they are installed.
-AVAILABLE_POLICIES = ("none", "full", "selective")
+AVAILABLE_POLICIES = ("none", "full", "selective", "budget", "auto")
+PLANNING_POLICIES = ("budget", "auto")
+"""Policies whose plan is made for the first batch of the training."""
 _WANTED = (*AVAILABLE_POLICIES, "every_n_layers", "layers", "segments", "rules", "plan")
 
 Stacks = dict[str, list[Block]]
@@ -57,7 +59,8 @@ def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, sourc
     unavailable = sorted({action.kind for action in planned.values()} - {"keep", *AVAILABLE_POLICIES})
     if unavailable:
         raise NotAvailableError([f"action {kind!r}" for kind in unavailable], _WANTED)
-    fitted = Plan(family=family, model=model, actions=tuple((block, planned[block.name]) for block in blocks))
+    actions = tuple((block, planned[block.name]) for block in blocks)
+    fitted = Plan(family=family, model=model, actions=actions, prediction=plan.prediction)
     apart = [name for name, times in collections.Counter(name for name, _ in fitted.segments()).items() if times > 1]
     if apart:
         raise PlanMismatchError(f"{source} spreads {', '.join(apart)} over blocks that are no neighbours.")
@@ -80,9 +83,7 @@ def _in_segments(segments: int | str, blocks: Sequence[Block], problems: list[st
     if count > len(blocks):
         problems.append(f"`segments` is {count}, but stack {blocks[0].stack!r} has {len(blocks)} blocks.")
         return {}
-    each, longer = divmod(len(blocks), count)
-    lengths = [each + (number < longer) for number in range(count)]
-    numbers = [number for number, length in enumerate(lengths) for _ in range(length)]
+    numbers = [number for number, length in enumerate(run_lengths(len(blocks), count)) for _ in range(length)]
     return {block: Action("full", segment=number) for block, number in zip(blocks, numbers, strict=True)}
 
 
@@ -94,6 +95,8 @@ def _by_stack(blocks: Iterable[Block]) -> Stacks:
 
 
 def _action(policy: str, save: tuple[str, ...]) -> Action:
+    if policy in PLANNING_POLICIES:  # until the first batch is known, what keeps least
+        policy = "full"
     return KEEP if policy == "none" else Action(policy, save if policy == "selective" else ())
 
 

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hf_ckpt.bench import EngineBench
+    from hf_ckpt.budgets import Option
     from hf_ckpt.demo import DemoResult
+    from hf_ckpt.foresight import Foresight
+    from hf_ckpt.planbench import PlanBench
 
 TUNING_NAMES = {"full": "full fine-tuning", "lora": "LoRA"}
 
@@ -28,6 +31,9 @@ def print_training_summary(summary: Mapping[str, float | None], memory_source: s
     table = Table(title="hf_ckpt: this training run", show_header=False, title_justify="left")
     peak = summary.get("memory/peak_gib")
     table.add_row("peak memory", f"{_gib(peak)} ({memory_source})")
+    if summary.get("memory/predicted_gib") is not None:
+        error = format_percent(summary.get("memory/prediction_error"))
+        table.add_row("predicted", f"{_gib(summary['memory/predicted_gib'])} (measured against it: {error})")
     if summary.get("memory/reserved_gib") is not None:
         table.add_row("reserved", _gib(summary["memory/reserved_gib"]))
     if summary.get("memory/head_gib") is not None:
@@ -154,6 +160,181 @@ def save_demo_picture(result: DemoResult, path: Path) -> None:
     _save(figure, path)
 
 
+def print_foresight(found: Foresight, console: Console | None = None) -> None:
+    """The plan, what fills its peak, and how it compares with what transformers offers."""
+    from rich.table import Table
+
+    console = console or make_console()
+    setup, plan, static = found.setup, found.plan, found.costs.static
+    prediction = plan.prediction
+    assert prediction is not None
+    tuning = "every weight" if setup.lora is None else f"LoRA r={setup.lora} on every linear layer"
+    accumulated = f" x {setup.accumulation} micro-steps" if setup.accumulation > 1 else ""
+    computing = f", autocast {setup.autocast}" if setup.autocast else ""
+    console.print(
+        f"{setup.model}: {tuning}, {setup.dtype}{computing}, {setup.optimizer}, batch {setup.batch} x {setup.tokens} "
+        f"tokens{accumulated}, {setup.attention}; {found.device.name}, budget {format_bytes(found.budget_bytes)}",
+        highlight=False,
+    )
+    console.print(str(plan), highlight=False)
+    worst = found.timeline.worst
+    table = Table(title=f"peak: {format_bytes(prediction.peak_bytes)}, in {worst.label}", title_justify="left")
+    table.add_column("part")
+    table.add_column("bytes", justify="right")
+    table.add_row("weights", format_bytes(static.parameters))
+    table.add_row("optimizer state", format_bytes(static.optimizer))
+    table.add_row("buffers and batch", format_bytes(static.buffers + static.batch))
+    for name, size in list(prediction.parts)[1:]:
+        table.add_row(name, format_bytes(size))
+    console.print(table)
+    speed = prediction.tokens_per_second
+    console.print(
+        f"step {format_seconds(prediction.step_seconds)}, {speed:,.0f} tokens/s (predicted)"
+        if speed
+        else f"step {format_seconds(prediction.step_seconds)} (predicted)",
+        highlight=False,
+    )
+    table = Table(title="against it", title_justify="left")
+    for place, name in enumerate(("option", "peak", "", "step", "", "fits")):
+        table.add_column(name, justify="left" if place == 0 else "right")
+    rows = [("this plan", prediction.peak_bytes, prediction.step_seconds)]
+    shown = [*_few(found.usual), *found.frontier]
+    rows += [(option.name, option.peak_bytes, option.step_seconds) for option in shown]
+    for name, peak, seconds in rows:
+        table.add_row(
+            name,
+            format_bytes(peak),
+            format_ratio(peak / prediction.peak_bytes),
+            format_seconds(seconds),
+            format_ratio(seconds / prediction.step_seconds),
+            "yes" if peak <= found.budget_bytes else "no",
+        )
+    console.print(table)
+    for asked, answer, unit in (("batch", found.max_batch, "sequences"), ("seq", found.max_tokens, "tokens")):
+        if answer is not None:
+            console.print(f"largest --{asked} within the budget: {answer} {unit}", highlight=False)
+    for note in found.costs.notes:
+        console.print(f"note: {note}", highlight=False)
+
+
+def _few(options: Sequence[Option]) -> list[Option]:
+    """Of the many `every_n_layers`, 2 to 4."""
+    many = [option for option in options if option.name.startswith("every_n_layers")]
+    few = {f"every_n_layers: {every}" for every in (2, 3, 4)}
+    return [option for option in options if option not in many or option.name in few]
+
+
+def save_foresight_picture(found: Foresight, path: Path) -> None:
+    """Memory through the step, stacked by kind, with the plan's blocks marked; and time against peak, if it was asked.
+
+    Raises `MissingDependencyError` without matplotlib.
+    """
+    pyplot = _pyplot()
+    with_frontier = bool(found.frontier)
+    shape = {"width_ratios": (3, 2)} if with_frontier else {}
+    figure, axes = pyplot.subplots(
+        1, 2 if with_frontier else 1, figsize=(13 if with_frontier else 9, 4.6), layout="constrained", **shape
+    )
+    _draw_timeline(axes[0] if with_frontier else axes, found)
+    if with_frontier:
+        _draw_frontier(axes[1], found)
+    setup = found.setup
+    tuning = "full fine-tuning" if setup.lora is None else f"LoRA r={setup.lora}"
+    figure.suptitle(
+        f"{setup.model}, {tuning}, batch {setup.batch} x {setup.tokens} tokens, {found.device.name} (predicted)",
+        fontsize=11,
+    )
+    _save(figure, path)
+
+
+_COLOURS = {
+    "keep": "#4c72b0",
+    "selective (save linear, attention)": "#55a868",
+    "selective (save attention)": "#b5d99c",
+    "selective (save linear)": "#8fbf9f",
+    "full": "#dd8452",
+    "offload": "#8172b3",
+}
+
+
+def _draw_timeline(axes: Any, found: Foresight) -> None:
+    """x: time of the step as predicted; y: bytes alive, from what is always there up to the work of the moment."""
+    actions = {block.name: action for block, action in found.plan.actions}
+    xs: list[float] = []
+    layers: dict[str, list[float]] = {"always there": [], "gradients": [], "kept for backward": [], "at work": []}
+    now = 0.0
+    marks: list[tuple[float, float, str]] = []
+    for moment in found.timeline.moments:
+        levels = list(moment.levels()) or [(moment.start_bytes, moment.gradient_bytes)]
+        kept = moment.kept_bytes
+        seconds = moment.phase.nanoseconds / 1e9
+        for place, (level, gradients) in enumerate(levels):
+            xs.append((now + seconds * (place + 1) / len(levels)) * 1e3)
+            rest = level - moment.static_bytes - gradients
+            stays = min(kept, max(rest, 0))
+            for name, size in zip(layers, (moment.static_bytes, gradients, stays, rest - stays), strict=True):
+                layers[name].append(max(size, 0) / GIB)
+        if moment.block is not None:
+            marks.append((now * 1e3, (now + seconds) * 1e3, str(actions[moment.block])))
+        now += seconds
+    shades = ("0.75", "#c44e52", "#937860", "#64b5cd")
+    axes.stackplot(xs, *layers.values(), labels=list(layers), colors=shades, linewidth=0)
+    top = found.timeline.peak_bytes / GIB
+    for start, end, kind in marks:
+        axes.fill_between([start, end], [top * 1.04] * 2, [top * 1.09] * 2, color=_COLOURS[kind], linewidth=0)
+    for kind in dict.fromkeys(kind for _, _, kind in marks):
+        axes.fill_between([], [], [], color=_COLOURS[kind], label=kind)
+    axes.axhline(found.budget_bytes / GIB, color="black", linestyle="--", linewidth=1)
+    axes.annotate(
+        "budget", (now * 1e3, found.budget_bytes / GIB), xytext=(-4, 3), textcoords="offset points", ha="right"
+    )
+    axes.set(xlabel="predicted time of one micro-step and the optimizer (ms)", ylabel="bytes alive (GiB)")
+    axes.set_xlim(0, now * 1e3)
+    axes.set_ylim(0, max(top * 1.12, found.budget_bytes / GIB * 1.08 if found.budget_bytes / GIB < 2 * top else 0))
+    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4)
+
+
+def _draw_frontier(axes: Any, found: Foresight) -> None:
+    prediction = found.plan.prediction
+    assert prediction is not None
+    ours = found.frontier
+    axes.step(
+        [option.peak_bytes / GIB for option in ours],
+        [option.step_seconds for option in ours],
+        where="post",
+        marker=".",
+        label="hf_ckpt, by budget",
+    )
+    every = [option for option in found.usual if option.name.startswith("every_n_layers")]
+    axes.scatter(
+        [option.peak_bytes / GIB for option in every],
+        [option.step_seconds for option in every],
+        marker="x",
+        color="0.5",
+        label="every_n_layers (transformers)",
+    )
+    segments = [option for option in found.usual if option.name.startswith("segments")]
+    axes.scatter(
+        [option.peak_bytes / GIB for option in segments],
+        [option.step_seconds for option in segments],
+        marker="+",
+        color="0.5",
+        label="segments: 2 blocks, sqrt",
+    )
+    for option in found.usual:
+        if option not in every and option not in segments:
+            place = option.peak_bytes / GIB, option.step_seconds
+            axes.scatter(*place, color="0.2", s=24, zorder=3)
+            axes.annotate(option.name, place, textcoords="offset points", xytext=(5, 4), fontsize=8)
+    axes.scatter(prediction.peak_bytes / GIB, prediction.step_seconds, marker="*", s=140, zorder=4, label="this plan")
+    axes.axvline(found.budget_bytes / GIB, color="black", linestyle="--", linewidth=1)
+    peaks = [option.peak_bytes / GIB for option in (*ours, *found.usual)]
+    axes.set_xlim(min(peaks) * 0.97, max(peaks) * 1.03)
+    axes.set(xlabel="peak (GiB)", ylabel="step (s)")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=8)
+
+
 def print_engines(result: EngineBench, console: Console | None = None) -> None:
     """One table a model: what every engine keeps and costs, the first row being what the others are compared with."""
     from rich.table import Table
@@ -273,6 +454,77 @@ def save_block_picture(result: EngineBench, path: Path, kinds: int = 9) -> None:
         f"batch {settings.batch} x {settings.tokens} tokens, {settings.dtype}",
         fontsize=11,
     )
+    _save(figure, path)
+
+
+def print_plans(result: PlanBench, console: Console | None = None) -> None:
+    """One table a model: what transformers offers, and what is planned within the same peaks."""
+    from rich.table import Table
+
+    console = console or make_console()
+    for case in result.cases:
+        table = Table(
+            title=f"{case.family}, {TUNING_NAMES[case.tuning]}, {case.blocks} blocks",
+            title_justify="left",
+            pad_edge=False,
+        )
+        names = ("option", "peak", "predicted", "error", "step", "predicted", "of none", "of its rival", "gradients")
+        for place, name in enumerate(names):
+            table.add_column(name, justify="left" if place in (0, 8) else "right", no_wrap=place != 8)
+        for row in case.rows:
+            found = row.measured
+            table.add_row(
+                row.name,
+                format_bytes(found.peak_bytes),
+                format_bytes(row.predicted_peak_bytes),
+                format_percent(row.peak_error),
+                format_seconds(statistics.median(found.step_seconds) if found.step_seconds else None),
+                format_seconds(row.predicted_seconds),
+                format_ratio(statistics.median(found.time_ratios) if found.time_ratios else None),
+                format_ratio(row.ratio_to_rival),
+                "[bold red]FAILED" if found.problem else "bit-equal" if found.equal else "[yellow]differ",
+            )
+        console.print(table)
+        for row in case.rows:
+            if row.measured.problem:
+                console.print(f"{row.name}: {row.measured.problem}", style="red", markup=False, soft_wrap=True)
+    settings, found_at = result.settings, result.circumstances
+    console.print(
+        f"{settings.layers} layers, hidden {settings.hidden}, batch {settings.batch} x {settings.tokens} tokens, "
+        f"{settings.dtype}, dropout {settings.dropout:g}, sdpa; {found_at['device']}, {found_at['threads']} threads;\n"
+        f"torch {found_at['torch']}, transformers {found_at['transformers']}, {found_at['date']}\n"
+        "peak:         most live bytes of a step, weights and gradients included, counted exactly; no optimizer.\n"
+        f"step:         forward and backward, median of {settings.repeats} interleaved repeats; ratios within one.\n"
+        "of its rival: over the option of transformers whose predicted peak was the budget.",
+        highlight=False,
+    )
+
+
+def save_plans_picture(result: PlanBench, path: Path) -> None:
+    """One panel a model: measured step time against measured peak.
+
+    Raises `MissingDependencyError` without matplotlib.
+    """
+    pyplot = _pyplot()
+    count = len(result.cases)
+    figure, panels = pyplot.subplots(1, count, figsize=(4.2 * count, 4), layout="constrained", squeeze=False)
+    for axes, case in zip(panels[0], result.cases, strict=True):
+        for ours in (False, True):
+            rows = [row for row in case.rows if row.name.startswith("planned") is ours and row.measured.step_seconds]
+            rows.sort(key=lambda row: row.measured.peak_bytes or 0)
+            axes.plot(
+                [(row.measured.peak_bytes or 0) / 2**20 for row in rows],
+                [statistics.median(row.measured.time_ratios) for row in rows],
+                marker="o" if ours else "x",
+                label="hf_ckpt, planned" if ours else "transformers",
+            )
+            for row in () if ours else rows:
+                place = (row.measured.peak_bytes or 0) / 2**20, statistics.median(row.measured.time_ratios)
+                axes.annotate(row.name, place, textcoords="offset points", xytext=(4, 4), fontsize=8)
+        axes.set(xlabel="peak (MiB)", ylabel="step time / none", title=f"{case.family}, {TUNING_NAMES[case.tuning]}")
+        axes.grid(alpha=0.25)
+        axes.margins(x=0.2)
+    panels[0][0].legend(frameon=False, fontsize=8)
     _save(figure, path)
 
 

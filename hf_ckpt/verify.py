@@ -115,7 +115,8 @@ def verify(
         counts = describe(model).recomputed
         planned_loss, planned_gradients = _run(model, inputs, loss_fn, seed)
         after = describe(model)
-    recomputed = {name: count - counts[name] for name, count in after.recomputed.items()}
+    # `budget` plans in the second run, for blocks that may have had no function before.
+    recomputed = {name: count - counts.get(name, 0) for name, count in after.recomputed.items()}
     unequal = [name for name in gradients if not _equal(gradients[name], planned_gradients[name])]
     return Verification(
         plan=after.plan,

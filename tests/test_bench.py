@@ -209,3 +209,31 @@ def test_pictures_need_matplotlib_and_the_rebuild_engine(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'hf-ckpt\[plot\]'"):
         report.save_engines_picture(result, tmp_path / "x.png")
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_plans_are_measured_beside_what_they_are_planned_for(tmp_path, capsys):
+    """Every option runs with the same gradients; peaks are as predicted, and those of plans within their rivals'."""
+    files = ["--json", str(tmp_path / "plans.json"), "--png", str(tmp_path / "plans.png")]
+    sizes = ["--layers", "6", "--hidden", "64", "--tokens", "64", "--repeats", "2", "--device", "cpu"]
+    assert cli.main(["bench", "plans", "--family", "gpt2", *sizes, *files]) == 0
+    assert (tmp_path / "plans.png").stat().st_size > 10_000
+    found = json.loads((tmp_path / "plans.json").read_text())
+    assert found["ok"]
+    rows = {row["name"]: row for row in found["cases"][0]["rows"]}
+    rivals = [row["against"] for row in rows.values() if row["against"]]
+    assert rivals == ["every_n_layers: 4", "every_n_layers: 2", "full"]
+    for row in rows.values():
+        assert abs(row["peak_error"]) <= 0.03, row
+        assert row["time_ratio"] > 0
+        assert row["recomputed"] > 0 or row["name"] == "none" or row["against"] == "every_n_layers: 4"
+        if row["against"]:
+            assert row["peak_bytes"] <= rows[row["against"]]["peak_bytes"] * 1.01
+            assert row["ratio_to_rival"] > 0
+    cut = rows["planned, -60% activations"]
+    activations = found["cases"][0]["none_activation_bytes"]
+    start = rows["none"]["predicted_peak_bytes"] - activations
+    assert cut["peak_bytes"] - start <= 0.41 * activations
+    assert "planned, every_n_layers: 2" in capsys.readouterr().out

@@ -1,0 +1,74 @@
+"""What devices can do, from their makers' data sheets, and the shares of it that training reaches. Free of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hf_ckpt.errors import HfCkptError
+
+_GB = 10**9
+_TERA = 10**12
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Figures of one device. Rates are peaks; the efficiencies say what share of them a training step reaches."""
+
+    name: str
+    memory_bytes: int | None
+    """Of the device; None if that is a matter of the machine."""
+    flops16: float
+    """A second, dense, in bfloat16 (float16 where there is no bfloat16)."""
+    flops32: float
+    """The same in float32, without TF32."""
+    bandwidth: float
+    """Of its memory, bytes a second."""
+    host_bandwidth: float
+    """To pinned host memory, bytes a second."""
+    launch_nanoseconds: int
+    """Least time of an operation: the host's part of starting it."""
+    flops_efficiency: float = 0.6
+    bandwidth_efficiency: float = 0.75
+    source: str = ""
+
+    def nanoseconds(self, flops: int, moved_bytes: int, element_bytes: int) -> int:
+        """Predicted time of one operation on elements of that size."""
+        rate = self.flops16 if element_bytes <= 2 else self.flops32
+        computing = flops / (rate * self.flops_efficiency)
+        moving = moved_bytes / (self.bandwidth * self.bandwidth_efficiency)
+        return max(self.launch_nanoseconds, round(max(computing, moving) * 1e9))
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("h200", 141 * _GB, 989 * _TERA, 67 * _TERA, 4.8 * _TERA, 55e9, 5000, source="NVIDIA H200 SXM"),
+        Device("h100", 80 * _GB, 989 * _TERA, 67 * _TERA, 3.35 * _TERA, 55e9, 5000, source="NVIDIA H100 SXM"),
+        Device("a100-80", 80 * _GB, 312 * _TERA, 19.5 * _TERA, 2.039 * _TERA, 25e9, 6000, source="NVIDIA A100 80GB"),
+        Device("a100-40", 40 * _GB, 312 * _TERA, 19.5 * _TERA, 1.555 * _TERA, 25e9, 6000, source="NVIDIA A100 40GB"),
+        Device("l40s", 48 * _GB, 362 * _TERA, 91.6 * _TERA, 0.864 * _TERA, 25e9, 6000, source="NVIDIA L40S"),
+        Device("a10", 24 * _GB, 125 * _TERA, 31.2 * _TERA, 0.6 * _TERA, 25e9, 7000, source="NVIDIA A10"),
+        Device("t4", 16 * _GB, 65 * _TERA, 8.1 * _TERA, 0.32 * _TERA, 12e9, 8000, source="NVIDIA T4"),
+        Device("4090", 24 * _GB, 165 * _TERA, 82.6 * _TERA, 1.008 * _TERA, 25e9, 5000, source="NVIDIA RTX 4090"),
+        # A few cores of a server: only a guess, which measuring replaces.
+        Device("cpu", None, 0.2 * _TERA, 0.15 * _TERA, 20e9, 20e9, 5000, source="a guess at two server cores"),
+    )
+}
+
+
+def device_named(name: str) -> Device:
+    """The row of a device. Raises `HfCkptError` for a name without one."""
+    found = DEVICES.get(name.lower())
+    if found is None:
+        raise HfCkptError(f"device must be one of {', '.join(DEVICES)}, but is {name!r} instead.")
+    return found
+
+
+def device_like(description: str) -> Device | None:
+    """The row that fits the name a device gives itself ("NVIDIA A100-SXM4-80GB"), or None."""
+    words = description.lower().replace("-", " ").split()
+    for name in DEVICES:
+        model, _, size = name.partition("-")
+        if model in words and (not size or f"{size}gb" in words):
+            return DEVICES[name]
+    return None

@@ -1,0 +1,210 @@
+"""The fastest actions whose peak fits, exactly: dynamic programming over the blocks. Pure functions, free of torch.
+
+Going through the forward block by block, all that later blocks need to know of the earlier ones is the action of the
+last and the bytes they left alive (`timeline` says why: what backward adds at a block follows from those and from what
+is fixed). So of all ways to come to a block only those are kept that are faster than every one that leaves fewer bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy
+import numpy.typing
+
+from hf_ckpt.timeline import Choice, Costs, Key, Phase, StackCosts, worst_timeline
+
+_NO_LIMIT = 2**62
+Numbers = numpy.typing.NDArray[numpy.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Move:
+    """From one block to the next."""
+
+    need: int
+    """Bytes that must be free above those alive before it."""
+    net: int
+    nanoseconds: int
+
+
+_Stage = Mapping[tuple[Key | None, Key | None], _Move]
+"""Ways through one block, or through what lies between stacks (which leaves the key as it is)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Front:
+    """The ways to be behind a block under one action that are worth keeping: fewer bytes, or better, than others."""
+
+    level: Numbers
+    value: Numbers
+    """Nanoseconds, or the peak so far."""
+    origin: list[Key | None]
+    """Which front of the stage before, ..."""
+    place: Numbers
+    """... as a number into `origin`, ..."""
+    parent: Numbers
+    """... and which of its ways."""
+
+
+def fastest(costs: Costs, limit: int) -> Choice | None:
+    """The actions with the least predicted time whose peak is at most `limit` bytes; None where none fits.
+
+    The same every time it is asked, and never slower for a larger limit. The same actions in an order that drops more
+    in earlier blocks are taken where that is neither slower nor higher.
+    """
+    found = _best(costs, limit=limit, minimise_peak=False)
+    return None if found is None else _in_order(costs, found)
+
+
+def smallest(costs: Costs) -> Choice:
+    """The actions with the lowest peak there is."""
+    found = _best(costs, limit=None, minimise_peak=True)
+    assert found is not None
+    return _in_order(costs, found)
+
+
+def _best(costs: Costs, *, limit: int | None, minimise_peak: bool) -> Choice | None:
+    always = max(_base(costs, mode) for mode in costs.modes)
+    end = costs.static.always + costs.static.gradients + costs.static.step_bytes
+    if limit is not None and end > limit:
+        return None
+    zero = numpy.zeros(1, dtype=numpy.int64)
+    fronts: dict[Key | None, _Front] = {None: _Front(zero, zero + (end if minimise_peak else 0), [None], zero, zero)}
+    history = []
+    for stage in _stages(costs, always):
+        history.append(fronts)
+        reached: dict[Key | None, _Front] = {}
+        for key in dict.fromkeys(after for _, after in stage):
+            ways = [(before, move) for (before, after), move in stage.items() if after == key and before in fronts]
+            front = _merged(fronts, ways, limit, minimise_peak)
+            if front is not None:
+                reached[key] = front
+        fronts = reached
+        if not fronts:
+            return None
+    order = sorted(fronts, key=str)
+    last = min(order, key=lambda key: (int(fronts[key].value[-1]), int(fronts[key].level[-1])))
+    return _walk_back(costs, [*history[1:], fronts], last)
+
+
+def _merged(
+    fronts: Mapping[Key | None, _Front], ways: Sequence[tuple[Key | None, _Move]], limit: int | None, peaks: bool
+) -> _Front | None:
+    levels: list[Numbers] = []
+    values: list[Numbers] = []
+    places: list[Numbers] = []
+    parents: list[Numbers] = []
+    for number, (before, move) in enumerate(ways):
+        front = fronts[before]
+        needed = front.level + move.need
+        fits: Numbers = numpy.flatnonzero(needed <= (limit if limit is not None else _NO_LIMIT))
+        levels.append(front.level[fits] + move.net)
+        values.append(numpy.maximum(front.value[fits], needed[fits]) if peaks else front.value[fits] + move.nanoseconds)
+        places.append(numpy.full(len(fits), number, dtype=numpy.int64))
+        parents.append(fits)
+    if not sum(map(len, levels)):
+        return None
+    level, value = numpy.concatenate(levels), numpy.concatenate(values)
+    place, parent = numpy.concatenate(places), numpy.concatenate(parents)
+    order = numpy.lexsort((parent, place, value, level))
+    best = numpy.minimum.accumulate(value[order])
+    first = numpy.ones(len(order), dtype=bool)
+    first[1:] = best[1:] < best[:-1]
+    kept = order[first]
+    return _Front(level[kept], value[kept], [before for before, _ in ways], place[kept], parent[kept])
+
+
+def _walk_back(costs: Costs, history: Sequence[Mapping[Key | None, _Front]], last: Key | None) -> Choice:
+    keys: list[Key | None] = []
+    key, number = last, -1
+    for fronts in reversed(history):
+        keys.append(key)
+        front = fronts[key]
+        key, number = front.origin[int(front.place[number])], int(front.parent[number])
+    keys.reverse()
+    places = iter(keys)
+    choice = []
+    for stack in costs.stacks:
+        next(places)  # what is before the stack
+        choice.append(tuple(found[1] for _ in stack.blocks if (found := next(places)) is not None))
+    return tuple(choice)
+
+
+def _base(costs: Costs, accumulated: bool) -> int:
+    return costs.static.always + (costs.static.gradients if accumulated else 0)
+
+
+def _stages(costs: Costs, always: int) -> Iterator[_Stage]:
+    """What is passed in the forward, one after another; the needs of the backward are those of its forward's place."""
+    pending = sum(stack.before_gradients for stack in costs.stacks)
+    pending += sum(stack.gradients[kind] for stack in costs.stacks for kind in stack.kinds)
+    pending += next(iter(costs.head.values()))[1].gradients
+    last_keys: Sequence[Key | None] = [None]
+    for stack in costs.stacks:
+        pending -= stack.before_gradients
+        behind = stack.before_turn_bytes + _largest(costs, stack.before_backward, pending)
+        before: dict[tuple[Key | None, Key | None], _Move] = {}
+        for last in last_keys:
+            phase = stack.before[last]
+            need = max(always + phase.peak(True), phase.net + behind)
+            before[last, last] = _Move(need, phase.net, phase.nanoseconds + stack.before_backward.nanoseconds)
+        yield before
+        for place, kind in enumerate(stack.kinds):
+            pending -= stack.gradients[kind]
+            yield dict(_block_moves(costs, stack, place, always, pending, last_keys))
+        last_keys = [(stack.kinds[-1], action) for action in stack.choices[stack.kinds[-1]]]
+    head: dict[tuple[Key | None, Key | None], _Move] = {}
+    for last, (forward, backward) in costs.head.items():
+        need = max(always + forward.peak(True), forward.net + _largest(costs, backward, 0))
+        head[last, last] = _Move(need, 0, forward.nanoseconds + backward.nanoseconds)
+    yield head
+
+
+def _block_moves(
+    costs: Costs, stack: StackCosts, place: int, always: int, pending: int, last_keys: Sequence[Key | None]
+) -> Iterator[tuple[tuple[Key | None, Key], _Move]]:
+    kind, at_end = stack.kinds[place], place == len(stack.kinds) - 1
+    befores: Sequence[Key | None] = last_keys
+    if place:
+        befores = [(stack.kinds[place - 1], action) for action in stack.choices[stack.kinds[place - 1]]]
+    for action in stack.choices[kind]:
+        key = kind, action
+        for before in befores:
+            cost = stack.costs[before if place else None, key]
+            backward = stack.last_backward[key] if at_end else cost.backward
+            turn = stack.turn_bytes - cost.output_bytes + (0 if at_end else stack.shared_bytes)
+            behind = turn + _largest(costs, backward, pending)
+            need = max(always + cost.forward.peak(True), cost.forward.net + behind)
+            nanoseconds = cost.forward.nanoseconds + cost.backward.nanoseconds
+            yield (before, key), _Move(need, cost.forward.net, nanoseconds)
+
+
+def _largest(costs: Costs, backward: Phase, gradients: int) -> int:
+    """The most that a backward part takes above what it finds: static bytes, gradients so far, and its own peak."""
+    return max(_base(costs, mode) + (0 if mode else gradients) + backward.peak(mode) for mode in costs.modes)
+
+
+def _in_order(costs: Costs, choice: Choice) -> Choice:
+    """The same actions with those first that leave the least, unless that is slower or higher."""
+    ordered = tuple(_ordered(stack, chosen) for stack, chosen in zip(costs.stacks, choice, strict=True))
+    if ordered == choice:
+        return choice
+    now, then = worst_timeline(costs, choice), worst_timeline(costs, ordered)
+    return ordered if then.nanoseconds <= now.nanoseconds and then.peak_bytes <= now.peak_bytes else choice
+
+
+def _ordered(stack: StackCosts, chosen: Sequence[int]) -> tuple[int, ...]:
+    result = list(chosen)
+    for kind in set(stack.kinds):
+        places = [place for place, found in enumerate(stack.kinds) if found == kind]
+
+        def left(action: int, kind: int = kind) -> int:
+            key = kind, action
+            return min(cost.forward.net for (before, found), cost in stack.costs.items() if found == key and before)
+
+        if len(places) > 1:
+            for place, action in zip(places, sorted((chosen[place] for place in places), key=left), strict=True):
+                result[place] = action
+    return tuple(result)
