@@ -54,6 +54,8 @@ class Kind:
     module: nn.Module
     """One of them, on fake tensors."""
     weights: Weights
+    buffers: int
+    """Bytes of its buffers."""
     frozen: bool
     """Below the first trainable parameter, where nothing is saved."""
     layer_type: str | None
@@ -87,8 +89,13 @@ class Blueprint:
     stacks: tuple[StackShape, ...]
     outside: Weights
     """Parameters outside the blocks."""
-    buffers: int
-    """Bytes of all buffers."""
+    outside_buffers: int
+    """Bytes of buffers outside the blocks."""
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of all buffers of the real model."""
+        return self.outside_buffers + sum(stack.kinds[kind].buffers for stack in self.stacks for kind in stack.row)
 
     @property
     def weights(self) -> Weights:
@@ -146,7 +153,8 @@ def blueprint_of(model: nn.Module) -> Blueprint:
         ) from error
     inside = {id(parameter) for module in found.modules.values() for parameter in module.parameters()}
     outside = _weights(parameter for parameter in model.parameters() if id(parameter) not in inside)
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    held = {id(buffer) for module in found.modules.values() for buffer in module.buffers()}
+    buffers = _nbytes(buffer for buffer in model.buffers() if id(buffer) not in held)
     return Blueprint(fake, base, found.family, found.model, tuple(stacks), outside, buffers)
 
 
@@ -190,14 +198,14 @@ def at_depth(config: Any, depth: int) -> Any:
     return shallow
 
 
-_DEPTHS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
+_DEPTHS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "encoder_layers", "decoder_layers")
 """Keys of configs that say how many blocks a stack has."""
 
 
 def _depth(stack: StackShape, depths: Mapping[str, int]) -> int:
-    if stack.name == "decoder" and "num_decoder_layers" in depths:
-        return depths["num_decoder_layers"]
-    return next((depth for name, depth in depths.items() if name != "num_decoder_layers"), len(stack.row))
+    own = {"encoder": ("encoder_layers",), "decoder": ("num_decoder_layers", "decoder_layers")}.get(stack.name, ())
+    of_all = ("num_hidden_layers", "num_layers", "n_layer")
+    return next((depths[name] for name in (*own, *of_all) if name in depths), len(stack.row))
 
 
 def _like(index: int, made: int, types: Sequence[str] | None) -> int:
@@ -237,12 +245,16 @@ def _stacks(model: nn.Module, found: FoundBlocks, fake_block: Callable[[nn.Modul
             key = repr(look), layer_type, block.name in frozen
             if key not in numbers:
                 numbers[key] = len(kinds)
-                weights = _weights(module.parameters())
-                kinds.append(Kind(fake_block(module), weights, block.name in frozen, layer_type))
+                weights, buffers = _weights(module.parameters()), _nbytes(module.buffers())
+                kinds.append(Kind(fake_block(module), weights, buffers, block.name in frozen, layer_type))
             row.append(numbers[key])
         container = blocks[0].name.rpartition(".")[0]
         stacks.append(StackShape(stack, container, names[id(owner)], blocks, tuple(row), tuple(kinds)))
     return stacks
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _weights(parameters: Iterable[nn.Parameter]) -> Weights:
@@ -259,8 +271,9 @@ def _fake_tensors(module: nn.Module, memo: dict[int, Any]) -> None:
         if id(parameter) not in memo:
             fake = torch.empty(parameter.shape, dtype=parameter.dtype)
             memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        memo.setdefault(id(buffer), torch.empty(buffer.shape, dtype=buffer.dtype))
+    plain = (value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor))
+    for tensor in (*module.buffers(), *plain):
+        memo.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype))
 
 
 def _copied(module: nn.Module) -> nn.Module:

@@ -101,17 +101,19 @@ def trace_costs(
         always = min(run.released[number] for run in runs)
         for run in runs:
             run.released[number] -= always
-    weights = [[kind.weights for kind in stack.kinds] for stack in stacks]
-    made = tuple(
-        StackCosts(
+    made: list[StackCosts] = []
+    for number, stack in enumerate(stacks):
+        gradients = [kind.weights.gradients for kind in stack.kinds]
+        found = StackCosts(
             name=stack.name,
             blocks=stack.blocks,
             kinds=stack.row,
             choices=choices[number],
-            **_stack_costs(number, runs, [w.gradients for w in weights[number]], stack.row, choices[number]),
+            **_stack_costs(number, runs, gradients, stack.row, choices[number]),
         )
-        for number, stack in enumerate(stacks)
-    )
+        made.append(found)
+        for run in runs:
+            run.lent_before += sum(found.costs[ways].lent_bytes for ways in _ways(run.walks[number]))
     head = {run.walks[-1][-1]: (run.behind("head", len(stacks) - 1), run.phase("head back", 0, 0)) for run in runs}
     everything = blueprint.weights
     state = step.optimizer_bytes
@@ -128,7 +130,7 @@ def trace_costs(
         family=blueprint.family,
         model=blueprint.model,
         actions=tuple(actions),
-        stacks=made,
+        stacks=tuple(made),
         head=head,
         static=static,
         tokens=step.tokens,
@@ -167,27 +169,33 @@ def walks_of(row: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Walk]
     starts: list[Key] = [(row[0], action) for action in choices[row[0]]]
     if len(row) == 1:
         return [(key,) for key in starts]
-    first = starts[0]
     lasts: set[Key] = {(row[-1], action) for action in choices[row[-1]]}
     left = {(key, following) for key, found in steps.items() for following in found}
-    left_lasts = set(lasts)
+    left_starts, left_lasts = list(starts), set(lasts)
 
     def has_more(key: Key) -> bool:
         return any((key, following) in left for following in steps[key])
 
+    def way_on(key: Key, wanted: Callable[[Key], bool]) -> list[Key]:
+        """One step at least: what comes first and last at once would show neither."""
+        ways = [_path(following, steps, wanted) for following in steps[key]]
+        return min((way for way in ways if way), key=len, default=[])
+
     walks: list[Walk] = []
-    while starts or left or left_lasts:
-        walk = [starts.pop(0) if starts else first]
+    while left_starts or left or left_lasts:
+        if left_starts:
+            walk = [left_starts.pop(0)]
+        else:
+            walk = [next(k for k in starts if way_on(k, left_lasts.__contains__) or _path(k, steps, has_more))]
         while path := _path(walk[-1], steps, has_more):
             unseen = next(key for key in steps[path[-1]] if (path[-1], key) in left)
             left.discard((path[-1], unseen))
             walk += [*path[1:], unseen]
-        wanted = left_lasts or lasts
-        if len(walk) == 1 or walk[-1] not in wanted:
-            # One step at least: what comes first and last at once would show neither.
-            tails = [_path(following, steps, wanted.__contains__) for following in steps[walk[-1]]]
-            shortest: list[Key] = min((tail for tail in tails if tail), key=len)
-            walk += shortest
+        if len(walk) == 1 or walk[-1] not in left_lasts:
+            tail = way_on(walk[-1], left_lasts.__contains__)
+            if not tail and (len(walk) == 1 or walk[-1] not in lasts):
+                tail = way_on(walk[-1], lasts.__contains__)
+            walk += tail
         left_lasts.discard(walk[-1])
         left -= set(itertools.pairwise(walk))
         walks.append(tuple(walk))
@@ -221,6 +229,9 @@ class _Run:
         self.starts = tracer.starts
         self.ends = tracer.ends
         self.outputs = tracer.outputs()
+        self.lent = tracer.lent
+        self.lent_before = 0
+        """Bytes that blocks of the stacks so far lend until the forward ends."""
         self.released = tracer.released
 
     def phase(self, what: str, stack: int, block: int) -> Phase:
@@ -355,9 +366,13 @@ class _Tracer(LiveBytes):
         self._made: dict[int, Place] = {}
         """Storage made in a block's forward -> that block."""
         self._given_on: dict[Place, int] = collections.Counter()
+        self.lent: dict[Place, int] = collections.Counter()
+        """Block -> bytes that its forward made and that are let go when the forward of the model ends."""
+        self._held_back = 0
+        """Those of them that are gone already, but count until then."""
         self.released: dict[int, int] = collections.Counter()
-        """Stack -> bytes made before it, or by its first block, and let go between its forward and its backward: what
-        the model's own variables held, unless a block keeps it."""
+        """Stack -> bytes made before it and let go between its forward and its backward: what the model's own variables
+        held, unless the first block keeps it."""
         self._handles: list[Any] = []
         self._reset()
 
@@ -369,13 +384,14 @@ class _Tracer(LiveBytes):
         self.starts[self._place] = self._level()
 
     def _level(self) -> tuple[int, int]:
-        return self.current_bytes - self.start_bytes - self._done, self._done
+        return self.current_bytes - self.start_bytes - self._done + self._held_back, self._done
 
     def begin(self, what: str, stack: int, block: int, *, backward: bool = False) -> None:
         """Another part begins here."""
-        self._backward |= backward
         self._next = None
         self._end()
+        if backward:
+            self._backward, self._held_back = True, 0
         self._place = (what, stack, block)
         self._reset()
 
@@ -474,9 +490,13 @@ class _Tracer(LiveBytes):
             return
         what, stack, _ = self._place
         behind = what.startswith("head") or stack > maker[1]
-        if behind and (maker[0] == "before" or (maker[2] == 0 and self._depths[maker[1]] > 1)):
+        if behind and maker[0] == "before":
             self.released[maker[1]] += size
-        if maker[0] == "forward" and (what not in ("forward", "backward") or maker[1:] != self._place[1:]):
+        elif behind and maker[2] < self._depths[maker[1]] - 1:
+            self.lent[maker] += size
+            if not self._backward:
+                self._held_back += size
+        elif maker[0] == "forward" and (what not in ("forward", "backward") or maker[1:] != self._place[1:]):
             self._given_on[maker] += size
 
     def _cost(self, func: Any, args: Any, kwargs: Any, result: Any, made: Sequence[torch.Tensor]) -> None:
@@ -526,27 +546,37 @@ def _stack_costs(
             before[run.walks[stack - 1][-1]] = run.behind("before", stack - 1)
         else:
             before[None] = run.phase("before", 0, 0)
+        for place, (previous, key) in enumerate(_ways(walk)[:-1] if len(walk) > 1 else _ways(walk)):
+            at, backward = ("forward", stack, place), run.phase("backward", stack, place)
+            costs[previous, key] = BlockCost(run.phase(*at), backward, run.outputs.get(at, 0), run.lent.get(at, 0))
+        last_backward[walk[-1]] = run.phase("backward", stack, len(walk) - 1)
+    for run in runs:
+        walk = run.walks[stack]
+        lasting: list[int] = []
+        lent = run.lent_before
+        for place, (previous, key) in enumerate(_ways(walk)):
+            at = ("forward", stack, place)
+            if (previous, key) not in costs:
+                # Seen at an end only, where all of it is let go behind the block: another of its kind tells more.
+                like = next((cost for (_, found), cost in costs.items() if found == key), None)
+                output, given = (like.output_bytes, like.lent_bytes) if like else (run.outputs.get(at, 0), 0)
+                costs[previous, key] = BlockCost(run.phase(*at), run.phase("backward", stack, place), output, given)
+            lent += costs[previous, key].lent_bytes
+            lasting.append(run.after(at) - lent)
         turn = 0
-        for place in range(len(walk) - 1, -1, -1):
-            key, previous = walk[place], walk[place - 1] if place else None
-            forward, backward = ("forward", stack, place), ("backward", stack, place)
-            output = run.outputs.get(forward, 0)
-            at_end = place == len(walk) - 1
-            start = run.other(backward)
-            if start is not None:
-                above = start - run.after(forward) + output + run.released[stack]
-                if at_end:
-                    turn = above
-                    turns.append(turn)
-                else:
-                    shared.append(above - turn)
-            if at_end:
-                last_backward[key] = run.phase(*backward)
-            if not at_end or (previous, key) not in costs:
-                costs[previous, key] = BlockCost(run.phase(*forward), run.phase(*backward), output)
+        for place, ways in reversed(list(enumerate(_ways(walk)))):
+            start = run.other(("backward", stack, place))
+            if start is None:
+                continue
+            above = start - lasting[place] + costs[ways].output_bytes + run.released[stack]
+            if place == len(walk) - 1:
+                turn = above
+                turns.append(turn)
+            else:
+                shared.append(above - turn)
         start = run.other(("before back", stack, 0))
         if start is not None:
-            before_turns.append(start - run.after(("before", stack, 0)))
+            before_turns.append(start - run.after(("before", stack, 0)) + run.lent_before)
     first = runs[0]
     return {
         "costs": _with_unseen(costs, row, choices),
@@ -559,6 +589,11 @@ def _stack_costs(
         "shared_bytes": max((*shared, 0)),
         "before_turn_bytes": max(before_turns, default=0),
     }
+
+
+def _ways(walk: Walk) -> list[tuple[Key | None, Key]]:
+    """(the block before or None, the block) of every block."""
+    return list(zip((None, *walk), walk, strict=False))
 
 
 def _with_unseen(

@@ -76,6 +76,8 @@ def load_config(name: str) -> Any:
     try:
         if path.is_file():
             keys = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(keys, dict):
+                raise ValueError(f"it is no mapping of keys, but {type(keys).__name__}")
             return transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
         return transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -107,8 +109,8 @@ def _adapter(setup: Setup) -> Callable[[nn.Module], nn.Module] | None:
 def _maker(config: Any, setup: Setup) -> Callable[[Any], nn.Module]:
     names = [setup.architecture] if setup.architecture else getattr(config, "architectures", None) or []
     model_class = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
-    if model_class is None and setup.architecture:
-        raise HfCkptError(f"transformers has no class {setup.architecture!r}.")
+    if setup.architecture and not hasattr(model_class, "_from_config"):
+        raise HfCkptError(f"transformers has no model class {setup.architecture!r}.")
     return functools.partial(_make, model_class or transformers.AutoModelForCausalLM, setup)
 
 
@@ -117,9 +119,10 @@ def _make(model_class: Any, setup: Setup, config: Any) -> nn.Module:
     build = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
     try:
         model: nn.Module = build(copy.deepcopy(config), dtype=dtype, attn_implementation=setup.attention)
-    except ValueError as error:
+    except (ValueError, ImportError, AttributeError) as error:
         if setup.attention != "sdpa" or "attention" not in str(error):
-            raise HfCkptError(f"{setup.model} cannot be made: {error}") from error
+            made_by = f" as {setup.architecture}" if setup.architecture else ""
+            raise HfCkptError(f"{setup.model} cannot be made{made_by}: {error}") from error
         model = build(copy.deepcopy(config), dtype=dtype)  # T5 before transformers 5 has none but its own
     return model
 
@@ -161,7 +164,10 @@ def batch_for(model: nn.Module, sizes: Mapping[str, tuple[int, int]]) -> dict[st
     first = next(iter(sizes.values()))
     found = {name: torch.zeros(first, dtype=torch.long) for name in ("input_ids", "attention_mask")}
     last = sizes["decoder"] if len(sizes) > 1 and "decoder" in sizes else first
-    per_sequence = type(base).__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
+    name = type(base).__name__
+    per_sequence = name.endswith(("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction"))
+    if name.endswith("ForMultipleChoice"):  # one choice each
+        found = {key: value[:, None] for key, value in found.items()}
     if _takes_labels(base):
         found["labels"] = torch.zeros(last[0] if per_sequence else last, dtype=torch.long)
     elif len(sizes) > 1:

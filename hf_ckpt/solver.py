@@ -1,8 +1,9 @@
 """The fastest actions whose peak fits, exactly: dynamic programming over the blocks. Pure functions, free of torch.
 
 Going through the forward block by block, all that later blocks need to know of the earlier ones is the action of the
-last and the bytes they left alive (`timeline` says why: what backward adds at a block follows from those and from what
-is fixed). So of all ways to come to a block only those are kept that are faster than every one that leaves fewer bytes.
+last and the bytes they left alive, for good or until the forward ends (`timeline` says why: what backward adds at a
+block follows from those and from what is fixed). So of all ways to come to a block only those are kept that are faster
+than every one that leaves fewer bytes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ class _Move:
     """From one block to the next."""
 
     need: int
-    """Bytes that must be free above those alive before it."""
+    """Bytes that its forward must find above all that are alive before it."""
+    backward_need: int
+    """Bytes that its backward must find above those alive before it that last until then."""
     net: int
+    """Of those that last."""
     nanoseconds: int
+    lent: int = 0
+    """Alive until the whole forward ends, beside those that last."""
 
 
 _Stage = Mapping[tuple[Key | None, Key | None], _Move]
@@ -38,6 +44,9 @@ class _Front:
     """The ways to be behind a block under one action that are worth keeping: fewer bytes, or better, than others."""
 
     level: Numbers
+    """Bytes that last."""
+    lent: Numbers
+    """Bytes that last until the forward ends."""
     value: Numbers
     """Nanoseconds, or the peak so far."""
     origin: list[Key | None]
@@ -71,7 +80,9 @@ def _best(costs: Costs, *, limit: int | None, minimise_peak: bool) -> Choice | N
     if limit is not None and end > limit:
         return None
     zero = numpy.zeros(1, dtype=numpy.int64)
-    fronts: dict[Key | None, _Front] = {None: _Front(zero, zero + (end if minimise_peak else 0), [None], zero, zero)}
+    fronts: dict[Key | None, _Front] = {
+        None: _Front(zero, zero, zero + (end if minimise_peak else 0), [None], zero, zero)
+    }
     history = []
     for stage in _stages(costs, always):
         history.append(fronts)
@@ -84,41 +95,47 @@ def _best(costs: Costs, *, limit: int | None, minimise_peak: bool) -> Choice | N
         fronts = reached
         if not fronts:
             return None
-    order = sorted(fronts, key=str)
-    last = min(order, key=lambda key: (int(fronts[key].value[-1]), int(fronts[key].level[-1])))
-    return _walk_back(costs, [*history[1:], fronts], last)
+    ends = [
+        (int(front.value[number]), int(front.level[number]), str(key), number, key)
+        for key, front in fronts.items()
+        for number in [int(numpy.lexsort((front.lent, front.level, front.value))[0])]
+    ]
+    *_, number, last = min(ends, key=lambda end: end[:3])
+    return _walk_back(costs, [*history[1:], fronts], last, number)
 
 
 def _merged(
     fronts: Mapping[Key | None, _Front], ways: Sequence[tuple[Key | None, _Move]], limit: int | None, peaks: bool
 ) -> _Front | None:
     levels: list[Numbers] = []
+    lents: list[Numbers] = []
     values: list[Numbers] = []
     places: list[Numbers] = []
     parents: list[Numbers] = []
     for number, (before, move) in enumerate(ways):
         front = fronts[before]
-        needed = front.level + move.need
+        needed = numpy.maximum(front.level + front.lent + move.need, front.level + move.backward_need)
         fits: Numbers = numpy.flatnonzero(needed <= (limit if limit is not None else _NO_LIMIT))
         levels.append(front.level[fits] + move.net)
+        lents.append(front.lent[fits] + move.lent)
         values.append(numpy.maximum(front.value[fits], needed[fits]) if peaks else front.value[fits] + move.nanoseconds)
         places.append(numpy.full(len(fits), number, dtype=numpy.int64))
         parents.append(fits)
     if not sum(map(len, levels)):
         return None
-    level, value = numpy.concatenate(levels), numpy.concatenate(values)
-    place, parent = numpy.concatenate(places), numpy.concatenate(parents)
-    order = numpy.lexsort((parent, place, value, level))
-    best = numpy.minimum.accumulate(value[order])
+    level, lent, value, place, parent = map(numpy.concatenate, (levels, lents, values, places, parents))
+    order = numpy.lexsort((parent, place, value, level, lent))
+    # Within each amount that is lent: fewer bytes, or better, than all before. The others start below anything before.
+    group = numpy.cumsum(numpy.diff(lent[order], prepend=lent[order][0]) != 0)
+    best = numpy.minimum.accumulate(value[order] - group * (int(value.max()) + 1))
     first = numpy.ones(len(order), dtype=bool)
     first[1:] = best[1:] < best[:-1]
     kept = order[first]
-    return _Front(level[kept], value[kept], [before for before, _ in ways], place[kept], parent[kept])
+    return _Front(level[kept], lent[kept], value[kept], [before for before, _ in ways], place[kept], parent[kept])
 
 
-def _walk_back(costs: Costs, history: Sequence[Mapping[Key | None, _Front]], last: Key | None) -> Choice:
+def _walk_back(costs: Costs, history: Sequence[Mapping[Key | None, _Front]], key: Key | None, number: int) -> Choice:
     keys: list[Key | None] = []
-    key, number = last, -1
     for fronts in reversed(history):
         keys.append(key)
         front = fronts[key]
@@ -148,8 +165,8 @@ def _stages(costs: Costs, always: int) -> Iterator[_Stage]:
         before: dict[tuple[Key | None, Key | None], _Move] = {}
         for last in last_keys:
             phase = stack.before[last]
-            need = max(always + phase.peak(True), phase.net + behind)
-            before[last, last] = _Move(need, phase.net, phase.nanoseconds + stack.before_backward.nanoseconds)
+            nanoseconds = phase.nanoseconds + stack.before_backward.nanoseconds
+            before[last, last] = _Move(always + phase.peak(True), phase.net + behind, phase.net, nanoseconds)
         yield before
         for place, kind in enumerate(stack.kinds):
             pending -= stack.gradients[kind]
@@ -157,8 +174,8 @@ def _stages(costs: Costs, always: int) -> Iterator[_Stage]:
         last_keys = [(stack.kinds[-1], action) for action in stack.choices[stack.kinds[-1]]]
     head: dict[tuple[Key | None, Key | None], _Move] = {}
     for last, (forward, backward) in costs.head.items():
-        need = max(always + forward.peak(True), forward.net + _largest(costs, backward, 0))
-        head[last, last] = _Move(need, 0, forward.nanoseconds + backward.nanoseconds)
+        behind = costs.stacks[-1].lent_by(last) + forward.net + _largest(costs, backward, 0)
+        head[last, last] = _Move(always + forward.peak(True), behind, 0, forward.nanoseconds + backward.nanoseconds)
     yield head
 
 
@@ -175,10 +192,10 @@ def _block_moves(
             cost = stack.costs[before if place else None, key]
             backward = stack.last_backward[key] if at_end else cost.backward
             turn = stack.turn_bytes - cost.output_bytes + (0 if at_end else stack.shared_bytes)
-            behind = turn + _largest(costs, backward, pending)
-            need = max(always + cost.forward.peak(True), cost.forward.net + behind)
+            net = cost.forward.net - cost.lent_bytes
+            behind = net + turn + _largest(costs, backward, pending)
             nanoseconds = cost.forward.nanoseconds + cost.backward.nanoseconds
-            yield (before, key), _Move(need, cost.forward.net, nanoseconds)
+            yield (before, key), _Move(always + cost.forward.peak(True), behind, net, nanoseconds, cost.lent_bytes)
 
 
 def _largest(costs: Costs, backward: Phase, gradients: int) -> int:

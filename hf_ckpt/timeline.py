@@ -58,7 +58,9 @@ class BlockCost:
     forward: Phase
     backward: Phase
     output_bytes: int
-    """Made by its forward, and let go by a block or head behind it."""
+    """Made by its forward, and let go by the block or head behind it."""
+    lent_bytes: int = 0
+    """Made by its forward, and let go when the whole forward ends: autocast's copies of weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,10 @@ class StackCosts:
     """Gradients of what its blocks share, alive from the last block's backward on."""
     before_turn_bytes: int
     """As `turn_bytes`, for what runs before the stack."""
+
+    def lent_by(self, key: Key) -> int:
+        """`lent_bytes` of a block, whatever is before it."""
+        return max(cost.lent_bytes for (_, found), cost in self.costs.items() if found == key)
 
     def keys(self, choice: Sequence[int]) -> list[Key]:
         """One key a block."""
@@ -228,25 +234,30 @@ def timeline(costs: Costs, choice: Choice, accumulated: bool = False) -> Timelin
         moments.append(Moment(label, block, back, start, static, gradients, kept, phase, accumulated))
 
     level = static + resident
-    after: list[list[int]] = []  # stack -> bytes alive before it, and after the forward of each block
+    after: list[list[int]] = []  # stack -> bytes that last before it, and after the forward of each block
+    lent, last_lent = 0, 0
     last: Key | None = None
     for stack, chosen in zip(costs.stacks, choice, strict=True):
         phase = stack.before[last]
         add(_before(stack, costs), phase, level, resident)
         level += phase.net
-        after.append([level])
+        after.append([level - lent])
         previous: Key | None = None
         for block, key in zip(stack.blocks, stack.keys(chosen), strict=True):
-            phase = stack.costs[previous, key].forward
-            add(f"forward of {stack.name} {block.index}", phase, level, resident, block.name)
-            level += phase.net
-            after[-1].append(level)
+            cost = stack.costs[previous, key]
+            add(f"forward of {stack.name} {block.index}", cost.forward, level, resident, block.name)
+            level += cost.forward.net
+            lent += cost.lent_bytes
+            after[-1].append(level - lent)
             previous = key
+        assert previous is not None
+        last_lent = stack.lent_by(previous)
         last = previous
     assert last is not None
     forward, backward = costs.head[last]
     add("head and loss", forward, level, resident)
-    add("head and loss, backward", backward, level + forward.net, resident, back=True)
+    level -= lent
+    add("head and loss, backward", backward, level + last_lent + forward.net, resident, back=True)
     done = backward.gradients
     for stack, chosen, levels in zip(reversed(costs.stacks), reversed(choice), reversed(after), strict=True):
         keys = stack.keys(chosen)
