@@ -118,12 +118,15 @@ def _make(model_class: Any, setup: Setup, config: Any) -> nn.Module:
     dtype = DTYPES[setup.dtype]
     build = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
     try:
-        model: nn.Module = build(copy.deepcopy(config), dtype=dtype, attn_implementation=setup.attention)
+        try:
+            model: nn.Module = build(copy.deepcopy(config), dtype=dtype, attn_implementation=setup.attention)
+        except ValueError as error:
+            if setup.attention != "sdpa" or "attention" not in str(error):
+                raise
+            model = build(copy.deepcopy(config), dtype=dtype)  # T5 before transformers 5 has none but its own
     except (ValueError, ImportError, AttributeError) as error:
-        if setup.attention != "sdpa" or "attention" not in str(error):
-            made_by = f" as {setup.architecture}" if setup.architecture else ""
-            raise HfCkptError(f"{setup.model} cannot be made{made_by}: {error}") from error
-        model = build(copy.deepcopy(config), dtype=dtype)  # T5 before transformers 5 has none but its own
+        made_as = f" as {setup.architecture}" if setup.architecture else ""
+        raise HfCkptError(f"{setup.model} cannot be made{made_as}: {error}") from error
     return model
 
 
