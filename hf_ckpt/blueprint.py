@@ -113,7 +113,7 @@ class Blueprint:
             for stack, row in zip(self.stacks, rows, strict=True):
                 container: Any = modules[stack.container]
                 with self.fake, torch.no_grad():
-                    container.extend(_copied(stack.kinds[kind].module) for kind in row)
+                    container.extend(_twin(stack.kinds[kind].module, self.model) for kind in row)
                 owner = modules[stack.owner]
                 _set_depth(getattr(owner, "config", self.base.config), [stack.kinds[kind] for kind in row])
             yield self.base.train()
@@ -126,31 +126,21 @@ class Blueprint:
 
 
 def blueprint_of(model: nn.Module) -> Blueprint:
-    """The blueprint of a live model, plain or wrapped; its weights are not read.
+    """The blueprint of a live model, plain or wrapped; its weights are not read. A plan that is on it must be paused.
 
     Raises `NoBlocksError` as `find_blocks`, and `HfCkptError` for a model that cannot be copied without its weights.
     """
     found = find_blocks(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
-    try:
-        with fake, torch.no_grad():
-            for module in (found.base, *found.modules.values()):
-                _fake_tensors(module, memo)
-            for block in found.blocks:
-                memo.setdefault(id(_container(found.base, block)), nn.ModuleList())
-            base = copy.deepcopy(found.base, memo)
-            _strip(base)
-
-            def fake_block(module: nn.Module) -> nn.Module:
-                return _strip(copy.deepcopy(module, memo))
-
-            stacks = _stacks(model, found, fake_block)
-    except (TypeError, RuntimeError, NotImplementedError, AttributeError) as error:
-        raise HfCkptError(
-            f"{found.model} cannot be planned for, because a copy of it without weights cannot be made: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    live = dict(plain_modules(found.base))
+    with fake, torch.no_grad():
+        for module in (found.base, *found.modules.values()):
+            _fake_tensors(module, memo)
+        for name in {block.name.rpartition(".")[0] for block in found.blocks}:
+            memo[id(live[name])] = nn.ModuleList()
+        base = _strip(_copied(found.base, memo, found.model))
+        stacks = _stacks(model, found, lambda module: _strip(_copied(module, memo, found.model)))
     inside = {id(parameter) for module in found.modules.values() for parameter in module.parameters()}
     outside = _weights(parameter for parameter in model.parameters() if id(parameter) not in inside)
     held = {id(buffer) for module in found.modules.values() for buffer in module.buffers()}
@@ -261,10 +251,6 @@ def _weights(parameters: Iterable[nn.Parameter]) -> Weights:
     return Weights(tuple((p.numel(), p.element_size(), p.requires_grad) for p in parameters))
 
 
-def _container(base: nn.Module, block: Block) -> nn.Module:
-    return dict(plain_modules(base))[block.name.rpartition(".")[0]]
-
-
 def _fake_tensors(module: nn.Module, memo: dict[int, Any]) -> None:
     """Fake ones in the place of all parameters and buffers, of the whole shape where they are sharded."""
     for parameter in module.parameters():
@@ -276,10 +262,25 @@ def _fake_tensors(module: nn.Module, memo: dict[int, Any]) -> None:
         memo.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype))
 
 
-def _copied(module: nn.Module) -> nn.Module:
+def _twin(module: nn.Module, model: str) -> nn.Module:
+    """Another block like a fake one, with parameters of its own."""
     memo: dict[int, Any] = {}
     _fake_tensors(module, memo)
-    return copy.deepcopy(module, memo)
+    return _copied(module, memo, model)
+
+
+def _copied(module: nn.Module, memo: dict[int, Any], model: str) -> nn.Module:
+    """A copy with what `memo` has in the place of tensors.
+
+    Raises `HfCkptError` for one that does not let itself be copied: that is code of others, which may raise anything.
+    """
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise HfCkptError(
+            f"{model} cannot be planned for, because a copy of its {type(module).__name__} without weights cannot be "
+            f"made: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _strip(copied: nn.Module) -> nn.Module:

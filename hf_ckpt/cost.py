@@ -182,6 +182,7 @@ def walks_of(row: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Walk]
         return min((way for way in ways if way), key=len, default=[])
 
     walks: list[Walk] = []
+    inside: set[tuple[Key, Key]] = set()
     while left_starts or left or left_lasts:
         if left_starts:
             walk = [left_starts.pop(0)]
@@ -196,6 +197,10 @@ def walks_of(row: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Walk]
             if not tail and (len(walk) == 1 or walk[-1] not in lasts):
                 tail = way_on(walk[-1], lasts.__contains__)
             walk += tail
+        # At the end of a walk a block's forward is mixed with what is let go behind the stack.
+        while walk[-1] in steps[walk[-1]] and (walk[-2], walk[-1]) not in inside | set(itertools.pairwise(walk[:-1])):
+            walk.append(walk[-1])
+        inside |= set(itertools.pairwise(walk[:-1]))
         left_lasts.discard(walk[-1])
         left -= set(itertools.pairwise(walk))
         walks.append(tuple(walk))
