@@ -12,17 +12,17 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.blueprint import blueprint_of
-from hf_ckpt.budgets import plan_of, plan_within
+from hf_ckpt.budgets import plan_of_least, plan_within
 from hf_ckpt.cost import Apply, Step, optimizer_name, trace_costs
 from hf_ckpt.devices import DEVICES, Device, device_like
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.measure import DeviceMemory, device_memory, device_name, of_all_ranks
 from hf_ckpt.plan import Plan
 from hf_ckpt.setups import batch_for, loss_for
-from hf_ckpt.solver import smallest
 from hf_ckpt.spec import Spec
 from hf_ckpt.timeline import Costs
 from hf_ckpt.units import format_bytes, format_seconds, parse_bytes, parse_fraction
+from hf_ckpt.variants import all_variants
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ class Planned:
 
     situation: Situation
     limit_bytes: int
-    costs: Costs
+    costs: tuple[Costs, ...]
+    """The ways to choose from."""
     plan: Plan
     memory: DeviceMemory
     """As it was when planning."""
@@ -107,7 +108,7 @@ def plan_for(
             situation, limit = situation.with_room_for(theirs), min(limit, their_limit)
     device = this_device()
     wanted = situation
-    costs = _in_clean_thread(lambda: _trace(model, wanted, device, apply))
+    costs = _in_clean_thread(lambda: _trace(model, spec, wanted, device, apply))
     plan = plan_within(costs, limit, device.name)
     if first:
         plan = Plan.from_dict(of_all_ranks(plan.to_dict())[0])
@@ -122,7 +123,7 @@ def tightened(planned: Planned, excess_bytes: int) -> Planned:
     try:
         plan = plan_within(planned.costs, limit, device)
     except InfeasibleError as error:
-        plan = plan_of(planned.costs, smallest(planned.costs), limit, device)
+        plan = plan_of_least(planned.costs, limit, device)
         log.warning("hf_ckpt: no plan is tight enough, so the tightest is taken. %s", error)
     return dataclasses.replace(planned, limit_bytes=limit, plan=plan)
 
@@ -167,7 +168,7 @@ def this_device() -> Device:
     return found
 
 
-def _trace(model: nn.Module, situation: Situation, device: Device, apply: Apply) -> Costs:
+def _trace(model: nn.Module, spec: Spec, situation: Situation, device: Device, apply: Apply) -> tuple[Costs, ...]:
     blueprint = blueprint_of(model)
     name, known = "adamw", None
     optimizers = compat.optimizers_of(model)
@@ -184,16 +185,17 @@ def _trace(model: nn.Module, situation: Situation, device: Device, apply: Apply)
         loss=loss_for(blueprint.base),
     )
     costs = trace_costs(blueprint, step, device, apply)
-    if not compat.is_distributed():
-        return costs
-    # DistributedDataParallel keeps a second copy of all gradients, in its buckets.
-    static = dataclasses.replace(costs.static, buffers=costs.static.buffers + costs.static.gradients)
-    return dataclasses.replace(costs, static=static)
+    if compat.is_distributed():
+        # DistributedDataParallel keeps a second copy of all gradients, in its buckets.
+        static = dataclasses.replace(costs.static, buffers=costs.static.buffers + costs.static.gradients)
+        costs = dataclasses.replace(costs, static=static)
+    limit = None if spec.host_budget is None else parse_bytes(spec.host_budget)
+    return all_variants(costs, blueprint, step, device, apply, head=spec.head, host_limit=limit)
 
 
-def _in_clean_thread(work: Callable[[], Costs]) -> Costs:
+def _in_clean_thread(work: Callable[[], tuple[Costs, ...]]) -> tuple[Costs, ...]:
     """Do it without the autocast, saved-tensor hooks and dispatch modes of the training, and with random state kept."""
-    found: list[Costs] = []
+    found: list[tuple[Costs, ...]] = []
     raised: list[BaseException] = []
 
     def run() -> None:

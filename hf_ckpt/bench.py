@@ -71,6 +71,12 @@ EVERY_SECOND = (
     if compat.HAS_EVERY_N_LAYERS
     else Engine("every_n_layers: 2 (hf_ckpt)", {"policy": "full", "every_n_layers": 2})
 )
+OFFLOADS = (
+    Engine("offload", {"policy": "offload"}),
+    Engine("rebuild, offload saved", {"policy": "selective", "engine": "rebuild", "offload": "saved"}),
+    *([Engine("offload (HF)", own={"offload": True})] if compat.HAS_OWN_OFFLOAD else []),
+)
+"""Of use with an accelerator only."""
 ENGINES = (NONE, REBUILD, REBUILD_ATTENTION, SAC, Engine("full", {"policy": "full"}), EVERY_SECOND)
 
 

@@ -7,21 +7,65 @@ import itertools
 from collections.abc import Sequence
 
 from hf_ckpt.errors import InfeasibleError
+from hf_ckpt.moves import FULL, MOVES, SELECTIVE, with_moves
 from hf_ckpt.plan import Action, Plan, Prediction
 from hf_ckpt.solver import fastest, smallest
 from hf_ckpt.timeline import BlockCost, Choice, Costs, Phase, segmented_peak, step_nanoseconds, worst_timeline
 from hf_ckpt.units import format_bytes
 
+GAIN = 0.01
+"""A way further down the list has to be faster by this share: those before it have bit-equal gradients."""
 
-def plan_within(costs: Costs, budget_bytes: int, device: str = "", hints: Sequence[str] = ()) -> Plan:
+
+def plan_within(ways: Costs | Sequence[Costs], budget_bytes: int, device: str = "", hints: Sequence[str] = ()) -> Plan:
     """The fastest plan whose predicted peak is at most `budget_bytes`.
 
-    Raises `InfeasibleError`, with what fills the lowest peak there is, and what would lower it; `hints` are added.
+    Args:
+        ways: the costs to plan with, or several to choose from, the most welcome first.
+        budget_bytes: the peak that is allowed.
+        device: whose speed was assumed.
+        hints: what else would lower the peak.
+
+    Raises `InfeasibleError`, with what fills the lowest peak there is, and what would lower it.
     """
-    choice = fastest(costs, budget_bytes)
-    if choice is None:
-        raise _infeasible(costs, budget_bytes, hints)
+    plan, least = None, 0.0
+    for costs in (several := _several(ways)):
+        choice = fastest(costs, budget_bytes)
+        nanoseconds = step_nanoseconds(costs, choice) if choice is not None else 0
+        if choice is not None and (plan is None or nanoseconds < least * (1 - GAIN)):
+            plan, least = plan_of(costs, choice, budget_bytes, device), nanoseconds
+    if plan is None:
+        raise _infeasible(_lowest(several)[0], budget_bytes, hints)
+    return plan
+
+
+def plan_of_least(ways: Costs | Sequence[Costs], budget_bytes: int | None = None, device: str = "") -> Plan:
+    """The plan with the lowest peak there is."""
+    costs, choice = _lowest(_several(ways))
     return plan_of(costs, choice, budget_bytes, device)
+
+
+def peak_of_least(ways: Costs | Sequence[Costs]) -> int:
+    """The lowest peak there is, in bytes."""
+    return worst_timeline(*_lowest(_several(ways))).peak_bytes
+
+
+def _several(ways: Costs | Sequence[Costs]) -> Sequence[Costs]:
+    return (ways,) if isinstance(ways, Costs) else ways
+
+
+def _lowest(several: Sequence[Costs]) -> tuple[Costs, Choice]:
+    found = [(costs, smallest(costs)) for costs in several]
+    return min(found, key=lambda pair: worst_timeline(*pair).peak_bytes)
+
+
+def costs_behind(ways: Sequence[Costs], plan: Plan) -> tuple[Costs, Choice]:
+    """The costs that a plan was made from, and its actions as they number them."""
+    for costs in ways:
+        numbers = {action: number for number, action in enumerate(costs.actions)}
+        if costs.head_tokens == plan.head and all(action in numbers for _, action in plan.actions):
+            return costs, tuple(tuple(numbers[action] for _, action in pairs) for pairs in plan.stacks().values())
+    raise ValueError("the plan was made from none of these costs")
 
 
 def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, device: str = "") -> Plan:
@@ -40,7 +84,7 @@ def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, devic
         for stack, chosen in zip(costs.stacks, choice, strict=True)
         for block, action in zip(stack.blocks, chosen, strict=True)
     )
-    return Plan(costs.family, costs.model, tuple(pairs), prediction)
+    return Plan(costs.family, costs.model, tuple(pairs), prediction, costs.head_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,27 +121,53 @@ def usual_options(costs: Costs, host_bandwidth: float) -> list[Option]:
     found.append(_option("full", costs, costs.uniform(full)))
     moved = _offloaded(costs, full, host_bandwidth)
     worst = worst_timeline(moved, costs.uniform(full))
-    return [*found, Option("offload", None, worst.peak_bytes, worst.nanoseconds / 1e9)]
+    return [*found, Option("offload (transformers)", None, worst.peak_bytes, worst.nanoseconds / 1e9)]
 
 
-def frontier(costs: Costs, points: int = 24) -> list[Option]:
+def frontier(ways: Costs | Sequence[Costs], points: int = 24) -> list[Option]:
     """The fastest plan for budgets from the lowest peak there is to that of no checkpointing, in even steps."""
-    low = worst_timeline(costs, smallest(costs)).peak_bytes
-    high = max(low, worst_timeline(costs, costs.uniform(0)).peak_bytes)
+    several = _several(ways)
+    low = worst_timeline(*_lowest(several)).peak_bytes
+    high = max(low, worst_timeline(several[0], several[0].uniform(0)).peak_bytes)
     found: list[Option] = []
     for number in range(points):
         limit = low + (high - low) * number // max(points - 1, 1)
-        choice = fastest(costs, limit)
-        if choice is None:  # cannot be: the lowest peak fits into itself
-            continue
-        option = _option("planned", costs, choice)
+        option = _of_plan("planned", plan_within(several, limit))
         if not found or option.step_seconds < found[-1].step_seconds:
             found.append(option)
     return found
 
 
+def further_options(costs: Costs, chunked: Costs | None, host_bandwidth: float, launch: int) -> list[Option]:
+    """What hf_ckpt has beyond the blocks: `full` and `selective` with what they keep in host memory, and the head in
+    chunks with `full`, alone and with that.
+
+    Args:
+        costs: traced.
+        chunked: the same with the head in chunks; None where there is no such head.
+        host_bandwidth: of copies to pinned memory, in bytes a second; 0 where there is no host beside the device.
+        launch: nanoseconds to start an operation.
+    """
+
+    def moving(found: Costs) -> Costs:
+        return with_moves(found, host_bandwidth, launch)[0] if host_bandwidth else found
+
+    wanted = [("offload", MOVES[FULL], costs), ("selective, saved in host memory", MOVES[SELECTIVE], costs)]
+    if chunked is not None:
+        wanted += [("full, head in chunks", FULL, chunked), ("offload, head in chunks", MOVES[FULL], chunked)]
+    ways = [(name, action, moving(found)) for name, action, found in wanted]
+    return [
+        _option(name, found, found.uniform(found.actions.index(action)))
+        for name, action, found in ways
+        if action in found.actions
+    ]
+
+
 def _option(name: str, costs: Costs, choice: Choice) -> Option:
-    plan = plan_of(costs, choice)
+    return _of_plan(name, plan_of(costs, choice))
+
+
+def _of_plan(name: str, plan: Plan) -> Option:
     assert plan.prediction is not None
     return Option(name, plan, plan.prediction.peak_bytes, plan.prediction.step_seconds)
 
@@ -162,10 +232,13 @@ def _infeasible(costs: Costs, budget_bytes: int, hints: Sequence[str]) -> Infeas
     else:
         found.append("a smaller batch with as many more accumulated steps, or shorter sequences")
     if worst.worst.block is None and "head" in worst.worst.label:
-        found.append("the head and its loss are the peak: fewer tokens a micro-step, or a loss in chunks (not yet)")
+        chunks = 'the head in chunks ("head": "auto"), or ' if costs.head_tokens == "full" else ""
+        found.append(f"the head and its loss are the peak: {chunks}fewer tokens a micro-step")
     kept = parts["kept for backward"]
-    if kept:
-        found.append(f"what blocks keep is {format_bytes(kept)} of it: their inputs in host memory (not available yet)")
+    if kept and not any(stack.instead for stack in costs.stacks):
+        found.append(f"what blocks keep is {format_bytes(kept)} of it: a `host_budget`, for host memory to hold that")
+    elif kept and any(room < len(stack.blocks) - 1 for stack in costs.stacks for room in stack.movable.values()):
+        found.append(f"what blocks keep is {format_bytes(kept)} of it: a larger `host_budget`")
     return InfeasibleError(
         budget_bytes,
         worst.peak_bytes,

@@ -33,6 +33,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_ckpt import compat
 from hf_ckpt.autoplan import MARGIN, Planned
+from hf_ckpt.engines.head import Logits
 from hf_ckpt.errors import NoBlocksError, PlanLostError
 from hf_ckpt.families import base_model, find_blocks, head_module
 from hf_ckpt.install import Installation, installation, lost_blocks, tighten
@@ -338,7 +339,8 @@ class _HeadBytes:
 
     def __call__(self, head: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and not compat.is_compiling() and torch.is_grad_enabled():
-            self.largest = max(self.largest, output.numel() * output.element_size())
+            size = output.chunk_bytes() if isinstance(output, Logits) else output.nbytes
+            self.largest = max(self.largest, size)
 
     def take(self) -> float | None:
         taken, self.largest = self.largest, 0

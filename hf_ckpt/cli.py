@@ -83,18 +83,8 @@ def _parser() -> argparse.ArgumentParser:
         "recomputed nothing, or gave other gradients.",
         epilog="example: hf-ckpt bench engines --family llama --tuning lora --json engines.json",
     )
-    engines.add_argument("--family", action="append", help="llama, gpt2, bert or t5; repeatable (default all)")
-    engines.add_argument("--tuning", action="append", help="full or lora; repeatable (default both)")
-    engines.add_argument("--layers", type=_positive, default=6, help="blocks in each stack (default 6)")
-    engines.add_argument("--hidden", type=_positive, default=512, help="hidden size (default 512)")
-    engines.add_argument("--batch", type=_positive, default=4, help="sequences a step (default 4)")
-    engines.add_argument("--tokens", type=_positive, default=256, help="tokens a sequence (default 256)")
-    engines.add_argument("--dropout", type=float, default=0.0, help="every dropout probability (default 0)")
-    engines.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16 or float32")
-    engines.add_argument("--device", help="cpu or cuda (default: the accelerator, if there is one)")
-    engines.add_argument("--repeats", type=_positive, default=5, help="timed steps of each engine (default 5)")
+    _add_bench_options(engines, layers=6)
     engines.add_argument("--host-rounds", type=int, default=30, help="steps that host time is taken from (default 30)")
-    engines.add_argument("--json", type=Path, help="file for all figures")
     engines.add_argument("--png", type=Path, help="file for a picture of bytes and times")
     engines.add_argument("--block-png", type=Path, help="file for a picture of what one block of the first model keeps")
     engines.set_defaults(run=_bench_engines)
@@ -107,20 +97,43 @@ def _parser() -> argparse.ArgumentParser:
         "code 1 if an option raised, recomputed nothing, or gave other gradients.",
         epilog="example: hf-ckpt bench plans --family bert --json plans.json",
     )
-    plans.add_argument("--family", action="append", help="llama, gpt2, bert or t5; repeatable (default all)")
-    plans.add_argument("--tuning", action="append", help="full or lora; repeatable (default full)")
-    plans.add_argument("--layers", type=_positive, default=12, help="blocks in each stack (default 12)")
-    plans.add_argument("--hidden", type=_positive, default=512, help="hidden size (default 512)")
-    plans.add_argument("--batch", type=_positive, default=4, help="sequences a step (default 4)")
-    plans.add_argument("--tokens", type=_positive, default=256, help="tokens a sequence (default 256)")
-    plans.add_argument("--dropout", type=float, default=0.0, help="every dropout probability (default 0)")
-    plans.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16 or float32")
-    plans.add_argument("--device", help="cpu or cuda (default: the accelerator, if there is one)")
-    plans.add_argument("--repeats", type=_positive, default=5, help="timed steps of each option (default 5)")
-    plans.add_argument("--json", type=Path, help="file for all figures")
+    _add_bench_options(plans, layers=12)
     plans.add_argument("--png", type=Path, help="file for a picture of time against peak")
     plans.set_defaults(run=_bench_plans)
+
+    head = subjects.add_parser(
+        "head",
+        help="the head and its loss, whole and in chunks",
+        description="Bytes above what is there before, time, and the distance of gradients from exact ones, of the "
+        "head of a causal language model with transformers' loss: as a whole and in chunks of tokens, trained and "
+        "frozen. Exit code 1 if chunks are further from exact than the whole.",
+        epilog="example: hf-ckpt bench head --vocabulary 128256 --hidden 4096 --tokens 4096 --dtype bfloat16",
+    )
+    head.add_argument("--vocabulary", type=_positive, default=32_000, help="entries (default 32000)")
+    head.add_argument("--tokens", type=_positive, default=2048, help="tokens a step (default 2048)")
+    head.add_argument("--hidden", type=_positive, action="append", help="hidden size; repeatable (default 512 to 2048)")
+    head.add_argument("--dtype", action="append", help="repeatable (default float32 and bfloat16)")
+    head.add_argument("--chunk", type=_head, action="append", help="tokens a chunk; repeatable (default auto)")
+    head.add_argument("--device", help="cpu or cuda (default: the accelerator, if there is one)")
+    head.add_argument("--repeats", type=_positive, default=7, help="timed steps of each (default 7)")
+    head.add_argument("--json", type=Path, help="file for all figures")
+    head.set_defaults(run=_bench_head)
     return parser
+
+
+def _add_bench_options(parser: argparse.ArgumentParser, *, layers: int) -> None:
+    """Of a benchmark on small random models."""
+    parser.add_argument("--family", action="append", help="llama, gpt2, bert or t5; repeatable (default all)")
+    parser.add_argument("--tuning", action="append", help="full or lora; repeatable")
+    parser.add_argument("--layers", type=_positive, default=layers, help=f"blocks in each stack (default {layers})")
+    parser.add_argument("--hidden", type=_positive, default=512, help="hidden size (default 512)")
+    parser.add_argument("--batch", type=_positive, default=4, help="sequences a step (default 4)")
+    parser.add_argument("--tokens", type=_positive, default=256, help="tokens a sequence (default 256)")
+    parser.add_argument("--dropout", type=float, default=0.0, help="every dropout probability (default 0)")
+    parser.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16 or float32")
+    parser.add_argument("--device", help="cpu or cuda (default: the accelerator, if there is one)")
+    parser.add_argument("--repeats", type=_positive, default=5, help="timed steps of each (default 5)")
+    parser.add_argument("--json", type=Path, help="file for all figures")
 
 
 def _add_plan(verbs: Any) -> None:
@@ -149,6 +162,10 @@ def _add_plan(verbs: Any) -> None:
         "--device", help="h200, h100, a100-80, a100-40, l40s, a10, t4, 4090 or cpu (default: this machine's)"
     )
     plan.add_argument("--budget", help="peak allowed: 20GiB, or 80%% of the device (default: 90%% of the device)")
+    plan.add_argument("--host-budget", help="host memory that the plan may offload to (default: none)")
+    plan.add_argument(
+        "--head", type=_head, default="full", help="auto: the plan may take the head in chunks; or tokens a chunk"
+    )
     plan.add_argument("--frontier", action="store_true", help="show time against peak, and what transformers offers")
     plan.add_argument("--max-batch", action="store_true", help="the largest batch that fits into the budget")
     plan.add_argument("--max-seq", action="store_true", help="the longest sequences that fit into the budget")
@@ -157,6 +174,10 @@ def _add_plan(verbs: Any) -> None:
     plan.add_argument("--out", type=Path, help='file for the plan (.yaml or .json), for {"plan": FILE}')
     plan.add_argument("--png", type=Path, help="file for a picture of memory through the step, and of the frontier")
     plan.set_defaults(run=_plan)
+
+
+def _head(text: str) -> int | str:
+    return text if text in ("auto", "full") else _positive(text)
 
 
 def _positive(text: str) -> int:
@@ -276,6 +297,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         max_batch=arguments.max_batch,
         max_tokens=arguments.max_seq,
         measure=arguments.measure,
+        head=arguments.head,
+        host_budget=arguments.host_budget,
     )
     with _progress(console, None) as on_progress:
         found = foresight.foresee(setup, asked, on_progress=on_progress)
@@ -318,6 +341,21 @@ def _bench_plans(arguments: argparse.Namespace) -> int:
     _write_json(arguments.json, result.to_dict())
     if arguments.png:
         report.save_plans_picture(result, arguments.png)
+    return 0 if result.ok else 1
+
+
+def _bench_head(arguments: argparse.Namespace) -> int:
+    from hf_ckpt import headbench, report
+
+    names = {"hidden": arguments.hidden, "dtypes": arguments.dtype, "chunks": arguments.chunk}
+    given: dict[str, Any] = {name: tuple(values) for name, values in names.items() if values}
+    given |= {"device": arguments.device} if arguments.device else {}
+    settings = headbench.HeadSettings(arguments.vocabulary, arguments.tokens, repeats=arguments.repeats, **given)
+    console = report.make_console()
+    with _progress(console, headbench.progress_steps(settings)) as on_progress:
+        result = headbench.bench_head(settings, on_progress=on_progress)
+    report.print_head(result, console)
+    _write_json(arguments.json, result.to_dict())
     return 0 if result.ok else 1
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.utils.checkpoint
 import transformers
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel as PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
@@ -79,6 +80,13 @@ def synchronize(device_type: str) -> None:
     module: ModuleType | None = getattr(torch, "accelerator", None) or getattr(torch, device_type, None)
     if module is not None:
         module.synchronize()
+
+
+def empty_host_cache() -> None:
+    """Have torch give pinned memory that nobody uses back to the system, where it can."""
+    empty = getattr(torch._C, "_accelerator_emptyHostCache", None)
+    if empty is not None and accelerator_type() is not None:
+        empty()
 
 
 def timing_event(device_type: str) -> Any:
@@ -281,6 +289,17 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
+def same_autocast(device_type: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """What enters the autocast of that device as it is now, on or off."""
+    dtype = autocast_dtype(device_type)
+    return lambda: torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no values."""
+    return isinstance(tensor, FakeTensor)
+
+
 def autocast_is_on() -> bool:
     """Whether autocast is enabled for any device."""
     return bool(torch._C._is_any_autocast_enabled())
@@ -296,16 +315,26 @@ def autocast_off() -> Iterator[None]:
 
 
 def parameters_stay(module: nn.Module) -> bool:
-    """Whether all parameters lie whole on their device throughout a step: not sharded by FSDP or ZeRO-3, and not moved
-    in and out by accelerate's hooks."""
+    """Whether all parameters lie whole on their device throughout a step: not sharded by FSDP or ZeRO-3, not split by
+    tensor parallelism, and not moved in and out by accelerate's hooks."""
     return not any(
         type(inner).__name__.startswith(("FSDP", "FullyShardedDataParallel"))
         or hasattr(inner, "_hf_hook")
-        or any(hasattr(parameter, "ds_id") for parameter in inner.parameters(recurse=False))
+        or any(hasattr(p, "ds_id") or hasattr(p.data, "device_mesh") for p in inner.parameters(recurse=False))
         for inner in module.modules()
     )
 
 
+def causal_loss(logits: torch.Tensor, labels: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """transformers' loss of causal language models. Shapes: [batch, tokens, vocabulary], [batch, tokens]."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    loss: torch.Tensor = ForCausalLMLoss(logits, labels, vocabulary)
+    return loss
+
+
+HAS_OWN_OFFLOAD = "offload" in inspect.signature(getattr(PreTrainedModel, ENABLE_NAMES[-1])).parameters
+"""Whether transformers itself can keep the inputs of blocks in host memory."""
 HAS_EVERY_N_LAYERS = "every_n_layers" in inspect.signature(getattr(PreTrainedModel, ENABLE_NAMES[-1])).parameters
 """Whether transformers itself can checkpoint every n-th layer."""
 

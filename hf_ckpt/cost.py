@@ -139,6 +139,22 @@ def trace_costs(
     )
 
 
+def chunked_head(
+    costs: Costs, blueprint: Blueprint, step: Step, device: Device, apply: Apply, head: int | str
+) -> Costs:
+    """`costs` with the head and its loss in chunks: `head` is `auto` or how many tokens each has.
+
+    What the blocks do is all but the same to it, so that one short model tells.
+    """
+    walks = [tuple((kind, 0) for kind in dict.fromkeys(stack.row)) for stack in blueprint.stacks]
+    plain, chunked = (_trace(blueprint, walks, step, device, apply, [KEEP], head=how) for how in ("full", head))
+    forward, backward = chunked.phase("head", 0, 0), chunked.phase("head back", 0, 0)
+    # What is let go behind the last stack was put down to the blocks when `costs` were made.
+    less = plain.phase("head", 0, 0).net - next(iter(costs.head.values()))[0].net
+    forward = dataclasses.replace(forward, points=tuple((other - less, done) for other, done in forward.points))
+    return dataclasses.replace(costs, head=dict.fromkeys(costs.head, (forward, backward)), head_tokens=head)
+
+
 def actions_for(blueprint: Blueprint) -> tuple[Action, ...]:
     """What a plan for this model chooses from: attention is run again where its weights are held, and only there."""
     eager = getattr(blueprint.base.config, "_attn_implementation", None) == "eager"
@@ -260,14 +276,21 @@ class _Run:
 
 
 def _trace(
-    blueprint: Blueprint, walks: Sequence[Walk], step: Step, device: Device, apply: Apply, actions: Sequence[Action]
+    blueprint: Blueprint,
+    walks: Sequence[Walk],
+    step: Step,
+    device: Device,
+    apply: Apply,
+    actions: Sequence[Action],
+    *,
+    head: int | str = "full",
 ) -> _Run:
     rows = [[kind for kind, _ in walk] for walk in walks]
     with blueprint.assembled(rows) as model, contextlib.ExitStack() as stack:
         found = find_blocks(model)
         numbers = [action for walk in walks for _, action in walk]
         pairs = zip(found.blocks, (actions[number] for number in numbers), strict=True)
-        plan = Plan(found.family, found.model, tuple(pairs))
+        plan = Plan(found.family, found.model, tuple(pairs), head=head)
         stack.enter_context(apply(model, plan))
         try:
             with blueprint.fake, compat.fake_values_count():

@@ -21,17 +21,6 @@ class SpecError(HfCkptError, ValueError):
         super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
 
 
-class NotAvailableError(HfCkptError):
-    """The spec is valid, but this version of hf_ckpt has no engine for it yet."""
-
-    def __init__(self, wanted: Sequence[str], available: Sequence[str]) -> None:
-        self.wanted = tuple(wanted)
-        super().__init__(
-            f"{', '.join(wanted)} is not available in this version of hf_ckpt; "
-            f"what can be installed: {', '.join(available)}."
-        )
-
-
 class NoBlocksError(HfCkptError, TypeError):
     """No block that activation checkpointing could be installed on was found."""
 

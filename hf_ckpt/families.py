@@ -232,10 +232,16 @@ def _cheap_names(found: FoundBlocks) -> set[str]:
     return {*CHEAP_EVERYWHERE, *(row.cheap if row else ())}
 
 
+def vocabulary_head(base: nn.Module) -> nn.Module | None:
+    """The projection onto the vocabulary; None for models of other tasks."""
+    found = getattr(base, "get_output_embeddings", lambda: None)()
+    return found if isinstance(found, nn.Module) else None
+
+
 def head_module(base: nn.Module, family: str) -> nn.Module | None:
     """The projection onto the vocabulary or the labels, whose output can be the peak of a step."""
-    embeddings = getattr(base, "get_output_embeddings", lambda: None)()
-    if isinstance(embeddings, nn.Module):
+    embeddings = vocabulary_head(base)
+    if embeddings is not None:
         return embeddings
     row = _FAMILIES.get(family)
     ending = row.head if row else ""

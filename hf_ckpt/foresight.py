@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_ckpt.autoplan import this_device
-from hf_ckpt.budgets import Option, frontier, plan_within, segmented_options, usual_options
-from hf_ckpt.cost import trace_costs
+from hf_ckpt.blueprint import Blueprint
+from hf_ckpt.budgets import (
+    Option,
+    costs_behind,
+    frontier,
+    further_options,
+    peak_of_least,
+    plan_within,
+    segmented_options,
+    usual_options,
+)
+from hf_ckpt.cost import Step, chunked_head, trace_costs
 from hf_ckpt.devices import Device, device_named
 from hf_ckpt.errors import InfeasibleError
+from hf_ckpt.families import vocabulary_head
 from hf_ckpt.install import trial
 from hf_ckpt.measure import device_memory
 from hf_ckpt.plan import Plan
 from hf_ckpt.setups import Setup, blueprint_of_setup, learned_positions, step_of_setup
-from hf_ckpt.solver import smallest
 from hf_ckpt.timeline import Costs, Timeline, worst_timeline
 from hf_ckpt.timings import measured, of_setup
 from hf_ckpt.units import parse_bytes, parse_fraction
+from hf_ckpt.variants import all_variants
 
 Progress = Callable[[str], None]
 DEFAULT_SHARE = 0.9
@@ -41,6 +52,10 @@ class Questions:
     max_tokens: bool = False
     measure: bool = False
     """Time the actions on this machine."""
+    head: int | str = "full"
+    """As `Spec.head`: `auto` lets the plan take the head in chunks."""
+    host_budget: str | None = None
+    """Host memory that offloading may use; None for no offloading."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +71,8 @@ class Foresight:
     """The step under the plan, the micro-step with the larger peak."""
     usual: tuple[Option, ...]
     """What transformers itself offers, and `segments`."""
+    further: tuple[Option, ...] = ()
+    """What offloading and a head in chunks would buy."""
     frontier: tuple[Option, ...] = ()
     max_batch: int | None = None
     max_tokens: int | None = None
@@ -70,6 +87,7 @@ class Foresight:
             "plan": self.plan.to_dict(),
             "tokens_per_second": self.plan.prediction.tokens_per_second if self.plan.prediction else None,
             "usual": [_row(option) for option in self.usual],
+            "further": [_row(option) for option in self.further],
             "frontier": [_row(option) for option in self.frontier],
             "max_batch": self.max_batch,
             "max_seq": self.max_tokens,
@@ -92,17 +110,25 @@ def foresee(setup: Setup, asked: Questions, *, on_progress: Progress | None = No
     tell("reading the model")
     blueprint = blueprint_of_setup(setup)
 
+    host_limit = None if asked.host_budget is None else parse_bytes(asked.host_budget)
+
     def costs_of(changed: Setup, what: str) -> Costs:
         tell(what)
         return trace_costs(blueprint, step_of_setup(changed, blueprint), device, trial)
 
+    def ways_of(costs: Costs, changed: Setup) -> tuple[Costs, ...]:
+        step = step_of_setup(changed, blueprint)
+        return all_variants(costs, blueprint, step, device, trial, head=asked.head, host_limit=host_limit)
+
     costs = costs_of(setup, "tracing")
     if asked.measure:
         costs = measured(costs, of_setup(setup), tell)
+    ways = ways_of(costs, setup)
 
     def peak_with(name: str, number: int) -> int:
         changes: dict[str, Any] = {name: number}
-        return _floor(costs_of(dataclasses.replace(setup, **changes), f"trying {number} {_UNITS[name]}"))
+        changed = dataclasses.replace(setup, **changes)
+        return peak_of_least(ways_of(costs_of(changed, f"trying {number} {_UNITS[name]}"), changed))
 
     max_batch = max_tokens = None
     if asked.max_batch:
@@ -113,25 +139,25 @@ def foresee(setup: Setup, asked: Questions, *, on_progress: Progress | None = No
     found = (("--batch", max_batch), ("--seq", max_tokens))
     hints = [f"{name} {number} fits" for name, number in found if number]
     try:
-        plan = plan_within(costs, budget, device.name, hints)
+        plan = plan_within(ways, budget, device.name, hints)
     except InfeasibleError:
         if not (hints or setup.batch == 1):
             fitting = largest(lambda number: peak_with("batch", number), budget, 1, setup.batch - 1)
             steps = -(-setup.batch * setup.accumulation // max(fitting, 1))
             hints = [f"--batch {fitting} --accum {steps} fits"] if fitting else []
-        plan = plan_within(costs, budget, device.name, hints)
-    numbers = {action: number for number, action in enumerate(costs.actions)}
-    chosen = tuple(tuple(numbers[action] for _, action in pairs) for pairs in plan.stacks().values())
+        plan = plan_within(ways, budget, device.name, hints)
     tell("comparing")
+    made_from, chosen = costs_behind(ways, plan)
     return Foresight(
         setup=setup,
         device=device,
         budget_bytes=budget,
-        costs=costs,
+        costs=made_from,
         plan=plan,
-        timeline=worst_timeline(costs, chosen),
+        timeline=worst_timeline(made_from, chosen),
         usual=(*usual_options(costs, device.host_bandwidth), *segmented_options(costs)),
-        frontier=tuple(frontier(costs)) if asked.frontier else (),
+        further=_further(costs, ways, blueprint, step_of_setup(setup, blueprint), device),
+        frontier=tuple(frontier(ways)) if asked.frontier else (),
         max_batch=max_batch,
         max_tokens=max_tokens,
     )
@@ -147,8 +173,18 @@ def _budget_bytes(text: str | None, device: Device) -> int:
     return int(share * memory)
 
 
-def _floor(costs: Costs) -> int:
-    return worst_timeline(costs, smallest(costs)).peak_bytes
+def _further(
+    costs: Costs, ways: Sequence[Costs], blueprint: Blueprint, step: Step, device: Device
+) -> tuple[Option, ...]:
+    """`costs` are those without offloading and chunks; `ways` may have some with chunks already."""
+    in_chunks = next((found for found in ways if found.head_tokens != "full"), None)
+    if in_chunks is None and vocabulary_head(blueprint.base) is not None:
+        in_chunks = chunked_head(costs, blueprint, step, device, trial, "auto")
+    chunked = None
+    if in_chunks is not None:
+        chunked = dataclasses.replace(costs, head=in_chunks.head, head_tokens=in_chunks.head_tokens)
+    bandwidth = device.host_bandwidth if device.name != "cpu" else 0.0
+    return tuple(further_options(costs, chunked, bandwidth, device.launch_nanoseconds))
 
 
 def largest(peak_of: Callable[[int], int], budget: int, start: int, most: int = MOST) -> int:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import enum
 import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +24,8 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.autoplan import Planned, Situation, Sizes, plan_for, tightened
 from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.engines.head import Logits, chunked, has_dropout
+from hf_ckpt.engines.offload import EndOfStack, Mover, OffloadRegion
 from hf_ckpt.engines.rebuild import RebuildRegion, enter_module, hand_to_first_block, leave_module
 from hf_ckpt.engines.sac import SacRegion
 from hf_ckpt.engines.segments import Segment, SegmentRegion, StartOfStack, end_of_stack
@@ -36,10 +40,12 @@ from hf_ckpt.families import (
     frozen_prefix,
     plain_modules,
     refuse_other_owner,
+    vocabulary_head,
 )
 from hf_ckpt.plan import Action, Description, Plan
-from hf_ckpt.planner import PLANNING_POLICIES, fit_plan, make_plan, refuse_unavailable
+from hf_ckpt.planner import PLANNING_POLICIES, fit_plan, make_plan
 from hf_ckpt.spec import Spec, SpecLike
+from hf_ckpt.units import parse_bytes
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +78,13 @@ Region = FullRegion | RebuildRegion
 
 
 @dataclasses.dataclass
+class HeadCalls:
+    """How often a head ran in chunks."""
+
+    calls: int = 0
+
+
+@dataclasses.dataclass
 class Installation:
     """What hf_ckpt keeps on a model."""
 
@@ -87,6 +100,7 @@ class Installation:
     handles: list[Any] = dataclasses.field(default_factory=list)
     planned: Planned | None = None
     """What `budget` or `auto` planned for, once the first batch was seen."""
+    heads: HeadCalls = dataclasses.field(default_factory=lambda: HeadCalls())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "planned": None}  # of this process and its memory
@@ -113,7 +127,6 @@ def install(
 
     Raises:
         SpecError: the spec is refused; whatever was installed before stays as it was.
-        NotAvailableError: the policy has no engine in this version.
         NoBlocksError, PlanMismatchError, OwnerConflictError: as their names say.
     """
     if model is None:
@@ -170,7 +183,13 @@ def describe(model: nn.Module) -> Description:
         dropped=_total(region.dropped for region in rebuilding),
         kept=_total(region.kept for region in rebuilding),
         kept_to_rebuild=_total(region.kept_to_rebuild for region in rebuilding),
+        chunked_heads=record.heads.calls,
+        moved=_total([{name: size} for name, region in record.regions.items() if (size := _moved_bytes(region))]),
     )
+
+
+def _moved_bytes(region: Region) -> int:
+    return region.moved_bytes if isinstance(region, (OffloadRegion, RebuildRegion)) else 0
 
 
 def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -307,23 +326,32 @@ def _adopt(base: nn.Module, record: Installation, spec: Spec, plan: Plan) -> Non
     segments: dict[str, Segment] = {}
     for _, names in plan.segments():
         segments.update(dict.fromkeys(names, Segment(tuple(names))))
-    record.regions = {name: _region(name, action, spec, segments.get(name)) for name, action in plan.active().items()}
+    mover = Mover(None if spec.host_budget is None else parse_bytes(spec.host_budget))
+    # The backward begins with the last block of a stack: nothing would be gained by moving what it needs.
+    last = {pairs[-1][0].name for pairs in plan.stacks().values()}
+    record.regions = {
+        name: _region(name, action, spec, segments.get(name), None if name in last else mover)
+        for name, action in plan.active().items()
+    }
 
 
-def _region(block: str, action: Action, spec: Spec, segment: Segment | None) -> Region:
-    """The function that carries out a block's action."""
+def _region(block: str, action: Action, spec: Spec, segment: Segment | None, mover: Mover | None) -> Region:
+    """The function that carries out a block's action. `mover` is None where nothing is to be moved."""
     # `auto` preserves always: on the CPU keeping the state is lost in the noise of a recomputation, while looking for
     # an active dropout takes 12 (plain) to 160 us (LoRA) a block.
     options: dict[str, Any] = {
         "preserve_rng_state": spec.preserve_rng_state is not False,
         "determinism_check": spec.determinism_check,
     }
-    if action.kind == "full":
+    if action.kind == "offload" and mover is not None:
+        return OffloadRegion(block, mover, **options)
+    if action.kind in ("full", "offload"):
         return SegmentRegion(block, segment, **options) if segment else FullRegion(block, **options)
     sac = SacRegion(block, save=action.save, **options)
     if spec.engine == "sac":
         return sac
-    return RebuildRegion(block, save=action.save, compiled=sac if spec.engine == "auto" else None)
+    moving = mover if action.moved else None
+    return RebuildRegion(block, save=action.save, compiled=sac if spec.engine == "auto" else None, mover=moving)
 
 
 def _enable(base: compat.PreTrainedModel, asked: Mapping[str, Any]) -> None:
@@ -371,6 +399,8 @@ def _put_on(base: compat.PreTrainedModel, record: Installation) -> None:
             if owner is not base:
                 watch = PlanningHook(base, stack)
                 record.handles.append(owner.register_forward_pre_hook(watch, with_kwargs=True))
+    if record.plan.head != "full":
+        _put_on_head(base, record)
     if record.regions:
         _drop_input_gradients(base, record)
         owners = {id(owner): owner for owner in found.owners}.values()
@@ -379,6 +409,9 @@ def _put_on(base: compat.PreTrainedModel, record: Installation) -> None:
         for owner in owners if segments else ():
             record.handles.append(owner.register_forward_pre_hook(StartOfStack(segments)))
             record.handles.append(owner.register_forward_hook(end_of_stack, always_call=True))
+        movers = {region.mover for region in record.regions.values() if isinstance(region, RebuildRegion)}
+        for mover, owner in itertools.product(filter(None, movers), owners):
+            record.handles.append(owner.register_forward_hook(EndOfStack(mover), always_call=True))
         rebuilt = {name for name, region in record.regions.items() if isinstance(region, RebuildRegion)}
         for module in cheap_modules(found, rebuilt):
             record.handles.append(module.register_forward_pre_hook(enter_module, with_kwargs=True))
@@ -395,6 +428,9 @@ def _take_off(base: compat.PreTrainedModel, record: Installation) -> None:
     for handle in record.handles:
         handle.remove()
     record.handles = []
+    for module in base.modules():  # adapters may have come around the head since
+        if isinstance(vars(module).get("forward"), HeadForward):
+            del vars(module)["forward"]
     for name in _INPUT_GRADIENT_NAMES:
         if isinstance(vars(base).get(name), SkippedHook):
             del vars(base)[name]
@@ -402,6 +438,21 @@ def _take_off(base: compat.PreTrainedModel, record: Installation) -> None:
         base.enable_input_require_grads()
     record.input_gradient_hooks = 0
     record.enabled = False
+
+
+def _put_on_head(base: compat.PreTrainedModel, record: Installation) -> None:
+    head = vocabulary_head(base)
+    if head is None:
+        _warn_plain_head(type(base).__name__, "it has no projection onto a vocabulary")
+    elif "forward" in vars(head):
+        _warn_plain_head(type(base).__name__, "something else has replaced its forward")
+    else:
+        vars(head)["forward"] = HeadForward(base, head, record.plan.head, record.heads)
+
+
+@functools.lru_cache(maxsize=32)  # once
+def _warn_plain_head(model: str, reason: str) -> None:
+    log.warning("hf_ckpt: the head of %s is not run in chunks, because %s.", model, reason)
 
 
 def _drop_input_gradients(base: compat.PreTrainedModel, record: Installation) -> None:
@@ -559,6 +610,45 @@ class DisableHook(_ModelHook):
 
     def __call__(self) -> None:
         _disable(self.base)
+
+
+class HeadForward(_ModelHook):
+    """`forward` of the head while its plan is enabled: in chunks, where gradients will be wanted."""
+
+    def __init__(self, base: nn.Module, head: nn.Module, asked: int | str, counter: HeadCalls) -> None:
+        super().__init__(base)
+        self._head = weakref.ref(head)
+        self.asked, self.counter = asked, counter
+        self.plain: str | None = None
+        """Why it is not run in chunks, if so."""
+        self.checked = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """[..., hidden size] -> [..., vocabulary]."""
+        head = self._head()
+        assert head is not None, "the forward of a module outlived it"
+        run = functools.partial(type(head).forward, head)
+        if compat.is_compiling() or not (torch.is_grad_enabled() and head.training) or kwargs or len(args) != 1:
+            return run(*args, **kwargs)
+        if not self.checked:
+            self.checked = True
+            if not compat.parameters_stay(self.base):
+                self.plain = "its parameters are sharded or moved (FSDP, ZeRO-3, tensor parallelism, device maps)"
+        plain = self.plain or ("it has an active dropout, whose draws would be others" if has_dropout(head) else None)
+        if plain is not None:
+            _warn_plain_head(type(self.base).__name__, plain)
+            return run(*args)
+        result = chunked(head, run, *args, self.asked)
+        self.counter.calls += isinstance(result, Logits)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeadForward:
+        head: Any = self._head()
+        base = memo.get(id(self.base), self.base)
+        return HeadForward(base, memo.get(id(head), head), self.asked, copy.deepcopy(self.counter, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.base, self._head(), self.asked, self.counter)
 
 
 class PlanningHook(_ModelHook):
@@ -723,7 +813,6 @@ def _install_everywhere(given: SpecLike | Plan, enable_when_prepared: bool) -> N
     global _everywhere
     if not isinstance(given, Plan):
         given = Spec.parse(given)
-        refuse_unavailable(given)
         if given.plan is not None:
             Plan.load(given.plan)
     _uninstall_everywhere()

@@ -43,11 +43,14 @@ class Action:
     """Op classes whose results stay, for `selective`."""
     segment: int | None = None
     """For `full`: neighbours of the same number are recomputed as one region."""
+    moved: bool = False
+    """For `selective`: what is saved lies in host memory until backward."""
 
     def __str__(self) -> str:
         if self.segment is not None:
             return f"{self.kind} (segment {self.segment})"
-        return f"{self.kind} (save {', '.join(self.save)})" if self.save else self.kind
+        where = " in host memory" if self.moved else ""
+        return f"{self.kind} (save {', '.join(self.save)}{where})" if self.save else self.kind
 
 
 KEEP = Action("keep")
@@ -99,6 +102,8 @@ class Plan:
     """In the order the blocks run within each stack; stacks one after another."""
     prediction: Prediction | None = dataclasses.field(default=None, compare=False)
     """What it is expected to cost, where that was computed."""
+    head: int | str = "full"
+    """The head and its loss as a whole, or in chunks of so many tokens (`auto`: as many as seems best)."""
 
     def stacks(self) -> dict[str, list[tuple[Block, Action]]]:
         """The same pairs, stack by stack."""
@@ -125,10 +130,12 @@ class Plan:
             return {"block": block.name, "kind": block.kind, "action": action.kind} | (
                 ({"save": list(action.save)} if action.save else {})
                 | ({"segment": action.segment} if action.segment is not None else {})
+                | ({"moved": True} if action.moved else {})
             )
 
         stacks = {stack: [row(*pair) for pair in pairs] for stack, pairs in self.stacks().items()}
         found = {"hf_ckpt_plan": FORMAT_VERSION, "family": self.family, "model": self.model, "stacks": stacks}
+        found |= {"head": self.head} if self.head != "full" else {}
         return found if self.prediction is None else {**found, "prediction": self.prediction.to_dict()}
 
     @classmethod
@@ -140,7 +147,7 @@ class Plan:
             actions = tuple(_read_rows(given["stacks"]))
             predicted = given.get("prediction")
             prediction = None if predicted is None else Prediction.from_dict(predicted)
-            return cls(str(given["family"]), str(given["model"]), actions, prediction)
+            return cls(str(given["family"]), str(given["model"]), actions, prediction, _read_head(given))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanMismatchError(f"{source} is damaged: {error!r}") from error
 
@@ -176,6 +183,8 @@ class Plan:
             kinds = ", ".join(dict.fromkeys(block.kind for block, _ in pairs))
             parts = [f"{action} {_spans(indices)}" for action, indices in chosen.items()]
             lines.append(f"  {stack} ({len(pairs)} x {kinds}): {'; '.join(parts)}")
+        if self.head != "full":
+            lines.append(f"  head: in chunks ({self.head if isinstance(self.head, str) else f'{self.head} tokens'})")
         return "\n".join(lines)
 
 
@@ -200,6 +209,10 @@ class Description:
     """Autograd node -> bytes of its results that `selective` kept, parameters left out."""
     kept_to_rebuild: dict[str, int] = dataclasses.field(default_factory=dict)
     """The part of `kept` that autograd itself would not hold: without `selective` it holds the rest, and `dropped`."""
+    moved: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Block -> bytes that its last forward moved to host memory."""
+    chunked_heads: int = 0
+    """Calls of the head in chunks so far."""
 
     def save(self, path: str | Path) -> None:
         """Save the plan; see `Plan.save`."""
@@ -222,6 +235,11 @@ class Description:
                 f"  so far: {sum(self.forwards.values())} checkpointed block calls, "
                 f"{sum(self.recomputed.values())} recomputations"
             )
+        if self.moved:
+            moved = format_bytes(sum(self.moved.values()))
+            lines.append(f"  moved to host memory in the last forward: {moved} of {len(self.moved)} blocks")
+        if self.chunked_heads:
+            lines.append(f"  so far: {self.chunked_heads} calls of the head in chunks")
         for verb, parts in (("dropped, to be rebuilt", self.dropped), ("kept", self.kept)):
             if parts:
                 shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
@@ -249,6 +267,13 @@ def _spans(indices: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+def _read_head(given: Mapping[str, Any]) -> int | str:
+    head = given.get("head", "full")
+    if head not in ("full", "auto") and not (type(head) is int and head >= 1):
+        raise ValueError(f"its head is {head!r}, which is neither a number of tokens nor `auto` nor `full`")
+    return head  # type: ignore[no-any-return]
+
+
 def _read_rows(stacks: Mapping[str, list[Mapping[str, Any]]]) -> Iterator[tuple[Block, Action]]:
     for stack, rows in stacks.items():
         for index, row in enumerate(rows):
@@ -258,4 +283,9 @@ def _read_rows(stacks: Mapping[str, list[Mapping[str, Any]]]) -> Iterator[tuple[
             segment = row.get("segment")
             if segment is not None and (row["action"] != "full" or type(segment) is not int):
                 raise ValueError(f"{row['block']} has the segment {segment!r}, which is a number and goes with `full`")
-            yield block, Action(row["action"], tuple(row.get("save", ())), segment)
+            moved = row.get("moved", False)
+            if type(moved) is not bool or (moved and row["action"] != "selective"):
+                raise ValueError(
+                    f"{row['block']} has `moved` {moved!r}, which is true or false and goes with `selective`"
+                )
+            yield block, Action(row["action"], tuple(row.get("save", ())), segment, moved)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import difflib
 from collections.abc import Iterable, Sequence
 
-from hf_ckpt.errors import NotAvailableError, PlanMismatchError, SpecError
+from hf_ckpt.errors import PlanMismatchError, SpecError
 from hf_ckpt.plan import KEEP, Action, Block, Plan, run_lengths
 from hf_ckpt.spec import Spec, parse_layers
 
-# Policies an engine exists for. The others are valid specs, refused when they are installed.
-AVAILABLE_POLICIES = ("none", "full", "selective", "budget", "auto")
 PLANNING_POLICIES = ("budget", "auto")
 """Policies whose plan is made for the first batch of the training."""
-_WANTED = (*AVAILABLE_POLICIES, "every_n_layers", "layers", "segments", "rules", "plan")
 
 Stacks = dict[str, list[Block]]
 
@@ -22,12 +20,12 @@ Stacks = dict[str, list[Block]]
 def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> Plan:
     """One action for every block.
 
-    Raises `NotAvailableError` for a policy without an engine, and `SpecError` with every reason why the spec does not
-    fit these blocks: an unknown stack, a layer out of range, a choice that matches no block.
+    Raises `SpecError` with every reason why the spec does not fit these blocks: an unknown stack, a layer out of range,
+    a choice that matches no block.
     """
-    refuse_unavailable(spec)
     if spec.plan is not None:
-        return fit_plan(Plan.load(spec.plan), blocks, family, model, spec.plan)
+        plan = fit_plan(Plan.load(spec.plan), blocks, family, model, spec.plan)
+        return plan if spec.head == "full" else dataclasses.replace(plan, head=spec.head)
     stacks = _by_stack(blocks)
     problems: list[str] = []
     actions = dict.fromkeys(blocks, KEEP)
@@ -35,14 +33,14 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
         for blocks_of_one in stacks.values():
             actions.update(_in_segments(spec.segments, blocks_of_one, problems))
     else:
-        base = _action(spec.policy, spec.save)
+        base = _action(spec.policy, spec.save, spec.offload)
         actions.update(dict.fromkeys(_base_selection(spec, stacks, problems), base))
     for number, rule in enumerate(spec.rules):
         chosen = _select(rule.layers, rule.stack, stacks, f"`rules`[{number}]", problems)
-        actions.update(dict.fromkeys(chosen, _action(rule.policy, rule.save or spec.save)))
+        actions.update(dict.fromkeys(chosen, _action(rule.policy, rule.save or spec.save, spec.offload)))
     if problems:
         raise SpecError(problems)
-    return Plan(family=family, model=model, actions=tuple(actions.items()))
+    return Plan(family=family, model=model, actions=tuple(actions.items()), head=spec.head)
 
 
 def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, source: str = "the plan") -> Plan:
@@ -56,25 +54,12 @@ def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, sourc
             f"with {len(ours)}; first difference at {min(differing)!r}."
         )
     planned = {block.name: action for block, action in plan.actions}
-    unavailable = sorted({action.kind for action in planned.values()} - {"keep", *AVAILABLE_POLICIES})
-    if unavailable:
-        raise NotAvailableError([f"action {kind!r}" for kind in unavailable], _WANTED)
     actions = tuple((block, planned[block.name]) for block in blocks)
-    fitted = Plan(family=family, model=model, actions=actions, prediction=plan.prediction)
+    fitted = Plan(family=family, model=model, actions=actions, prediction=plan.prediction, head=plan.head)
     apart = [name for name, times in collections.Counter(name for name, _ in fitted.segments()).items() if times > 1]
     if apart:
         raise PlanMismatchError(f"{source} spreads {', '.join(apart)} over blocks that are no neighbours.")
     return fitted
-
-
-def refuse_unavailable(spec: Spec) -> None:
-    """Raise `NotAvailableError` when the spec asks for something no engine can do yet."""
-    policies = dict.fromkeys([spec.policy, *(rule.policy for rule in spec.rules)])
-    missing = [f"policy {policy!r}" for policy in policies if policy not in AVAILABLE_POLICIES]
-    if spec.offload is not False:
-        missing.append("`offload`")
-    if missing:
-        raise NotAvailableError(missing, _WANTED)
 
 
 def _in_segments(segments: int | str, blocks: Sequence[Block], problems: list[str]) -> dict[Block, Action]:
@@ -94,10 +79,14 @@ def _by_stack(blocks: Iterable[Block]) -> Stacks:
     return stacks
 
 
-def _action(policy: str, save: tuple[str, ...]) -> Action:
+def _action(policy: str, save: tuple[str, ...], offload: bool | str) -> Action:
+    if policy == "none":
+        return KEEP
+    if policy == "selective":
+        return Action(policy, save, moved=offload == "saved")
     if policy in PLANNING_POLICIES:  # until the first batch is known, what keeps least
         policy = "full"
-    return KEEP if policy == "none" else Action(policy, save if policy == "selective" else ())
+    return Action("offload" if offload is True else policy)
 
 
 def _base_selection(spec: Spec, stacks: Stacks, problems: list[str]) -> list[Block]:

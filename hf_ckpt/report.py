@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hf_ckpt.budgets import Option
     from hf_ckpt.demo import DemoResult
     from hf_ckpt.foresight import Foresight
+    from hf_ckpt.headbench import HeadBench
     from hf_ckpt.planbench import PlanBench
 
 TUNING_NAMES = {"full": "full fine-tuning", "lora": "LoRA"}
@@ -198,7 +199,7 @@ def print_foresight(found: Foresight, console: Console | None = None) -> None:
     for place, name in enumerate(("option", "peak", "", "step", "", "fits")):
         table.add_column(name, justify="left" if place == 0 else "right")
     rows = [("this plan", prediction.peak_bytes, prediction.step_seconds)]
-    shown = [*_few(found.usual), *found.frontier]
+    shown = [*_few(found.usual), *found.further, *found.frontier]
     rows += [(option.name, option.peak_bytes, option.step_seconds) for option in shown]
     for name, peak, seconds in rows:
         table.add_row(
@@ -254,6 +255,7 @@ _COLOURS = {
     "selective (save linear)": "#8fbf9f",
     "full": "#dd8452",
     "offload": "#8172b3",
+    "selective (save linear, attention in host memory)": "#da8bc3",
 }
 
 
@@ -305,34 +307,23 @@ def _draw_frontier(axes: Any, found: Foresight) -> None:
         marker=".",
         label="hf_ckpt, by budget",
     )
-    every = [option for option in found.usual if option.name.startswith("every_n_layers")]
-    axes.scatter(
-        [option.peak_bytes / GIB for option in every],
-        [option.step_seconds for option in every],
-        marker="x",
-        color="0.5",
-        label="every_n_layers (transformers)",
-    )
-    segments = [option for option in found.usual if option.name.startswith("segments")]
-    axes.scatter(
-        [option.peak_bytes / GIB for option in segments],
-        [option.step_seconds for option in segments],
-        marker="+",
-        color="0.5",
-        label="segments: 2 blocks, sqrt",
-    )
-    for option in found.usual:
-        if option not in every and option not in segments:
-            place = option.peak_bytes / GIB, option.step_seconds
-            axes.scatter(*place, color="0.2", s=24, zorder=3)
-            axes.annotate(option.name, place, textcoords="offset points", xytext=(5, 4), fontsize=8)
+    rows = ("every_n_layers", "x", "every_n_layers (transformers)"), ("segments", "+", "segments: 2 blocks, sqrt")
+    for start, marker, label in rows:
+        options = [option for option in found.usual if option.name.startswith(start)]
+        places = [option.peak_bytes / GIB for option in options], [option.step_seconds for option in options]
+        axes.scatter(*places, marker=marker, color="0.5", label=label)
+    others = (*found.usual, *found.further)
+    single = [option for option in others if not option.name.startswith(tuple(start for start, _, _ in rows))]
+    for marker, option in zip("os^vDPh", single, strict=False):
+        place = option.peak_bytes / GIB, option.step_seconds
+        axes.scatter(*place, marker=marker, color="0.2", s=24, zorder=3, label=option.name)
     axes.scatter(prediction.peak_bytes / GIB, prediction.step_seconds, marker="*", s=140, zorder=4, label="this plan")
     axes.axvline(found.budget_bytes / GIB, color="black", linestyle="--", linewidth=1)
-    peaks = [option.peak_bytes / GIB for option in (*ours, *found.usual)]
+    peaks = [option.peak_bytes / GIB for option in (*ours, *others)]
     axes.set_xlim(min(peaks) * 0.97, max(peaks) * 1.03)
     axes.set(xlabel="peak (GiB)", ylabel="step (s)")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
 
 
 def print_engines(result: EngineBench, console: Console | None = None) -> None:
@@ -496,6 +487,40 @@ def print_plans(result: PlanBench, console: Console | None = None) -> None:
         "peak:         most live bytes of a step, weights and gradients included, counted exactly; no optimizer.\n"
         f"step:         forward and backward, median of {settings.repeats} interleaved repeats; ratios within one.\n"
         "of its rival: over the option of transformers whose predicted peak was the budget.",
+        highlight=False,
+    )
+
+
+def print_head(result: HeadBench, console: Console | None = None) -> None:
+    """One row for each way to run each head."""
+    from rich.table import Table
+
+    console = console or make_console()
+    table = Table(title="the head and its loss", title_justify="left", pad_edge=False)
+    names = ("hidden", "type", "weight", "chunks", "peak", "of it its gradient", "smaller", "step", "of whole", "error")
+    for place, name in enumerate(names):
+        table.add_column(name, justify="left" if place in (1, 2, 3) else "right")
+    for row in result.rows:
+        table.add_row(
+            str(row.hidden),
+            row.dtype,
+            row.tuning,
+            "none" if row.head == "full" else str(row.head),
+            format_bytes(row.peak_bytes),
+            format_bytes(row.weight_gradient_bytes),
+            format_ratio(row.bytes_ratio),
+            format_seconds(statistics.median(row.step_seconds)),
+            format_ratio(row.time_ratio),
+            f"{row.error:.1e}",
+        )
+    console.print(table)
+    settings, found_at = result.settings, result.circumstances
+    console.print(
+        f"vocabulary {settings.vocabulary}, {settings.tokens} tokens; {found_at['device']}, {found_at['threads']} "
+        f"threads;\ntorch {found_at['torch']}, transformers {found_at['transformers']}, {found_at['date']}\n"
+        "peak:  most live bytes above hidden states, weight and labels, the gradient of the weight among them.\n"
+        f"step:  forward and backward, median of {settings.repeats} interleaved repeats; ratios within one.\n"
+        "error: of gradients, against float64: norm of the difference over norm.",
         highlight=False,
     )
 

@@ -171,7 +171,7 @@ def _stages(costs: Costs, always: int) -> Iterator[_Stage]:
         for place, kind in enumerate(stack.kinds):
             pending -= stack.gradients[kind]
             yield dict(_block_moves(costs, stack, place, always, pending, last_keys))
-        last_keys = [(stack.kinds[-1], action) for action in stack.choices[stack.kinds[-1]]]
+        last_keys = [(stack.kinds[-1], action) for action in stack.choices_at(len(stack.kinds) - 1)]
     head: dict[tuple[Key | None, Key | None], _Move] = {}
     for last, (forward, backward) in costs.head.items():
         behind = costs.stacks[-1].lent_by(last) + forward.net + _largest(costs, backward, 0)
@@ -185,8 +185,8 @@ def _block_moves(
     kind, at_end = stack.kinds[place], place == len(stack.kinds) - 1
     befores: Sequence[Key | None] = last_keys
     if place:
-        befores = [(stack.kinds[place - 1], action) for action in stack.choices[stack.kinds[place - 1]]]
-    for action in stack.choices[kind]:
+        befores = [(stack.kinds[place - 1], action) for action in stack.choices_at(place - 1)]
+    for action in stack.choices_at(place):
         key = kind, action
         for before in befores:
             cost = stack.costs[before if place else None, key]
@@ -206,7 +206,9 @@ def _largest(costs: Costs, backward: Phase, gradients: int) -> int:
 def _in_order(costs: Costs, choice: Choice) -> Choice:
     """The same actions with those first that leave the least, unless that is slower or higher."""
     ordered = tuple(_ordered(stack, chosen) for stack, chosen in zip(costs.stacks, choice, strict=True))
-    if ordered == choice:
+    rows = zip(costs.stacks, ordered, strict=True)
+    allowed = all(action in stack.choices_at(place) for stack, row in rows for place, action in enumerate(row))
+    if ordered == choice or not allowed:
         return choice
     now, then = worst_timeline(costs, choice), worst_timeline(costs, ordered)
     return ordered if then.nanoseconds <= now.nanoseconds and then.peak_bytes <= now.peak_bytes else choice

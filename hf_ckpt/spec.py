@@ -24,6 +24,7 @@ POLICIES = ("none", "full", "selective", "offload", "budget", "auto")
 SAVE_CLASSES = ("linear", "attention")
 DEFAULT_SAVE = ("linear", "attention")
 ENGINES = ("auto", "rebuild", "sac")
+HEADS = ("full", "auto")
 # Keys that say which blocks get what. An enable call without any of them keeps the plan that is installed.
 SELECTING_KEYS = frozenset(
     {"policy", "save", "every_n_layers", "layers", "segments", "budget", "host_budget", "offload", "rules", "plan"}
@@ -75,7 +76,7 @@ class Spec:
     budget: int | float | str | None = None
     """The peak allowed: bytes, "20GiB", or a fraction of the device ("80%", 0.8)."""
     host_budget: int | str | None = None
-    """Host memory that offload may use, in bytes or as "64GiB"."""
+    """Host memory that offloading may use, in bytes or as "64GiB". Without it a planned policy does not offload."""
     offload: bool | str = False
     """Hugging Face's flag (`True`: hidden states to host memory), or "saved"."""
     rules: tuple[Rule, ...] = ()
@@ -88,6 +89,8 @@ class Spec:
     """`default` or `none`, as in `torch.utils.checkpoint`."""
     use_reentrant: bool = False
     """Only `False` is accepted."""
+    head: int | str = "full"
+    """`full`, or the head and its loss in chunks of so many tokens; `auto` chooses how many."""
     plan: str | None = None
     """Path of a saved plan to install instead of planning."""
 
@@ -281,8 +284,27 @@ def _conflicts(spec: Spec, given: Mapping[str, Any]) -> list[str]:
             f"`engine` goes with `policy: selective`, but policy is {spec.policy!r}.",
         ),
         (
-            spec.host_budget is not None and not ({"offload"} | planned) & policies and not spec.offload,
+            spec.host_budget is not None
+            and not ({"offload"} | planned) & policies
+            and not spec.offload
+            and spec.plan is None,
             f"`host_budget` goes with offload, budget or auto, but policy is {spec.policy!r}.",
+        ),
+        (
+            spec.offload is True and not ({"full", "offload"} | planned) & policies,
+            f"`offload: true` moves what `full` keeps, but policy is {spec.policy!r}; for `selective` it is 'saved'.",
+        ),
+        (
+            spec.offload == "saved" and not ({"selective"} | planned) & policies,
+            f"`offload: saved` moves what `selective` saves, but policy is {spec.policy!r}; for `full` it is true.",
+        ),
+        (
+            spec.offload == "saved" and spec.engine == "sac",
+            "`offload: saved` needs the rebuild engine: SAC does not let what it saves be moved.",
+        ),
+        (
+            spec.offload is True and spec.segments is not None,
+            "`offload` moves the hidden states of single blocks; it cannot be combined with `segments`.",
         ),
         (
             spec.layers is not None and spec.every_n_layers != 1,
@@ -305,7 +327,8 @@ def _conflicts(spec: Spec, given: Mapping[str, Any]) -> list[str]:
             f"`policy: none` leaves every block as it is; remove {', '.join(selecting)}.",
         ),
         (
-            spec.plan is not None and bool((SELECTING_KEYS - {"plan"}) & given.keys() - {"every_n_layers", "offload"}),
+            spec.plan is not None
+            and bool(SELECTING_KEYS & given.keys() - {"plan", "host_budget", "every_n_layers", "offload"}),
             "`plan` already says what every block gets; remove the other selecting keys.",
         ),
     ]
@@ -395,6 +418,12 @@ def _read_budget(value: Any) -> int | float | str | None:
     return _read_size(value)
 
 
+def _read_head(value: Any) -> int | str:
+    if type(value) is int and value >= 1:
+        return value
+    return _one_of(*HEADS, "a number of tokens of at least 1")(value)  # type: ignore[no-any-return]
+
+
 def _read_save(value: Any) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not names or not set(map(str, names)) <= set(SAVE_CLASSES):
@@ -458,5 +487,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "preserve_rng_state": _one_of("auto", True, False),
     "determinism_check": _one_of("default", "none"),
     "use_reentrant": _read_reentrant,
+    "head": _read_head,
     "plan": _read_plan,
 }

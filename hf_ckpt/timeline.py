@@ -90,6 +90,15 @@ class StackCosts:
     """Gradients of what its blocks share, alive from the last block's backward on."""
     before_turn_bytes: int
     """As `turn_bytes`, for what runs before the stack."""
+    instead: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Action that moves what it keeps to host memory -> the one that keeps the same on the device."""
+    movable: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Such an action -> how many blocks it may be given to, from the first one on."""
+
+    def choices_at(self, place: int) -> tuple[int, ...]:
+        """The actions to choose from for one block."""
+        here = self.choices[self.kinds[place]]
+        return tuple(action for action in here if place < self.movable.get(action, len(self.blocks)))
 
     def lent_by(self, key: Key) -> int:
         """`lent_bytes` of a block, whatever is before it."""
@@ -134,6 +143,8 @@ class Costs:
     """Of one micro-step."""
     accumulation: int = 1
     optimizer_nanoseconds: int = 0
+    head_tokens: int | str = "full"
+    """How the head runs: as `Plan.head` says."""
     notes: tuple[str, ...] = ()
     """What was assumed."""
 
@@ -143,11 +154,13 @@ class Costs:
         return (False, True) if self.accumulation > 1 else (False,)
 
     def uniform(self, action: int) -> Choice:
-        """One action for every block that can have it; the others keep their only one."""
-        return tuple(
-            tuple(action if action in stack.choices[kind] else stack.choices[kind][0] for kind in stack.kinds)
-            for stack in self.stacks
-        )
+        """One action for every block that can have it; the others get what is nearest to it."""
+
+        def fitting(stack: StackCosts, place: int) -> int:
+            here = stack.choices_at(place)
+            return next((found for found in (action, stack.instead.get(action)) if found in here), here[0])
+
+        return tuple(tuple(fitting(stack, place) for place in range(len(stack.kinds))) for stack in self.stacks)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,6 +86,25 @@ def test_it_fits_and_gives_the_same_gradients(family, lora, without_state):
         hf_ckpt.uninstall(model)
 
 
+def test_a_head_in_chunks_where_it_is_allowed_and_nothing_else_fits(without_state):
+    """The peak is the head's: with chunks the budget is kept, without them it cannot be."""
+    model = without_state(tiny_model("llama", layers=3, hidden=64, attention="sdpa", vocab_size=4000))
+    batch = tiny_batch("llama", batch=4, tokens=256)
+    expected = step(model, batch)
+    budgeted(model, "1MiB")
+    with pytest.raises(InfeasibleError, match='the head in chunks \\("head": "auto"\\)') as refused:
+        step(model, batch)
+    budget = int(refused.value.floor_bytes * 0.8)
+    budgeted(model, budget, head="auto")
+    found = step(model, batch)
+    done = hf_ckpt.describe(model)
+    assert done.plan.head == "auto"
+    assert done.chunked_heads == 1
+    assert live_peak(model, batch) <= budget
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, rtol=0, atol=0.05 * float(gradient.abs().max())), name
+
+
 def test_verify_plans_too():
     model, batch = model_of(), tiny_batch("llama", **SIZES)
     result = hf_ckpt.verify(model, batch, {"policy": "budget", "budget": "36MiB"})

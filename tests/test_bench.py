@@ -214,6 +214,23 @@ def test_pictures_need_matplotlib_and_the_rebuild_engine(monkeypatch, tmp_path):
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
+def test_heads_are_measured_whole_and_in_chunks(tmp_path, capsys):
+    words = ["--vocabulary", "4000", "--tokens", "512", "--hidden", "32", "--chunk", "64", "--chunk", "128"]
+    assert cli.main(["bench", "head", *words, "--repeats", "2", "--json", str(tmp_path / "head.json")]) == 0
+    found = json.loads((tmp_path / "head.json").read_text())
+    assert found["ok"]
+    rows = found["rows"]
+    assert [row["head"] for row in rows] == ["full", 64, 128] * 4
+    for whole, small, large in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+        assert whole["bytes_ratio"] == whole["time_ratio"] == 1
+        assert whole["peak_bytes"] > large["peak_bytes"] > small["peak_bytes"] > 0
+        assert large["peak_bytes"] - large["weight_gradient_bytes"] < whole["peak_bytes"] / 3
+        assert small["error"] <= 1.2 * whole["error"] + 1e-6
+        assert len(small["step_seconds"]) == 2
+    assert "the head and its loss" in capsys.readouterr().out
+    assert cli.main(["bench", "head", "--tokens", "64", "--chunk", "64"]) == 2  # there is but one
+
+
 def test_plans_are_measured_beside_what_they_are_planned_for(tmp_path, capsys):
     """Every option runs with the same gradients; peaks are as predicted, and those of plans within their rivals'."""
     files = ["--json", str(tmp_path / "plans.json"), "--png", str(tmp_path / "plans.png")]

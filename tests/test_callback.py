@@ -112,6 +112,15 @@ def test_figures_reach_the_file_the_history_and_the_console(tmp_path, capsys):
     assert sum(hf_ckpt.describe(model).recomputed.values()) == 4 * 4
 
 
+def test_of_a_head_in_chunks_a_chunk_is_told(tmp_path):
+    model = tiny_model("llama")
+    hf_ckpt.install(model)
+    spec = {f"{FLAG}_kwargs": {"policy": "full", "head": 8}}
+    trainer(tmp_path, model, callbacks=[MemoryTimeCallback()], **spec).train()
+    assert {round(row["memory/head_gib"] * 2**30) for row in metrics(tmp_path)} == {8 * 320 * 4}
+    assert hf_ckpt.describe(model).chunked_heads == 4
+
+
 def compat_source() -> str:
     from hf_ckpt.measure import peak_meter
 

@@ -200,10 +200,12 @@ class FSDPCase:
     every: int = 1
     save: tuple[str, ...] = ()
     """What stays under `selective`; empty: `full`."""
+    head: int | str = "full"
+    """Tokens a chunk; a sharded head is run as a whole all the same."""
 
     def to_dict(self) -> dict[str, Any]:
         spec: dict[str, Any] = {"policy": "full"} if not self.save else {"policy": "selective", "save": list(self.save)}
-        return {**dataclasses.asdict(self), "spec": {**spec, "every_n_layers": self.every}}
+        return {**dataclasses.asdict(self), "spec": {**spec, "every_n_layers": self.every, "head": self.head}}
 
 
 FSDP_CASES: dict[str, FSDPCase] = {
@@ -218,6 +220,8 @@ FSDP_CASES: dict[str, FSDPCase] = {
         "selective": {"save": ("linear", "attention")},
         "selective-bf16": {"half": True, "dropout": 0.1, "save": ("linear", "attention")},
         "selective-attention": {"half": True, "save": ("attention",)},
+        "head": {"head": 4},
+        "head-after": {"head": 4, "when": "after"},
     }.items()
 }
 KINDS = {"llama": "LlamaDecoderLayer", "bert": "BertLayer", "t5": "T5Block"}
@@ -241,6 +245,9 @@ def test_fsdp2_gradients_are_those_of_fsdp2_without_hf_ckpt(fsdp2: Results, name
         assert found["sharded"]
         assert found["unlike_plain_fsdp"] == []
         assert found["zero"] == []
+        assert found["chunked_heads"] == 0
+        told = "its parameters are sharded or moved" in found["said"]
+        assert told == (FSDP_CASES[name].head != "full" and FSDP_CASES[name].family != "bert")  # a classifier has none
 
 
 @pytest.mark.parametrize("name", FSDP_CASES)

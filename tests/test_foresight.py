@@ -21,6 +21,7 @@ from hf_ckpt.setups import Setup, blueprint_of_setup, step_of_setup
 from hf_ckpt.timeline import step_nanoseconds
 from hf_ckpt.timings import measured, of_setup
 from hf_ckpt.tiny import tiny_batch, tiny_model
+from hf_ckpt.variants import all_variants
 
 SMALL = Setup("gpt2", batch=2, tokens=64)
 
@@ -71,7 +72,19 @@ def test_json_holds_everything(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["setup"]["lora"] == 4
     assert found["plan"]["prediction"]["tokens"] == 3 * 64
-    assert {row["name"] for row in found["usual"]} >= {"none", "full", "offload", "every_n_layers: 2", "segments of 2"}
+    assert {row["name"] for row in found["usual"]} >= {
+        "none",
+        "full",
+        "offload (transformers)",
+        "every_n_layers: 2",
+        "segments of 2",
+    }
+    assert [row["name"] for row in found["further"]] == [
+        "offload",
+        "selective, saved in host memory",
+        "full, head in chunks",
+        "offload, head in chunks",
+    ]
     frontier = found["frontier"]
     assert len(frontier) > 3
     assert [row["peak_bytes"] for row in frontier] == sorted(row["peak_bytes"] for row in frontier)
@@ -135,9 +148,15 @@ def test_largest_batch_and_sequence_fit_and_no_larger_ones_do():
 
     def fits(**changes):
         setup = Setup("gpt2", **{"batch": 2, "tokens": 64, **changes})
-        costs = trace_costs(blueprint, step_of_setup(setup, blueprint), DEVICES[device], trial)
+        step = step_of_setup(setup, blueprint)
+        costs = trace_costs(blueprint, step, DEVICES[device], trial)
         try:
-            return plan_within(costs, 1400 * 2**20).prediction.peak_bytes <= 1400 * 2**20
+            return (
+                plan_within(
+                    all_variants(costs, blueprint, step, DEVICES[device], trial, head="full"), 1400 * 2**20
+                ).prediction.peak_bytes
+                <= 1400 * 2**20
+            )
         except InfeasibleError:
             return False
 

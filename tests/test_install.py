@@ -18,8 +18,8 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import hf_ckpt
-from hf_ckpt import Plan, compat, install, planner
-from hf_ckpt.errors import HfCkptError, NotAvailableError, OwnerConflictError, PlanMismatchError, SpecError
+from hf_ckpt import Plan, compat, install
+from hf_ckpt.errors import HfCkptError, OwnerConflictError, PlanMismatchError, SpecError
 from hf_ckpt.families import find_blocks
 from hf_ckpt.install import enable_calls, installation, lost_blocks, trial
 from hf_ckpt.tiny import FAMILIES, tiny_batch, tiny_model
@@ -204,7 +204,6 @@ REFUSED = [
     {"every_n_layers": True},
     {"context_fn": print},
 ]
-MISSING = [policy for policy in ("selective", "offload", "auto") if policy not in planner.AVAILABLE_POLICIES]
 
 
 @pytest.mark.parametrize("asked", REFUSED, ids=str)
@@ -225,33 +224,6 @@ def test_a_refused_spec_leaves_everything_as_it_was(asked, was):
         assert active(model) == ([ALL[1]] if was == "enabled" else [])
         assert hf_ckpt.describe(model).spec == {"policy": "full", "layers": "1"}
     assert snapshot(model) == before
-
-
-@pytest.mark.parametrize("policy", MISSING)
-def test_a_policy_without_an_engine_installs_nothing(policy):
-    model = tiny_model("llama")
-    before = snapshot(model)
-    with pytest.raises(NotAvailableError, match=policy):
-        hf_ckpt.install(model, policy)
-    assert snapshot(model) == before
-    hf_ckpt.install(model, {"layers": "0"})
-    enable(model)
-    with pytest.raises(NotAvailableError, match=policy):
-        enable(model, {"policy": policy})
-    assert active(model) == [ALL[0]]
-
-
-@pytest.mark.skipif("offload" in planner.AVAILABLE_POLICIES, reason="offload has an engine")
-def test_transformers_own_offload_flag_is_not_swallowed():
-    """Trainer passes `offload` beside the kwargs."""
-    model = tiny_model("llama")
-    hf_ckpt.install(model)
-    for refused in ({"offload": True}, {"offload": "saved"}):
-        with pytest.raises(NotAvailableError, match="`offload`"):
-            getattr(model, compat.ENABLE_NAMES[0])(None, **refused)
-        with pytest.raises(NotAvailableError, match="`offload`"):
-            enable(model, refused)
-    assert flags(model) == []
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])

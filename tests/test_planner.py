@@ -10,9 +10,9 @@ import yaml
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hf_ckpt.errors import NotAvailableError, PlanMismatchError, SpecError
+from hf_ckpt.errors import PlanMismatchError, SpecError
 from hf_ckpt.plan import KEEP, Action, Block, Description, Plan
-from hf_ckpt.planner import AVAILABLE_POLICIES, fit_plan, make_plan
+from hf_ckpt.planner import fit_plan, make_plan
 from hf_ckpt.spec import POLICIES, Spec
 
 
@@ -191,40 +191,16 @@ EXAMPLES = {
     "full": {"policy": "full"},
     "none": {"policy": "none"},
     "selective": {"policy": "selective", "save": ["linear"]},
-    "offload": {"policy": "offload", "every_n_layers": 2},
+    "offload": {"policy": "offload"},
     "budget": {"policy": "budget", "budget": "20GiB"},
     "auto": {"policy": "auto"},
 }
-NOT_YET = {policy: EXAMPLES[policy] for policy in POLICIES if policy not in AVAILABLE_POLICIES} | {
-    f"rule with {policy}": {"rules": [{"layers": "0", "policy": policy}]}
-    for policy in ("selective", "offload")
-    if policy not in AVAILABLE_POLICIES
-}
-if "offload" not in AVAILABLE_POLICIES:
-    NOT_YET |= {"offload: true": {"offload": True}, "offload: saved": {"offload": "saved"}}
 
 
-@pytest.mark.parametrize("spec", NOT_YET.values(), ids=NOT_YET.keys())
-def test_a_policy_without_an_engine_is_a_spec_but_no_plan(spec):
-    parsed = Spec.parse(spec)
-    assert Spec.parse(parsed.to_json()) == parsed
-    with pytest.raises(NotAvailableError, match="is not available in this version of hf_ckpt; what can be installed: "):
-        plan_for(spec, decoder=4)
-
-
-@pytest.mark.parametrize("policy", AVAILABLE_POLICIES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_available_policies_make_plans(policy):
     wanted = [] if policy == "none" else [0, 1]
     assert chosen(plan_for(EXAMPLES[policy], decoder=2)) == {"decoder": wanted}
-
-
-def test_everything_that_is_missing_is_named_at_once():
-    """A policy and another key that no engine can do yet."""
-    if "offload" in AVAILABLE_POLICIES:
-        pytest.skip("nothing of this is missing")
-    with pytest.raises(NotAvailableError) as caught:
-        plan_for({"policy": "none", "rules": [{"layers": "0", "policy": "offload"}], "offload": True}, decoder=4)
-    assert caught.value.wanted == ("policy 'offload'", "`offload`")
 
 
 # --- plans as files -------------------------------------------------------------------------------------------------
@@ -259,15 +235,6 @@ def test_a_plan_with_saved_classes_round_trips():
     assert Plan.from_dict(plan.to_dict()) == plan
     assert str(action) == "selective (save linear)"
     assert fit_plan(plan, blocks(decoder=2), "t5", "T5Model") == plan
-
-
-def test_a_plan_without_an_engine_is_refused():
-    plan = Plan("t5", "T5Model", tuple((block, Action("offload")) for block in blocks(decoder=2)))
-    assert Plan.from_dict(plan.to_dict()) == plan
-    if "offload" in AVAILABLE_POLICIES:
-        pytest.skip("offload has an engine")
-    with pytest.raises(NotAvailableError, match="action 'offload' is not available"):
-        fit_plan(plan, blocks(decoder=2), "t5", "T5Model")
 
 
 @pytest.mark.parametrize(

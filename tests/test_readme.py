@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from hf_ckpt.callback import METRICS_FILE
-from hf_ckpt.planner import AVAILABLE_POLICIES
 from hf_ckpt.spec import _READERS, POLICIES
 from hf_ckpt.tiny import tiny_batch, tiny_model
 
@@ -98,7 +97,7 @@ def test_every_key_and_policy_is_named():
     for key in _READERS:
         assert f"`{key}`" in table, key
     available = table.partition("| `policy` | ")[2].partition("|")[0]
-    assert [name for name in POLICIES if f"`{name}`" in available] == list(AVAILABLE_POLICIES)
+    assert [name for name in POLICIES if f"`{name}`" in available] == list(POLICIES)
 
 
 def test_every_family_row_is_listed():

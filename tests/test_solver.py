@@ -420,7 +420,7 @@ def test_the_frontier_trades_time_for_bytes(costs, points):
 @given(costs=some_costs(most=6))
 def test_nothing_usual_is_faster_than_the_plan_for_its_peak(costs):
     options = usual_options(costs, host_bandwidth=1e9)
-    assert [options[0].name, *(option.name for option in options[-2:])] == ["none", "full", "offload"]
+    assert [options[0].name, *(option.name for option in options[-2:])] == ["none", "full", "offload (transformers)"]
     for option in options[:-1]:
         choice = fastest(costs, option.peak_bytes)
         assert step_nanoseconds(costs, choice) / 1e9 <= option.step_seconds

@@ -36,6 +36,7 @@ OPTIONS = {
     "preserve_rng_state": st.sampled_from(["auto", True, False]),
     "determinism_check": st.sampled_from(["default", "none"]),
     "use_reentrant": st.just(False),
+    "head": st.one_of(st.integers(1, 4096), st.sampled_from(["auto", "full"])),
 }
 
 
@@ -67,7 +68,13 @@ def valid_specs(draw):
     if policy in ("selective", "budget", "auto"):
         spec["save"] = draw(SAVE)
         spec["engine"] = draw(st.sampled_from(ENGINES))
-    if policy in ("offload", "budget", "auto") and draw(st.booleans()):
+    moving = [False]
+    if policy in ("full", "offload", "budget", "auto") and "segments" not in spec:
+        moving.append(True)
+    if policy in ("selective", "budget", "auto") and spec["engine"] != "sac":
+        moving.append("saved")
+    spec["offload"] = draw(st.sampled_from(moving))
+    if (policy in ("offload", "budget", "auto") or spec["offload"]) and draw(st.booleans()):
         spec["host_budget"] = draw(SIZE)
     for key, values in OPTIONS.items():
         if draw(st.booleans()):
@@ -274,6 +281,14 @@ def test_an_enable_call_takes_only_the_exact_defaults_for_nothing(given_dict):
         ({"policy": "selective", "save": []}, "must be a list out of"),
         ({"engine": "sac"}, "`engine` goes with `policy: selective`"),
         ({"host_budget": "1GiB"}, "`host_budget` goes with offload"),
+        ({"policy": "selective", "offload": True}, "for `selective` it is 'saved'"),
+        ({"policy": "none", "offload": True}, "`offload: true` moves what `full` keeps, but policy is 'none'"),
+        ({"policy": "full", "offload": "saved"}, "`offload: saved` moves what `selective` saves, but policy is 'full'"),
+        ({"policy": "selective", "engine": "sac", "offload": "saved"}, "needs the rebuild engine"),
+        ({"segments": 2, "offload": True}, "it cannot be combined with `segments`"),
+        ({"head": 0}, "`head` must be one of"),
+        ({"head": True}, "`head` must be one of"),
+        ({"head": "atuo"}, "did you mean 'auto'?"),
         ({"offload": "disk"}, '`offload` must be one of false, true, "saved"'),
         ({"preserve_rng_state": "yes"}, '`preserve_rng_state` must be one of "auto", true, false'),
         ({"preserve_rng_state": 1}, "but is 1 instead"),

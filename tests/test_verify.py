@@ -102,6 +102,29 @@ def test_refusals():
     assert installation(model) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_head_in_chunks_may_differ_by_rounding_and_has_to_run(dtype):
+    model, batch = tiny_model("gpt2", dtype=dtype), tiny_batch("gpt2", batch=4, tokens=64)
+    result = hf_ckpt.verify(model, batch, {"policy": "full", "head": 50})
+    assert result, result
+    assert result.chunked_heads == 1
+    assert 0 < result.largest_difference <= result.allowed_difference == (1e-5 if dtype == torch.float32 else 5e-2)
+    assert "head: 1 calls in chunks" in str(result)
+    assert not hf_ckpt.verify(model, batch, {"policy": "full", "head": 4096})  # one chunk: nothing ran in several
+    wrong = hf_ckpt.verify(
+        tiny_model("llama", dropout=0.5), tiny_batch("llama"), {"head": 8, "preserve_rng_state": False}
+    )
+    assert wrong.chunked_heads == 1
+    assert not wrong
+
+
+def test_check_families_with_a_head_in_chunks(caplog):
+    rows = check_families(Spec.parse({"head": 16}), batch=2, tokens=32)
+    assert [name for name, _ in rows] == ["llama (random)", "gpt2 (random)", "t5 (random)"]
+    assert all(check for _, check in rows)
+    assert "not checked on bert" in caplog.text
+
+
 def test_bfloat16():
     assert hf_ckpt.verify(tiny_model("t5", dtype=torch.bfloat16, dropout=0.1), tiny_batch("t5"))
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_ckpt import compat
+from hf_ckpt.engines.offload import Group, Mover
 from hf_ckpt.engines.recipes import VIEW, Row, rows_for
 from hf_ckpt.engines.sac import SacRegion
 from hf_ckpt.engines.values import Inside, Kept, KeptByUser, Recipe, Replay, Value, View, Work, unpack
@@ -39,8 +40,14 @@ _Observer = Callable[[], contextlib.AbstractContextManager[None]]
 class RebuildRegion:
     """The checkpointing function of one block. It counts what it did, and holds neither the block nor the model."""
 
-    def __init__(self, block: str, *, save: tuple[str, ...], compiled: SacRegion | None = None) -> None:
+    def __init__(
+        self, block: str, *, save: tuple[str, ...], compiled: SacRegion | None = None, mover: Mover | None = None
+    ) -> None:
         self.block = block
+        self.mover = mover
+        """Moves what stays to host memory; None where it stays on the device."""
+        self.moved_bytes = 0
+        """Moved by the last forward."""
         self.compiled = compiled
         """What runs in its place under torch.compile, where there is no graph of nodes to walk."""
         self.save = save
@@ -85,6 +92,27 @@ class RebuildRegion:
             return self.compiled(fn, *args)
         args = tuple(None if compat.is_cache(arg) else arg for arg in args)
         self.forwards += 1
+        self.moved_bytes = 0
+        group = self._open_group(args)
+        if group is None:
+            return self._run(fn, args)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(group.pack, group.unpack):
+                output = self._run(fn, args)
+        except BaseException:
+            group.abandon()
+            raise
+        group.close_late()
+        self.moved_bytes = group.moved_bytes
+        return output
+
+    def _open_group(self, args: tuple[Any, ...]) -> Group | None:
+        if self.mover is None or not args or not isinstance(args[0], torch.Tensor):
+            return None
+        lane = self.mover.lane(args[0])
+        return None if lane is None else self.mover.open(self.block, lane, args[0])
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         tape = _Tape(self, args)
         outer, _running.tape = _running.tape, tape
         try:

@@ -234,18 +234,20 @@ class Replay:
             if current.get(name) is not parameter:  # torch.func.functional_call lent it others for the forward
                 lent: dict[str, torch.Tensor] = {name: parameter for name, parameter, _ in self.parameters}
                 run = functools.partial(torch.func.functional_call, self.module, lent)
-        inside: list[torch.Tensor | None] = []  # the graph of the run holds none of them, so they may hold the graph
+        inside: list[torch.Tensor | None] = []
         source = self.source.value().detach().requires_grad_(self.needs_gradient)
         autocast = torch.autocast(*self.autocast) if self.autocast else contextlib.nullcontext()
         with torch.enable_grad(), autocast, torch.autograd.graph.saved_tensors_hooks(inside.append, never):
             output: torch.Tensor = run(source)
         self.source.root.asked()
         self.work.rebuilt += 1
+        made = inside.copy()
+        inside.clear()  # the graph of the run holds this list, by its hook, and what was in it holds the graph
         if not self.checked:
             return output.detach()
-        if len(inside) != self.saved:
-            raise ReplayError(self.work.block, type(self.module).__name__, self.saved, len(inside))
-        self.inside = inside
+        if len(made) != self.saved:
+            raise ReplayError(self.work.block, type(self.module).__name__, self.saved, len(made))
+        self.inside = made
         return output.detach()
 
     def take(self, index: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ through accelerate's FSDP2 plugin. The test judges what is written down.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_ckpt
 from hf_ckpt.engines import full
 from hf_ckpt.families import find_blocks
-from hf_ckpt.install import lost_blocks
+from hf_ckpt.install import _warn_plain_head, lost_blocks
 from hf_ckpt.tiny import tiny_batch, tiny_model
 
 
@@ -76,6 +77,18 @@ def counted_regions() -> Iterator[dict[str, int]]:
         full.checkpoint = original
 
 
+@contextlib.contextmanager
+def heard(said: list[str]) -> Iterator[None]:
+    """Collects what hf_ckpt logs."""
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hf_ckpt").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("hf_ckpt").removeHandler(handler)
+
+
 def train(model: nn.Module, case: dict[str, Any]) -> dict[str, Any]:
     """Two accumulated backwards, each on this rank's rows."""
     rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
@@ -109,7 +122,9 @@ def by_hand(case: dict[str, Any]) -> dict[str, Any]:
     if case["when"] == "after":
         hf_ckpt.install(model)
         model.gradient_checkpointing_enable(case["spec"])
-    with counted_regions() as counts:
+    said: list[str] = []
+    _warn_plain_head.cache_clear()  # once a process
+    with counted_regions() as counts, heard(said):
         ours = train(model, case)
     described = hf_ckpt.describe(model)
 
@@ -124,6 +139,8 @@ def by_hand(case: dict[str, Any]) -> dict[str, Any]:
         "collectives": [ours["collectives"], plain["collectives"]],
         "same_keys": set(model.state_dict()) == keys,
         "kinds": sorted({block.kind for block, _ in described.plan.actions}),
+        "chunked_heads": described.chunked_heads,
+        "said": " ".join(said),
         "regions": counts["regions"],
         "deepest": counts["deepest"],
         "forwards": described.forwards,
