@@ -76,7 +76,7 @@ OFFLOADS = (
     Engine("rebuild, offload saved", {"policy": "selective", "engine": "rebuild", "offload": "saved"}),
     *([Engine("offload (HF)", own={"offload": True})] if compat.HAS_OWN_OFFLOAD else []),
 )
-"""Of use with an accelerator only."""
+"""With an accelerator only: without one nothing is moved."""
 ENGINES = (NONE, REBUILD, REBUILD_ATTENTION, SAC, Engine("full", {"policy": "full"}), EVERY_SECOND)
 
 
@@ -202,6 +202,11 @@ class EngineBench:
         return {"circumstances": self.circumstances, "settings": settings, "ok": self.ok, "cases": cases}
 
 
+def engines_for(device: str) -> tuple[Engine, ...]:
+    """All that mean something on a device."""
+    return ENGINES if device == "cpu" else (*ENGINES, *OFFLOADS)
+
+
 def median(values: Sequence[float]) -> float | None:
     """The median, or None of nothing."""
     return statistics.median(values) if values else None
@@ -210,18 +215,20 @@ def median(values: Sequence[float]) -> float | None:
 def bench_engines(
     settings: Settings,
     *,
-    engines: Sequence[Engine] = ENGINES,
+    engines: Sequence[Engine] | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> EngineBench:
-    """Compare `engines`, the first being what the others are compared with, on every model that `settings` name.
+    """Compare engines (`engines_for` the device, unless given), the first being what the others are compared with, on
+    every model that `settings` name.
 
     An engine that raises is a row with its error. Only the first may not: its error is raised.
     """
     cases = []
+    compared = engines_for(settings.device) if engines is None else engines
     for family in settings.families:
         for tuning in settings.tunings:
             on_progress(f"{family}, {tuning}")
-            case = Case(settings, family, tuning, engines)
+            case = Case(settings, family, tuning, compared)
             case.count_bytes()
             for number in range(settings.repeats):
                 on_progress(f"{family}, {tuning}: repeat {number + 1} of {settings.repeats}")

@@ -369,7 +369,8 @@ def _enable(base: compat.PreTrainedModel, asked: Mapping[str, Any]) -> None:
     if spec != record.spec or changed:
         # A plan that was loaded or given once stays; its file may be gone by now.
         same = spec.plan is not None and spec.plan == record.spec.plan
-        _adopt(base, record, spec, _plan(found, record.plan if same else spec)[1])
+        plan = _plan(found, record.plan if same else spec)[1]
+        _adopt(base, record, spec, dataclasses.replace(plan, head=spec.head) if same and "head" in asked else plan)
     _put_on(base, record)
     if _everywhere is not None:
         _everywhere.enabled += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from hf_ckpt import compat
 from hf_ckpt.families import base_model
 from hf_ckpt.measure import LiveBytes
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # several of them share the cores
+    torch.set_num_threads(1)
 # The same examples on every run; a new one is worth a named test.
 settings.register_profile("hf_ckpt", deadline=None, derandomize=True)
 settings.load_profile("hf_ckpt")

@@ -20,7 +20,9 @@ from hf_ckpt.bench import (
     Settings,
     bench_engines,
     bench_model,
+    engines_for,
 )
+from hf_ckpt.engines import offload
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.errors import HfCkptError, MissingDependencyError
 from hf_ckpt.families import find_blocks
@@ -212,6 +214,33 @@ def test_pictures_need_matplotlib_and_the_rebuild_engine(monkeypatch, tmp_path):
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_offloading_engines_move_and_give_the_same_gradients(monkeypatch):
+    """On a CPU that pretends to have a host beside it; without one they have no row."""
+    assert engines_for("cpu") == ENGINES
+    ours = [engine for engine in engines_for("cuda") if engine.spec is not None and "offload" in str(engine.spec)]
+    assert [engine.name for engine in ours] == ["offload", "rebuild, offload saved"]
+    moved = []
+
+    class AtOnce:
+        def out(self, tensor, host):
+            moved.append(tensor.nbytes)
+            host.copy_(tensor)
+
+        def back(self, host):
+            return host.clone(), None
+
+        def wait(self, copy):
+            pass
+
+        drop = wait
+
+    monkeypatch.setattr(offload, "lane_of", lambda device: AtOnce())
+    monkeypatch.setattr(offload, "LEAST_BYTES", 0)
+    (case,) = bench_engines(Settings(**SMALL, families=("llama",), tunings=("full",)), engines=[ENGINES[0], *ours]).cases
+    assert [row.problem for row in case.rows] == [None] * 3
+    assert moved
 
 
 def test_heads_are_measured_whole_and_in_chunks(tmp_path, capsys):

@@ -808,3 +808,18 @@ def test_the_function_and_the_module_share_a_name():
     module = importlib.import_module("hf_ckpt.install")
     assert hf_ckpt.install is install is module.install
     assert hf_ckpt.describe is module.describe
+
+
+def test_the_head_can_be_asked_for_beside_a_plan_that_was_given():
+    """It selects no blocks, so the plan stays; and it stays itself over bare enables."""
+    model = tiny_model("llama")
+    given = hf_ckpt.install(model, {"layers": "1-2"}).plan
+    hf_ckpt.uninstall(model)
+    hf_ckpt.install(model, given)
+    enable(model, {"head": 8})
+    assert (active(model), hf_ckpt.describe(model).plan.head) == ([ALL[1], ALL[2]], 8)
+    enable(model)
+    assert (active(model), hf_ckpt.describe(model).plan.head) == ([ALL[1], ALL[2]], 8)
+    enable(model, {"head": "full"})
+    assert hf_ckpt.describe(model).plan.head == "full"
+    assert "forward" not in vars(model.lm_head)
