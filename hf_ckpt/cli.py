@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
 
     _add_plan(verbs)
+    _add_doctor(verbs)
 
     bench = verbs.add_parser("bench", help="measure what engines and policies keep and cost")
     subjects = bench.add_subparsers(title="what to measure", required=True, metavar="WHAT")
@@ -174,6 +175,25 @@ def _add_plan(verbs: Any) -> None:
     plan.add_argument("--out", type=Path, help='file for the plan (.yaml or .json), for {"plan": FILE}')
     plan.add_argument("--png", type=Path, help="file for a picture of memory through the step, and of the frontier")
     plan.set_defaults(run=_plan)
+
+
+def _add_doctor(verbs: Any) -> None:
+    doctor = verbs.add_parser(
+        "doctor",
+        help="say what will go wrong with checkpointing, before anything is run",
+        description="Reads training arguments (JSON or YAML), accelerate's config, DeepSpeed's config and PEFT's "
+        "adapter config, in any number, and the versions installed here; without files only these. Exit code 1 for an "
+        "error, 2 for a file that cannot be read.",
+        epilog="example: hf-ckpt doctor accelerate.yaml train.yaml --model llama-3.1-8b --device h100",
+    )
+    doctor.add_argument("files", nargs="*", metavar="FILE", help="config, whose kind is recognised by its keys")
+    doctor.add_argument("--model", help="preset, folder, hub id or config.json; only its config is read")
+    doctor.add_argument("--device", help="h200, h100, a100-80, a100-40, l40s, a10, t4, 4090 or cpu")
+    doctor.add_argument("--batch", type=_positive, help="sequences a micro-step (default: as in the files)")
+    doctor.add_argument("--seq", type=_positive, help="tokens a sequence (default: as in the files)")
+    doctor.add_argument("--strict", action="store_true", help="exit code 1 for a warning, too")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    doctor.set_defaults(run=_doctor)
 
 
 def _head(text: str) -> int | str:
@@ -311,6 +331,21 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.png:
         report.save_foresight_picture(found, arguments.png)
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from hf_ckpt import doctor, report
+    from hf_ckpt.facts import gather
+
+    given = {name: getattr(arguments, name) for name in ("model", "device", "batch")}
+    facts = gather(arguments.files, **given, tokens=arguments.seq)
+    findings = doctor.diagnose(facts)
+    if arguments.json:
+        print(json.dumps(doctor.to_dict(facts, findings), indent=1))
+    else:
+        report.print_findings(findings, facts.versions)
+    failing = {"error", "warning"} if arguments.strict else {"error"}
+    return 1 if failing & {finding.severity for finding in findings} else 0
 
 
 def _bench_engines(arguments: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer as GradientC
 
 from hf_ckpt.errors import MissingDependencyError
 
-# The hook and its new name (transformers 5.18 renamed it; the old name goes in v6). Both are driven where both exist.
+# The hook and its new name (transformers 5.23 renamed it; the old name goes in v6). Both are driven where both exist.
 ENABLE_NAMES = tuple(
     name
     for name in ("gradient_checkpointing_enable", "activation_checkpointing_enable")

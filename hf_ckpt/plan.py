@@ -170,7 +170,7 @@ class Plan:
 
         try:
             loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError, ValueError) as error:
+        except (OSError, yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise PlanMismatchError(f"cannot read a plan from {str(path)!r}: {error}") from error
         return cls.from_dict(loaded, source=str(path))
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_ckpt.bench import EngineBench
     from hf_ckpt.budgets import Option
     from hf_ckpt.demo import DemoResult
+    from hf_ckpt.doctor import Finding
     from hf_ckpt.foresight import Foresight
     from hf_ckpt.headbench import HeadBench
     from hf_ckpt.planbench import PlanBench
@@ -70,6 +71,28 @@ def print_checks(rows: Sequence[tuple[str, str, Any]], console: Console | None =
     for model, spec, check in rows:
         if not check:
             console.print(f"{model}, {spec}:\n{check}", markup=False, highlight=False)
+
+
+def print_findings(findings: Sequence[Finding], versions: Mapping[str, str], console: Console | None = None) -> None:
+    """What doctor found, the worst first, and the versions it saw."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console = console or make_console()
+    installed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    console.print(f"installed: {installed or 'nothing that hf_ckpt works with'}", highlight=False, markup=False)
+    if not findings:
+        console.print("nothing found that would go wrong", highlight=False)
+        return
+    styles = {"error": "bold red", "warning": "yellow"}
+    table = Table(title_justify="left", show_lines=True)
+    for name in ("", "where", "what, and what to do"):
+        table.add_column(name, overflow="fold")
+    for finding in findings:
+        severity = Text(finding.severity, styles.get(finding.severity, ""))
+        # Not markup: keys and values may hold brackets.
+        table.add_row(severity, Text(finding.where), Text(f"{finding.what}\n-> {finding.fix}"))
+    console.print(table)
 
 
 def print_demo(result: DemoResult, console: Console | None = None) -> None:

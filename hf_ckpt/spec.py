@@ -187,23 +187,30 @@ def _is_file(text: str) -> bool:
         return False
 
 
-def _from_words(text: str) -> Spec:
+def load_yaml(text: str) -> Any:
+    """What a YAML text says. Raises `ValueError` for one that says nothing."""
     import yaml
 
+    try:
+        return yaml.safe_load(text)
+    # PyYAML lets other errors through for values that do not fit their tags: a date that is none, `!!bool maybe`.
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+
+
+def _from_words(text: str) -> Spec:
     words = [word.partition("=") for word in text.split()]
     broken = [key for key, equals, _ in words if not equals]
     if broken:
         raise SpecError([f"words must look like key=value, but {broken[0]!r} does not"], repr(text))
     try:
-        values = {key: yaml.safe_load(value) for key, _, value in words}
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+        values = {key: load_yaml(value) for key, _, value in words}
+    except ValueError as error:
         raise SpecError([f"not readable as key=value words: {error}"], repr(text)) from error
     return _from_mapping(values, repr(text))
 
 
 def _from_file(path: Path) -> Spec:
-    import yaml
-
     try:
         content = path.read_bytes()
     except (OSError, ValueError) as error:
@@ -211,9 +218,9 @@ def _from_file(path: Path) -> Spec:
         hint = f"; a text must be JSON, key=value words, a file, or one of {', '.join(POLICIES)}"
         raise SpecError([f"cannot read {str(path)!r}: {reason}{hint}"]) from error
     try:
-        loaded = yaml.safe_load(content.decode("utf-8"))
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a date that is none
-        raise SpecError([f"not valid YAML: {' '.join(str(error).split())}"], str(path)) from error
+        loaded = load_yaml(content.decode("utf-8"))
+    except ValueError as error:
+        raise SpecError([f"not valid YAML: {error}"], str(path)) from error
     return _from_mapping(loaded, str(path))
 
 

@@ -30,7 +30,7 @@ TINY = {
     "logging_steps": 1,
 }
 
-# transformers 5.18 renamed the flag and warns about the old name; 4.57 knows the old name only. The recipes take both.
+# transformers 5.23 renamed the flag and warns about the old name; 4.57 knows the old name only. The recipes take both.
 _known = {field.name for field in dataclasses.fields(TrainingArguments)}
 FLAG = "activation_checkpointing" if "activation_checkpointing" in _known else "gradient_checkpointing"
 

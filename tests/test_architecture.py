@@ -73,6 +73,8 @@ ALLOWED = {
     "measure": {"errors", "plan", "compat"},
     "verify": {"errors", "spec", "plan", "families", "install", "compat"},
     "report": {"errors", "plan", "units"},
+    "facts": {"errors", "units", "spec", "plan", "devices", "families", "setups"},
+    "doctor": {"errors", "units", "spec", "plan", "planner", "facts"},
 }
 EVERYTHING_ABOVE = {
     "bench",
@@ -91,7 +93,7 @@ EVERYTHING_ABOVE = {
 }
 TORCH_FREE = (
     *("errors", "units", "spec", "plan", "planner", "report", "cli", "__main__"),
-    *("devices", "timeline", "solver", "moves", "budgets"),
+    *("devices", "timeline", "solver", "moves", "budgets", "facts", "doctor"),
 )
 
 

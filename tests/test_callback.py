@@ -22,7 +22,7 @@ from hf_ckpt.install import installation
 from hf_ckpt.tiny import tiny_batch, tiny_model
 
 KNOWN = {field.name for field in dataclasses.fields(TrainingArguments)}
-# The flag's name since transformers 5.18, and before.
+# The flag's name since transformers 5.23, and before.
 FLAG = "activation_checkpointing" if "activation_checkpointing" in KNOWN else "gradient_checkpointing"
 
 

@@ -47,7 +47,7 @@ def test_python_runs_as_it_stands(code, tmp_path, monkeypatch, capsys):
 
 def test_there_is_something_to_run():
     assert len(PYTHON) == 2
-    assert len(COMMANDS) == 6
+    assert len(COMMANDS) == 7
     assert [mark for mark, _ in SHELL if mark] == ["demo", "test"]  # these two are run by .ci/run, read from the README
 
 
@@ -66,7 +66,8 @@ def small(command: str, tmp_path: Path) -> list[str]:
     words = shlex.split(command)
     if words[0] == "hf-ckpt":
         tiny_model("llama", layers=16).save_pretrained(tmp_path / "my-model")
-        return [sys.executable, "-m", "hf_ckpt.cli", *words[1:]]
+        ours = [str(ROOT / word) if word.startswith("configs/") else word for word in words[1:]]
+        return [sys.executable, "-m", "hf_ckpt.cli", *ours]
     if words[0] == "python":
         return [sys.executable, str(ROOT / words[1]), str(ROOT / words[2]), *words[3:], "--output_dir", str(tmp_path)]
     assert words[:2] == ["accelerate", "launch"]
@@ -88,6 +89,9 @@ def test_commands_run(command, tmp_path):
     if command.startswith("accelerate"):
         found = json.loads((tmp_path / "found.json").read_text())
         assert found["recomputed"] == {"model.layers.0": 1, "model.layers.2": 1}
+    elif "doctor" in command:
+        assert "hf_ckpt.install(model)" in done.stdout
+        assert "llama-3.1-8b: vocab_size" in done.stdout
     else:
         assert ("selective" if "selective" in command else "full") in done.stdout
 

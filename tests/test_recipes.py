@@ -36,7 +36,7 @@ SMALL_RUN = [word for name, value in SMALL.items() for word in (f"--{name}", val
 
 # What may stand on stderr, and why it is not ours to fix.
 ALLOWED = {
-    "`is_gradient_checkpointing` is deprecated": "peft 0.21 reads a property that transformers 5.18 renamed",
+    "`is_gradient_checkpointing` is deprecated": "peft 0.21 reads a property that transformers 5.23 renamed",
     "Could not find a config file in": "peft looks for the base's config.json, which a folder with a GGUF file lacks",
     "default legacy behaviour of the": "transformers 4 says it of every LLaMA tokenizer in a GGUF file",
     "The tokenizer has new PAD/BOS/EOS tokens": "transformers 4 reads other special tokens from GGUF than its config",

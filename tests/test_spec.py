@@ -91,6 +91,16 @@ KEYS = st.sampled_from([*(field.name for field in dataclasses.fields(Spec)), "po
 WORDS = st.sampled_from([*POLICIES, *SAVE_CLASSES, *ENGINES, "saved", "sqrt", "20GiB", "80%", "0-3,-1", "1-", "-", ","])
 
 
+@pytest.mark.parametrize(
+    "text", ["a: !!bool maybe", "a: !!timestamp never", "a: !!int ''", "policy: [", "a: 2026-13-45"]
+)
+def test_yaml_that_says_nothing(text, tmp_path):
+    path = tmp_path / "spec.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError, match="not valid YAML"):
+        Spec.parse(path)
+
+
 def check_round_trip_if_accepted(given_spec):
     """`SpecError` is a good answer; any other error fails the test."""
     with contextlib.suppress(SpecError):
