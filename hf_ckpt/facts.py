@@ -12,7 +12,8 @@ from typing import Any
 
 from hf_ckpt.devices import Device, device_named
 from hf_ckpt.errors import HfCkptError, SpecError
-from hf_ckpt.spec import Spec, load_yaml
+from hf_ckpt.plan import load_yaml
+from hf_ckpt.spec import Spec
 
 SEVERITIES = ("error", "warning", "note")
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "trl", "bitsandbytes")

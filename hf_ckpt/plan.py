@@ -16,6 +16,8 @@ from hf_ckpt.errors import PlanMismatchError
 from hf_ckpt.units import format_bytes, format_seconds
 
 ACTIONS = ("keep", "selective", "full", "offload")
+SAVE_CLASSES = ("linear", "attention")
+"""Of operations whose results `selective` may save."""
 FORMAT_VERSION = 1
 
 
@@ -87,7 +89,8 @@ class Prediction:
         """Read `to_dict`'s form."""
         parts = tuple((str(name), int(size)) for name, size in given["parts"].items())
         # As a number in any case: YAML reads 2e-05 as a text.
-        return cls(**{**given, "parts": parts, "step_seconds": float(given["step_seconds"])})
+        counts = {name: int(given[name]) for name in ("peak_bytes", "tokens")}
+        return cls(**{**given, **counts, "parts": parts, "step_seconds": float(given["step_seconds"])})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +151,7 @@ class Plan:
             predicted = given.get("prediction")
             prediction = None if predicted is None else Prediction.from_dict(predicted)
             return cls(str(given["family"]), str(given["model"]), actions, prediction, _read_head(given))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise PlanMismatchError(f"{source} is damaged: {error!r}") from error
 
     def save(self, path: str | Path) -> None:
@@ -166,11 +169,9 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a saved plan, JSON or YAML. Raises `PlanMismatchError` when the file cannot be read as one."""
-        import yaml
-
         try:
-            loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
+            loaded = load_yaml(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise PlanMismatchError(f"cannot read a plan from {str(path)!r}: {error}") from error
         return cls.from_dict(loaded, source=str(path))
 
@@ -247,6 +248,17 @@ class Description:
         return "\n".join(lines)
 
 
+def load_yaml(text: str) -> Any:
+    """What a YAML text says. Raises `ValueError` for one that says nothing."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    # PyYAML lets other errors through for values that do not fit their tags: a date that is none, `!!bool maybe`.
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+
+
 def run_lengths(blocks: int, runs: int) -> list[int]:
     """So many runs of so many blocks, of lengths that differ by one at most, the longer first."""
     each, longer = divmod(blocks, runs)
@@ -288,4 +300,9 @@ def _read_rows(stacks: Mapping[str, list[Mapping[str, Any]]]) -> Iterator[tuple[
                 raise ValueError(
                     f"{row['block']} has `moved` {moved!r}, which is true or false and goes with `selective`"
                 )
-            yield block, Action(row["action"], tuple(row.get("save", ())), segment, moved)
+            save = row.get("save", [])
+            if not isinstance(save, (list, tuple)) or any(name not in SAVE_CLASSES for name in save):
+                raise ValueError(f"{row['block']} saves {save!r}, which must be a list out of {list(SAVE_CLASSES)}")
+            if save and row["action"] != "selective":
+                raise ValueError(f"{row['block']} has `save`, which goes with `selective`")
+            yield block, Action(row["action"], tuple(save), segment, moved)

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import SpecError
+from hf_ckpt.plan import SAVE_CLASSES as SAVE_CLASSES
+from hf_ckpt.plan import load_yaml
 from hf_ckpt.units import UnitError, parse_bytes, parse_fraction
 
 POLICIES = ("none", "full", "selective", "offload", "budget", "auto")
-SAVE_CLASSES = ("linear", "attention")
 DEFAULT_SAVE = ("linear", "attention")
 ENGINES = ("auto", "rebuild", "sac")
 HEADS = ("full", "auto")
@@ -172,9 +173,10 @@ def _from_text(given: str | Path) -> Spec:
         return Spec.parse({"policy": text})
     if isinstance(given, str) and text.startswith("{"):
         try:
-            return _from_mapping(json.loads(text), "the JSON text")
-        except (json.JSONDecodeError, RecursionError) as error:
+            loaded = json.loads(text)
+        except (ValueError, RecursionError) as error:  # no JSON, a number of too many digits, or too deep
             raise SpecError([f"not valid JSON ({error}): {text}"]) from error
+        return _from_mapping(loaded, "the JSON text")
     if isinstance(given, str) and "=" in text and not _is_file(text):
         return _from_words(text)
     return _from_file(Path(text))
@@ -185,17 +187,6 @@ def _is_file(text: str) -> bool:
         return Path(text).is_file()
     except (OSError, ValueError):  # too long for a name, or with a null character in it
         return False
-
-
-def load_yaml(text: str) -> Any:
-    """What a YAML text says. Raises `ValueError` for one that says nothing."""
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    # PyYAML lets other errors through for values that do not fit their tags: a date that is none, `!!bool maybe`.
-    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
 def _from_words(text: str) -> Spec:

@@ -59,7 +59,7 @@ class Verification:
     not_recomputed: tuple[str, ...]
     """Planned blocks above the first trainable parameter that were not recomputed."""
     largest_difference: float = 0.0
-    """Of a gradient or the loss: the norm of the difference over the norm."""
+    """Of a gradient or the loss: the norm of the difference over the norm, or over 1 % of the largest gradient's."""
     allowed_difference: float = 0.0
     """0 unless the head runs in chunks: bit-equal."""
     chunked_heads: int = 0
@@ -137,6 +137,8 @@ def verify(
     # `budget` plans in the second run, for blocks that may have had no function before.
     recomputed = {name: count - before.recomputed.get(name, 0) for name, count in after.recomputed.items()}
     unequal = [name for name in gradients if not _equal(gradients[name], planned_gradients[name])]
+    # A gradient that is 0 but for rounding (of a bias of keys) has no digit in common with itself.
+    least = 0.01 * max((float(found.double().norm()) for found in gradients.values() if found is not None), default=0.0)
     return Verification(
         plan=after.plan,
         loss=float(loss),
@@ -147,18 +149,18 @@ def verify(
         recomputed=recomputed,
         not_recomputed=tuple(name for name, count in recomputed.items() if not count and name not in after.frozen),
         largest_difference=max(
-            [_gap(loss, planned_loss), *(_gap(gradients[name], planned_gradients[name]) for name in unequal)]
+            [_gap(loss, planned_loss), *(_gap(gradients[name], planned_gradients[name], least) for name in unequal)]
         ),
         allowed_difference=0.0 if after.plan.head == "full" else _rounding(gradients.values()),
         chunked_heads=after.chunked_heads - before.chunked_heads,
     )
 
 
-def _gap(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    """The norm of the difference over the norm."""
+def _gap(one: torch.Tensor | None, other: torch.Tensor | None, least: float = 0.0) -> float:
+    """The norm of the difference over the norm, or over `least` where the norm is below that."""
     if one is None or other is None:
         return float("inf")
-    gap, norm = float((one.double() - other.double()).norm()), float(one.double().norm())
+    gap, norm = float((one.double() - other.double()).norm()), max(least, float(one.double().norm()))
     return gap / norm if norm else (float("inf") if gap else 0.0)
 
 

@@ -238,7 +238,9 @@ def test_offloading_engines_move_and_give_the_same_gradients(monkeypatch):
 
     monkeypatch.setattr(offload, "lane_of", lambda device: AtOnce())
     monkeypatch.setattr(offload, "LEAST_BYTES", 0)
-    (case,) = bench_engines(Settings(**SMALL, families=("llama",), tunings=("full",)), engines=[ENGINES[0], *ours]).cases
+    (case,) = bench_engines(
+        Settings(**SMALL, families=("llama",), tunings=("full",)), engines=[ENGINES[0], *ours]
+    ).cases
     assert [row.problem for row in case.rows] == [None] * 3
     assert moved
 

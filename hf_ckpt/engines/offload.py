@@ -22,6 +22,7 @@ import torch
 
 from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.engines.values import Kept
 from hf_ckpt.errors import InPlaceError
 from hf_ckpt.units import format_bytes
 
@@ -319,16 +320,20 @@ class Group:
             return _ByUser(pack(tensor), restore)
         base = tensor if tensor._base is None else tensor._base
         if not self._is_wanted(tensor, base):
-            return tensor
+            return self._staying(tensor)
         key = tensor.untyped_storage()._cdata
         slot = self._by_storage.get(key)
         if slot is None or slot.version != base._version:
             slot = self.send(base.detach())
             if slot is None:
-                return tensor
+                return self._staying(tensor)
             self._by_storage[key] = slot
         slot.uses += 1
         return _InSlot(slot, tensor.size(), tensor.stride(), tensor.storage_offset() - base.storage_offset())
+
+    def _staying(self, tensor: torch.Tensor) -> Kept:
+        """Without its graph: a node that held its own result would never be freed without a backward."""
+        return Kept(tensor, self.block)
 
     def _is_wanted(self, tensor: torch.Tensor, base: torch.Tensor) -> bool:
         """Whether to move the storage of `tensor`, which is a view of all or of a part of `base`."""
@@ -353,8 +358,8 @@ class Group:
     @compat.untraced
     def unpack(packed: Any) -> torch.Tensor:
         """What `pack` was given."""
-        if isinstance(packed, torch.Tensor):
-            return packed
+        if isinstance(packed, Kept):
+            return packed.value()
         if isinstance(packed, _ByUser):
             return packed.restore(packed.packed)
         slot, size, stride, offset = packed
