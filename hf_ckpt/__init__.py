@@ -17,6 +17,8 @@ _HOME = {
     "Family": "families",
     "HfCkptError": "errors",
     "MemoryTimeCallback": "callback",
+    "OomGuard": "oom",
+    "OomGuardMixin": "oom",
     "Plan": "plan",
     "Spec": "spec",
     "SpecError": "errors",
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from hf_ckpt.errors import HfCkptError, SpecError
     from hf_ckpt.families import Family, find_blocks, register_family
     from hf_ckpt.install import describe, install, paused, uninstall
+    from hf_ckpt.oom import OomGuard, OomGuardMixin
     from hf_ckpt.plan import Description, Plan
     from hf_ckpt.spec import Spec
     from hf_ckpt.verify import verify
@@ -43,6 +46,8 @@ __all__ = [
     "Family",
     "HfCkptError",
     "MemoryTimeCallback",
+    "OomGuard",
+    "OomGuardMixin",
     "Plan",
     "Spec",
     "SpecError",

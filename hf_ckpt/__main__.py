@@ -1,7 +1,7 @@
 """Run an unmodified script with hf_ckpt hooked into every model:
 
-python -m hf_ckpt [--spec SPEC] script.py args...
-accelerate launch -m hf_ckpt [--spec SPEC] script.py args...
+python -m hf_ckpt [--spec SPEC] [--oom-guard] script.py args...
+accelerate launch -m hf_ckpt [--spec SPEC] [--oom-guard] script.py args...
 """
 
 from __future__ import annotations
@@ -24,18 +24,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     from hf_ckpt.errors import HfCkptError
     from hf_ckpt.install import enable_calls, install, uninstall
+    from hf_ckpt.oom import guarded_training_step
 
     try:
-        install(spec=arguments.spec, enable_when_prepared=arguments.spec is not None)
+        install(
+            spec=arguments.spec,
+            enable_when_prepared=arguments.spec is not None,
+            around_training_step=guarded_training_step if arguments.oom_guard else None,
+        )
     except HfCkptError as error:
         print(f"hf_ckpt: {error}", file=sys.stderr)
         return 2
     try:
         _run_script(arguments)
-        _say_if_unused(enable_calls(), arguments.spec)
+        _say_if_unused(enable_calls(), arguments)
     except SystemExit as ended:
         if not ended.code:  # `sys.exit(main())` ends most scripts
-            _say_if_unused(enable_calls(), arguments.spec)
+            _say_if_unused(enable_calls(), arguments)
         raise
     finally:
         uninstall()
@@ -54,11 +59,11 @@ def _run_script(arguments: argparse.Namespace) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _say_if_unused(enable_calls: int, spec: str | None) -> None:
-    if enable_calls:
+def _say_if_unused(enable_calls: int, arguments: argparse.Namespace) -> None:
+    if enable_calls or arguments.oom_guard:  # a guard needs no plan before memory runs out
         return
     ways = "pass the script its own flag (--activation_checkpointing, formerly --gradient_checkpointing)"
-    if spec is None:
+    if arguments.spec is None:
         ways += ", or give `--spec` before the script for one that has no flag"
     log.warning("the script never enabled checkpointing on a model: %s.", ways)
 
@@ -73,6 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--spec",
         help="what to enable where the script does not say: a YAML or JSON file, JSON text, or words like policy=full",
+    )
+    parser.add_argument(
+        "--oom-guard",
+        action="store_true",
+        help="let every Trainer run a step that runs out of memory again under a tighter plan (see hf_ckpt.OomGuard)",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a file")
     parser.add_argument("script", help="path of the script, or name of the module with -m")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import threading
 from collections.abc import Callable
 
@@ -12,12 +13,12 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.blueprint import blueprint_of
-from hf_ckpt.budgets import plan_of_least, plan_within
+from hf_ckpt.budgets import costs_behind, plan_of, plan_of_least, plan_within
 from hf_ckpt.cost import Apply, Step, optimizer_name, trace_costs
 from hf_ckpt.devices import DEVICES, Device, device_like
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.measure import DeviceMemory, device_memory, device_name, of_all_ranks
-from hf_ckpt.plan import Plan
+from hf_ckpt.plan import Action, Plan, Prediction
 from hf_ckpt.setups import batch_for, loss_for
 from hf_ckpt.spec import Spec
 from hf_ckpt.timeline import Costs
@@ -108,7 +109,8 @@ def plan_for(
             situation, limit = situation.with_room_for(theirs), min(limit, their_limit)
     device = this_device()
     wanted = situation
-    costs = _in_clean_thread(lambda: _trace(model, spec, wanted, device, apply))
+    host_limit = None if spec.host_budget is None else parse_bytes(spec.host_budget)
+    costs = _in_clean_thread(lambda: _trace(model, spec.head, host_limit, wanted, device, apply))
     plan = plan_within(costs, limit, device.name)
     if first:
         plan = Plan.from_dict(of_all_ranks(plan.to_dict())[0])
@@ -126,6 +128,32 @@ def tightened(planned: Planned, excess_bytes: int) -> Planned:
         plan = plan_of_least(planned.costs, limit, device)
         log.warning("hf_ckpt: no plan is tight enough, so the tightest is taken. %s", error)
     return dataclasses.replace(planned, limit_bytes=limit, plan=plan)
+
+
+def prediction_of(model: nn.Module, plan: Plan, situation: Situation, apply: Apply) -> Prediction:
+    """What a plan is predicted to cost in a situation, with what fills its peak.
+
+    Raises `HfCkptError` where that cannot be told: for parameters that are split over ranks, and for actions that
+    planning does not know.
+    """
+    if compat.is_sharded(model):
+        raise HfCkptError("parameters are split over ranks")
+    device = this_device()
+    actions = [(block, dataclasses.replace(action, segment=None)) for block, action in plan.actions]
+    if device.name == "cpu":  # what is in host memory there stays where it was
+        actions = [
+            (block, Action("full") if action.kind == "offload" else dataclasses.replace(action, moved=False))
+            for block, action in actions
+        ]
+    host_limit = sys.maxsize if any(action.kind == "offload" or action.moved for _, action in actions) else None
+    ways = _in_clean_thread(lambda: _trace(model, plan.head, host_limit, situation, device, apply))
+    try:
+        costs, choice = costs_behind(ways, dataclasses.replace(plan, actions=tuple(actions)))
+    except ValueError as error:
+        raise HfCkptError(str(error)) from error
+    prediction = plan_of(costs, choice, device=device.name).prediction
+    assert prediction is not None
+    return prediction
 
 
 def limit_bytes(spec: Spec, memory: DeviceMemory) -> int:
@@ -168,7 +196,9 @@ def this_device() -> Device:
     return found
 
 
-def _trace(model: nn.Module, spec: Spec, situation: Situation, device: Device, apply: Apply) -> tuple[Costs, ...]:
+def _trace(
+    model: nn.Module, head: int | str, host_limit: int | None, situation: Situation, device: Device, apply: Apply
+) -> tuple[Costs, ...]:
     blueprint = blueprint_of(model)
     name, known = "adamw", None
     optimizers = compat.optimizers_of(model)
@@ -189,8 +219,7 @@ def _trace(model: nn.Module, spec: Spec, situation: Situation, device: Device, a
         # DistributedDataParallel keeps a second copy of all gradients, in its buckets.
         static = dataclasses.replace(costs.static, buffers=costs.static.buffers + costs.static.gradients)
         costs = dataclasses.replace(costs, static=static)
-    limit = None if spec.host_budget is None else parse_bytes(spec.host_budget)
-    return all_variants(costs, blueprint, step, device, apply, head=spec.head, host_limit=limit)
+    return all_variants(costs, blueprint, step, device, apply, head=head, host_limit=host_limit)
 
 
 def _in_clean_thread(work: Callable[[], tuple[Costs, ...]]) -> tuple[Costs, ...]:

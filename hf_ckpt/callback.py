@@ -38,6 +38,7 @@ from hf_ckpt.errors import NoBlocksError, PlanLostError
 from hf_ckpt.families import base_model, find_blocks, head_module
 from hf_ckpt.install import Installation, installation, lost_blocks, tighten
 from hf_ckpt.measure import PeakMeter, RecomputeClock, TrainingClock, over_ranks, peak_meter
+from hf_ckpt.oom import runs_again
 from hf_ckpt.planner import PLANNING_POLICIES
 from hf_ckpt.report import print_training_summary
 from hf_ckpt.units import format_bytes, to_gib
@@ -317,7 +318,7 @@ class _TokenCounter:
         self.tokens = 0
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if compat.is_compiling() or not (model.training and torch.is_grad_enabled()):
+        if compat.is_compiling() or runs_again() or not (model.training and torch.is_grad_enabled()):
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
         embeddings = kwargs.get("inputs_embeds")

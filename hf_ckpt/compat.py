@@ -9,11 +9,13 @@ import contextlib
 import gc
 import importlib.util
 import inspect
+import random
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
+import numpy
 import torch
 import torch.utils.checkpoint
 import transformers
@@ -133,6 +135,78 @@ def dump_memory_snapshot(path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or the host, has no memory left; accelerate knows most of their texts."""
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    kind: type[BaseException] | tuple[()] = getattr(torch, "OutOfMemoryError", ())
+    texts = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return (
+        isinstance(error, kind)
+        or (isinstance(error, Exception) and should_reduce_batch_size(error))
+        or (isinstance(error, RuntimeError) and any(text in str(error) for text in texts))
+    )
+
+
+def release_memory() -> None:
+    """Let go of what only cycles of objects hold, and of what the accelerator's allocator keeps for later."""
+    gc.collect()
+    device_type = accelerator_type()
+    empty = getattr(getattr(torch, device_type or "cpu", None), "empty_cache", None)
+    if empty is not None:
+        empty()
+
+
+def random_state(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """Read the state of every source of random numbers a step may draw from; the result puts it back."""
+    python, numbers, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    known = [(device, getattr(torch, device.type, None)) for device in devices if device.type != "cpu"]
+    found = [(device, module, module.get_rng_state(device)) for device, module in known if module is not None]
+
+    def put_back() -> None:
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+        torch.set_rng_state(cpu)
+        for device, module, state in found:
+            module.set_rng_state(state, device)
+
+    return put_back
+
+
+def data_parallel(model: nn.Module) -> Any | None:
+    """`model`, if it is torch's DistributedDataParallel over more than one rank."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if isinstance(model, DistributedDataParallel) and torch.distributed.get_world_size(model.process_group) > 1:
+        return model
+    return None
+
+
+def own_reduction(wrapped: Any) -> str | None:
+    """What makes a DistributedDataParallel reduce gradients in a way of its own, if anything does."""
+    if getattr(wrapped, "_comm_hooks", None):
+        return "its communication hook"
+    # Its first backward reduces everything at its end, under `no_sync`, too.
+    return "`static_graph`" if wrapped.static_graph else None
+
+
+def rank() -> int:
+    """Of this process; 0 without torch.distributed."""
+    return torch.distributed.get_rank() if is_distributed() else 0
+
+
+def collectives(wrapped: Any) -> int:
+    """How many collective operations this rank has started on the group of a DistributedDataParallel."""
+    return int(wrapped.process_group._get_sequence_number_for_group())
+
+
+def steps_in_lockstep(model: nn.Module) -> bool:
+    """Whether ranks meet inside the forward and backward of `model` (FSDP, DeepSpeed), so that none can step back."""
+    return is_sharded(model) or any(
+        kind.__name__ == "DeepSpeedEngine" for module in model.modules() for kind in type(module).__mro__
+    )
+
+
 def forward_parameters(module: nn.Module) -> set[str]:
     """Names of the arguments that a forward takes."""
     return set(inspect.signature(module.forward).parameters)
@@ -174,6 +248,11 @@ def accelerator_class() -> Any:
             "accelerate", "enabling a plan when a model is prepared", "pip install accelerate"
         ) from error
     return Accelerator
+
+
+def trainer_class() -> Any:
+    """`transformers.Trainer`, which every other Trainer comes from."""
+    return transformers.Trainer
 
 
 def callback_handler_of(callback: object) -> Any | None:

@@ -102,3 +102,15 @@ class NothingSavedError(HfCkptError, RuntimeError):
             'a higher price. Use "policy": "full", another `save`, another attention implementation, or '
             '"engine": "rebuild".'
         )
+
+
+class OutOfPlansError(HfCkptError, RuntimeError):
+    """A step ran out of memory under the tightest plan, too. `parts` is what fills its predicted peak, in bytes.
+
+    Its text has the original error's, so that whoever looks for that (accelerate's `find_executable_batch_size`) finds
+    it.
+    """
+
+    def __init__(self, message: str, *, parts: Mapping[str, int] | None = None, tried: Sequence[str] = ()) -> None:
+        self.parts, self.tried = dict(parts or {}), tuple(tried)
+        super().__init__(message)

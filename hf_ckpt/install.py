@@ -43,9 +43,9 @@ from hf_ckpt.families import (
     vocabulary_head,
 )
 from hf_ckpt.plan import Action, Description, Plan
-from hf_ckpt.planner import PLANNING_POLICIES, fit_plan, make_plan
+from hf_ckpt.planner import PLANNING_POLICIES, fit_plan, make_plan, tighter_plan
 from hf_ckpt.spec import Spec, SpecLike
-from hf_ckpt.units import parse_bytes
+from hf_ckpt.units import format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,11 @@ class Installation:
 
 
 def install(
-    model: nn.Module | None = None, spec: SpecLike | Plan = None, *, enable_when_prepared: bool = False
+    model: nn.Module | None = None,
+    spec: SpecLike | Plan = None,
+    *,
+    enable_when_prepared: bool = False,
+    around_training_step: Callable[..., Any] | None = None,
 ) -> Description | None:
     """Let hf_ckpt answer `gradient_checkpointing_enable` (and its new name) of a model, or of every model.
 
@@ -122,6 +126,8 @@ def install(
             Without it `full` (or the plan already installed).
         enable_when_prepared: only without a model: also enable on every model that `Accelerator.prepare` gets, for
             scripts that never ask for checkpointing.
+        around_training_step: only without a model: what every Trainer runs in place of its `training_step`, called with
+            the trainer, that method, and the arguments.
 
     Nothing is enabled yet, unless the model already had checkpointing on; then the plan takes over at once.
 
@@ -130,7 +136,7 @@ def install(
         NoBlocksError, PlanMismatchError, OwnerConflictError: as their names say.
     """
     if model is None:
-        _install_everywhere(spec, enable_when_prepared)
+        _install_everywhere(spec, enable_when_prepared, around_training_step)
         return None
     _install_one(model, spec)
     return describe(model)
@@ -696,11 +702,16 @@ class PlanningHook(_ModelHook):
 
 def _carry_out(base: compat.PreTrainedModel, record: Installation, planned: Planned) -> None:
     """Put a plan on that was made for a batch."""
-    observers = {name: region.observer for name, region in record.regions.items()}
-    watched = next(iter(observers.values()), None)
     blocks = [block for block, _ in record.plan.actions]
     record.planned = planned
-    _adopt(base, record, record.spec, fit_plan(planned.plan, blocks, record.plan.family, record.plan.model))
+    _exchange(base, record, record.spec, fit_plan(planned.plan, blocks, record.plan.family, record.plan.model))
+
+
+def _exchange(base: compat.PreTrainedModel, record: Installation, spec: Spec, plan: Plan) -> None:
+    """Put another plan on in the middle of a training; who watches goes on watching."""
+    observers = {name: region.observer for name, region in record.regions.items()}
+    watched = next(iter(observers.values()), None)
+    _adopt(base, record, spec, plan)
     for name, region in record.regions.items():
         region.observer = observers.get(name, watched)
     _put_on(base, record)
@@ -717,6 +728,90 @@ def tighten(model: nn.Module, excess_bytes: int) -> Plan | None:
         return None
     _carry_out(base, record, tightened(record.planned, excess_bytes))
     return record.plan
+
+
+SMALLER = 0.1
+"""Share of its predicted peak by which a planned policy is tightened after running out of memory."""
+
+
+def step_down(model: nn.Module, *, exact: bool = False) -> str | None:
+    """Put the next plan on that needs less memory, for the time between two attempts at a step.
+
+    A plan of `budget` or `auto` is made again for less; then, as for every other plan, what is kept becomes
+    `selective`, that `full`, and that `offload`; the head goes into chunks where that is possible. A plan that is
+    installed but not enabled is enabled first; with nothing installed, `selective` comes first, or what follows
+    transformers' own checkpointing where that was on.
+
+    Args:
+        model: a PreTrainedModel, plain or wrapped.
+        exact: leave out the chunked head, whose gradients are not bit-equal.
+
+    Returns what was changed, or None when no plan is tighter, and the present one stays.
+    """
+    base = base_model(model)
+    record = installation(base)
+    if record is None:
+        kept = not any(_is_on(module) for module in _carriers(base).values())
+        _install_one(base, "none" if kept else "full")
+        record = installation(base)
+        assert record is not None
+    elif not record.enabled and (record.plan.active() or record.plan.head != "full"):
+        _put_on(base, record)
+        return f"the installed plan (`{record.spec.policy}`)"
+    if record.planned is not None and record.planned.plan.prediction is not None:
+        peak = record.planned.plan.prediction.peak_bytes
+        less = tightened(record.planned, record.planned.limit_bytes - round(peak * (1 - SMALLER)))
+        if less.plan != record.planned.plan:
+            _carry_out(base, record, less)
+            return f"a plan for {format_bytes(less.limit_bytes)}"
+    head = None if exact else vocabulary_head(base)
+    chunks = head is not None and "forward" not in vars(head) and compat.parameters_stay(base)
+    tighter = tighter_plan(record.plan, chunks=chunks, head_first=head is not None and _head_weighs_more(head, record))
+    if tighter is None:
+        return None
+    plan, name = tighter
+    keys = ("engine", "preserve_rng_state", "determinism_check", "host_budget")
+    spec = Spec(plan=GIVEN_PLAN, head=plan.head, **{key: getattr(record.spec, key) for key in keys})
+    _exchange(base, record, spec, plan)
+    return name
+
+
+def _head_weighs_more(head: nn.Module, record: Installation) -> bool:
+    """Whether the logits of a token, their float32 copy and its gradient are more than its hidden states of all
+    blocks."""
+    weight: Any = head.weight
+    vocabulary, hidden = weight.shape
+    return bool(3 * vocabulary > len(record.plan.actions) * hidden)
+
+
+@contextlib.contextmanager
+def watching(model: nn.Module) -> Iterator[list[Situation]]:
+    """What the training forwards of a model in this context are given, in a list that grows."""
+    base = base_model(model)
+    found = find_blocks(base)
+    stacks = list(dict.fromkeys(block.stack for block in found.blocks))
+    seen: list[Situation] = []
+
+    def note(stack: str | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        sizes = _sizes(stacks, stack, args, kwargs)
+        if sizes and torch.is_grad_enabled() and not compat.is_compiling():
+            known = seen[-1].sizes if stack is not None and seen else {}
+            first = next(iter(sizes.values()))
+            whole = {name: sizes.get(name, known.get(name, first)) for name in stacks}
+            seen.append(Situation(whole, _is_padded(kwargs, None), _micro_steps(base), _autocast(base)))
+
+    places = {id(base): (base, None)} | {
+        id(owner): (owner, stack) for stack, owner in zip(stacks, found.owners, strict=True) if owner is not base
+    }
+    handles = [
+        module.register_forward_pre_hook(functools.partial(note, stack), with_kwargs=True)
+        for module, stack in places.values()
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _sizes(stacks: Sequence[str], stack: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sizes:
@@ -810,7 +905,9 @@ class _Everywhere:
 _everywhere: _Everywhere | None = None
 
 
-def _install_everywhere(given: SpecLike | Plan, enable_when_prepared: bool) -> None:
+def _install_everywhere(
+    given: SpecLike | Plan, enable_when_prepared: bool, around_training_step: Callable[..., Any] | None = None
+) -> None:
     global _everywhere
     if not isinstance(given, Plan):
         given = Spec.parse(given)
@@ -841,6 +938,9 @@ def _install_everywhere(given: SpecLike | Plan, enable_when_prepared: bool) -> N
         accelerator = compat.accelerator_class()
         for name in ("prepare", "prepare_model"):
             hooks.replace(accelerator, name, _enabling(hooks, getattr(accelerator, name)))
+    if around_training_step is not None:
+        trainer = compat.trainer_class()
+        hooks.replace(trainer, "training_step", _around(around_training_step, trainer.training_step))
     _everywhere = hooks
 
 
@@ -854,6 +954,13 @@ def _enabling(hooks: _Everywhere, prepare: Callable[..., Any]) -> Callable[..., 
         return prepare(self, *args, **kwargs)
 
     return enable_and_prepare
+
+
+def _around(function: Callable[..., Any], training_step: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, functools.partial(training_step, self), *args, **kwargs)
+
+    return run
 
 
 def _can_enable(model: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from hf_ckpt.errors import PlanMismatchError, SpecError
 from hf_ckpt.plan import KEEP, Action, Block, Plan, run_lengths
-from hf_ckpt.spec import Spec, parse_layers
+from hf_ckpt.spec import DEFAULT_SAVE, Spec, parse_layers
 
 PLANNING_POLICIES = ("budget", "auto")
 """Policies whose plan is made for the first batch of the training."""
@@ -60,6 +60,40 @@ def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, sourc
     if apart:
         raise PlanMismatchError(f"{source} spreads {', '.join(apart)} over blocks that are no neighbours.")
     return fitted
+
+
+def tighter_plan(plan: Plan, *, chunks: bool, head_first: bool = False) -> tuple[Plan, str] | None:
+    """The next plan that needs less memory, and what it changes; None where there is none.
+
+    What is kept becomes `selective`, that becomes `full`, and that `offload`; the head goes into chunks at the end.
+
+    Args:
+        plan: any.
+        chunks: whether the head can be run in chunks.
+        head_first: whether that comes before offloading.
+    """
+    kinds = {action.kind for _, action in plan.actions}
+    offload = "hidden states in host memory"
+
+    def replaced(kind: str, by: Action) -> Plan:
+        actions = tuple(
+            (block, (Action("offload") if action.moved else by) if action.kind == kind else action)
+            for block, action in plan.actions
+        )
+        return dataclasses.replace(plan, actions=actions, prediction=None)
+
+    if "keep" in kinds:
+        return replaced("keep", Action("selective", DEFAULT_SAVE)), "`selective` for blocks that kept everything"
+    if "selective" in kinds:
+        moved = all(action.moved for _, action in plan.actions if action.kind == "selective")
+        return replaced("selective", Action("full")), offload if moved else "`full` for `selective` blocks"
+    in_chunks = dataclasses.replace(plan, head="auto", prediction=None), "the head in chunks"
+    head_left = chunks and plan.head == "full"
+    if head_left and head_first:
+        return in_chunks
+    if "full" in kinds:
+        return replaced("full", Action("offload")), offload
+    return in_chunks if head_left else None
 
 
 def _in_segments(segments: int | str, blocks: Sequence[Block], problems: list[str]) -> dict[Block, Action]:

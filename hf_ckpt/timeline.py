@@ -221,7 +221,7 @@ class Timeline:
         saved = worst.kept_bytes
         level, gradients = max(((worst.start_bytes, worst.gradient_bytes), *worst.levels()))
         return {
-            "always there": worst.static_bytes,
+            "weights and optimizer state": worst.static_bytes,
             "gradients": gradients,
             "kept for backward": saved,
             f"work of {worst.label}": level - worst.static_bytes - gradients - saved,

@@ -81,6 +81,7 @@ EVERYTHING_ABOVE = {
     "callback",
     "foresight",
     "headbench",
+    "oom",
     "planbench",
     "timings",
     "cli",

@@ -380,7 +380,7 @@ def test_an_optimizer_that_does_not_fit_is_named():
     assert "optimizer with a smaller state" in str(error)
     assert "a smaller batch" not in str(error)
     assert "head" not in str(error)
-    assert error.parts["always there"] == 3 * 2**20
+    assert error.parts["weights and optimizer state"] == 3 * 2**20
 
 
 def test_blocks_that_do_not_fit_are_named():

@@ -201,7 +201,7 @@ def test_a_first_micro_step_by_hand():
     assert found.peak_bytes == 197
     assert found.worst.label == "head and loss, backward"
     assert found.parts() == {
-        "always there": 148,
+        "weights and optimizer state": 148,
         "gradients": 6,
         "kept for backward": 18,  # of the embedding and the blocks: the head's own 16 are its work
         "work of head and loss, backward": 25,
@@ -224,7 +224,12 @@ def test_a_later_micro_step_by_hand():
     found = timeline(BY_HAND, ((1, 0),), accumulated=True)
     assert found.peak_bytes == 226
     assert found.worst.label == "head and loss"
-    assert found.parts() == {"always there": 148, "gradients": 30, "kept for backward": 18, "work of head and loss": 30}
+    assert found.parts() == {
+        "weights and optimizer state": 148,
+        "gradients": 30,
+        "kept for backward": 18,
+        "work of head and loss": 30,
+    }
 
 
 def test_what_a_block_costs_depends_on_the_block_before_it():
@@ -321,7 +326,7 @@ def test_the_peak_is_the_highest_level_and_its_parts_are_all_of_it(costs, data, 
         assert all(level <= moment.peak_bytes for level, _ in moment.levels())
         assert moment.start_bytes <= moment.peak_bytes
     assert sum(found.parts().values()) == found.peak_bytes
-    assert found.parts()["always there"] == costs.static.always
+    assert found.parts()["weights and optimizer state"] == costs.static.always
 
 
 @settings(deadline=None)
