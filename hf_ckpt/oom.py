@@ -114,6 +114,8 @@ class OomGuard:
         own = None if self._wrapped is None else compat.own_reduction(self._wrapped)
         if own is not None:
             raise HfCkptError(f"OomGuard averages the gradients of all ranks itself, which {own} does not allow.")
+        self._trained: list[nn.Parameter] = []
+        self._devices: set[torch.device] = set()
         self._steps: list[_MicroStep] = []
         """Since the last optimizer step."""
         self._left: _State | None = None
@@ -133,9 +135,8 @@ class OomGuard:
         if self._left is None or self._left != self._gradients():
             self._begin()
         self._left = self._seen = None
-        devices = {parameter.device for parameter in self.model.parameters()}
         run = functools.partial(step, *args, **kwargs)
-        self._steps.append(_MicroStep(run, compat.random_state(devices)))
+        self._steps.append(_MicroStep(run, compat.random_state(self._devices)))
         wrapped = self._wrapped
         if wrapped is None:
             result = self._run(self._steps[-1:])
@@ -154,7 +155,10 @@ class OomGuard:
     def _begin(self) -> None:
         """A new optimizer step begins."""
         self._steps.clear()
-        gradients = [parameter.grad for parameter in self._trained() if parameter.grad is not None]
+        parameters = list(self.model.parameters())
+        self._devices = {parameter.device for parameter in parameters}
+        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         self._zeroed = bool(gradients)
         self._earlier = any(bool(gradient.any()) for gradient in gradients)
 
@@ -220,22 +224,19 @@ class OomGuard:
         return None
 
     def _drop_gradients(self) -> None:
-        for parameter in self._trained():
+        for parameter in self._trained:
             if not self._zeroed:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.zero_()
 
-    def _trained(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
     def _gradients(self) -> _State:
         """Of which gradients there are, and how often each was changed."""
-        found = (parameter.grad for parameter in self._trained())
+        found = (parameter.grad for parameter in self._trained)
         return tuple((0, 0) if gradient is None else (id(gradient), gradient._version) for gradient in found)
 
     def _weights(self) -> _State:
-        return tuple((id(parameter), parameter._version) for parameter in self._trained())
+        return tuple((id(parameter), parameter._version) for parameter in self._trained)
 
     def _collectives(self) -> int:
         return 0 if self._wrapped is None else compat.collectives(self._wrapped)

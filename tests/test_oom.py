@@ -17,7 +17,7 @@ from conftest import assert_same, gradients, without_cache
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import torchrun
+from processes import SCRIPTS, python, torchrun
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
@@ -529,6 +529,21 @@ def test_an_allocation_that_really_fails():
 
     guard(step)
     assert (len(tries), guard.attempts, guard.taken) == (2, 1, [SELECTIVE])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
+def test_the_kernel_gives_no_more_memory(tmp_path):
+    """torch's own allocator fails, in a process whose address space is limited; nothing is injected."""
+    out = tmp_path / "found.json"
+    giving_back = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = python(SCRIPTS / "oom_limit.py", out, extra=giving_back)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert "can't allocate memory" in found["without"]
+    assert found["attempts"] >= 1
+    assert found["taken"]
+    assert found["found"] == found["expected"]
+    assert min(found["recomputed"].values()) > 0
 
 
 # --- the next plan --------------------------------------------------------------------------------------------------

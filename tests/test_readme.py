@@ -46,7 +46,7 @@ def test_python_runs_as_it_stands(code, tmp_path, monkeypatch, capsys):
 
 
 def test_there_is_something_to_run():
-    assert len(PYTHON) == 2
+    assert len(PYTHON) == 3
     assert len(COMMANDS) == 7
     assert [mark for mark, _ in SHELL if mark] == ["demo", "test"]  # these two are run by .ci/run, read from the README
 
