@@ -6,12 +6,13 @@ Facts are detected (`hasattr`, `inspect.signature`), not inferred from version n
 from __future__ import annotations
 
 import contextlib
+import datetime
 import gc
 import importlib.util
 import inspect
 import random
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -198,6 +199,27 @@ def rank() -> int:
 def collectives(wrapped: Any) -> int:
     """How many collective operations this rank has started on the group of a DistributedDataParallel."""
     return int(wrapped.process_group._get_sequence_number_for_group())
+
+
+def leave_note(key: str, text: str) -> None:
+    """Write a text where all ranks of the process group can read it, without waiting for any."""
+    torch.distributed.distributed_c10d._get_default_store().set(key, text)
+
+
+def forget_note(key: str) -> None:
+    """Take back what `leave_note` wrote, if it did."""
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
+        torch.distributed.distributed_c10d._get_default_store().delete_key(key)
+
+
+def read_notes(keys: Sequence[str], seconds: float) -> list[str] | None:
+    """The texts that ranks left, once all are there; None if that takes longer than so many seconds."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    try:
+        store.wait(list(keys), datetime.timedelta(seconds=seconds))
+    except RuntimeError:
+        return None
+    return [store.get(key).decode() for key in keys]
 
 
 def steps_in_lockstep(model: nn.Module) -> bool:

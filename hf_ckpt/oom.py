@@ -34,6 +34,7 @@ from hf_ckpt.autoplan import Situation, prediction_of
 from hf_ckpt.errors import HfCkptError, OutOfPlansError
 from hf_ckpt.install import installation, paused, step_down, trial, watching
 from hf_ckpt.plan import Prediction
+from hf_ckpt.ranks import FAILED, FINE, GAVE_UP, Ranks
 from hf_ckpt.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -41,8 +42,6 @@ log = logging.getLogger(__name__)
 REPORT_FILE = "hf_ckpt_oom.json"
 SNAPSHOT_FILE = "hf_ckpt_oom.pickle"
 AGAIN = "the same plan, after giving cached memory back"
-BUCKET_BYTES = 25 << 20
-"""As torch's DistributedDataParallel reduces gradients."""
 
 _again: contextvars.ContextVar[bool] = contextvars.ContextVar("hf_ckpt_again", default=False)
 
@@ -61,8 +60,8 @@ class _MicroStep:
 
     run: Callable[[], Any]
     put_random_state_back: Callable[[], None]
-    meets_others: bool = False
-    """Whether it took part in collective operations of its own."""
+    met: int = 0
+    """Collective operations of its own that the last attempt took part in."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +71,8 @@ class _Failure:
     """Where it was raised."""
     touched: bool
     """Whether gradients were changed by then."""
-    hopeless: str | None = None
-    """Why the step cannot be run again, if so."""
+    trained: bool
+    """Whether weights were."""
 
 
 class OomGuard:
@@ -85,7 +84,8 @@ class OomGuard:
 
     Under DistributedDataParallel every rank runs its own micro-steps again, so that none waits for another; gradients
     are averaged by the guard, after all ranks are through with the step, and ranks adopt each other's tighter plans.
-    Reduction no longer overlaps with backward, and buffers are not broadcast.
+    Reduction no longer overlaps with backward, and buffers are not broadcast. Where ranks meet in a micro-step itself
+    (metrics that are gathered), and one fails after that, all of them run the step again.
 
     Args:
         model: what the training calls: a PreTrainedModel, plain or wrapped by PEFT or DistributedDataParallel.
@@ -110,10 +110,10 @@ class OomGuard:
         """What was changed so far, in order."""
         self.attempts = 0
         """Attempts at micro-steps that ran out of memory."""
-        self._wrapped: Any = compat.data_parallel(model)
-        own = None if self._wrapped is None else compat.own_reduction(self._wrapped)
-        if own is not None:
-            raise HfCkptError(f"OomGuard averages the gradients of all ranks itself, which {own} does not allow.")
+        wrapped = compat.data_parallel(model)
+        self._ranks = None if wrapped is None else Ranks(wrapped)
+        self._meetings: set[bool] = set()
+        """Whether there have been micro-steps with collective operations of their own, and without."""
         self._trained: list[nn.Parameter] = []
         self._devices: set[torch.device] = set()
         self._steps: list[_MicroStep] = []
@@ -137,16 +137,17 @@ class OomGuard:
         self._left = self._seen = None
         run = functools.partial(step, *args, **kwargs)
         self._steps.append(_MicroStep(run, compat.random_state(self._devices)))
-        wrapped = self._wrapped
-        if wrapped is None:
+        if self._ranks is None:
             result = self._run(self._steps[-1:])
         else:
-            meets = wrapped.require_backward_grad_sync
+            wrapped = self._ranks.wrapped
+            last = wrapped.require_backward_grad_sync
             wrapped.require_forward_param_sync = False  # ranks would meet to exchange buffers, one of them twice
             with wrapped.no_sync():
                 result = self._run(self._steps[-1:])
-            if meets:
-                self._meet(failed=False)
+            if last:
+                self._exchange(FINE)
+                self._ranks.average()
         self._left = self._gradients()
         return result
 
@@ -171,15 +172,24 @@ class OomGuard:
                 step.put_random_state_back()
             result, failure = self._attempt(step, again)
             if failure is None:
-                pending = pending[1:]
-                continue
-            self.attempts += 1
-            if failure.hopeless is not None:
-                log.error("hf_ckpt: out of memory:\n%s", failure.trace)
-                raise OutOfPlansError(f"{_first_line(failure.error)} hf_ckpt: {failure.hopeless}") from failure.error
-            self._tighten(failure)
+                self._meetings.add(bool(step.met))
+                if self._ranks is None or not step.met:
+                    pending = pending[1:]
+                    continue
+                self._ranks.note(step.met)
+                if self._exchange(FINE) == FINE:
+                    pending = pending[1:]
+                    continue
+                everything = True  # for another rank's sake
+            else:
+                self.attempts += 1
+                self._refuse(step, failure)
+                self._tighten(step, failure)
+                if self._ranks is not None and step.met:
+                    self._exchange(FAILED)
+                everything = failure.touched or bool(step.met)
             again = True
-            if failure.touched:
+            if everything:
                 self._drop_gradients()
                 pending = list(self._steps)
         return result
@@ -196,11 +206,10 @@ class OomGuard:
             trace = "".join(traceback.format_exception(raised))
             error = _without_frames(raised)
         finally:
-            step.meets_others |= self._collectives() != met
-        touched = gradients != self._gradients()
-        hopeless = self._hopeless(step, touched, weights != self._weights())
+            step.met = self._collectives() - met
+        touched, trained = gradients != self._gradients(), weights != self._weights()
         compat.release_memory()
-        return None, _Failure(error, trace, touched, hopeless)
+        return None, _Failure(error, trace, touched, trained)
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -213,15 +222,24 @@ class OomGuard:
             if seen:
                 self._seen = seen[-1]
 
-    def _hopeless(self, step: _MicroStep, touched: bool, trained: bool) -> str | None:
-        """Why a failed step cannot be run again; None if it can."""
-        if trained:
-            return "Weights were changed in the backward already (an optimizer inside it), so it cannot be run again."
-        if touched and self._earlier:
-            return "There were gradients before the guarded steps began, which cannot be made again."
-        if step.meets_others or (touched and any(other.meets_others for other in self._steps)):
-            return "Ranks met in the step itself (metrics that are gathered), so one alone cannot run it again."
-        return None
+    def _refuse(self, step: _MicroStep, failure: _Failure) -> None:
+        """Raise `OutOfPlansError` when a failed step cannot be run again."""
+        reason = None
+        if failure.trained:
+            reason = "Weights were changed in the backward already (an optimizer inside it), so it cannot be run again."
+        elif self._earlier and (failure.touched or step.met):
+            reason = "There were gradients before the guarded steps began, which cannot be made again."
+        elif self._ranks is None:
+            pass
+        elif step.met:
+            self._ranks.note(step.met)
+            if not self._ranks.all_came_as_far(step.met):
+                reason = "Other ranks wait inside the step for this one, which cannot come to the same place again."
+        elif failure.touched and any(other.met for other in self._steps):
+            reason = "Ranks met in earlier micro-steps, which this rank alone cannot run again."
+        if reason is not None:
+            log.error("hf_ckpt: out of memory:\n%s", failure.trace)
+            raise OutOfPlansError(f"{_first_line(failure.error)} hf_ckpt: {reason}") from failure.error
 
     def _drop_gradients(self) -> None:
         for parameter in self._trained:
@@ -239,18 +257,18 @@ class OomGuard:
         return tuple((id(parameter), parameter._version) for parameter in self._trained)
 
     def _collectives(self) -> int:
-        return 0 if self._wrapped is None else compat.collectives(self._wrapped)
+        return 0 if self._ranks is None else self._ranks.collectives()
 
     # --- plans ---
 
-    def _tighten(self, failure: _Failure) -> None:
+    def _tighten(self, step: _MicroStep, failure: _Failure) -> None:
         """Take the next plan. Raises `OutOfPlansError` when there is none."""
         taken = step_down(self.model, exact=self.exact)
         if taken is None and self._seen is None:  # one more try tells the sizes of the batch, if nothing else
             self._seen = Situation({})
             taken = AGAIN
         if taken is None:
-            self._give_up(failure)
+            self._give_up(step, failure)
         assert taken is not None
         if taken != AGAIN:
             self.taken.append(taken)
@@ -262,7 +280,7 @@ class OomGuard:
             "" if record is None else record.plan,
         )
 
-    def _give_up(self, failure: _Failure) -> None:
+    def _give_up(self, step: _MicroStep, failure: _Failure) -> None:
         prediction, unknown = self._predicted()
         tried = ", ".join(self.taken) or "no plan is tighter than the one installed"
         lines = [f"{_first_line(failure.error)} hf_ckpt: no tighter plan is left (tried: {tried})."]
@@ -278,9 +296,9 @@ class OomGuard:
         log.error("hf_ckpt: out of memory for the last time:\n%s", failure.trace)
         if failure.touched:
             self._drop_gradients()
-        if self._wrapped is not None:
-            with contextlib.suppress(OutOfPlansError):
-                self._meet(failed=True)  # others must not wait for this rank
+        # Others must not wait for this rank; but where ranks meet inside steps they may wait for something else.
+        if self._ranks is not None and (step.met or self._meetings == {False}):
+            self._ranks.exchange(GAVE_UP, len(self.taken))
         found = dict(prediction.parts) if prediction is not None else None
         raise OutOfPlansError(" ".join(lines), parts=found, tried=self.taken) from failure.error
 
@@ -320,32 +338,20 @@ class OomGuard:
 
     # --- ranks ---
 
-    def _meet(self, *, failed: bool) -> None:
-        """All ranks are through with a step: average the gradients, and take the tightest plan of all.
+    def _exchange(self, come_to: int) -> int:
+        """The worst that a rank has come to; ranks adopt the tightest plan of all.
 
         Raises `OutOfPlansError` when a rank has no plan left.
         """
-        parameters = self._reduced()
-        there = [parameter.grad is not None for parameter in parameters]
-        device = parameters[0].device
-        group = self._wrapped.process_group
-        state = torch.tensor([failed, len(self.taken), *there], dtype=torch.int32, device=device)
-        torch.distributed.all_reduce(state, torch.distributed.ReduceOp.MAX, group)
-        somewhere, most, *used = state.tolist()
-        if somewhere:
-            raise OutOfPlansError(
-                "another rank is out of memory. It has no tighter plan left; its own error says more."
-            )
-        _average([parameter for parameter, used_now in zip(parameters, used, strict=True) if used_now], group)
+        assert self._ranks is not None
+        worst, most = self._ranks.exchange(come_to, len(self.taken))
+        if worst == GAVE_UP:
+            raise OutOfPlansError("another rank is out of memory. It has no tighter plan left, as its own error says.")
         while len(self.taken) < most:
             taken = step_down(self.model, exact=self.exact)
             self.taken.append("nothing is tighter" if taken is None else taken)
             log.info("hf_ckpt: another rank ran out of memory, so this one goes on with: %s.", self.taken[-1])
-
-    def _reduced(self) -> list[nn.Parameter]:
-        ignored = getattr(self._wrapped, "parameters_to_ignore", ())
-        named = self._wrapped.module.named_parameters()
-        return [parameter for name, parameter in named if parameter.requires_grad and name not in ignored]
+        return worst
 
 
 class OomGuardMixin:
@@ -370,35 +376,6 @@ def guarded_training_step(
         guard = trainer.oom_guard = OomGuard(model, folder=trainer.args.output_dir)
     # A Trainer that takes labels out of its inputs must find them again.
     return guard(lambda: training_step(model, copy.copy(inputs), *args, **kwargs))
-
-
-def _average(parameters: Sequence[nn.Parameter], group: Any) -> None:
-    """Average gradients over ranks, bucket by bucket, as DistributedDataParallel does. One that is missing is zero."""
-    share = 1.0 / torch.distributed.get_world_size(group)
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets([parameter.grad for parameter in parameters]):  # type: ignore[misc]
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).mul_(share)
-        torch.distributed.all_reduce(flat, group=group)
-        parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-        for gradient, part in zip(bucket, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
-
-
-def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one type and device, about `BUCKET_BYTES` together."""
-    bucket: list[torch.Tensor] = []
-    for gradient in gradients:
-        if bucket and (
-            (gradient.dtype, gradient.device) != (bucket[0].dtype, bucket[0].device)
-            or sum(other.nbytes for other in bucket) + gradient.nbytes > BUCKET_BYTES
-        ):
-            yield bucket
-            bucket = []
-        bucket.append(gradient)
-    if bucket:
-        yield bucket
 
 
 def _without_frames(error: BaseException) -> BaseException:

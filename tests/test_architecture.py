@@ -70,6 +70,7 @@ ALLOWED = {
         "autoplan",
         "compat",
     },
+    "ranks": {"errors", "compat"},
     "measure": {"errors", "plan", "compat"},
     "verify": {"errors", "spec", "plan", "families", "install", "compat"},
     "report": {"errors", "plan", "units"},

@@ -104,6 +104,28 @@ def compare(
     }
 
 
+def between_meetings(rank: int) -> str:
+    """A rank fails between two meetings, while the other waits in the second: what it says."""
+    wrapped = built(None)
+    guard = OomGuard(wrapped, folder=None)
+    guard._ranks.patience = 1.0
+
+    def step() -> None:
+        dist.all_reduce(torch.ones(1))
+        if rank:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        dist.all_reduce(torch.ones(1))
+
+    try:
+        guard(step)
+    except OutOfPlansError as error:
+        if rank:  # the end of the test: in a training, this process ends here, and its launcher ends the other
+            dist.all_reduce(torch.ones(1))
+            guard._ranks.exchange(2, 0)
+        return str(error)
+    return ""
+
+
 def main() -> None:
     out, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     faulthandler.dump_traceback_later(120, exit=True)  # a deadlock shows where
@@ -129,19 +151,23 @@ def main() -> None:
     unused_expected, _ = train(unused, plainly, nothing)
     at = [{400} if rank else set(), set()]
     cases["find_unused"] = compare("selective", at, unused_expected, rank, find_unused_parameters=True)
-    # Ranks that meet in the step: before the meeting it can run again, after it no longer.
-    gathered, _ = train(built("selective"), plainly, nothing, True)
-    at = [{30} if rank else set(), set()]
-    cases["before a gather"] = compare("selective", at, gathered, rank, gather=True)
+    # Where ranks meet in the step: before the meeting one rank runs it again, after it all of them do.
+    for number, point in enumerate(points[::2]):
+        for whose in (0, 1):
+            at = [{point} if rank == whose else set(), set()]
+            cases[f"gather, rank {whose} at {number}"] = compare("selective", at, expected, int(rank == whose), True)
+    at = [{operations // 2 - 20, operations - 3}, {operations // 3}]
+    cases["gather, both"] = compare(None, at, expected, 3, True)
 
     result: dict[str, Any] = {"cases": cases, "points": len(points), "out_of_plans": ["", ""]}
     # A rank without plans ends the training of all of them, instead of leaving them to wait.
     wrapped = built("selective")
     try:
-        at = [set(range(5, 10**6, 50)) if rank else set(), set()]
+        at = [set(), set(range(5, 10**6, 50)) if rank else set()]
         train(wrapped, OomGuard(wrapped, exact=True, folder=None), at)
     except OutOfPlansError as error:
         result["out_of_plans"][rank] = str(error)
+    result["between_meetings"] = between_meetings(rank)
     for name, refused in {"static_graph": {"static_graph": True}, "hook": {}}.items():
         wrapped = built(None, **refused)
         if name == "hook":
