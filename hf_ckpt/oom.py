@@ -32,6 +32,7 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.autoplan import Situation, prediction_of
 from hf_ckpt.errors import HfCkptError, OutOfPlansError
+from hf_ckpt.families import find_blocks
 from hf_ckpt.install import installation, paused, step_down, trial, watching
 from hf_ckpt.plan import Prediction
 from hf_ckpt.ranks import FAILED, FINE, GAVE_UP, Ranks
@@ -93,6 +94,7 @@ class OomGuard:
         folder: where the report is written when no plan is left; None for nowhere.
 
     Raises:
+        NoBlocksError: for a model that nothing can be installed on.
         HfCkptError: for FSDP and DeepSpeed, whose ranks wait for each other inside a forward, and for communication
             hooks of DistributedDataParallel.
     """
@@ -104,6 +106,7 @@ class OomGuard:
                 "backward, so that one that runs out of memory cannot run a step again. Plan for the largest batch "
                 "instead (`policy: budget`)."
             )
+        find_blocks(model)
         self.model, self.exact = model, exact
         self.folder = None if folder is None else Path(folder)
         self.taken: list[str] = []

@@ -25,7 +25,7 @@ from transformers import Trainer, TrainingArguments
 import hf_ckpt
 from hf_ckpt import __main__ as entry
 from hf_ckpt import callback, compat
-from hf_ckpt.errors import HfCkptError, OutOfPlansError
+from hf_ckpt.errors import HfCkptError, NoBlocksError, OutOfPlansError
 from hf_ckpt.install import installation, step_down, trial
 from hf_ckpt.measure import LiveBytes
 from hf_ckpt.oom import REPORT_FILE, OomGuard, guarded_training_step
@@ -468,6 +468,11 @@ def test_an_optimizer_inside_backward_is_noticed():
     guard = OomGuard(model, folder=None)
     with Failing(counted.operations - 10), pytest.raises(OutOfPlansError, match="optimizer inside it"):
         guard(forward_and_backward, model, tiny_batch("llama"))
+
+
+def test_a_model_without_blocks_is_refused_before_it_runs():
+    with pytest.raises(NoBlocksError):
+        OomGuard(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("name", ["FSDPLinear", "DeepSpeedEngine"])
