@@ -21,7 +21,7 @@ import torch
 import torch.utils.checkpoint
 import transformers
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from transformers import PreTrainedModel as PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
@@ -40,6 +40,9 @@ DISABLE_NAMES = tuple(name.replace("_enable", "_disable") for name in ENABLE_NAM
 FOREIGN_OWNER_SEGMENT = "_checkpoint_wrapped_module"
 # Segments that wrappers put into qualified names: torch.compile of a block, FSDP1, the wrapper above.
 WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", FOREIGN_OWNER_SEGMENT})
+
+# What transformers 5 marks a model with once its hooks that capture outputs (hidden states, router logits) are on.
+CAPTURING_FLAG = "_output_capturing_hooks_installed"
 
 
 def is_cache(value: object) -> bool:
@@ -394,6 +397,16 @@ def same_autocast(device_type: str) -> Callable[[], contextlib.AbstractContextMa
     """What enters the autocast of that device as it is now, on or off."""
     dtype = autocast_dtype(device_type)
     return lambda: torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
+
+
+def depends_on_values(error: Exception) -> bool:
+    """Whether fake tensors could not go on because they have no values."""
+    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+
+
+def is_changed_in_place(error: RuntimeError) -> bool:
+    """Whether torch's selective checkpointing means that a result which stays was changed."""
+    return "cached during selective activation checkpoint" in str(error)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -71,12 +71,22 @@ class MissingDependencyError(HfCkptError, ImportError):
 class InPlaceError(HfCkptError, RuntimeError):
     """A tensor that backward needs was changed in place after it was saved."""
 
-    def __init__(self, block: str, shape: tuple[int, ...], expected: int, found: int) -> None:
-        self.block = block
+    def __init__(
+        self,
+        block: str,
+        shape: tuple[int, ...] | None = None,
+        expected: int | None = None,
+        found: int | None = None,
+        operation: str | None = None,
+    ) -> None:
+        self.block, self.operation = block, operation
+        what = "" if shape is None else f" of shape {list(shape)}"
+        by = "" if operation is None else f" by {operation}"
+        versions = "" if expected is None else f" (it is at version {found}, saved at {expected})"
         super().__init__(
-            f"block {block!r}: a tensor of shape {list(shape)} that backward needs was changed in place (it is at "
-            f"version {found}, saved at {expected}). Some operation of the block works in place on a result that "
-            "`selective` builds on; give this block the action `full` or `none` by a rule, or clone before changing."
+            f"block {block!r}: a tensor{what} that backward needs was changed in place{by}{versions}. Some operation "
+            "works in place on what this block is recomputed or rebuilt from; give it another action by a rule (`full` "
+            "in place of `selective`, or `none`), or clone before changing."
         )
 
 

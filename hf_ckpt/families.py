@@ -213,6 +213,13 @@ def frozen_prefix(model: nn.Module, found: FoundBlocks) -> tuple[str, ...]:
     return tuple(frozen)
 
 
+def blocks_of_known_code(found: FoundBlocks) -> frozenset[str]:
+    """Names of the blocks that are transformers' own, of a family with a row: what they do in place is known."""
+    if found.family == GENERIC:
+        return frozenset()
+    return frozenset(name for name, module in found.modules.items() if _known_class(module))
+
+
 def cheap_modules(found: FoundBlocks, blocks: Collection[str]) -> tuple[nn.Module, ...]:
     """Small modules inside the named blocks that may be run again as a whole, each once."""
     names = _cheap_names(found)
@@ -298,10 +305,16 @@ def _owner_name(container: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _kind(module: nn.Module) -> str:
+    return _class(module).__name__
+
+
+def _known_class(module: nn.Module) -> bool:
+    return _class(module).__module__.startswith("transformers.models.")
+
+
+def _class(module: nn.Module) -> type:
     # FSDP2 swaps the class for a subclass called FSDP<name>; the plan names the layer itself.
-    return next(
-        (kind.__name__ for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP")), type(module).__name__
-    )
+    return next((kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP")), type(module))
 
 
 def _known() -> str:

@@ -34,6 +34,7 @@ from hf_ckpt.families import (
     GENERIC,
     FoundBlocks,
     base_model,
+    blocks_of_known_code,
     cheap_modules,
     embedding_norms,
     find_blocks,
@@ -335,14 +336,22 @@ def _adopt(base: nn.Module, record: Installation, spec: Spec, plan: Plan) -> Non
     mover = Mover(None if spec.host_budget is None else parse_bytes(spec.host_budget))
     # The backward begins with the last block of a stack: nothing would be gained by moving what it needs.
     last = {pairs[-1][0].name for pairs in plan.stacks().values()}
+    known = blocks_of_known_code(find_blocks(base))
     record.regions = {
-        name: _region(name, action, spec, segments.get(name), None if name in last else mover)
+        name: _region(name, action, spec, segments.get(name), None if name in last else mover, name in known)
         for name, action in plan.active().items()
     }
 
 
-def _region(block: str, action: Action, spec: Spec, segment: Segment | None, mover: Mover | None) -> Region:
-    """The function that carries out a block's action. `mover` is None where nothing is to be moved."""
+def _region(
+    block: str, action: Action, spec: Spec, segment: Segment | None, mover: Mover | None, known: bool
+) -> Region:
+    """The function that carries out a block's action.
+
+    Args:
+        mover: None where nothing is to be moved.
+        known: whether it is known what the block's own code does.
+    """
     # `auto` preserves always: on the CPU keeping the state is lost in the noise of a recomputation, while looking for
     # an active dropout takes 12 (plain) to 160 us (LoRA) a block.
     options: dict[str, Any] = {
@@ -357,7 +366,9 @@ def _region(block: str, action: Action, spec: Spec, segment: Segment | None, mov
     if spec.engine == "sac":
         return sac
     moving = mover if action.moved else None
-    return RebuildRegion(block, save=action.save, compiled=sac if spec.engine == "auto" else None, mover=moving)
+    compiled = sac if spec.engine == "auto" else None
+    fallback = None if known else FullRegion(block, **options)
+    return RebuildRegion(block, save=action.save, compiled=compiled, mover=moving, fallback=fallback)
 
 
 def _enable(base: compat.PreTrainedModel, asked: Mapping[str, Any]) -> None:

@@ -53,7 +53,15 @@ ALLOWED = {
     "engines/offload": {"errors", "units", "compat", "engines.full", "engines.values"},
     "engines/sac": {"errors", "compat", "engines.full"},
     "engines/segments": {"errors", "compat", "engines.full"},
-    "engines/rebuild": {"errors", "compat", "engines.offload", "engines.recipes", "engines.values", "engines.sac"},
+    "engines/rebuild": {
+        "errors",
+        "compat",
+        "engines.full",
+        "engines.offload",
+        "engines.recipes",
+        "engines.values",
+        "engines.sac",
+    },
     "install": {
         "errors",
         "spec",

@@ -7,16 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt import compat
-from hf_ckpt.errors import GraphCaptureError
+from hf_ckpt.errors import GraphCaptureError, InPlaceError
 
 Observer = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class FullRegion:
     """The checkpointing function of one block. It counts what it did, and holds neither the block nor the model."""
+
+    may_copy = True
+    """Whether it can recompute from a copy of hidden states that the block changes."""
 
     def __init__(self, block: str, *, preserve_rng_state: bool = True, determinism_check: str = "default") -> None:
         self.block = block
@@ -28,11 +32,14 @@ class FullRegion:
         """Times the block was run again in backward."""
         self.observer: Observer | None = None
         """Entered around every recomputation; set by measurements."""
+        self.changes_input: bool | None = None
+        """Whether the block works in place on its hidden states; None until a forward has shown it."""
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, saving its inputs only.
 
-        Raises `GraphCaptureError` inside CUDA graph capture while random state is preserved.
+        Raises `GraphCaptureError` inside CUDA graph capture while random state is preserved, and `InPlaceError` when
+        the block has changed an input that it cannot be recomputed without.
         """
         if not torch.is_grad_enabled():
             return fn(*args)
@@ -42,7 +49,31 @@ class FullRegion:
             return self._checkpoint(fn, *args)
         self.refuse_capturing()
         self.forwards += 1
-        return self._checkpoint(_Counted(fn, self), *args)
+        counted = _Counted(fn, self)
+        if self.changes_input is False or not self.may_copy or not _is_plain(args):
+            return self._with_inputs(counted, args)
+        given = _Given(counted, args[0])
+        if self.changes_input:
+            return self._with_inputs(given, (given.copied(), *args[1:]))
+        # The first forward: a copy lies ready until it is known whether the hidden states have been changed.
+        copied, version = given.copied(), args[0]._version
+        # Their place is taken by nothing on the same device, whose random state is to be kept.
+        output = self._with_inputs(given, (args[0].new_empty(0), *args[1:]))
+        self.changes_input = args[0]._version != version
+        given.keep(copied if self.changes_input else args[0])
+        return output
+
+    def _with_inputs(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        versions = versions_of(args)
+        output = self._checkpoint(fn, *args)
+        self.refuse_changes(args, versions, output)
+        return output
+
+    def refuse_changes(self, args: tuple[Any, ...], versions: list[int | None], output: Any) -> None:
+        """Raise `InPlaceError` when an input that the block is to be recomputed from is not what it was."""
+        for arg, version in zip(args, versions, strict=True):
+            if version is not None and arg._version != version and needs_gradient(output):
+                raise InPlaceError(self.block, tuple(arg.shape), version, arg._version, changed_by(arg))
 
     def refuse_capturing(self) -> None:
         """Raise `GraphCaptureError` inside CUDA graph capture while random state is preserved."""
@@ -86,3 +117,64 @@ class _Counted:
         self.region.recomputed += 1
         with self.region.observer() if self.region.observer else contextlib.nullcontext():
             return self.fn(*args)
+
+
+class _Given:
+    """A block's forward that works in place on its hidden states, or may: what it is recomputed from is a copy."""
+
+    def __init__(self, fn: _Counted, hidden: torch.Tensor) -> None:
+        self.fn = fn
+        self.requires_grad = hidden.requires_grad
+        self.hidden: torch.Tensor | None = hidden
+        """Until the forward has run."""
+        self.kept: torch.Tensor | None = None
+        """What to recompute from, if that is not given."""
+        self.version = 0
+
+    def copied(self) -> torch.Tensor:
+        """The hidden states as they are now."""
+        assert self.hidden is not None
+        return self.hidden.detach().clone()
+
+    def keep(self, hidden: torch.Tensor) -> None:
+        """Recompute from these."""
+        self.kept, self.version = hidden.detach(), hidden._version
+
+    def __call__(self, given: torch.Tensor, *args: Any) -> Any:
+        hidden, self.hidden = self.hidden, None
+        if hidden is None:
+            if self.kept is not None:
+                given = self.kept
+                if given._version != self.version:
+                    raise InPlaceError(self.fn.region.block, tuple(given.shape), self.version, given._version)
+            given = given.detach().requires_grad_(self.requires_grad)
+            hidden = given.clone() if self.fn.region.changes_input else given
+        return self.fn(hidden, *args)
+
+
+def _is_plain(args: tuple[Any, ...]) -> bool:
+    """Whether the first argument is a plain tensor, and nobody else has a say in what stays of it."""
+    hidden = args[0] if args else None
+    if type(hidden) is not torch.Tensor or hidden.is_inference() or not hidden.numel():
+        return False
+    return compat.top_saved_tensor_hooks() is None and not compat.is_fake(hidden)
+
+
+def needs_gradient(output: Any) -> bool:
+    """Whether a backward may come to a block that returned this."""
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in pytree.tree_leaves(output))
+
+
+def versions_of(values: tuple[Any, ...]) -> list[int | None]:
+    """Of tensors, how often they have been changed in place; None for what cannot be or is not known."""
+    return [
+        value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None for value in values
+    ]
+
+
+def changed_by(tensor: torch.Tensor) -> str:
+    """What changed a tensor in place last, as far as its graph tells."""
+    base = tensor if tensor._base is None else tensor._base
+    if base.grad_fn is not None and base.grad_fn.name().endswith("CopySlices"):
+        return "an operation on a view"
+    return "an operation without a graph" if tensor.grad_fn is None else tensor.grad_fn.name()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 import torch
 
 from hf_ckpt import compat
-from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.engines.full import FullRegion, needs_gradient
 from hf_ckpt.engines.values import Kept
 from hf_ckpt.errors import InPlaceError
 from hf_ckpt.units import format_bytes
@@ -480,7 +480,7 @@ class OffloadRegion(FullRegion):
             if group is not None:
                 group.abandon()
             raise
-        self._is_frozen = not _needs_gradient(output)
+        self._is_frozen = not needs_gradient(output)
         if group is not None and self._is_frozen:
             group.abandon()
         elif group is not None:
@@ -531,11 +531,6 @@ def _movable(value: Any) -> TypeGuard[torch.Tensor]:
         return False
     base = value if value._base is None else value._base
     return value.numel() > 0 and not (base.is_leaf and base.requires_grad) and _is_dense(value)
-
-
-def _needs_gradient(output: Any) -> bool:
-    outputs = output if isinstance(output, (tuple, list)) else (output,)
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in outputs)
 
 
 def _is_leaf(node: Any) -> bool:

@@ -24,15 +24,27 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_ckpt import compat
+from hf_ckpt.engines.full import FullRegion, changed_by
 from hf_ckpt.engines.offload import Group, Mover
 from hf_ckpt.engines.recipes import VIEW, Row, rows_for
 from hf_ckpt.engines.sac import SacRegion
-from hf_ckpt.engines.values import Inside, Kept, KeptByUser, Recipe, Replay, Value, View, Work, unpack
+from hf_ckpt.engines.values import (
+    NO_GRAPH,
+    Inside,
+    Kept,
+    KeptByUser,
+    Recipe,
+    Replay,
+    Value,
+    View,
+    Witness,
+    Work,
+    unpack,
+)
 from hf_ckpt.errors import HfCkptError
 
 log = logging.getLogger(__name__)
 
-NO_GRAPH = "(no graph)"  # masks, position tables, statistics: saved tensors that no node made
 _Edge = tuple[Any, int]
 _Observer = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -41,9 +53,21 @@ class RebuildRegion:
     """The checkpointing function of one block. It counts what it did, and holds neither the block nor the model."""
 
     def __init__(
-        self, block: str, *, save: tuple[str, ...], compiled: SacRegion | None = None, mover: Mover | None = None
+        self,
+        block: str,
+        *,
+        save: tuple[str, ...],
+        compiled: SacRegion | None = None,
+        mover: Mover | None = None,
+        fallback: FullRegion | None = None,
     ) -> None:
         self.block = block
+        self.fallback = fallback
+        """For a block whose code is not known: what takes over when the first forward, which holds every tensor until
+        the block has ended, shows that one cannot be made again. None for others."""
+        self.trial = fallback is not None
+        """Whether that forward is still to come."""
+        self.failed = False
         self.mover = mover
         """Moves what stays to host memory; None where it stays on the device."""
         self.moved_bytes = 0
@@ -68,7 +92,7 @@ class RebuildRegion:
     @property
     def recomputed(self) -> int:
         """Operations and modules run again in backward."""
-        return self.work.rebuilt
+        return self.work.rebuilt + (self.fallback.recomputed if self.fallback is not None else 0)
 
     @property
     def observer(self) -> _Observer | None:
@@ -78,6 +102,8 @@ class RebuildRegion:
     @observer.setter
     def observer(self, observer: _Observer | None) -> None:
         self.work.observer = observer
+        if self.fallback is not None:
+            self.fallback.observer = observer
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, saving recipes where it can.
@@ -93,6 +119,9 @@ class RebuildRegion:
         args = tuple(None if compat.is_cache(arg) else arg for arg in args)
         self.forwards += 1
         self.moved_bytes = 0
+        if self.failed and self.fallback is not None:
+            self.dropped, self.kept, self.kept_to_rebuild = {}, {}, {}
+            return self.fallback(fn, *args)
         group = self._open_group(args)
         if group is None:
             return self._run(fn, args)
@@ -107,7 +136,7 @@ class RebuildRegion:
         return output
 
     def _open_group(self, args: tuple[Any, ...]) -> Group | None:
-        if self.mover is None or not args or not isinstance(args[0], torch.Tensor):
+        if self.mover is None or self.trial or not args or not isinstance(args[0], torch.Tensor):
             return None
         lane = self.mover.lane(args[0])
         return None if lane is None else self.mover.open(self.block, lane, args[0])
@@ -118,11 +147,35 @@ class RebuildRegion:
         try:
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
                 output = fn(*args)
-            tape.hand_over(output)
+            if tape.witnesses is None or self._stands(tape):
+                tape.hand_over(output)
             return output
         finally:
             _running.tape = outer
             tape.close()
+
+    def _stands(self, tape: _Tape) -> bool:
+        """Whether all that was dropped can be made again. If not, this forward drops nothing after all."""
+        witnesses = tape.witnesses or []
+        wrong = next((witness for witness in reversed(witnesses) if not self.work.tried(witness)), None)
+        # A frozen block has nothing to show.
+        self.trial, self.failed = not (tape.kept or tape.dropped), wrong is not None
+        done: set[Any] = set()
+        for witness in witnesses:
+            if wrong is None:
+                witness.believe(done)
+            else:
+                witness.keep()
+        if wrong is not None:
+            tape.count_as_kept()
+            log.warning(
+                "hf_ckpt: block %r cannot make again what %s made, most likely because it works in place%s. All is "
+                "kept there in this step, and the block is recomputed as a whole (`full`) from the next one on.",
+                self.block,
+                wrong.made_by,
+                tape.changed_by(),
+            )
+        return wrong is None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "rows"}
@@ -205,6 +258,12 @@ class _Tape:
         """What tells a tensor without a graph -> its value, under the user's hooks."""
         self.ungraphed: list[tuple[torch.Tensor, Value | None]] = []
         """Inputs and norms of a block below which nothing is trained: no graph tells where their casts come from."""
+        self.witnesses: list[Witness] | None = None
+        """On trial, what was packed."""
+        self.seen: list[tuple[torch.Tensor, int]] = []
+        """On trial, tensors and their versions when they were first seen."""
+        if region.trial and self.outer is None and not any(map(compat.is_fake, filter(torch.is_tensor, args))):
+            self.witnesses = []
         for arg in args:
             if isinstance(arg, torch.Tensor):
                 self._take(arg)
@@ -253,6 +312,8 @@ class _Tape:
         self.saved.clear()
         self.needed.clear()
         self.ungraphed.clear()
+        self.seen.clear()
+        self.witnesses = None
         self.replay = None
         self.region.dropped, self.region.kept = self.dropped, self.kept
         extra: dict[str, int] = {}
@@ -266,8 +327,34 @@ class _Tape:
     # --- saved tensors ----------------------------------------------------------------------------------------------
 
     @compat.untraced  # a compiled part of a block calls it
-    def pack(self, tensor: torch.Tensor) -> Value | Inside:
+    def pack(self, tensor: torch.Tensor) -> Value | Inside | Witness:
         """What autograd holds in place of `tensor`."""
+        value = self._packed(tensor)
+        if self.witnesses is None or type(value) is Kept:
+            return value
+        self._look_at(tensor)
+        witness = Witness(value, tensor, self.work.block)
+        self.witnesses.append(witness)
+        return witness
+
+    def _look_at(self, tensor: torch.Tensor) -> None:
+        if self.witnesses is not None and not tensor.is_inference():
+            self.seen.append((tensor, tensor._version))
+
+    def changed_by(self) -> str:
+        """The operations that changed what was seen, as far as their graph tells."""
+        names = sorted({changed_by(found) for found, version in self.seen if found._version != version})
+        return f" ({', '.join(names)})" if names else ""
+
+    def count_as_kept(self) -> None:
+        """Nothing was dropped after all."""
+        self.dropped.clear()
+        self.extra.clear()
+        storages = {witness.storage(): witness for witness in self.witnesses or ()}
+        for (_, nbytes), witness in storages.items():
+            self.kept[witness.made_by] = self.kept.get(witness.made_by, 0) + nbytes
+
+    def _packed(self, tensor: torch.Tensor) -> Value | Inside:
         replay = self.replay
         if replay is not None:
             return self._inside(tensor, replay)
@@ -409,6 +496,7 @@ class _Tape:
             else KeptByUser(tensor, self.outer, copied=copied)
         )
         self.names[value] = name
+        self._look_at(tensor)
         return value
 
     def _from_ungraphed(self, tensor: torch.Tensor) -> Value | None:

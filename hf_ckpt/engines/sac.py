@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
-from hf_ckpt.errors import NothingSavedError
+from hf_ckpt.errors import InPlaceError, NothingSavedError
 
 # Names of operations whose results stay, looked up when first needed: which of them exist depends on torch's build.
 OPERATIONS: dict[str, tuple[str, ...]] = {
@@ -60,6 +60,8 @@ def _lookup(name: str) -> Any | None:
 class SacRegion(FullRegion):
     """The checkpointing function of one block: `full`, with the results of named operations kept."""
 
+    may_copy = False  # an operation beside the block's own, which the dispatch modes do not know
+
     def __init__(
         self,
         block: str,
@@ -74,14 +76,32 @@ class SacRegion(FullRegion):
         """Operations whose results stayed, in all forwards."""
 
     def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Raises `NothingSavedError` when no operation of the block is one that `save` names."""
+        """Raises `NothingSavedError` when no operation of the block is one that `save` names, and in backward
+        `InPlaceError` when a result that stays was changed."""
         if compat.is_compiling():  # the policy runs while tracing; counting would be a side effect there
             return self._checkpointed(fn, *args, context_fn=functools.partial(_contexts, self.save))
         before = self.matched
-        output = self._checkpointed(fn, *args, context_fn=functools.partial(_counting_contexts, self))
+        output = self._checkpointed(
+            _Told(fn, self.block), *args, context_fn=functools.partial(_counting_contexts, self)
+        )
         if self.matched == before:
             raise NothingSavedError(self.block, self.save)
         return output
+
+
+class _Told:
+    """A block's forward; an error of torch about a result that was changed in place is told with the block's name."""
+
+    def __init__(self, fn: Callable[..., Any], block: str) -> None:
+        self.fn, self.block = fn, block
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self.fn(*args)
+        except RuntimeError as error:
+            if compat.is_changed_in_place(error):
+                raise InPlaceError(self.block) from error
+            raise
 
 
 def _contexts(save: tuple[str, ...]) -> Any:

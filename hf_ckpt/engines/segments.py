@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hf_ckpt import compat
-from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.engines.full import FullRegion, needs_gradient, versions_of
 from hf_ckpt.errors import HfCkptError
 
 
@@ -60,7 +60,7 @@ class SegmentRegion(FullRegion):
             run.abandon()
             raise
         # Below the first trainable parameter nothing is saved, so there is nothing to run again for.
-        if self.block == self.segment.blocks[-1] or not _needs_gradient(output):
+        if self.block == self.segment.blocks[-1] or not needs_gradient(output):
             run.close()
         return output
 
@@ -136,7 +136,10 @@ class _Run:
         call = _Call(region, bare, given if number else ((), given[1]))
         if number and region.preserve_rng_state:  # the frame has the state before the first block
             call.random_state = torch.get_rng_state(), get_device_states(*args)
+        versions = versions_of(args[:1])
         output = fn(*args)
+        if not number:  # the others are given what is made again
+            region.refuse_changes(args[:1], versions, output)
         for place, value in enumerate(pytree.tree_leaves(output)):
             if isinstance(value, torch.Tensor):
                 self.made[id(value)] = weakref.ref(value), _Made(number, place)
@@ -193,7 +196,3 @@ class _Open(threading.local):
 
 
 _open = _Open()
-
-
-def _needs_gradient(output: Any) -> bool:
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in pytree.tree_leaves(output))

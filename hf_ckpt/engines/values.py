@@ -15,7 +15,10 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.errors import InPlaceError, ReplayError
+from hf_ckpt.errors import HfCkptError, InPlaceError, ReplayError
+
+NO_GRAPH = "(no graph)"
+"""In place of the name of a node: masks, position tables, statistics, which no node made."""
 
 
 class Work:
@@ -27,6 +30,14 @@ class Work:
         """Operations and modules run again."""
         self.observer: Callable[[], contextlib.AbstractContextManager[None]] | None = None
         """Entered around every rebuilding; set by measurements."""
+
+    def tried(self, witness: Witness) -> bool:
+        """Whether it holds; what that takes is not counted."""
+        before = self.rebuilt
+        try:
+            return witness.holds()
+        finally:
+            self.rebuilt = before
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "observer": None}  # measurements belong to this process
@@ -272,9 +283,69 @@ class Inside:
         replay.saved += 1
 
 
+class Witness:
+    """A value on trial, and the tensor it stands for, until that has been made again and found the same."""
+
+    __slots__ = ("made_by", "tensor", "value")
+
+    def __init__(self, value: Value | Inside, tensor: torch.Tensor, block: str) -> None:
+        self.value = value
+        self.tensor: Kept | None = Kept(tensor, block)
+        self.made_by = NO_GRAPH if tensor.grad_fn is None else tensor.grad_fn.name()
+
+    def holds(self) -> bool:
+        """Whether the value gives the very tensor, bit for bit. It must be asked in the order of a backward."""
+        assert self.tensor is not None
+        with torch.no_grad(), compat.autocast_off():
+            try:
+                found, wanted = _hand_out(self.value), self.tensor.value()
+            except (RuntimeError, HfCkptError):  # whatever cannot be run again
+                return False
+            if found.shape != wanted.shape or found.dtype != wanted.dtype:
+                return False
+            return torch.equal(found, wanted) or bool(((found == wanted) | (found != found) & (wanted != wanted)).all())
+
+    def storage(self) -> tuple[Any, int]:
+        """Of the tensor."""
+        assert self.tensor is not None
+        return self.tensor.storage()
+
+    def believe(self, done: set[Any]) -> None:
+        """It has been found the same. What was made for that is let go, but for `done`, which has been."""
+        self.tensor = None
+        _let_go(self.value, done)
+
+    def keep(self) -> None:
+        """It has not, or another has not: the tensor itself stays."""
+        assert self.tensor is not None
+        self.value = self.tensor
+
+
+def _let_go(value: Value | Inside, done: set[Any]) -> None:
+    """Forget what was made of a value, and of all that it is made from."""
+    made = value.replay if type(value) is Inside else value.root  # type: ignore[union-attr]
+    if made in done:
+        return
+    done.add(made)
+    if type(made) is Replay:
+        made.inside = []
+        _let_go(made.source, done)
+    elif isinstance(made, _Shared):
+        made.cached, made.left = None, made.uses
+        if type(made) is Recipe:
+            if type(made.operation) is Replay:
+                made.operation.inside = []
+                _let_go(made.operation.source, done)
+            for operand in made.operands:
+                _let_go(operand, done)
+
+
 @compat.untraced
-def unpack(value: Value | Inside) -> torch.Tensor:
+def unpack(value: Value | Inside | Witness) -> torch.Tensor:
     """What autograd gets back in backward: under `no_grad`, autocast off; the operands have their dtypes already."""
+    if type(value) is Witness:
+        value = value.value
+    assert not isinstance(value, Witness)
     if type(value) is Kept:
         return value.value()
     if type(value) is KeptByUser and value.original is not None:  # read off a node in forward
