@@ -26,6 +26,7 @@ from hf_ckpt.plan import Block
 _PUT_ON = (
     *("forward", "_old_forward", "_hf_hook", "_hf_ckpt", "_compiled_call_impl"),
     *("enable_input_require_grads", "disable_input_require_grads", *compat.ENABLE_NAMES, *compat.DISABLE_NAMES),
+    compat.CAPTURING_FLAG,
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -120,6 +121,7 @@ class Blueprint:
         finally:
             for stack in self.stacks:
                 _empty(modules[stack.container])
+            _strip(self.base)  # transformers put its own hooks on these blocks, and believes that it has for all
             for key, config in configs.items():
                 vars(config).clear()
                 vars(config).update(before[key])

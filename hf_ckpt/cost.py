@@ -308,14 +308,21 @@ def _trace(
         except HfCkptError:
             raise
         except Exception as error:
-            raise HfCkptError(
-                f"{blueprint.model} cannot be planned for, because it does not run without its weights: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            raise HfCkptError(_unplannable(blueprint.model, error)) from error
         finally:
             for parameter in model.parameters():
                 parameter.grad = None
         return _Run(walks, tracer)
+
+
+def _unplannable(model: str, error: Exception) -> str:
+    reason = f"it does not run without its weights: {type(error).__name__}: {error}"
+    if compat.depends_on_values(error):  # experts that are called one by one
+        reason = (
+            f"how large its tensors are depends on their values ({error}). If that is how tokens find their experts, "
+            'load the model with experts_implementation="grouped_mm" or "batched_mm"'
+        )
+    return f"{model} cannot be planned for, because {reason}. `selective`, `full` and other policies need no plan."
 
 
 def _loss(model: nn.Module, inputs: Mapping[str, Any], step: Step) -> torch.Tensor:
