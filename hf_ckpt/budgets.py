@@ -231,9 +231,10 @@ def _infeasible(costs: Costs, budget_bytes: int, hints: Sequence[str]) -> Infeas
         )
     else:
         found.append("a smaller batch with as many more accumulated steps, or shorter sequences")
-    if worst.worst.block is None and "head" in worst.worst.label:
+    if worst.is_heads:
         chunks = 'the head in chunks ("head": "auto"), or ' if costs.head_tokens == "full" else ""
-        found.append(f"the head and its loss are the peak: {chunks}fewer tokens a micro-step")
+        size = format_bytes(parts[f"work of {worst.worst.label}"])
+        found.append(f"the head and its loss are the peak, with {size}: {chunks}fewer tokens a micro-step")
     kept = parts["kept for backward"]
     if kept and not any(stack.instead for stack in costs.stacks):
         found.append(f"what blocks keep is {format_bytes(kept)} of it: a `host_budget`, for host memory to hold that")

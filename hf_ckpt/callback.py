@@ -45,6 +45,8 @@ from hf_ckpt.units import format_bytes, to_gib
 
 log = logging.getLogger(__name__)
 
+HEAD_SHARE = 0.25
+"""Of the peak. Where the head's output alone takes that, with its loss and gradient it takes most of the peak."""
 METRICS_FILE = "hf_ckpt_metrics.jsonl"
 SNAPSHOT_FILE = "hf_ckpt_oom_snapshot.pickle"
 Metrics = dict[str, float | None]
@@ -59,6 +61,7 @@ class MemoryTimeCallback(TrainerCallback):
         summary: print a table at the end of training.
 
     At the first step it checks that every planned block still carries its function, and raises `PlanLostError` if not.
+    It says once when the logits are what fills the memory, which a plan on blocks cannot change.
     Where an accelerator's measured peak is above the predicted one by more than 5 %, it says so and tightens the plan
     by the difference before the next step. A process's resident size is no such measure: the C allocator hoards.
     """
@@ -277,6 +280,8 @@ class MemoryTimeCallback(TrainerCallback):
         if predicted and above is not None and above > predicted * MARGIN and self._meter.exact:
             self._excess = round(above)
         samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * steps
+        if head and peak and head > peak * HEAD_SHARE and planned and record is not None and record.plan.head == "full":
+            _warn_head(type(base_model(model)).__name__, round(100 * head / peak), format_bytes(round(head)))
         rate = ("time/tokens_per_s", tokens) if tokens else ("time/samples_per_s", samples)
         return {
             "memory/peak_gib": to_gib(peak),
@@ -368,6 +373,17 @@ def _warn_unplanned(policy: str) -> None:
         "`policy: %s` saw no forward to plan for (torch.compile hides it), so every block is recomputed. Give it a "
         "plan of `hf-ckpt plan`, or another policy.",
         policy,
+    )
+
+
+@functools.lru_cache(maxsize=32)  # once a model
+def _warn_head(model: str, percent: int, size: str) -> None:
+    log.warning(
+        "hf_ckpt: the logits of %s alone are %d %% of the peak (%s), and their loss and gradient come on top, which no "
+        'policy on blocks can save. "head": "auto" takes them in chunks.',
+        model,
+        percent,
+        size,
     )
 
 

@@ -211,6 +211,16 @@ def print_foresight(found: Foresight, console: Console | None = None) -> None:
     for name, size in list(prediction.parts)[1:]:
         table.add_row(name, format_bytes(size))
     console.print(table)
+    parts = found.timeline.parts()
+    of_head = list(parts.values())[-1]
+    if found.timeline.is_heads and plan.head == "full" and of_head > parts["kept for backward"]:
+        work = format_bytes(of_head)
+        console.print(
+            f'the head and its loss are the peak, with {work} that no policy on blocks saves: --head auto ("head": '
+            '"auto") takes them in chunks',
+            highlight=False,
+            markup=False,
+        )
     speed = prediction.tokens_per_second
     console.print(
         f"step {format_seconds(prediction.step_seconds)}, {speed:,.0f} tokens/s (predicted)"

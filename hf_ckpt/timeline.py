@@ -215,6 +215,11 @@ class Timeline:
         """Most bytes alive at any moment."""
         return self.worst.peak_bytes
 
+    @property
+    def is_heads(self) -> bool:
+        """Whether the peak is that of the head and its loss, which no action of a block lowers by itself."""
+        return self.worst.block is None and "head" in self.worst.label
+
     def parts(self) -> dict[str, int]:
         """What fills the peak, in bytes."""
         worst = self.worst
