@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import functools
 import io
 import json
 import logging
 import pickle
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,17 +26,36 @@ from peft import (
     get_peft_model_state_dict,
     prepare_model_for_kbit_training,
 )
+from test_callback import FLAG, StopAt, metrics, trainer
+from test_offload import HIDDEN, Delayed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 import hf_ckpt
-from hf_ckpt import compat
-from hf_ckpt.engines import full
-from hf_ckpt.errors import GraphCaptureError, HfCkptError, NoBlocksError, OwnerConflictError, SpecError
-from hf_ckpt.install import _warn_eval_mode
+from hf_ckpt import autoplan, callback, compat
+from hf_ckpt.budgets import plan_of_least, plan_within
+from hf_ckpt.cli import main
+from hf_ckpt.engines import full, offload
+from hf_ckpt.engines.offload import Mover
+from hf_ckpt.errors import (
+    GraphCaptureError,
+    HfCkptError,
+    InfeasibleError,
+    InPlaceError,
+    NoBlocksError,
+    OwnerConflictError,
+    SpecError,
+)
+from hf_ckpt.install import _warn_eval_mode, installation
+from hf_ckpt.measure import LiveBytes
+from hf_ckpt.moves import with_moves
+from hf_ckpt.timeline import worst_timeline
 from hf_ckpt.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.units import format_bytes
 
 LLAMA_BLOCKS = [f"model.layers.{index}" for index in range(4)]
 GENERATING = ("llama", "gpt2", "t5")
@@ -896,3 +918,785 @@ def test_row_35_misspelt_keys(asked, near):
         with pytest.raises(SpecError, match=f"did you mean `{near}`"):
             getattr(model, name)(asked)
     assert not hf_ckpt.describe(model).enabled
+
+
+# --- row 12: logits ---------------------------------------------------------------------------------------------------
+
+
+def large_vocabulary(**keys):
+    return tiny_model("llama", layers=2, hidden=64, attention="sdpa", vocab_size=4000, **keys)
+
+
+@pytest.mark.compat
+def test_row_12_a_budget_that_the_logits_break_says_so():
+    """Memory does not move, whatever is done to the blocks: the logits are the peak."""
+    model, batch = large_vocabulary(), tiny_batch("llama", batch=4, tokens=256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hf_ckpt.install(model)
+    enable(model, {"policy": "budget", "budget": "1MiB"})
+    with pytest.raises(InfeasibleError, match="no plan fits") as refused:
+        step(model, batch)
+    (work,) = (size for name, size in refused.value.parts.items() if name.startswith("work of head and loss"))
+    assert work >= 2 * 4 * 256 * 4000 * 4  # the logits and what their loss makes of them
+    (hint,) = (hint for hint in refused.value.hints if "the head and its loss are the peak" in hint)
+    assert format_bytes(work) in hint
+    assert '("head": "auto")' in hint
+    del optimizer  # that the remedy is one: test_autoplan.py
+
+
+@pytest.mark.parametrize(("vocabulary", "said"), [(4000, True), (64, False)])
+def test_row_12_the_plan_of_a_config_says_so(vocabulary, said, tmp_path, capsys):
+    """A plan fits, and takes nothing off the peak."""
+    keys = {"layers": 2, "hidden": 64, "vocab_size": vocabulary}
+    tiny_model("llama", **keys).config.to_json_file(tmp_path / "config.json", use_diff=False)
+    words = ["plan", str(tmp_path), "--batch", "4", "--seq", "256", "--optimizer", "sgd", "--device", "h100"]
+    assert main(words) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("the head and its loss are the peak" in shown) == said
+    assert "full, head in chunks" in shown
+
+
+class Meter:
+    """Finds the same peak always."""
+
+    source, exact = "test allocator", True
+
+    def __init__(self, peak):
+        self.peak = peak
+
+    def reset(self):
+        pass
+
+    def peak_bytes(self):
+        return self.peak
+
+    def reserved_bytes(self):
+        return None
+
+
+LOGITS = 2 * 12 * 320 * 4  # of test_callback's rows
+
+
+@pytest.mark.parametrize(
+    ("spec", "peak", "share", "said"),
+    [
+        ({"policy": "full"}, 3 * LOGITS, 1 / 3, True),
+        ({"policy": "selective", "layers": "0"}, 3 * LOGITS, 1 / 3, True),
+        ({"policy": "full"}, 5 * LOGITS, 1 / 5, False),
+        ({"policy": "none"}, 3 * LOGITS, 1 / 3, False),
+        ({"policy": "full", "head": 6}, 3 * LOGITS, 1 / 12, False),  # 6 of 24 tokens at a time
+    ],
+    ids=str,
+)
+def test_row_12_the_callback_says_so_once(spec, peak, share, said, tmp_path, monkeypatch, caplog):
+    """Checkpointing is on, and memory is as before; nobody looks at `memory/head_share`."""
+    callback._warn_head.cache_clear()
+    monkeypatch.setattr(callback, "peak_meter", lambda: Meter(peak))
+    with caplog.at_level(logging.WARNING, "hf_ckpt"):
+        trainer(tmp_path, max_steps=3, **{f"{FLAG}_kwargs": spec}).train()
+    assert [row["memory/head_share"] for row in metrics(tmp_path)] == [pytest.approx(share)] * 3
+    messages = [record.getMessage() for record in caplog.records if "the logits of" in record.getMessage()]
+    assert len(messages) == said
+    if said:
+        assert "LlamaForCausalLM alone are 33 % of the peak (30.00 KiB)" in messages[0]
+        assert '"head": "auto"' in messages[0]
+
+
+# --- row 13: selective that is full -----------------------------------------------------------------------------------
+
+SAVES = (["linear", "attention"], ["attention"], ["linear"])
+SCORES = ("_softmax", "_safe_softmax", "_scaled_dot_product_flash_attention_for_cpu")
+
+
+class Counting(TorchDispatchMode):
+    """How often attention is computed, forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name.removeprefix("aten::") in SCORES
+        return func(*args, **(kwargs or {}))
+
+
+def attention_in_backward(model, batch):
+    """The step's gradients, and how often attention was computed in its backward."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    loss = model(**without_cache(model, batch)).loss
+    with Counting() as counting:
+        loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}, counting.count
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_row_13_attention_is_not_run_again(family, attention, dropout):
+    """`selective` finds no attention to save (on the CPU, eager, with dropout) and silently recomputes everything."""
+    model = tiny_model(family, layers=2, attention=attention, dropout=dropout)
+    batch = tiny_batch(family)
+    expected, count = attention_in_backward(model, batch)
+    assert count == 0
+    hf_ckpt.install(model)
+    blocks = 4 if family == "t5" else 2
+    for engine in ("rebuild", "sac"):
+        for save in (["linear", "attention"], ["attention"]):
+            enable(model, {"policy": "selective", "save": save, "engine": engine})
+            got, count = attention_in_backward(model, batch)
+            assert_same(expected, got, f"{engine} {save}")
+            assert count == 0, (engine, save)
+            regions = installation(model).regions.values()
+            if engine == "sac":
+                assert all(
+                    region.matched >= (2 if save == ["attention"] and attention == "eager" else 1) for region in regions
+                )
+                assert set(hf_ckpt.describe(model).recomputed.values()) == {1}
+            else:
+                assert not {"attention"} & hf_ckpt.describe(model).dropped.keys()
+                assert any("oftmax" in name or "Scaled" in name for name in hf_ckpt.describe(model).kept)
+                assert hf_ckpt.describe(model).dropped
+    enable(model, {"policy": "full"})
+    got, count = attention_in_backward(model, batch)
+    assert_same(expected, got)
+    assert count >= blocks  # so that one would have been seen
+
+
+def test_row_13_nothing_to_save_is_an_error():
+    """No operation of the block is one that `save` names: that is `full`, at a higher price."""
+    model = remote(lambda block, hidden: functional.silu(hidden) * block.norm(hidden))
+    hf_ckpt.install(model, {"policy": "selective", "save": ["attention"], "engine": "sac"})
+    enable(model)
+    with pytest.raises(HfCkptError, match="the block ran no such operation, so this would be `full`"):
+        remote_steps(model)
+
+
+# --- rows 14 and 16: the peak, and what offloading does to it ---------------------------------------------------------
+
+
+@functools.cache
+def planned_costs(family):
+    """A model with an optimizer that keeps nothing, a batch for it, and what its actions cost."""
+    attention = (
+        "sdpa" if family != "t5" or len(compat.ENABLE_NAMES) > 1 else "eager"
+    )  # T5 of transformers 4 has its own
+    model = tiny_model(family, layers=4, hidden=64, attention=attention)
+    batch = tiny_batch(family, batch=4, tokens=64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hf_ckpt.install(model)
+    enable(model, {"policy": "budget", "budget": "1GiB"})
+    step(model, batch)
+    model.zero_grad(set_to_none=True)
+    return model, batch, optimizer, installation(model).planned.costs
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_row_14_a_budget_is_on_the_peak(family):
+    """A budget of 0.05 peaks higher than one of 0.15: it was on saved bytes."""
+    model, batch, _, costs = planned_costs(family)
+    low, high = plan_of_least(costs).prediction.peak_bytes, plan_within(costs, 2**30).prediction.peak_bytes
+    plans, seconds, peaks = [], [], []
+    for place in range(6):
+        budget = low + (high - low) * place // 5
+        plan = plan_within(costs, budget)
+        hf_ckpt.install(model, plan)
+        enable(model)
+        step(model, batch)
+        model.zero_grad(set_to_none=True)
+        with LiveBytes(model, batch) as live:
+            model(**without_cache(model, batch)).loss.backward()
+        model.zero_grad(set_to_none=True)
+        assert live.peak_bytes <= budget, (place, live.peak_bytes, budget)
+        plans.append(plan)
+        seconds.append(plan.prediction.step_seconds)
+        peaks.append(live.peak_bytes)
+    assert seconds == sorted(seconds, reverse=True)
+    assert len({plan.actions for plan in plans}) >= 4
+    assert peaks[0] < 0.7 * peaks[-1]
+    assert plans[0].active()
+    assert not plans[-1].active()
+
+
+def test_row_16_a_plan_offloads_only_where_that_lowers_the_peak():
+    """Offloading costs time and takes nothing off the peak, which is elsewhere."""
+    _, _, _, traced = planned_costs("llama")
+    (costs,) = with_moves(traced[0], host_bandwidth=1e9, launch_nanoseconds=1)
+    low, high = plan_of_least(costs).prediction.peak_bytes, plan_within(traced, 2**30).prediction.peak_bytes
+    assert low < plan_of_least(traced).prediction.peak_bytes
+    numbers = {action: number for number, action in enumerate(costs.actions)}
+    instead = {costs.actions[moving]: costs.actions[base] for moving, base in costs.stacks[0].instead.items()}
+    moving = 0
+    for place in range(12):
+        budget = low + (high - low) * place // 11
+        actions = [action for _, action in plan_within(costs, budget).actions]
+        if any(action in instead for action in actions):
+            moving += 1
+            stayed = (tuple(numbers[instead.get(action, action)] for action in actions),)
+            assert worst_timeline(costs, stayed).peak_bytes > budget
+    assert moving > 0
+    assert not any(action in instead for action in actions)  # where everything fits
+
+
+@pytest.fixture
+def lanes(monkeypatch):
+    """A device that copies late, and what it was asked; nothing is too small to be moved."""
+    made = []
+    monkeypatch.setattr(offload, "lane_of", lambda device: made.append(Delayed()) or made[-1])
+    monkeypatch.setattr(offload, "LEAST_BYTES", 0)
+    return made
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("family", FAMILIES)
+def test_row_16_hidden_states_move_once_and_nothing_else(family, lanes):
+    """T5 packs 21 tensors for 12 storages; GPT-2 and BERT move 4-D masks with every layer."""
+    batch = tiny_batch(family)
+    batch["attention_mask"][0, -3:] = 0
+    expected = step(tiny_model(family), batch)
+    model = tiny_model(family)
+    hf_ckpt.install(model, {"policy": "offload"})
+    enable(model)
+    assert_same(expected, step(model, batch))
+    sizes = [HIDDEN] * 3 + ([HIDDEN // 2] * 3 if family == "t5" else [])  # never the last block's of a stack
+    assert [size for kind, size in lanes[0].log if kind == "out"] == sizes
+    assert sorted(size for kind, size in lanes[0].log if kind == "back") == sorted(sizes)
+    assert sorted(hf_ckpt.describe(model).moved.values()) == sorted(sizes)
+
+
+# --- row 17: copies that come late ------------------------------------------------------------------------------------
+
+
+def test_row_17_what_comes_back_has_the_bits_it_left_with():
+    """float32 is rounded in silence, through a pool of bfloat16 buffers."""
+    lane, pool = Delayed(), Mover(make_lane=Delayed)
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float32):
+        tensor = torch.randn(1024 // dtype.itemsize, generator=generator, dtype=torch.float64).to(dtype)
+        expected = tensor.clone()
+        group = pool.open("block", lane, tensor)
+        slot = group.send(tensor)
+        group.close()
+        tensor.fill_(torch.nan)  # its memory is somebody else's now
+        found = slot.fetch()
+        assert found.dtype is dtype
+        assert torch.equal(found, expected)
+        del slot, group
+    assert pool.held_bytes == 1024  # one buffer for all of them
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("spec", [{"policy": "offload"}, {"policy": "selective", "offload": "saved"}], ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_row_17_forwards_and_backwards_in_any_order(order, spec, lanes):
+    """NaN, leaks, use after free: a buffer is filled late, or given to the next forward too early."""
+    batches = [{**tiny_batch("llama", seed=seed), "use_cache": False} for seed in range(3)]
+    expected = [step(tiny_model("llama"), batch) for batch in batches]
+    model = tiny_model("llama")
+    hf_ckpt.install(model, spec)
+    enable(model)
+    held = []
+    for _ in range(3):
+        losses = [model(**batch).loss for batch in batches]
+        for number in order:
+            model.zero_grad(set_to_none=True)
+            losses[number].backward(retain_graph=number == 1)
+            assert_same(expected[number], {"loss": losses[number].detach(), **gradients(model)})
+        del losses
+        (pool,) = {region.mover for region in installation(model).regions.values() if getattr(region, "mover", None)}
+        held.append((pool.held_bytes, pool._in_use))
+    assert held[0][0] > 0
+    assert held == [(held[0][0], 0)] * 3
+    assert not any(copying[0]() is not None for copying in lanes[0].queue)
+
+
+# --- row 20: in place -------------------------------------------------------------------------------------------------
+
+
+class WorkingBlock(compat.GradientCheckpointingLayer):
+    def __init__(self, work):
+        super().__init__()
+        self.one, self.two, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)  # as under adapters
+        self.work = work
+
+    def forward(self, hidden_states):
+        return self.work(self, hidden_states)
+
+
+class WorkingModel(transformers.PreTrainedModel):
+    config_class = RemoteConfig
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config, work):
+        super().__init__(config)
+        self.first = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(WorkingBlock(work) for _ in range(3))
+        self.post_init()
+
+    def _init_weights(self, module):
+        """Nothing to do."""
+
+    def forward(self, hidden_states):
+        hidden_states = self.first(hidden_states).clone()  # what a linear layer returns is a view
+        for layer in self.layers:
+            hidden_states = layer(hidden_states)
+        return hidden_states
+
+
+def remote(work, dtype=torch.float32):
+    """Three blocks with code that nobody knows."""
+    torch.manual_seed(0)
+    return WorkingModel(RemoteConfig(), work).to(dtype).train()
+
+
+def remote_steps(model, steps=3):
+    found = []
+    for number in range(steps):
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(number)
+        loss = model(torch.randn(2, 8, 16).to(model.first.weight.dtype)).float().square().mean()
+        loss.backward()
+        found.append({"loss": loss.detach(), **gradients(model)})
+    return found
+
+
+def rms(hidden):
+    wide = hidden.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(hidden.dtype)
+
+
+def _adds_to_its_input(block, hidden):
+    hidden += block.frozen(hidden)
+    return block.one(functional.silu(hidden))
+
+
+def _scales_its_input(block, hidden):
+    hidden *= 0.5
+    return block.frozen(hidden).tanh() + block.one(hidden).clone()
+
+
+def _adds_a_norm_to_its_input(block, hidden):
+    hidden += block.one(rms(hidden))  # in 16 bits nothing saves `hidden`
+    return hidden
+
+
+def _adds_to_a_residual(block, hidden):
+    middle = block.one(hidden)
+    middle += block.two(rms(middle))
+    return middle + hidden
+
+
+def _relu(block, hidden):
+    return block.two(functional.relu(block.one(hidden), inplace=True))
+
+
+def _masks_scores(block, hidden):
+    scores = block.one(hidden) @ block.two(hidden).transpose(-1, -2)
+    scores.masked_fill_(torch.ones(8, 8, dtype=torch.bool).triu(1), -1e4)
+    return scores.softmax(-1) @ hidden
+
+
+def _changes_an_operand(block, hidden):
+    one, two = block.one(hidden), block.two(hidden)
+    result = functional.silu(one + two)
+    one.mul_(2.0)
+    return hidden + result + one
+
+
+def _clamps_without_a_graph(block, hidden):
+    result = functional.silu(block.one(hidden))
+    with torch.no_grad():
+        result.clamp_(-0.1, 0.05)
+    return functional.silu(result * 2.0)
+
+
+def _writes_data(block, hidden):
+    result = functional.silu(block.one(hidden))
+    result.data.mul_(2.0)
+    return functional.silu(result * 2.0)
+
+
+def _writes_data_of_a_norm(block, hidden):
+    result = block.norm(hidden)
+    result.data.mul_(2.0)
+    return functional.silu(result * 1.5) + block.one(hidden)
+
+
+def _drops_in_place(block, hidden):
+    return block.two(functional.dropout(functional.silu(block.one(hidden)), 0.3, True, True))
+
+
+def _adds_rows(block, hidden):
+    out = torch.zeros_like(hidden)
+    out.index_add_(0, torch.tensor([0, 1]), block.one(hidden))
+    out[:, 0] = 0.0
+    return functional.silu(out) * hidden
+
+
+# What a block does -> whether `selective` finds that it cannot rebuild, (float32, bfloat16); None: autograd refuses it.
+WORKING_IN_PLACE = {
+    _adds_to_its_input: (False, False),
+    _scales_its_input: (False, False),
+    _adds_a_norm_to_its_input: (None, True),
+    _adds_to_a_residual: (None, False),
+    _relu: (False, False),
+    _masks_scores: (False, False),
+    _changes_an_operand: (False, False),
+    _clamps_without_a_graph: (True, True),
+    _writes_data: (True, True),
+    _writes_data_of_a_norm: (True, True),
+    _drops_in_place: (False, False),
+    _adds_rows: (False, False),
+}
+
+
+@pytest.mark.parametrize("work", WORKING_IN_PLACE)
+def test_row_20_what_trains_without_checkpointing_trains_with_it(work, caplog):
+    """In-place operations inside a block: other gradients in silence, or an error that names nothing."""
+    for dtype, falls_back in zip((torch.float32, torch.bfloat16), WORKING_IN_PLACE[work], strict=True):
+        if falls_back is None:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                remote_steps(remote(work, dtype))
+            continue
+        expected = remote_steps(remote(work, dtype))
+        for spec in ({"policy": "full"}, *({"policy": "selective", "save": save} for save in SAVES)):
+            model = remote(work, dtype)
+            hf_ckpt.install(model, spec)
+            enable(model)
+            caplog.clear()
+            for before, after in zip(expected, remote_steps(model), strict=True):
+                assert_same(before, after, f"{work.__name__} {spec} {dtype}")
+            regions = installation(model).regions.values()
+            said = [record.getMessage() for record in caplog.records if "cannot make again" in record.getMessage()]
+            if spec["policy"] == "full":
+                assert set(hf_ckpt.describe(model).recomputed.values()) == {3}
+                assert not said
+            elif falls_back:
+                assert [region.recomputed for region in regions] == [2] * 3  # as a whole, from the second step on
+                assert [message.split("'")[1] for message in said] == ["layers.0", "layers.1", "layers.2"]
+                assert hf_ckpt.describe(model).dropped == {}
+            else:
+                assert not said
+                assert not any(region.failed or region.trial for region in regions)
+                assert all(region.kept or region.dropped for region in regions)
+                assert all(region.forwards == 3 for region in regions)
+
+
+def test_row_20_the_warning_names_block_and_operation(caplog):
+    model = remote(_adds_a_norm_to_its_input, torch.bfloat16)
+    hf_ckpt.install(model, {"policy": "selective"})
+    enable(model)
+    remote_steps(model, 1)
+    assert "block 'layers.1' cannot make again what " in caplog.text
+    assert "works in place (AddBackward0)" in caplog.text
+    assert sum(hf_ckpt.describe(model).kept.values()) > 0
+    remote_steps(model, 1)
+    assert hf_ckpt.describe(model).kept == {}
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_row_20_a_trial_leaves_nothing_behind(policy):
+    """A first forward that looks closely holds no more, once its block has ended, than those after it."""
+    model = remote(lambda block, hidden: functional.silu(block.one(hidden)) * block.two(functional.gelu(hidden)))
+    hf_ckpt.install(model, {"policy": policy})
+    enable(model)
+    inputs, held = torch.randn(2, 8, 16), []
+    for _ in range(3):
+        with LiveBytes(model) as live:
+            loss = model(inputs).sum()
+            held.append(live.current_bytes - live.start_bytes)
+            loss.backward()
+        model.zero_grad(set_to_none=True)
+    assert held[0] == held[1] == held[2] > 0
+    assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
+
+
+SAC = {"policy": "selective", "engine": "sac"}
+
+
+@pytest.mark.parametrize(
+    ("work", "spec", "operation"),
+    [
+        (_scales_its_input, SAC, "MulBackward0"),
+        (_scales_its_input, {"policy": "full", "segments": 3}, "MulBackward0"),
+        (_adds_to_its_input, {"policy": "full", "segments": 1}, "AddBackward0"),
+        (_relu, SAC, None),  # of the result of a linear layer, which stays
+    ],
+)
+def test_row_20_what_cannot_be_helped_is_told_with_the_block(work, spec, operation):
+    """`one of the variables needed for gradient computation has been modified`, and no word of where."""
+    remote_steps(remote(work), 1)  # trains without
+    model = remote(work)
+    hf_ckpt.install(model, spec)
+    enable(model)
+    with pytest.raises(InPlaceError, match=r"block 'layers\.[02]'.*was changed in place.*`full`") as raised:
+        remote_steps(model, 1)
+    assert raised.value.operation == operation
+    enable(model, {"policy": "full"})
+    assert_same(remote_steps(remote(work), 1)[0], remote_steps(model, 1)[0])
+
+
+# --- row 27: pinned memory --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.compat
+def test_row_27_memory_that_cannot_be_pinned_and_is_rounded_up(lanes, monkeypatch, caplog):
+    """The driver has no more pinned pages; and 17 tokens take as much of it as 32."""
+    empty, refused = torch.empty, []
+
+    def refusing(*args, **keys):
+        if keys.get("pin_memory"):
+            refused.append(args[0])
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*args, **keys)
+
+    offload._tell_unpinned.cache_clear()
+    offload._tell_limit.cache_clear()
+    monkeypatch.setattr(torch, "empty", refusing)
+    monkeypatch.setattr(offload.compat, "accelerator_type", lambda: "cuda")
+    batch = tiny_batch("llama", tokens=17)
+    hidden = 2 * 17 * 32 * 4
+    for limit, moved in ((3 * 8192, 3), (3 * 8192 - 1, 2), (3 * hidden, 1)):
+        model = tiny_model("llama")
+        hf_ckpt.install(model, {"policy": "offload", "host_budget": limit})
+        enable(model)
+        for _ in range(2):
+            assert_same(step(tiny_model("llama"), batch), step(model, batch))
+            assert list(hf_ckpt.describe(model).moved.values()) == [hidden] * moved
+        (pool,) = {region.mover for region in installation(model).regions.values() if getattr(region, "mover", None)}
+        assert pool.held_bytes == moved * 8192
+    assert refused == [8192] * 3  # asked once a pool
+    said = [record.getMessage() for record in caplog.records if "cannot be pinned" in record.getMessage()]
+    assert len(said) == 1
+    assert "CUDA error: out of memory" in said[0]
+    assert "unpinned memory is used" in said[0]
+
+
+# --- row 29: resuming -------------------------------------------------------------------------------------------------
+
+
+def test_row_29_a_resumed_run_plans_with_the_optimizer_state_that_is_there(tmp_path):
+    """A run that was resumed runs out of memory: its state is there before the first forward."""
+    states = []
+
+    def run(stop, spec, resume=None):
+        model = tiny_model("llama")
+        hf_ckpt.install(model)
+        keys = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"}
+        job = trainer(tmp_path, model, **keys, **{f"{FLAG}_kwargs": spec})
+        job.add_callback(StopAt(stop))
+        job.train(resume_from_checkpoint=resume)
+        states.append(autoplan.state_bytes(job.optimizer))
+        assert job.state.global_step == stop
+        return installation(model)
+
+    run(1, {"policy": "full"})
+    record = run(2, {"policy": "budget", "budget": "1GiB"}, str(tmp_path / "checkpoint-1"))
+    by_its_kind = 2 * sum(parameter.nbytes for parameter in tiny_model("llama").parameters())
+    # As it is, with the counters of its steps: nothing was there to read them from but the state itself.
+    assert record.planned.costs[0].static.optimizer == states[1] == states[0] > by_its_kind
+
+
+# --- row 32: DeepSpeed's own block ------------------------------------------------------------------------------------
+
+
+def test_row_32_deepspeeds_own_block_is_told(tmp_path, capsys):
+    """`activation_checkpointing` in DeepSpeed's config does nothing for Hugging Face models."""
+    settings = {"zero_optimization": {"stage": 2}, "activation_checkpointing": {"partition_activations": True}}
+    found = []
+    for keys in (settings, {"zero_optimization": {"stage": 2}}):
+        (tmp_path / "ds.json").write_text(json.dumps(keys))
+        main(["doctor", str(tmp_path / "ds.json"), "--json"])
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        found.append([finding for finding in findings if finding["code"] == "deepspeed-block"])
+    assert len(found[0]) == 1
+    assert "does nothing for Hugging Face models" in found[0][0]["what"]
+    assert "gradient_checkpointing" in found[0][0]["fix"]
+    assert found[1] == []
+
+
+# --- row 33: mixtures of experts --------------------------------------------------------------------------------------
+
+EXPERTS = {
+    "mixtral": (
+        transformers.MixtralConfig,
+        transformers.MixtralForCausalLM,
+        {"num_local_experts": 4, "router_jitter_noise": 0.1},
+    ),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        transformers.Qwen2MoeForCausalLM,
+        {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    ),
+    "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM, {"num_experts": 4}),
+}
+MOE_SPECS = ({"policy": "full"}, *({"policy": "selective", "save": save} for save in SAVES), SAC)
+
+
+def experts(name, dtype=torch.float32, implementation=None):
+    """A mixture of experts with its auxiliary loss, and the kernels it calls its experts by."""
+    config_class, model_class, keys = EXPERTS[name]
+    config = config_class(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+        **keys,
+    )
+    config._attn_implementation = "sdpa"
+    if implementation is not None:
+        config._experts_implementation = implementation
+    torch.manual_seed(0)
+    return model_class(config).to(dtype).train()
+
+
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm") if len(compat.ENABLE_NAMES) > 1 else (None,)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", EXPERTS)
+def test_row_33_tokens_go_to_the_same_experts(name, implementation):
+    """Routing flips at recomputation: gradients of experts that never saw a token; with jitter noise, always."""
+    model, batch = experts(name, implementation=implementation), tiny_batch("llama")
+    expected = step(model, batch)
+    routers = [key for key in expected if key.endswith(".gate.weight")]
+    assert len(routers) == 2
+    assert all(expected[key].any() for key in routers)
+    hf_ckpt.install(model)
+    for spec in MOE_SPECS:
+        enable(model, spec)
+        assert_same(expected, step(model, batch), f"{name} {spec}")
+        assert all(count > 0 for count in hf_ckpt.describe(model).recomputed.values())
+        regions = installation(model).regions.values()
+        assert not any(getattr(region, "failed", False) for region in regions)
+        assert all(getattr(region, "determinism_check", "default") == "default" for region in regions)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_row_33_selective_keeps_what_was_chosen(name):
+    """No top-k is drawn again in backward, under any `save`; under `full` it is, and the same comes out."""
+
+    class TopK(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            TopK.count += func._schema.name == "aten::topk"
+            return func(*args, **(kwargs or {}))
+
+    model, batch = experts(name), without_cache(experts(name), tiny_batch("llama"))
+    hf_ckpt.install(model)
+    counts = []
+    for spec in MOE_SPECS[:-1]:
+        enable(model, spec)
+        loss = model(**batch).loss
+        TopK.count = 0
+        with TopK():
+            loss.backward()
+        counts.append(TopK.count)
+    assert counts == [2, 0, 0, 0]
+
+
+@pytest.mark.skipif(len(compat.ENABLE_NAMES) < 2, reason="experts of transformers 4 are called one by one")
+@pytest.mark.parametrize(
+    ("name", "implementation", "dtype"),
+    [("qwen2_moe", "batched_mm", torch.float32), ("mixtral", "grouped_mm", torch.bfloat16)],
+    ids=str,
+)
+def test_row_33_a_mixture_of_experts_can_be_planned_for(name, implementation, dtype):
+    """Near what is really used, whatever tokens choose; the auxiliary loss is traced of other depths."""
+    model, batch = experts(name, dtype, implementation), tiny_batch("llama", batch=4, tokens=64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hf_ckpt.install(model)
+    enable(model, {"policy": "budget", "budget": "1GiB"})
+    step(model, batch)
+    for plan in (plan_of_least(costs := installation(model).planned.costs), plan_within(costs, 2**30)):
+        hf_ckpt.install(model, plan)
+        enable(model)
+        step(model, batch)
+        model.zero_grad(set_to_none=True)
+        with LiveBytes(model, batch) as live:
+            model(**without_cache(model, batch)).loss.backward()
+        model.zero_grad(set_to_none=True)
+        assert abs(live.peak_bytes / plan.prediction.peak_bytes - 1) <= 0.05
+    del optimizer
+
+
+def test_row_33_what_cannot_be_planned_for_says_what_to_do():
+    """Experts that are called one by one get as many tokens as chose them, which nobody knows before."""
+    model = experts("mixtral", implementation="eager" if len(compat.ENABLE_NAMES) > 1 else None)
+    hf_ckpt.install(model)
+    enable(model, {"policy": "budget", "budget": "1GiB"})
+    told = r'cannot be planned for.*depends on their values.*experts_implementation="grouped_mm".*`full`'
+    with pytest.raises(HfCkptError, match=told):
+        step(model, tiny_batch("llama"))
+    enable(model, {"policy": "selective"})
+    step(model, tiny_batch("llama"))
+    assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
+
+
+@pytest.mark.compat
+def test_row_33_hidden_states_that_a_config_asks_for_are_planned_for():
+    """What transformers captures by hooks of its own is captured in planning, too: a list of all hidden states."""
+    model, batch = tiny_model("llama", layers=6, hidden=64), tiny_batch("llama", batch=4, tokens=64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hf_ckpt.install(model)
+    model.config.output_hidden_states = True
+    enable(model, {"policy": "budget", "budget": "1GiB"})
+    step(model, batch)
+    plan = plan_of_least(installation(model).planned.costs)
+    hf_ckpt.install(model, plan)
+    enable(model)
+    step(model, batch)
+    model.zero_grad(set_to_none=True)
+    with LiveBytes(model, batch) as live:
+        model(**without_cache(model, batch)).loss.backward()
+    model.zero_grad(set_to_none=True)
+    assert abs(live.peak_bytes / plan.prediction.peak_bytes - 1) <= 0.03
+    del optimizer
+
+
+# --- every row has its test -------------------------------------------------------------------------------------------
+
+# Tests of rows that are elsewhere.
+ELSEWHERE = {
+    4: ("test_distributed.py::test_ddp_gradients_are_those_of_ddp_without_hf_ckpt",),
+    6: ("test_doctor.py::test_a_fault_is_found_and_its_twin_is_not",),
+    8: (
+        "test_configs.py::test_exactly_one_owner_of_checkpointing",
+        "test_distributed.py::test_a_second_owner_under_accelerates_fsdp2_is_refused",
+    ),
+    9: ("test_distributed.py::test_fsdp2_has_one_region_for_each_planned_block_and_none_nested",),
+    14: ("test_solver.py::test_more_memory_never_costs_time",),
+    16: ("test_moves.py::test_a_plan_moves_only_what_it_has_to",),
+    17: ("test_offload.py::test_two_hundred_steps_in_any_order",),
+    27: ("test_offload.py::test_a_host_budget_counts_powers_of_two",),
+    29: ("test_callback.py::test_row_29_resume_equals_one_run_also_with_another_policy",),
+}
+MISSING = {23, 28, 34}
+
+
+def test_every_row_has_a_test():
+    """Of the 35 rows of the list, each has a test here by its number, or one elsewhere by its name."""
+    this, functions = Path(__file__), {}
+    for name in {this.name, *(test.partition("::")[0] for tests in ELSEWHERE.values() for test in tests)}:
+        tree = ast.parse(this.with_name(name).read_text(encoding="utf-8"))
+        functions[name] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    rows = range(1, 36)
+    here = {int(name.split("_")[2]) for name in functions[this.name] if name.startswith("test_row_")}
+    assert here <= set(rows)
+    for row, tests in ELSEWHERE.items():
+        for test in tests:
+            file, _, function = test.partition("::")
+            assert function in functions[file], (row, test)
+    assert set(rows) - here - ELSEWHERE.keys() == MISSING
