@@ -37,8 +37,11 @@ from transformers.utils import logging as transformers_logging
 
 import hf_ckpt
 from hf_ckpt import autoplan, callback, compat
+from hf_ckpt.blueprint import blueprint_of
 from hf_ckpt.budgets import plan_of_least, plan_within
 from hf_ckpt.cli import main
+from hf_ckpt.cost import Step, trace_costs
+from hf_ckpt.devices import DEVICES
 from hf_ckpt.engines import full, offload
 from hf_ckpt.engines.offload import Mover
 from hf_ckpt.errors import (
@@ -50,9 +53,10 @@ from hf_ckpt.errors import (
     OwnerConflictError,
     SpecError,
 )
-from hf_ckpt.install import _warn_eval_mode, installation
+from hf_ckpt.install import _warn_eval_mode, installation, trial
 from hf_ckpt.measure import LiveBytes
-from hf_ckpt.moves import with_moves
+from hf_ckpt.moves import MOVES, with_moves
+from hf_ckpt.plan import KEEP
 from hf_ckpt.timeline import worst_timeline
 from hf_ckpt.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.units import format_bytes
@@ -1077,25 +1081,19 @@ def test_row_13_nothing_to_save_is_an_error():
 
 @functools.cache
 def planned_costs(family):
-    """A model with an optimizer that keeps nothing, a batch for it, and what its actions cost."""
-    attention = (
-        "sdpa" if family != "t5" or len(compat.ENABLE_NAMES) > 1 else "eager"
-    )  # T5 of transformers 4 has its own
+    """A model, a batch for it, and what the actions cost that a plan is mostly made of."""
+    attention = "sdpa" if family != "t5" or len(compat.ENABLE_NAMES) > 1 else "eager"  # T5 of transformers 4
     model = tiny_model(family, layers=4, hidden=64, attention=attention)
     batch = tiny_batch(family, batch=4, tokens=64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    hf_ckpt.install(model)
-    enable(model, {"policy": "budget", "budget": "1GiB"})
-    step(model, batch)
-    model.zero_grad(set_to_none=True)
-    return model, batch, optimizer, installation(model).planned.costs
+    at_work = Step(batch, optimizer="sgd")
+    return model, batch, trace_costs(blueprint_of(model), at_work, DEVICES["cpu"], trial, actions=(KEEP, *MOVES))
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_row_14_a_budget_is_on_the_peak(family):
     """A budget of 0.05 peaks higher than one of 0.15: it was on saved bytes."""
-    model, batch, _, costs = planned_costs(family)
+    model, batch, costs = planned_costs(family)
     low, high = plan_of_least(costs).prediction.peak_bytes, plan_within(costs, 2**30).prediction.peak_bytes
     plans, seconds, peaks = [], [], []
     for place in range(6):
@@ -1121,8 +1119,8 @@ def test_row_14_a_budget_is_on_the_peak(family):
 
 def test_row_16_a_plan_offloads_only_where_that_lowers_the_peak():
     """Offloading costs time and takes nothing off the peak, which is elsewhere."""
-    _, _, _, traced = planned_costs("llama")
-    (costs,) = with_moves(traced[0], host_bandwidth=1e9, launch_nanoseconds=1)
+    _, _, traced = planned_costs("llama")
+    (costs,) = with_moves(traced, host_bandwidth=1e9, launch_nanoseconds=1)
     low, high = plan_of_least(costs).prediction.peak_bytes, plan_within(traced, 2**30).prediction.peak_bytes
     assert low < plan_of_least(traced).prediction.peak_bytes
     numbers = {action: number for number, action in enumerate(costs.actions)}
@@ -1396,11 +1394,22 @@ def test_row_20_the_warning_names_block_and_operation(caplog):
     assert hf_ckpt.describe(model).kept == {}
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
-def test_row_20_a_trial_leaves_nothing_behind(policy):
+@pytest.mark.parametrize(
+    "spec", [{"policy": "full"}, {"policy": "selective"}, {"policy": "selective", "save": ["attention"]}], ids=str
+)
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda block, hidden: functional.silu(block.one(hidden)) * block.two(functional.gelu(hidden)),
+        _drops_in_place,
+        _adds_to_its_input,
+    ],
+    ids=["products", "dropout", "input"],
+)
+def test_row_20_a_trial_leaves_nothing_behind(work, spec):
     """A first forward that looks closely holds no more, once its block has ended, than those after it."""
-    model = remote(lambda block, hidden: functional.silu(block.one(hidden)) * block.two(functional.gelu(hidden)))
-    hf_ckpt.install(model, {"policy": policy})
+    model = remote(work)
+    hf_ckpt.install(model, spec)
     enable(model)
     inputs, held = torch.randn(2, 8, 16), []
     for _ in range(3):
@@ -1410,7 +1419,7 @@ def test_row_20_a_trial_leaves_nothing_behind(policy):
             loss.backward()
         model.zero_grad(set_to_none=True)
     assert held[0] == held[1] == held[2] > 0
-    assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
+    assert all(region.forwards == 3 for region in installation(model).regions.values())
 
 
 SAC = {"policy": "selective", "engine": "sac"}
@@ -1645,7 +1654,6 @@ def test_row_33_what_cannot_be_planned_for_says_what_to_do():
     assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
 
 
-@pytest.mark.compat
 def test_row_33_hidden_states_that_a_config_asks_for_are_planned_for():
     """What transformers captures by hooks of its own is captured in planning, too: a list of all hidden states."""
     model, batch = tiny_model("llama", layers=6, hidden=64), tiny_batch("llama", batch=4, tokens=64)
@@ -1677,11 +1685,13 @@ ELSEWHERE = {
         "test_distributed.py::test_a_second_owner_under_accelerates_fsdp2_is_refused",
     ),
     9: ("test_distributed.py::test_fsdp2_has_one_region_for_each_planned_block_and_none_nested",),
+    12: ("test_autoplan.py::test_a_head_in_chunks_where_it_is_allowed_and_nothing_else_fits",),
     14: ("test_solver.py::test_more_memory_never_costs_time",),
     16: ("test_moves.py::test_a_plan_moves_only_what_it_has_to",),
     17: ("test_offload.py::test_two_hundred_steps_in_any_order",),
     27: ("test_offload.py::test_a_host_budget_counts_powers_of_two",),
     29: ("test_callback.py::test_row_29_resume_equals_one_run_also_with_another_policy",),
+    33: ("test_rebuild.py::test_routing_is_kept", "test_doctor.py::test_only_full_routes_again_in_backward"),
 }
 MISSING = {23, 28, 34}
 
