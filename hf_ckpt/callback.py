@@ -212,6 +212,8 @@ class MemoryTimeCallback(TrainerCallback):
         planned = record.planned if record is not None else None
         if record is not None and record.enabled and record.spec.policy in PLANNING_POLICIES and planned is None:
             _warn_unplanned(record.spec.policy)
+        if record is not None and record.enabled and record.heads.in_graph:
+            _warn_head_in_graph()
         if planned is None or planned is self._told:
             return
         self._told = planned
@@ -256,6 +258,7 @@ class MemoryTimeCallback(TrainerCallback):
             self._latch_peak()
         record = _record(model)
         planned = record is not None and record.enabled and bool(record.regions)
+        in_graphs = record is not None and any(region.in_graph for region in record.regions.values())
         made_for = record.planned if record is not None and record.enabled else None
         recompute_seconds = self._recompute.take()
         ranks = over_ranks(
@@ -264,7 +267,7 @@ class MemoryTimeCallback(TrainerCallback):
                 "reserved": self._reserved,
                 "head": self._head.take() if self._head else None,
                 "seconds": seconds,
-                "recompute": recompute_seconds if planned and not compat.is_compiled(model) else None,
+                "recompute": recompute_seconds if planned and not in_graphs else None,
                 "tokens": self._tokens.take(),
                 **self._compare(made_for),
             }
@@ -371,7 +374,8 @@ def _head(model: nn.Module) -> nn.Module | None:
 def _warn_unplanned(policy: str) -> None:
     log.warning(
         "`policy: %s` saw no forward to plan for (torch.compile hides it), so every block is recomputed. Give it a "
-        "plan of `hf-ckpt plan`, or another policy.",
+        "plan of `hf-ckpt plan`, compile regions only, or run one batch before training in "
+        "`with torch.compiler.set_stance('force_eager')`.",
         policy,
     )
 
@@ -385,6 +389,11 @@ def _warn_head(model: str, percent: int, size: str) -> None:
         percent,
         size,
     )
+
+
+@functools.lru_cache(maxsize=1)  # once
+def _warn_head_in_graph() -> None:
+    log.warning("hf_ckpt: the head is not run in chunks, because torch.compile has it in a graph.")
 
 
 def _largest(*values: float | None) -> float | None:

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import random
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -22,6 +22,7 @@ import torch.utils.checkpoint
 import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel as PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
@@ -333,14 +334,6 @@ def is_sharded(model: nn.Module) -> bool:
     ) or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile wraps the model or one of its modules: then nothing can be counted inside."""
-    return any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
-
-
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -370,6 +363,21 @@ def checkpoint_frame(
         again, preserve_rng_state, torch.utils.checkpoint.noop_context_fn, determinism_check, False, *early_stop, *args
     )
     return frame
+
+
+@contextlib.contextmanager
+def same_hook_number(hooks: Mapping[int, Any]) -> Iterator[None]:
+    """A hook that is registered here into `hooks` gets the first free number below 0, not torch's next one.
+
+    torch.compile guards on the numbers of hooks with `always_call`, so that every block would be compiled by itself,
+    and again after every registration, up to the limit where nothing is compiled any more.
+    """
+    following = RemovableHandle.next_id
+    RemovableHandle.next_id = min((0, *hooks)) - 1
+    try:
+        yield
+    finally:
+        RemovableHandle.next_id = following
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -83,6 +83,8 @@ class HeadCalls:
     """How often a head ran in chunks."""
 
     calls: int = 0
+    in_graph: bool = False
+    """Whether it ran as a whole in a graph of torch.compile."""
 
 
 @dataclasses.dataclass
@@ -191,6 +193,8 @@ def describe(model: nn.Module) -> Description:
         kept=_total(region.kept for region in rebuilding),
         kept_to_rebuild=_total(region.kept_to_rebuild for region in rebuilding),
         chunked_heads=record.heads.calls,
+        in_graphs=tuple(name for name, region in record.regions.items() if region.in_graph),
+        head_in_graph=record.heads.in_graph,
         moved=_total([{name: size} for name, region in record.regions.items() if (size := _moved_bytes(region))]),
     )
 
@@ -329,7 +333,7 @@ def _adopt(base: nn.Module, record: Installation, spec: Spec, plan: Plan) -> Non
         _take_off(base, record)
     if record.planned is not None and plan != record.planned.plan:
         record.planned = None
-    record.spec, record.plan = spec, plan
+    record.spec, record.plan, record.heads.in_graph = spec, plan, False
     segments: dict[str, Segment] = {}
     for _, names in plan.segments():
         segments.update(dict.fromkeys(names, Segment(tuple(names))))
@@ -426,18 +430,24 @@ def _put_on(base: compat.PreTrainedModel, record: Installation) -> None:
         segments = {region.segment for region in record.regions.values() if isinstance(region, SegmentRegion)}
         for owner in owners if segments else ():
             record.handles.append(owner.register_forward_pre_hook(StartOfStack(segments)))
-            record.handles.append(owner.register_forward_hook(end_of_stack, always_call=True))
+            record.handles.append(_always_after(owner, end_of_stack))
         movers = {region.mover for region in record.regions.values() if isinstance(region, RebuildRegion)}
         for mover, owner in itertools.product(filter(None, movers), owners):
-            record.handles.append(owner.register_forward_hook(EndOfStack(mover), always_call=True))
+            record.handles.append(_always_after(owner, EndOfStack(mover)))
         rebuilt = {name for name, region in record.regions.items() if isinstance(region, RebuildRegion)}
         for module in cheap_modules(found, rebuilt):
             record.handles.append(module.register_forward_pre_hook(enter_module, with_kwargs=True))
-            record.handles.append(module.register_forward_hook(leave_module, always_call=True))
+            record.handles.append(_always_after(module, leave_module))
         if rebuilt:
             for norm in embedding_norms(found):
                 record.handles.append(norm.register_forward_hook(hand_to_first_block))
     record.enabled = True
+
+
+def _always_after(module: nn.Module, hook: Callable[..., Any]) -> Any:
+    """Register a forward hook that is also called when the module raises an error."""
+    with compat.same_hook_number(module._forward_hooks):
+        return module.register_forward_hook(hook, always_call=True)
 
 
 def _take_off(base: compat.PreTrainedModel, record: Installation) -> None:
@@ -646,8 +656,11 @@ class HeadForward(_ModelHook):
         head = self._head()
         assert head is not None, "the forward of a module outlived it"
         run = functools.partial(type(head).forward, head)
-        if compat.is_compiling() or not (torch.is_grad_enabled() and head.training) or kwargs or len(args) != 1:
+        if not (torch.is_grad_enabled() and head.training) or kwargs or len(args) != 1:
             return run(*args, **kwargs)
+        if compat.is_compiling():
+            self.counter.in_graph = True
+            return run(*args)
         if not self.checked:
             self.checked = True
             if not compat.parameters_stay(self.base):

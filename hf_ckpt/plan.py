@@ -214,6 +214,10 @@ class Description:
     """Block -> bytes that its last forward moved to host memory."""
     chunked_heads: int = 0
     """Calls of the head in chunks so far."""
+    in_graphs: tuple[str, ...] = ()
+    """Planned blocks that were called from a graph of torch.compile, where no call is counted."""
+    head_in_graph: bool = False
+    """Whether the head, planned to run in chunks, ran as a whole in such a graph."""
 
     def save(self, path: str | Path) -> None:
         """Save the plan; see `Plan.save`."""
@@ -236,6 +240,10 @@ class Description:
                 f"  so far: {sum(self.forwards.values())} checkpointed block calls, "
                 f"{sum(self.recomputed.values())} recomputations"
             )
+        if self.in_graphs:
+            lines.append(f"  in graphs of torch.compile, where nothing is counted: {len(self.in_graphs)} blocks")
+        if self.head_in_graph:
+            lines.append("  in a graph of torch.compile, where it runs as a whole: the head")
         if self.moved:
             moved = format_bytes(sum(self.moved.values()))
             lines.append(f"  moved to host memory in the last forward: {moved} of {len(self.moved)} blocks")

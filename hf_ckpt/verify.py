@@ -64,6 +64,8 @@ class Verification:
     """0 unless the head runs in chunks: bit-equal."""
     chunked_heads: int = 0
     """Calls of the head in chunks."""
+    in_graphs: tuple[str, ...] = ()
+    """Planned blocks that were called from a graph of torch.compile, where no recomputation is counted."""
 
     @property
     def ok(self) -> bool:
@@ -96,6 +98,11 @@ class Verification:
             )
         if self.not_recomputed:
             lines.append(f"planned but not recomputed: {', '.join(self.not_recomputed)}")
+        if self.in_graphs:
+            lines.append(
+                "torch.compile hides what is recomputed in its graphs: verify the model before it is compiled, or in "
+                "`with torch.compiler.set_stance('force_eager')`"
+            )
         if not self.parameters:
             lines.append("no parameter got a gradient: nothing was compared")
         return "\n".join(lines)
@@ -153,6 +160,7 @@ def verify(
         ),
         allowed_difference=0.0 if after.plan.head == "full" else _rounding(gradients.values()),
         chunked_heads=after.chunked_heads - before.chunked_heads,
+        in_graphs=after.in_graphs,
     )
 
 

@@ -30,6 +30,8 @@ class FullRegion:
         """Calls that were checkpointed."""
         self.recomputed = 0
         """Times the block was run again in backward."""
+        self.in_graph = False
+        """Whether it was called from a graph of torch.compile, where nothing can be counted."""
         self.observer: Observer | None = None
         """Entered around every recomputation; set by measurements."""
         self.changes_input: bool | None = None
@@ -45,7 +47,8 @@ class FullRegion:
             return fn(*args)
         # GPT-2 hands its cache over by position, where the layer does not strip it; recomputing would write it again.
         args = tuple(None if compat.is_cache(arg) else arg for arg in args)
-        if compat.is_compiling():  # counting would be a side effect inside the traced region
+        if compat.is_compiling():
+            self.in_graph = True  # a count would be read, too, and so compiled anew for every value
             return self._checkpoint(fn, *args)
         self.refuse_capturing()
         self.forwards += 1

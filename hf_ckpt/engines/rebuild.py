@@ -95,6 +95,11 @@ class RebuildRegion:
         return self.work.rebuilt + (self.fallback.recomputed if self.fallback is not None else 0)
 
     @property
+    def in_graph(self) -> bool:
+        """Whether it was called from a graph of torch.compile, where nothing can be counted."""
+        return self.compiled is not None and self.compiled.in_graph
+
+    @property
     def observer(self) -> _Observer | None:
         """Entered around every rebuilding; set by measurements."""
         return self.work.observer
@@ -322,7 +327,8 @@ class _Tape:
             extra[name] = extra.get(name, 0) + nbytes
         self.extra.clear()
         if self.kept.keys() - {NO_GRAPH} and not self.dropped:
-            _warn_nothing_dropped(self.region.save)
+            compiled = any(name.startswith("CompiledFunction") for name in self.kept)
+            _warn_nothing_dropped(self.region.save, compiled)
 
     # --- saved tensors ----------------------------------------------------------------------------------------------
 
@@ -599,11 +605,14 @@ def _shaped(shape: torch.Size, x: torch.Tensor, dtype: torch.dtype | None = None
 
 
 @functools.lru_cache(maxsize=8)  # once for each `save`
-def _warn_nothing_dropped(save: tuple[str, ...]) -> None:
+def _warn_nothing_dropped(save: tuple[str, ...], compiled: bool) -> None:
     log.warning(
-        "`selective` with save %s found nothing in a block that can be rebuilt, so every activation is kept there. Use "
-        "`full` for such blocks.",
+        "`selective` with save %s found nothing in a block that can be rebuilt, so every activation is kept there. %s",
         list(save),
+        "It is compiled in itself: compile the whole model instead, or replace each block by `torch.compile(block)`; "
+        "or use `full`."
+        if compiled
+        else "Use `full` for such blocks.",
     )
 
 

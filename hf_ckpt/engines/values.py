@@ -124,8 +124,8 @@ class KeptByUser(_Shared):
         return self
 
     def storage(self) -> tuple[Any, int]:
-        """Hooks may have copied it, so it is its own; the bytes it had."""
-        return self, self.nbytes
+        """Hooks may have copied it, so it has one of its own; the bytes it had."""
+        return (self,), self.nbytes  # not itself: those who count tell storages from values
 
     def value(self) -> torch.Tensor:
         """What the hooks give back."""
