@@ -124,11 +124,11 @@ def assert_frees_everything(model, batch):
         gc.enable()
 
 
-def checkpoints_compiled(counts):
+def checkpoints_compiled(counts, compiler="aot_eager"):
     """A compiler backend that appends to `counts` how many checkpointed regions each graph holds."""
 
     def backend(graph, inputs):
         counts.append(sum("checkpoint" in str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+        return torch._dynamo.lookup_backend(compiler)(graph, inputs)
 
     return backend

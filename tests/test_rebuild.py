@@ -15,7 +15,7 @@ import weakref
 import pytest
 import torch
 import transformers
-from conftest import assert_frees_everything, assert_same, checkpoints_compiled, enable, gradients, step, without_cache
+from conftest import assert_frees_everything, assert_same, enable, gradients, step, without_cache
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
@@ -1245,23 +1245,6 @@ def test_a_compiled_part_of_a_block_is_kept(family, part, dynamo):
     for save in SAVES[:2]:
         same_steps(run, family, save)
     assert sum(dynamo["graph_break"].values()) == 0
-
-
-@each_save
-def test_a_compiled_model_is_sacs(save, dynamo):
-    """One graph, forward and backward, with numbers as compiled without us. The rebuild engine does nothing there."""
-    found, regions_in_graph = [], []
-    for model in plain_and_ours(save=save, attention="sdpa", layers=1):
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend=checkpoints_compiled(regions_in_graph), fullgraph=True)
-        loss = compiled(**without_cache(model, tiny_batch("llama"))).loss
-        loss.backward()
-        found.append({"loss": loss.detach(), **gradients(model)})
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-6)
-    assert sum(dynamo["graph_break"].values()) == 0
-    assert regions_in_graph == [0, 1]
-    assert rebuilt(model) == 0
 
 
 def test_compiled_and_then_not(dynamo):

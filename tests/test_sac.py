@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import assert_same, checkpoints_compiled, enable, step
+from conftest import assert_same, enable, step
 from test_parity import skip_where_absent
 from torch.nn import functional
 
@@ -163,25 +163,3 @@ def test_engine_auto_holds_sac_for_the_compiler():
         for region in regions(model):
             assert (region.compiled is not None) == has
             assert region.compiled is None or region.compiled.save == ("attention",)
-
-
-def test_compiled_blocks_are_sacs():
-    """Compiled block by block: the same numbers as compiled without us, within rounding, and no graph break."""
-    found, regions_in_graphs = [], []
-    for spec in ({"policy": "none"}, {"policy": "selective"}):
-        model = tiny_model("llama", layers=LAYERS, attention="sdpa")
-        hf_ckpt.install(model, spec)
-        enable(model)
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        for layer in model.model.layers:
-            layer.compile(backend=checkpoints_compiled(regions_in_graphs))
-        found.append(step(model, tiny_batch("llama")))
-        assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 0
-    torch._dynamo.reset()
-    assert sum(regions_in_graphs) > 0
-    assert all(region.recomputed == 0 and region.compiled is not None for region in regions(model))
-    plain, ours = found
-    assert plain.keys() == ours.keys()
-    for name, value in plain.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
