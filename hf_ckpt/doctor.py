@@ -326,6 +326,16 @@ def compiled_engine(facts: Facts) -> Iterator[Finding]:
             f"Under torch.compile ({compiled.where}) no plan is made, and every block is recomputed.",
             "Plan beforehand with `hf-ckpt plan ... --out plan.yaml` and use {'plan': 'plan.yaml'}, or do not compile.",
         )
+    if "selective" in facts.policies and "linear" in spec.save and facts.adapters is not None:
+        yield Finding(
+            "warning",
+            "adapters-compiled",
+            f"{given.where}.save",
+            f"Under torch.compile ({compiled.where}) `selective` is SAC, which keeps the results of all linear layers: "
+            f"with adapters ({facts.adapters.where}) those are also what frozen ones and the adapters themselves make, "
+            "and that is more than no checkpointing keeps.",
+            'Use "save": ["attention"] or "policy": "full", or do not compile.',
+        )
 
 
 def prefix_tuning(facts: Facts) -> Iterator[Finding]:

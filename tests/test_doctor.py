@@ -235,6 +235,16 @@ CASES = [
         facts(asking(FULL), launch(dynamo_config={"dynamo_backend": "INDUCTOR"})),
     ),
     (
+        *("adapters-compiled", "warning", f"train.yaml: {KWARGS}.save"),
+        facts(asking({"policy": "selective"}, torch_compile=True, lora_r=8)),
+        facts(asking({"policy": "selective", "save": ["attention"]}, torch_compile=True, lora_r=8)),
+    ),
+    (
+        *("adapters-compiled", "warning", f"train.yaml: {KWARGS}.save"),
+        facts(asking({"policy": "selective"}, torch_compile=True, lora_r=8)),
+        facts(asking({"policy": "selective"}, torch_compile=True)),
+    ),
+    (
         *("prefix-tuning", "error", "train.yaml: peft_type"),
         facts(asking(FULL, peft_type="PREFIX_TUNING", num_virtual_tokens=8)),
         facts(asking(FULL, peft_type="PROMPT_TUNING", num_virtual_tokens=8)),
