@@ -56,6 +56,11 @@ def is_compiling() -> bool:
     return bool(torch.compiler.is_compiling())
 
 
+def is_replica(module: nn.Module) -> bool:
+    """Whether `nn.DataParallel` made this copy, which runs in a thread beside others."""
+    return bool(getattr(module, "_is_replica", False))
+
+
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
     return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

@@ -85,6 +85,8 @@ class HeadCalls:
     calls: int = 0
     in_graph: bool = False
     """Whether it ran as a whole in a graph of torch.compile."""
+    missed: int = 0
+    """Training forwards of the stack below it since it was called last."""
 
 
 @dataclasses.dataclass
@@ -422,7 +424,8 @@ def _put_on(base: compat.PreTrainedModel, record: Installation) -> None:
                 watch = PlanningHook(base, stack)
                 record.handles.append(owner.register_forward_pre_hook(watch, with_kwargs=True))
     if record.plan.head != "full":
-        _put_on_head(base, record)
+        _put_on_head(found, record)
+    _put_on_parts(found)
     if record.regions:
         _drop_input_gradients(base, record)
         owners = {id(owner): owner for owner in found.owners}.values()
@@ -459,6 +462,9 @@ def _take_off(base: compat.PreTrainedModel, record: Installation) -> None:
     for module in base.modules():  # adapters may have come around the head since
         if isinstance(vars(module).get("forward"), HeadForward):
             del vars(module)["forward"]
+        for name in compat.ENABLE_NAMES:
+            if isinstance(vars(module).get(name), PartHook):
+                del vars(module)[name]
     for name in _INPUT_GRADIENT_NAMES:
         if isinstance(vars(base).get(name), SkippedHook):
             del vars(base)[name]
@@ -468,7 +474,16 @@ def _take_off(base: compat.PreTrainedModel, record: Installation) -> None:
     record.enabled = False
 
 
-def _put_on_head(base: compat.PreTrainedModel, record: Installation) -> None:
+def _put_on_parts(found: FoundBlocks) -> None:
+    blocks = set(found.modules.values())
+    for part in found.base.modules():
+        inner = isinstance(part, compat.PreTrainedModel) and part is not found.base
+        for name in compat.ENABLE_NAMES if inner and not blocks.isdisjoint(part.modules()) else ():
+            vars(part).setdefault(name, PartHook(part, found.base, name))
+
+
+def _put_on_head(found: FoundBlocks, record: Installation) -> None:
+    base = found.base
     head = vocabulary_head(base)
     if head is None:
         _warn_plain_head(type(base).__name__, "it has no projection onto a vocabulary")
@@ -476,6 +491,7 @@ def _put_on_head(base: compat.PreTrainedModel, record: Installation) -> None:
         _warn_plain_head(type(base).__name__, "something else has replaced its forward")
     else:
         vars(head)["forward"] = HeadForward(base, head, record.plan.head, record.heads)
+        record.handles.append(found.owners[-1].register_forward_pre_hook(MissedHead(base, record.heads)))
 
 
 @functools.lru_cache(maxsize=32)  # once
@@ -640,6 +656,41 @@ class DisableHook(_ModelHook):
         _disable(self.base)
 
 
+class PartHook(_ModelHook):
+    """An enable call of a model inside another one, whose plan is enabled: that plan stays.
+
+    sentence-transformers enables every module of a model, and transformers would take the blocks over.
+    """
+
+    def __init__(self, part: nn.Module, whole: nn.Module | None, name: str) -> None:
+        super().__init__(part)
+        self._whole = None if whole is None else weakref.ref(whole)
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        part = self.base
+        whole = None if self._whole is None else self._whole()
+        record = None if whole is None else installation(whole)
+        if whole is not None and record is not None and record.enabled and part in set(whole.modules()):
+            _say_part(part)
+            return
+        for name in compat.ENABLE_NAMES:
+            if isinstance(vars(part).get(name), PartHook):
+                del vars(part)[name]
+        getattr(part, self.name)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartHook:
+        whole = None if self._whole is None else self._whole()
+        return type(self)(memo.get(id(self.base), self.base), memo.get(id(whole)), self.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.base, None, self.name)  # a part may be pickled by itself
+
+
+def _say_part(part: nn.Module) -> None:
+    log.info("%s is part of a model whose plan is enabled already; that plan stays.", type(part).__name__)
+
+
 class HeadForward(_ModelHook):
     """`forward` of the head while its plan is enabled: in chunks, where gradients will be wanted."""
 
@@ -661,6 +712,7 @@ class HeadForward(_ModelHook):
         if compat.is_compiling():
             self.counter.in_graph = True
             return run(*args)
+        self.counter.missed = 0
         if not self.checked:
             self.checked = True
             if not compat.parameters_stay(self.base):
@@ -680,6 +732,30 @@ class HeadForward(_ModelHook):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.base, self._head(), self.asked, self.counter)
+
+
+class MissedHead(_ModelHook):
+    """Forward pre-hook of what runs the last stack: says so when nobody calls the head that was to run in chunks."""
+
+    def __init__(self, base: nn.Module, counter: HeadCalls) -> None:
+        super().__init__(base)
+        self.counter = counter
+
+    def __call__(self, owner: nn.Module, args: tuple[Any, ...]) -> None:
+        if compat.is_compiling() or not (torch.is_grad_enabled() and owner.training) or compat.is_replica(owner):
+            return
+        if self.counter.missed == 2:  # not the first: a forward may have failed on its way to the head
+            _warn_plain_head(
+                type(self.base).__name__,
+                "nobody calls it: the loss is computed from its weight somewhere else (TRL does, in tiles of its own)",
+            )
+        self.counter.missed += 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MissedHead:
+        return type(self)(memo.get(id(self.base), self.base), copy.deepcopy(self.counter, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.base, self.counter)
 
 
 class PlanningHook(_ModelHook):
@@ -912,7 +988,7 @@ class _Everywhere:
     def enable(self, base: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Install on this model, then let its own hook answer. A refused request leaves the model untouched."""
         if _driven_by_the_whole(find_blocks(base)):
-            log.info("%s is part of a model whose plan is enabled already; that plan stays.", type(base).__name__)
+            _say_part(base)
             return
         fresh = installation(base) is None
         if fresh:  # a plan that is there already is the newer request

@@ -256,6 +256,7 @@ def unknown_key(key: object, known: Sequence[str] | Mapping[str, Any], reasons: 
 
 _FOREIGN_KEYS = {
     "context_fn": "is a callable, which TrainingArguments cannot save as JSON; ask for `policy: selective` instead.",
+    "selective": "is TRL's switch for its own selective checkpointing; ask for `policy: selective` instead.",
     "gradient_checkpointing_kwargs": "must not be nested; give its keys directly.",
     "activation_checkpointing_kwargs": "must not be nested; give its keys directly.",
 }
