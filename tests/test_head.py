@@ -884,6 +884,38 @@ def test_plain_with_the_reason_said_once(make, caplog):
     assert all(not isinstance(vars(module).get("forward"), HeadForward) for module in model.modules())
 
 
+def test_a_head_that_nobody_calls_is_said_once(caplog):
+    """A loss may be computed from its weight, as TRL's are. A forward that failed on its way is no such thing."""
+    model = on(tiny_model("llama", layers=1))
+    batch = batch_of("llama")
+
+    def said():
+        return [record.getMessage() for record in caplog.records if "nobody calls it" in record.getMessage()]
+
+    def fails(module, args):
+        raise ZeroDivisionError
+
+    for _ in range(3):
+        handle = model.model.norm.register_forward_pre_hook(fails)
+        with pytest.raises(ZeroDivisionError):
+            step(model, batch)
+        handle.remove()
+        step(model, batch)
+        with torch.no_grad():
+            model.model(batch["input_ids"])
+        model.eval()
+        model.model(batch["input_ids"])
+        model.train()
+    assert calls(model) == 3
+    assert said() == []
+    for _ in range(5):
+        hidden = model.model(batch["input_ids"]).last_hidden_state
+        (hidden @ model.lm_head.weight.T).sum().backward()
+    assert len(said()) == 1
+    step(copy.deepcopy(model), batch)
+    assert calls(model) == 3
+
+
 def test_one_chunk_is_the_plain_head():
     model = on(tiny_model("llama", layers=1), 46)
     assert_same(step(tiny_model("llama", layers=1), batch_of("llama")), step(model, batch_of("llama")))

@@ -8,6 +8,7 @@ import gc
 import importlib
 import inspect
 import logging
+import pickle
 import weakref
 
 import pytest
@@ -704,6 +705,47 @@ def test_a_call_on_a_part_keeps_the_plan_of_the_whole(everywhere):
     model.zero_grad()
     hf_ckpt.uninstall()
     assert snapshot(model) == before
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_a_call_on_every_part_keeps_the_plan_of_a_model_installed_by_hand(family):
+    """sentence-transformers enables every model inside a model, from the outside in."""
+    asked = {"rules": [{"layers": "0", "policy": "full"}]}
+    model, plain = tiny_model(family), tiny_model(family)
+    before = snapshot(model)
+    hf_ckpt.install(model)
+    parts = [part for part in model.modules() if isinstance(part, compat.PreTrainedModel)]
+    assert len(parts) == {"bert": 2, "t5": 3}[family]
+    for part in parts:
+        enable(part, asked)
+    assert lost_blocks(model) == ()
+    batch = tiny_batch(family)
+    assert_same(step(plain, batch), step(model, batch))
+    assert recomputed(model) == [block.name for block in find_blocks(model).blocks if block.index == 0]
+    enable(model, {"policy": "none"})
+    enable(parts[-1], {"policy": "none"})  # transformers would hand it on to torch
+    assert_same(step(plain, batch), step(model, batch))
+    model.zero_grad()
+    hf_ckpt.uninstall(model)
+    assert snapshot(model) == before
+
+
+@pytest.mark.compat
+def test_a_part_answers_for_itself_once_the_plan_is_off_or_it_is_a_copy():
+    model = tiny_model("bert")
+    hf_ckpt.install(model, {"layers": "0"})
+    enable(model)
+    copied, pickled = copy.deepcopy(model.bert), pickle.loads(pickle.dumps(model.bert))
+    again = copy.deepcopy(model)
+    getattr(model, compat.DISABLE_NAMES[-1])()
+    for part in (model.bert, copied, pickled):
+        enable(part, {"use_reentrant": False})
+        assert {layer.gradient_checkpointing for layer in part.encoder.layer} == {True}
+        assert not [name for name in vars(part) if name in compat.ENABLE_NAMES]
+    enable(again.bert, {"policy": "full"})  # a copy of the whole has parts of its own
+    assert lost_blocks(again) == ()
+    assert [*hf_ckpt.describe(again).forwards] == ["bert.encoder.layer.0"]
 
 
 def test_models_enabled_while_they_are_built_come_off_whole(everywhere):

@@ -310,6 +310,7 @@ def test_an_enable_call_takes_only_the_exact_defaults_for_nothing(given_dict):
         ({"rules": [{"layers": "0", "policy": "full", "stak": "encoder"}]}, "did you mean `stack`?"),
         ({"rules": [{"layers": "0", "policy": "full", "save": ["linear"]}]}, "[0].save goes with `policy: selective`"),
         ({"context_fn": print}, "`context_fn` is a callable, which TrainingArguments cannot save as JSON"),
+        ({"selective": True}, "`selective` is TRL's switch"),
         ({"gradient_checkpointing_kwargs": {"policy": "full"}}, "must not be nested"),
         ({"plan": 3}, "`plan` must be the path of a saved plan, but is 3 instead"),
         ({"plan": ""}, "`plan` must be the path of a saved plan"),

@@ -1,6 +1,6 @@
 """A plain Accelerate loop that never asks for checkpointing; hf_ckpt appears only where the outcome is written down.
 
-accelerate_loop.py OUT [--workers N]
+accelerate_loop.py OUT [--workers N] [--steps N] [--accumulate N] [--dropout P]
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
-
-STEPS = 2
 
 
 class Rows(Dataset):
@@ -35,17 +33,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--accumulate", type=int, default=1, help="batches a step")
+    parser.add_argument("--dropout", type=float, default=0.0)
     arguments = parser.parse_args()
 
     from accelerate import Accelerator
 
     from hf_ckpt.tiny import tiny_batch, tiny_model
 
-    accelerator = Accelerator(cpu=True)
-    model = tiny_model("llama")
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=arguments.accumulate)
+    model = tiny_model("llama", dropout=arguments.dropout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = arguments.steps * arguments.accumulate * accelerator.num_processes
     loader = DataLoader(
-        Rows(tiny_batch("llama", batch=2 * STEPS * accelerator.num_processes)),
+        Rows(tiny_batch("llama", batch=2 * batches)),
         batch_size=2,
         num_workers=arguments.workers,
         multiprocessing_context="spawn" if arguments.workers else None,
@@ -54,10 +56,11 @@ def main() -> None:
     losses, readers = [], set()
     for batch in loader:
         readers |= set(batch.pop("process").tolist())
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
     found = {
         "processes": accelerator.num_processes,
@@ -66,8 +69,10 @@ def main() -> None:
         "read_elsewhere": os.getpid() not in readers,
         **describe(model),
     }
+    weights = {name: parameter.detach() for name, parameter in accelerator.unwrap_model(model).named_parameters()}
     arguments.out.mkdir(exist_ok=True)
     (arguments.out / f"rank{accelerator.process_index}.json").write_text(json.dumps(found))
+    torch.save(weights, arguments.out / f"rank{accelerator.process_index}.pt")
     # Let gloo's threads have the GIL: PyTorch can deadlock where DDP and the process group are destroyed within a few
     # milliseconds of the last backward, with or without checkpointing. https://github.com/pytorch/pytorch/issues/56297
     time.sleep(0.2)
