@@ -43,6 +43,8 @@ TASKS = {
     "dpo": {"prompt": PROMPTS, "chosen": TEXTS, "rejected": [text[:: row % 3 - 5] for row, text in enumerate(TEXTS)]},
     "grpo": {"prompt": PROMPTS},
     "reward": {"chosen": TEXTS, "rejected": [text[::-2] for text in TEXTS]},
+    "kto": {"prompt": PROMPTS, "completion": TEXTS, "label": [row % 2 == 0 for row in range(20)]},
+    "rloo": {"prompt": PROMPTS},
 }
 # What a user of TRL leaves alone stays alone: it computes in bf16 and asks for checkpointing by default.
 COMMON = {
@@ -198,8 +200,8 @@ def quiet_and_alone(tmp_path_factory):
     import sentence_transformers  # noqa: F401
     import trl
 
-    for name in ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "RewardTrainer"):  # loaded when they are asked for
-        getattr(trl, name)
+    for kind in ("SFT", "DPO", "GRPO", "Reward", "KTO", "RLOO"):
+        getattr(trl, f"{kind}Trainer")  # is loaded when it is asked for
     gc.collect()
     gc.freeze()
     threads, cache = torch.get_num_threads(), datasets.config.HF_DATASETS_CACHE
@@ -256,6 +258,8 @@ def trl_run(base, tmp_path, adapters, known):
         "dpo": (trl.DPOTrainer, trl.DPOConfig, {}),
         "grpo": (trl.GRPOTrainer, trl.GRPOConfig, GRPO),
         "reward": (trl.RewardTrainer, trl.RewardConfig, {}),
+        "kto": (trl.KTOTrainer, trl.KTOConfig, {}),
+        "rloo": (trl.RLOOTrainer, trl.RLOOConfig, {"num_generations": 2, "max_completion_length": 8}),
     }
 
     def run(kind, spec=None, *, lora=False, wrapped=False, columns=None, installed=None, **settings):
@@ -283,7 +287,7 @@ def trl_run(base, tmp_path, adapters, known):
                 train_dataset=datasets.Dataset.from_dict(columns or TASKS[kind]),
                 processing_class=transformers.AutoTokenizer.from_pretrained(base),
                 callbacks=[callback],
-                **({"reward_funcs": letters} if kind == "grpo" else {}),
+                **({"reward_funcs": letters} if kind in ("grpo", "rloo") else {}),
                 **({"peft_config": adapters()} if lora else {}),
             )
 
@@ -327,6 +331,8 @@ OPTIONS = {
     "reference that follows": ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
     "old completions": ("grpo", {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "lora": True}),
     "reward model": ("reward", {}),
+    "kto": ("kto", {}),
+    "rloo": ("rloo", {"lora": True}),
 }
 
 
