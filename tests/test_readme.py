@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -43,6 +45,29 @@ def test_python_runs_as_it_stands(code, tmp_path, monkeypatch, capsys):
     if "MemoryTimeCallback" in code:
         rows = (tmp_path / "out" / METRICS_FILE).read_text().splitlines()
         assert json.loads(rows[-1])["event"] == "end"
+
+
+VERSIONS = re.findall(r"^\| ([a-z-]+) \| ([0-9.]+) \| (.+) \|$", README, re.MULTILINE)
+CONSTRAINTS = (ROOT / ".ci" / "constraints.txt").read_text(encoding="utf-8").split()
+
+
+def test_versions_are_those_of_ci():
+    """Every package of the table, and no other, is what CI installs; the oldest transformers is named by its script."""
+    oldest = re.search(r"transformers==([0-9.]+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8")).group(1)
+    shown = [f"{package}=={version}" for package, version, _ in VERSIONS]
+    assert sorted(shown) == sorted([*CONSTRAINTS, f"transformers=={oldest}"])
+
+
+@pytest.mark.parametrize(("package", "version", "tests"), VERSIONS, ids=[f"{row[0]} {row[1]}" for row in VERSIONS])
+def test_versions_are_tested(package, version, tests):
+    files = re.findall(r"\]\((tests/\w+\.py)\)", tests)
+    assert files or tests.startswith(("all tests", "the tests marked `compat`"))
+    for file in files:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"\b{package.replace('-', '_')}\b", text), f"{file} has nothing to do with {package}"
+    # In CI what is installed is what is shown; the environment of the oldest transformers runs no test of this file.
+    if "CI" in os.environ and f"{package}=={version}" in CONSTRAINTS and package != "deepspeed":
+        assert importlib.metadata.version(package).partition("+")[0] == version
 
 
 def test_there_is_something_to_run():
