@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.blueprint import blueprint_of
+from hf_ckpt.blueprint import Weights, blueprint_of
 from hf_ckpt.budgets import costs_behind, plan_of, plan_of_least, plan_within
-from hf_ckpt.cost import Apply, Step, optimizer_name, trace_costs
+from hf_ckpt.cost import Apply, Step, optimizer_name, optimizer_state, trace_costs
 from hf_ckpt.devices import DEVICES, Device, device_like
 from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.families import find_blocks
 from hf_ckpt.measure import DeviceMemory, device_memory, device_name, of_all_ranks
 from hf_ckpt.plan import Action, Plan, Prediction
 from hf_ckpt.setups import batch_for, loss_for
+from hf_ckpt.shards import Gathered, Layout, with_shards
 from hf_ckpt.spec import Spec
 from hf_ckpt.timeline import Costs
 from hf_ckpt.units import format_bytes, format_seconds, parse_bytes, parse_fraction
@@ -42,6 +45,8 @@ class Situation:
     """Whether attention gets a mask."""
     accumulation: int = 1
     autocast: torch.dtype | None = None
+    held_back: bool = False
+    """Whether FSDP2 keeps whole gradients from one micro-step to the next, instead of its part of them."""
 
     def covers(self, other: Situation) -> bool:
         """Whether a plan for this one fits the other, too."""
@@ -52,6 +57,7 @@ class Situation:
             )
             and self.padded >= other.padded
             and (self.accumulation > 1) >= (other.accumulation > 1)
+            and self.held_back >= other.held_back
         )
 
     def with_room_for(self, other: Situation) -> Situation:
@@ -62,7 +68,8 @@ class Situation:
             for mine, yours in [(self.sizes.get(stack, (0, 0)), other.sizes.get(stack, (0, 0)))]
         }
         accumulation = max(self.accumulation, other.accumulation)
-        return Situation(sizes, self.padded or other.padded, accumulation, self.autocast)
+        padded, held_back = self.padded or other.padded, self.held_back or other.held_back
+        return Situation(sizes, padded, accumulation, self.autocast, held_back)
 
     def __str__(self) -> str:
         shapes = {f"{batch} x {tokens} tokens" for batch, tokens in self.sizes.values()}
@@ -88,34 +95,54 @@ def plan_for(
 ) -> Planned:
     """Plan for a model in its present state and a situation.
 
-    The first plan (`before` is None) is agreed on by all ranks, which must all come here: the largest sizes, the
-    smallest limit, and the plan of rank 0. Later ones are each rank's own: ranks of DDP may recompute differently.
+    The first plan (`before` is None) is agreed on by all ranks, which must all come here: the largest sizes and parts,
+    the smallest limit, and the plan of rank 0. Where one of them cannot plan, all raise. Later plans are each rank's
+    own: ranks of DDP may recompute differently, and so may those of FSDP2, which finds a block's parameters gathered
+    whatever its action.
 
-    Raises `InfeasibleError` when nothing fits, and `HfCkptError` where parameters are split over ranks, or the model
-    cannot be traced.
+    Raises `InfeasibleError` when nothing fits, and `HfCkptError` where parameters are split over ranks by other means
+    than FSDP2, or the model cannot be traced.
     """
-    if compat.is_sharded(model):
+    layout = layout_of(model, situation.held_back)
+    if layout is None and compat.is_sharded(model):
         raise HfCkptError(
-            f"`policy: {spec.policy}` cannot plan for parameters that are split over ranks (FSDP, ZeRO-3) yet. Use "
-            "`selective` or `full`, or a plan of `hf-ckpt plan`."
+            f"`policy: {spec.policy}` cannot plan for parameters that are split over ranks by FSDP1 or ZeRO-3. Use "
+            "`selective` or `full`, a plan of `hf-ckpt plan`, or FSDP2 (`fsdp_version: 2`)."
         )
     held = held_bytes(model)
     memory = device_memory(held)
     first = before is None
     limit = before.limit_bytes if before is not None else limit_bytes(spec, memory)
     if first:
-        ranks = of_all_ranks((situation, limit))
-        for theirs, their_limit in ranks:
+        for theirs, their_limit, their_layout in of_all_ranks((situation, limit, layout)):
             situation, limit = situation.with_room_for(theirs), min(limit, their_limit)
+            layout = layout.largest(their_layout) if layout is not None and their_layout is not None else layout
     device = this_device()
-    wanted = situation
+    wanted, parts = situation, layout
     host_limit = None if spec.host_budget is None else parse_bytes(spec.host_budget)
-    costs = _in_clean_thread(lambda: _trace(model, spec.head, host_limit, wanted, device, apply))
-    plan = plan_within(costs, limit, device.name)
+    costs: tuple[Costs, ...] = ()
+    plan, failure = None, None
+    try:
+        costs = _in_clean_thread(lambda: _trace(model, spec.head, host_limit, wanted, device, apply, parts))
+        plan = plan_within(costs, limit, device.name)
+    except HfCkptError as error:
+        failure = error
     if first:
-        plan = Plan.from_dict(of_all_ranks(plan.to_dict())[0])
+        plan = _agreed(plan, failure)
+    if failure is not None:
+        raise failure
+    assert plan is not None
     _tell(spec, situation, plan, limit)
     return Planned(situation, limit, costs, plan, memory)
+
+
+def _agreed(plan: Plan | None, failure: HfCkptError | None) -> Plan | None:
+    """The plan of rank 0. Raises where another rank has none: it will not go on."""
+    ranks = of_all_ranks((None if plan is None else plan.to_dict(), str(failure)))
+    without = [(rank, text) for rank, (found, text) in enumerate(ranks) if found is None]
+    if failure is None and without:
+        raise HfCkptError(f"rank {without[0][0]} cannot plan: {without[0][1]}")
+    return None if ranks[0][0] is None else Plan.from_dict(ranks[0][0])
 
 
 def tightened(planned: Planned, excess_bytes: int) -> Planned:
@@ -170,17 +197,74 @@ def limit_bytes(spec: Spec, memory: DeviceMemory) -> int:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters, their gradients, its buffers, and the state of its optimizers, as they are now."""
+    """Bytes of a model's parameters, their gradients, its buffers, and the state of its optimizers, as they are now, on
+    this rank."""
+    shards = (shard.parameter for unit in compat.shard_units(model) for shard in unit.shards)
     total = sum(buffer.nbytes for buffer in model.buffers())
-    for parameter in model.parameters():
-        total += parameter.nbytes + (0 if parameter.grad is None else parameter.grad.nbytes)
+    for parameter in {id(parameter): parameter for parameter in (*model.parameters(), *shards)}.values():
+        total += compat.local(parameter).nbytes
+        total += 0 if parameter.grad is None else compat.local(parameter.grad).nbytes
     return total + sum(state_bytes(optimizer) for optimizer in compat.optimizers_of(model))
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the tensors in an optimizer's state, as it is now."""
+    """Bytes of the tensors in an optimizer's state on this rank, as it is now."""
     values = (value for state in list(optimizer.state.values()) for value in state.values())
-    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    return sum(compat.local(value).nbytes for value in values if isinstance(value, torch.Tensor))
+
+
+def layout_of(model: nn.Module, held_back: bool = False) -> Layout | None:
+    """How FSDP2 splits a model; None where it does not."""
+    units = compat.shard_units(model)
+    if not units:
+        return None
+    blocks: dict[str, Gathered] = {}
+    owners = {id(inner): name for name, module in find_blocks(model).modules.items() for inner in module.modules()}
+    outside = Gathered()
+    shards = [shard for unit in units for shard in unit.shards]
+    for unit in units:
+        names = {owners.get(id(module)) for module in unit.modules}
+        name = names.pop() if len(names) == 1 and unit.let_go else None
+        found = sum((_gathered(shard) for shard in unit.shards), start=Gathered())
+        if name is None:
+            outside += found
+        else:
+            blocks[name] = blocks.get(name, Gathered()) + found
+    mine = {id(shard.parameter) for shard in shards} | {id(shard.gathered) for shard in shards}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in mine]
+    here = [shard for shard in shards if shard.on_device]
+    kept = sum(parameter.nbytes * (2 if parameter.requires_grad else 1) for parameter in others)
+    return Layout(
+        parameters=kept + sum(shard.numel * shard.parameter.element_size() for shard in here),
+        optimizer=_optimizer_bytes(model, [*(shard.parameter for shard in here), *others]),
+        blocks=blocks,
+        outside=outside,
+        held_back=held_back,
+        widened=max((-(-shard.reduce.itemsize // shard.compute.itemsize) for shard in shards), default=1),
+    )
+
+
+def _gathered(shard: compat.Shard) -> Gathered:
+    size, trained = shard.numel * shard.ranks, shard.parameter.requires_grad
+    own = shard.parameter.dtype
+    return Gathered(
+        whole=size * shard.compute.itemsize,
+        cast=shard.numel * shard.compute.itemsize if shard.copied else 0,
+        sent=size * shard.reduce.itemsize if trained else 0,
+        converted=size * shard.reduce.itemsize if trained and shard.reduce != shard.compute else 0,
+        kept=shard.numel * own.itemsize if trained and shard.on_device else 0,
+        summed=shard.numel * shard.reduce.itemsize if trained and shard.reduce != own else 0,
+    )
+
+
+def _optimizer_bytes(model: nn.Module, parameters: Iterable[nn.Parameter]) -> int:
+    """Of the state that optimizers keep, or will keep, for what this rank has of parameters."""
+    optimizers = compat.optimizers_of(model)
+    known = sum(map(state_bytes, optimizers))
+    mine = (
+        (compat.local(parameter).numel(), parameter.element_size(), parameter.requires_grad) for parameter in parameters
+    )
+    return known or optimizer_state(Weights(tuple(mine)), optimizer_name(optimizers[0]) if optimizers else "adamw")
 
 
 def this_device() -> Device:
@@ -197,7 +281,13 @@ def this_device() -> Device:
 
 
 def _trace(
-    model: nn.Module, head: int | str, host_limit: int | None, situation: Situation, device: Device, apply: Apply
+    model: nn.Module,
+    head: int | str,
+    host_limit: int | None,
+    situation: Situation,
+    device: Device,
+    apply: Apply,
+    layout: Layout | None = None,
 ) -> tuple[Costs, ...]:
     blueprint = blueprint_of(model)
     name, known = "adamw", None
@@ -215,11 +305,15 @@ def _trace(
         loss=loss_for(blueprint.base),
     )
     costs = trace_costs(blueprint, step, device, apply)
+    variants = functools.partial(all_variants, blueprint=blueprint, step=step, device=device, apply=apply)
+    if layout is not None:  # a sharded head is run as a whole
+        found = variants(costs, head="full", host_limit=host_limit)
+        return tuple(with_shards(each, dataclasses.replace(layout, held_back=situation.held_back)) for each in found)
     if compat.is_distributed():
         # DistributedDataParallel keeps a second copy of all gradients, in its buckets.
         static = dataclasses.replace(costs.static, buffers=costs.static.buffers + costs.static.gradients)
         costs = dataclasses.replace(costs, static=static)
-    return all_variants(costs, blueprint, step, device, apply, head=head, host_limit=host_limit)
+    return variants(costs, head=head, host_limit=host_limit)
 
 
 def _in_clean_thread(work: Callable[[], tuple[Costs, ...]]) -> tuple[Costs, ...]:

@@ -28,7 +28,11 @@ _PUT_ON = (
     *("enable_input_require_grads", "disable_input_require_grads", *compat.ENABLE_NAMES, *compat.DISABLE_NAMES),
     compat.CAPTURING_FLAG,
 )
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# FSDP's refer to its states, and those to process groups. A model without weights is neither saved nor loaded.
+_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,13 +140,17 @@ def blueprint_of(model: nn.Module) -> Blueprint:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     live = dict(plain_modules(found.base))
+    shards = [shard for unit in compat.shard_units(model) for shard in unit.shards]
+    dtypes = {id(shard.parameter): shard.compute for shard in shards}
     with fake, torch.no_grad():
         for module in (found.base, *found.modules.values()):
-            _fake_tensors(module, memo)
+            _fake_tensors(module, memo, dtypes)
         for name in {block.name.rpartition(".")[0] for block in found.blocks}:
             memo[id(live[name])] = nn.ModuleList()
         base = _strip(_copied(found.base, memo, found.model))
         stacks = _stacks(model, found, lambda module: _strip(_copied(module, memo, found.model)))
+        for kind in (kind for stack in stacks for kind in stack.kinds) if shards else ():
+            vars(kind.module)[compat.GATHERED] = True
     inside = {id(parameter) for module in found.modules.values() for parameter in module.parameters()}
     outside = _weights(parameter for parameter in model.parameters() if id(parameter) not in inside)
     held = {id(buffer) for module in found.modules.values() for buffer in module.buffers()}
@@ -253,11 +261,14 @@ def _weights(parameters: Iterable[nn.Parameter]) -> Weights:
     return Weights(tuple((p.numel(), p.element_size(), p.requires_grad) for p in parameters))
 
 
-def _fake_tensors(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Fake ones in the place of all parameters and buffers, of the whole shape where they are sharded."""
+def _fake_tensors(module: nn.Module, memo: dict[int, Any], dtypes: Mapping[int, torch.dtype] | None = None) -> None:
+    """Fake ones in the place of all parameters and buffers, of the whole shape where they are sharded.
+
+    `dtypes` are those of parameters that are cast when they are gathered.
+    """
     for parameter in module.parameters():
         if id(parameter) not in memo:
-            fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+            fake = torch.empty(parameter.shape, dtype=(dtypes or {}).get(id(parameter), parameter.dtype))
             memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     plain = (value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor))
     for tensor in (*module.buffers(), *plain):
@@ -272,17 +283,37 @@ def _twin(module: nn.Module, model: str) -> nn.Module:
 
 
 def _copied(module: nn.Module, memo: dict[int, Any], model: str) -> nn.Module:
-    """A copy with what `memo` has in the place of tensors.
+    """A copy with what `memo` has in the place of tensors, and of the classes before FSDP2 swapped them.
 
     Raises `HfCkptError` for one that does not let itself be copied: that is code of others, which may raise anything.
     """
     try:
-        return copy.deepcopy(module, memo)
+        swapped = []
+        for inner in list(_reached(module, memo)):
+            for name, value in vars(inner).items():
+                if name in _HOOKS or name.startswith(compat.COMPOSABLE_STATE):
+                    memo[id(value)] = type(value)()
+            plain = compat.plain_class(inner)
+            if type(inner) is not plain:
+                memo[id(inner)] = plain.__new__(plain)
+                swapped.append(inner)
+        for inner in swapped:
+            vars(memo[id(inner)]).update(copy.deepcopy(vars(inner), memo))
+        copied: nn.Module = copy.deepcopy(module, memo)
+        return copied
     except Exception as error:
         raise HfCkptError(
             f"{model} cannot be planned for, because a copy of its {type(module).__name__} without weights cannot be "
             f"made: {type(error).__name__}: {error}"
         ) from error
+
+
+def _reached(module: nn.Module, memo: Mapping[int, Any]) -> Iterator[nn.Module]:
+    """The modules that a copy would be made of."""
+    if id(module) not in memo:
+        yield module
+        for child in module.children():
+            yield from _reached(child, memo)
 
 
 def _strip(copied: nn.Module) -> nn.Module:

@@ -224,8 +224,9 @@ def _infeasible(costs: Costs, budget_bytes: int, hints: Sequence[str]) -> Infeas
     shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     found = [*hints]
     if costs.static.always + costs.static.gradients > budget_bytes:
+        weights = costs.static.parameters + costs.static.gathered
         found.append(
-            f"weights {format_bytes(costs.static.parameters)}, optimizer state {format_bytes(costs.static.optimizer)} "
+            f"weights {format_bytes(weights)}, optimizer state {format_bytes(costs.static.optimizer)} "
             f"and gradients {format_bytes(costs.static.gradients)} alone need more: use LoRA, an optimizer with a "
             "smaller state, or shard them over more devices"
         )

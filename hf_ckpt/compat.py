@@ -6,6 +6,7 @@ Facts are detected (`hasattr`, `inspect.signature`), not inferred from version n
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import gc
 import importlib.util
@@ -339,6 +340,103 @@ def is_sharded(model: nn.Module) -> bool:
     ) or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One parameter under FSDP2, as this rank has it."""
+
+    parameter: nn.Parameter
+    """A DTensor; on the model only while it is not gathered."""
+    gathered: nn.Parameter | None
+    """The whole one, once there was one."""
+    ranks: int
+    """That share it."""
+    numel: int
+    """Elements of this rank's part, padded to the size of the largest."""
+    compute: torch.dtype
+    """Of the gathered parameter, and of its gradient."""
+    reduce: torch.dtype
+    """That gradients are summed up in."""
+    copied: bool
+    """Whether a copy in `compute` is sent."""
+    on_device: bool
+    """Whether this rank's part lies where the model runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardUnit:
+    """What one call of `fully_shard` gathers, reduces and lets go at once."""
+
+    modules: tuple[nn.Module, ...]
+    shards: tuple[Shard, ...]
+    let_go: bool
+    """Whether the gathered parameters are let go after the forward."""
+
+
+def shard_units(model: nn.Module) -> list[ShardUnit]:
+    """How FSDP2 splits the model and, once a forward has begun, whatever wraps it; empty without FSDP2."""
+    units = []
+    for group in _shard_groups(model):
+        shards = tuple(_shard(found, getattr(group.mesh_info, "shard_mesh_size", 1)) for found in group.fsdp_params)
+        let_go = group._reshard_after_forward and not group._use_post_forward_mesh
+        units.append(ShardUnit(tuple(group.modules), shards, let_go))
+    return units
+
+
+def holds_gradients_back(model: nn.Module) -> bool:
+    """Whether FSDP2 was told not to reduce gradients in the next backward: they stay whole until it does."""
+    return any(not group.reduce_grads for group in _shard_groups(model))
+
+
+def _shard_groups(model: nn.Module) -> Iterator[Any]:
+    # Private, because no public name tells what a forward or backward gathers.
+    modules: Iterator[Any] = model.modules()
+    own = (module._get_fsdp_state() for module in modules if hasattr(module, "_get_fsdp_state"))
+    states = {id(state): state for found in own for state in (found, *getattr(found._state_ctx, "all_states", ()))}
+    for state in states.values():
+        several = getattr(state, "_fsdp_param_groups", None)
+        yield from several if several is not None else filter(None, [state._fsdp_param_group])  # one, in older torch
+
+
+def _shard(found: Any, ranks: int) -> Shard:
+    policy, own = found.mp_policy, found.sharded_param.dtype
+    compute = policy.param_dtype or own
+    return Shard(
+        parameter=found.sharded_param,
+        gathered=getattr(found, "_unsharded_param", None),
+        ranks=ranks,
+        numel=found.padded_sharded_param_size.numel(),
+        compute=compute,
+        reduce=policy.reduce_dtype or compute,
+        copied=policy.param_dtype is not None,
+        on_device=not found.offload_to_cpu or found.device.type == "cpu",
+    )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before FSDP2 swapped it for a subclass called FSDP<name>."""
+    return next((kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP")), type(module))
+
+
+COMPOSABLE_STATE = "__composable_api_state_key"
+"""Where FSDP2 and its kin keep what they know of a module, among its attributes: a prefix."""
+GATHERED = "_hf_ckpt_gathered"
+"""A mark on copies of modules whose parameters come and go during a step, while those of the copies stay."""
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile wraps the model or one of its modules: then nothing can be counted inside."""
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -447,6 +545,7 @@ def parameters_stay(module: nn.Module) -> bool:
     return not any(
         type(inner).__name__.startswith(("FSDP", "FullyShardedDataParallel"))
         or hasattr(inner, "_hf_hook")
+        or GATHERED in vars(inner)
         or any(hasattr(p, "ds_id") or hasattr(p.data, "device_mesh") for p in inner.parameters(recurse=False))
         for inner in module.modules()
     )

@@ -121,7 +121,7 @@ class FoundBlocks:
     @property
     def model(self) -> str:
         """Class name of the base model."""
-        return type(self.base).__name__
+        return compat.plain_class(self.base).__name__
 
 
 def base_model(model: nn.Module) -> compat.PreTrainedModel:
@@ -305,16 +305,11 @@ def _owner_name(container: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _kind(module: nn.Module) -> str:
-    return _class(module).__name__
+    return compat.plain_class(module).__name__  # the plan names the layer itself
 
 
 def _known_class(module: nn.Module) -> bool:
-    return _class(module).__module__.startswith("transformers.models.")
-
-
-def _class(module: nn.Module) -> type:
-    # FSDP2 swaps the class for a subclass called FSDP<name>; the plan names the layer itself.
-    return next((kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP")), type(module))
+    return compat.plain_class(module).__module__.startswith("transformers.models.")
 
 
 def _known() -> str:

@@ -780,7 +780,9 @@ class PlanningHook(_ModelHook):
         sizes = _sizes(stacks, self.stack, args, kwargs)
         if not sizes:
             return
-        seen = Situation(sizes, _is_padded(kwargs, record.planned), _micro_steps(base), _autocast(base))
+        held_back = compat.holds_gradients_back(base)
+        micro_steps = 2 if held_back else _micro_steps(base)
+        seen = Situation(sizes, _is_padded(kwargs, record.planned), micro_steps, _autocast(base), held_back)
         before = record.planned
         if before is not None:
             if before.situation.covers(seen):

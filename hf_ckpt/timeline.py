@@ -121,11 +121,13 @@ class Static:
     batch: int
     step_bytes: int = 0
     """What the optimizer's step needs for a moment."""
+    gathered: int = 0
+    """Whole parameters, of which `parameters` are this rank's parts, and the buffer that they come in."""
 
     @property
     def always(self) -> int:
         """Everything but gradients."""
-        return self.parameters + self.buffers + self.optimizer + self.batch
+        return self.parameters + self.gathered + self.buffers + self.optimizer + self.batch
 
 
 @dataclasses.dataclass(frozen=True)

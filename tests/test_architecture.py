@@ -25,6 +25,7 @@ ALLOWED = {
     "timeline": {"plan"},
     "solver": {"timeline"},
     "moves": {"plan", "timeline"},
+    "shards": {"timeline"},
     "budgets": {"errors", "units", "plan", "timeline", "solver", "moves"},
     "blueprint": {"errors", "plan", "families", "compat"},
     "cost": {"errors", "plan", "families", "compat", "blueprint", "devices", "measure", "timeline"},
@@ -36,12 +37,14 @@ ALLOWED = {
         "spec",
         "plan",
         "compat",
+        "families",
         "blueprint",
         "budgets",
         "cost",
         "devices",
         "measure",
         "setups",
+        "shards",
         "timeline",
         "variants",
     },
@@ -103,7 +106,7 @@ EVERYTHING_ABOVE = {
 }
 TORCH_FREE = (
     *("errors", "units", "spec", "plan", "planner", "report", "cli", "__main__"),
-    *("devices", "timeline", "solver", "moves", "budgets", "facts", "doctor"),
+    *("devices", "timeline", "solver", "moves", "shards", "budgets", "facts", "doctor"),
 )
 
 
