@@ -1,12 +1,14 @@
 """One rank of tests/test_distributed.py: every case under FSDP2, see ranks.py.
 
 Each case runs twice with the same weights and data, with hf_ckpt and without. Cases with an `owner` go
-through accelerate's FSDP2 plugin. The test judges what is written down.
+through accelerate's FSDP2 plugin; those with `tokens` are steps of training on batches that differ between ranks. The
+test judges what is written down.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,25 +16,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import run_cases, without_cache
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import hf_ckpt
+from hf_ckpt import autoplan, compat
 from hf_ckpt.engines import full
-from hf_ckpt.families import find_blocks
-from hf_ckpt.install import _warn_plain_head, lost_blocks
+from hf_ckpt.families import base_model, find_blocks
+from hf_ckpt.install import _warn_plain_head, installation, lost_blocks
+from hf_ckpt.measure import LiveBytes
 from hf_ckpt.tiny import tiny_batch, tiny_model
 
 
-def shard(model: nn.Module, half: bool) -> None:
+def shard(model: nn.Module, half: bool, **options: Any) -> None:
     options = {
         "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
         "reshard_after_forward": True,
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16) if half else MixedPrecisionPolicy(),
+        **options,
     }
     for block in find_blocks(model).modules.values():
         fully_shard(block, **options)
@@ -45,11 +53,51 @@ class CollectiveCount(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[str, int] = {}
+        self.order: list[str] = []
+        """With the size of what is sent or gathered: ranks that differ in either wait for each other for ever."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             self.counts[str(func)] = self.counts.get(str(func), 0) + 1
+            sizes = [value.numel() for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
+            self.order.append(f"{func} {sizes}")
         return func(*args, **(kwargs or {}))
+
+
+class RankBytes(LiveBytes):
+    """`LiveBytes` of one rank: FSDP2 keeps the storages of gathered parameters, and makes them empty and full again."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
+        self._counted: dict[int, int] = {}
+        super().__init__(batch)
+        self._parameters = [found for group in compat._shard_groups(model) for found in group.fsdp_params]
+        shards = [found.sharded_param for found in self._parameters]
+        gradients = [shard.grad for shard in shards if shard.grad is not None]
+        for value in [*model.buffers(), *tree_leaves(list(optimizer.state.values())), *shards, *gradients]:
+            if isinstance(value, torch.Tensor):
+                self._count(value)
+        self.rank_peak = 0
+
+    def _count(self, tensor: torch.Tensor) -> bool:
+        storage = compat.local(tensor).untyped_storage()
+        new = super()._count(compat.local(tensor))
+        if new:
+            self._counted[storage._cdata] = storage.nbytes()
+        return new
+
+    def _freed(self, key: int, size: int) -> None:
+        super()._freed(key, size)
+        self._counted.pop(key, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        total = self.current_bytes
+        for parameter in self._parameters:
+            for output in parameter.all_gather_outputs:
+                storage = output.untyped_storage()
+                total += storage.nbytes() - self._counted.get(storage._cdata, 0)
+        self.rank_peak = max(self.rank_peak, total)
+        return result
 
 
 @contextlib.contextmanager
@@ -131,7 +179,17 @@ def by_hand(case: dict[str, Any]) -> dict[str, Any]:
     reference = build()
     shard(reference, case["half"])
     plain = train(reference, case)
+    alone = build()
+    for step in range(2):
+        alone(**tiny_batch(case["family"], batch=4, seed=step)).loss.backward()
+    single = {n: p.grad for n, p in alone.named_parameters()}
     return {
+        "error_to_one_process": max(
+            ((g - single[n]).abs().max() / single[n].abs().max()).item()
+            for n, g in ours["gradients"].items()
+            if not n.endswith("key.bias")  # BERT's have no gradient but rounding
+        ),
+        "actions": [action.kind for _, action in described.plan.actions],
         "losses_differ": ours["losses"] != plain["losses"],
         "sharded": ours["sharded"],
         "unlike_plain_fsdp": [n for n, g in ours["gradients"].items() if not torch.equal(g, plain["gradients"][n])],
@@ -208,7 +266,159 @@ def _refusal(result: dict[str, Any], doing: str) -> Iterator[None]:
         result[doing] = f"{type(error).__name__}: {error}"
 
 
-def run_case(case: dict[str, Any], _: Path) -> dict[str, Any]:
+def build_for_steps(case: dict[str, Any]) -> nn.Module:
+    sizes = {"layers": case["layers"], "hidden": case["hidden"]}
+    model: nn.Module = without_cache(tiny_model(case["family"], attention="sdpa", **sizes))
+    if case["lora"]:
+        import peft
+
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+    return model
+
+
+def spec_of(case: dict[str, Any]) -> dict[str, Any]:
+    return case["specs"][dist.get_rank() % len(case["specs"])]
+
+
+def in_steps(case: dict[str, Any], _: Path) -> dict[str, Any]:
+    """Optimizer steps with hf_ckpt beside the same without; every rank has sequences of its own length."""
+    ours, plain = build_for_steps(case), build_for_steps(case)
+    hf_ckpt.install(ours)
+    base_model(ours).gradient_checkpointing_enable(spec_of(case))
+    for model in (ours, plain):
+        shard(model, case["half"])
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.001) for model in (ours, plain)]
+    steps = []
+    for number, tokens in enumerate(case["tokens"][dist.get_rank()]):
+        batches = [
+            tiny_batch(case["family"], batch=4, tokens=tokens, seed=10 * number + micro)
+            for micro in range(case["micro_steps"])
+        ]
+        recomputed = hf_ckpt.describe(ours).recomputed
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        gc.collect()
+        gc.disable()  # a cycle that waits for the collector would count
+        with CollectiveCount() as own, RankBytes(ours, optimizers[0], batches[0]) as live:
+            backward(ours, batches, case["held_back"])
+        gc.enable()
+        with CollectiveCount() as theirs:
+            backward(plain, batches, case["held_back"])
+        described, record = hf_ckpt.describe(ours), installation(ours)
+        prediction = described.plan.prediction
+        steps.append(
+            {
+                "different": different(ours, plain),
+                "order": own.order,
+                "plain_order": theirs.order,
+                "peak": live.rank_peak,
+                "predicted": prediction.peak_bytes if prediction else None,
+                "actions": [f"{action.kind} {action.save}" for _, action in described.plan.actions],
+                "recomputed": sum(described.recomputed.values()) - sum(recomputed.values()),
+                "situation": str(record.planned.situation) if record.planned else "",
+                "held_back": record.planned is not None and record.planned.situation.held_back,
+            }
+        )
+        for optimizer in optimizers:
+            optimizer.step()
+    return {"steps": steps}
+
+
+def backward(model: Any, batches: list[dict[str, torch.Tensor]], held_back: bool) -> None:
+    for number, batch in enumerate(batches):
+        model.set_requires_gradient_sync(not held_back or number == len(batches) - 1)
+        model(**batch).loss.backward()
+
+
+def different(ours: nn.Module, plain: nn.Module) -> list[str]:
+    """Names of parameters whose gradients, or whose values, differ in a bit."""
+    pairs = zip(ours.named_parameters(), plain.parameters(), strict=True)
+    return [name for (name, mine), other in pairs if not (same(mine.grad, other.grad) and same(mine, other))]
+
+
+def same(mine: Any, other: Any) -> bool:
+    if mine is None or other is None:
+        return mine is other
+    return torch.equal(compat.local(mine), compat.local(other))
+
+
+def refused(case: dict[str, Any], _: Path) -> dict[str, Any]:
+    """What each rank says to the first batch; whoever waited for another would never say anything."""
+    model = build_for_steps(case)
+    result: dict[str, Any] = {}
+    hf_ckpt.install(model)
+    base_model(model).gradient_checkpointing_enable(spec_of(case))
+    shard(model, False)
+    original = autoplan.plan_within
+    if case["broken_rank"] == dist.get_rank():
+        autoplan.plan_within = cannot_plan
+    try:
+        with _refusal(result, "said"):
+            model(**tiny_batch(case["family"], batch=4, tokens=case["tokens"][dist.get_rank()][0]))
+    finally:
+        autoplan.plan_within = original
+    return result
+
+
+def cannot_plan(*_: Any) -> Any:
+    raise hf_ckpt.HfCkptError("not today")
+
+
+def checkpointed(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Two steps, saved in shards, and two more: by the same model, and by one that was loaded."""
+    batches = [tiny_batch(case["family"], batch=4, seed=10 * step + dist.get_rank()) for step in range(4)]
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = build_for_steps(case)
+        hf_ckpt.install(model)
+        base_model(model).gradient_checkpointing_enable(spec_of(case))
+        shard(model, False)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.001)
+
+    def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: slice) -> list[float]:
+        losses = []
+        for batch in batches[steps]:
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    plain = build_for_steps(case)
+    shard(plain, False)
+    first = made()
+    go_on(*first, slice(0, 2))
+    before = {name: compat.local(value).clone() for name, value in first[0].state_dict().items()}
+    path = folder / "sharded"
+    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(*first), strict=True)), checkpoint_id=str(path))
+
+    second = made()
+    go_on(*second, slice(2, 3))  # other weights and states, for loading to replace
+    states = dict(zip(("model", "optimizer"), get_state_dict(*second), strict=True))
+    dcp.load(states, checkpoint_id=str(path))
+    set_state_dict(*second, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    loaded = {name: compat.local(value).clone() for name, value in second[0].state_dict().items()}
+    losses = [go_on(model, optimizer, slice(2, 4)) for model, optimizer in (first, second)]
+    return {
+        "same_keys": list(before) == list(plain.state_dict()),
+        "saved_keys": sorted(states["model"]) == sorted(plain.state_dict()),
+        "loaded_otherwise": [name for name, value in before.items() if not torch.equal(value, loaded[name])],
+        "files": sorted(file.suffix for file in path.iterdir()),
+        "losses": losses,
+        "different": different(first[0], second[0]),
+        "recomputed": [sum(hf_ckpt.describe(model).recomputed.values()) for model, _ in (first, second)],
+    }
+
+
+HOWS = {"steps": in_steps, "refused": refused, "checkpointed": checkpointed}
+
+
+def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    if "how" in case:
+        return HOWS[case["how"]](case, folder)
     return through_accelerate(case) if "owner" in case else by_hand(case)
 
 

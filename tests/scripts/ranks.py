@@ -27,9 +27,9 @@ def without_cache(model: nn.Module) -> nn.Module:
 def run_cases(run_case: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
     """Run the cases of the file sys.argv[1] one after another, and write what came of each to OUT/rank<n>.json."""
     cases, out = Path(sys.argv[1]), Path(sys.argv[2])
-    faulthandler.dump_traceback_later(120, exit=True)  # a deadlock shows where
     results: dict[str, Any] = {}
     for name, case in json.loads(cases.read_text()).items():
+        faulthandler.dump_traceback_later(60, exit=True)  # a deadlock shows where
         try:
             results[name] = run_case(case, out)
         except Exception:  # the tests fail on it by name; the other cases still run
