@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import datetime
 import gc
+import importlib.metadata
 import importlib.util
 import inspect
 import random
@@ -21,6 +22,7 @@ import numpy
 import torch
 import torch.utils.checkpoint
 import transformers
+from packaging.version import Version
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils.hooks import RemovableHandle
@@ -427,6 +429,18 @@ COMPOSABLE_STATE = "__composable_api_state_key"
 """Where FSDP2 and its kin keep what they know of a module, among its attributes: a prefix."""
 GATHERED = "_hf_ckpt_gathered"
 """A mark on copies of modules whose parameters come and go during a step, while those of the copies stay."""
+
+
+LAST_DEEPSPEED_WITH_EMPTY_SHAPES = "0.19.2"  # https://github.com/huggingface/transformers/issues/47254
+
+
+def deepspeed_with_empty_shapes(model: nn.Module) -> str | None:
+    """The version of a DeepSpeed that gives frozen parameters of this model no shape while a block is recomputed; None
+    where there are no such parameters under ZeRO-3, or a later DeepSpeed."""
+    if not any(hasattr(parameter, "ds_id") and not parameter.requires_grad for parameter in model.parameters()):
+        return None
+    found = importlib.metadata.version("deepspeed")
+    return found if Version(found) <= Version(LAST_DEEPSPEED_WITH_EMPTY_SHAPES) else None
 
 
 def is_compiled(model: nn.Module) -> bool:

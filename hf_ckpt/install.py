@@ -580,8 +580,15 @@ class StackHook:
         if not self.checked:
             refuse_other_owner(owner)
             stay = compat.parameters_stay(owner)
+            empty = None if stay else compat.deepspeed_with_empty_shapes(owner)
             for module in owner.modules():
                 region = vars(module).get(_FUNCTION)
+                if empty is not None and isinstance(region, FullRegion):
+                    raise HfCkptError(
+                        f"DeepSpeed {empty} cannot recompute blocks with frozen parameters under ZeRO-3 (training "
+                        "would stop with a CheckpointError: recomputed shape [0]). Install a DeepSpeed after "
+                        f"{compat.LAST_DEEPSPEED_WITH_EMPTY_SHAPES}, use ZeRO-2, or train without checkpointing."
+                    )
                 if isinstance(region, RebuildRegion):
                     region.reaches_back = stay
                 elif isinstance(region, SegmentRegion) and not stay:

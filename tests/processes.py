@@ -54,10 +54,10 @@ def python(*arguments: str | Path, **options: Any) -> subprocess.CompletedProces
     return run([sys.executable, *arguments], **options)
 
 
-def torchrun(script: str, *arguments: str | Path, processes: int = 2, timeout: float = 150) -> None:
+def torchrun(script: str, *arguments: str | Path, processes: int = 2, timeout: float = 150, **options: Any) -> None:
     """Run one of `tests/scripts` in several processes on the CPU; fail with its output unless all of them succeed."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    done = python(*launcher, SCRIPTS / script, *arguments, timeout=timeout)
+    done = python(*launcher, SCRIPTS / script, *arguments, timeout=timeout, **options)
     assert done.returncode == 0, f"{script} failed.\n{done.stdout[-2000:]}\n{done.stderr[-8000:]}"
 
 

@@ -21,7 +21,12 @@ def main() -> None:
     import hf_ckpt
 
     described = hf_ckpt.describe(model)
-    found = {"spec": described.spec, "recomputed": described.recomputed, "steps": trainer.state.global_step}
+    found = {
+        "spec": described.spec,
+        "recomputed": described.recomputed,
+        "steps": trainer.state.global_step,
+        "wrapper": type(trainer.model_wrapped).__name__,
+    }
     Path(arguments.output_dir, "found.json").write_text(json.dumps(found))
 
 
