@@ -28,7 +28,6 @@ MIXED = {"rules": [{"layers": "0", "policy": "full"}, {"layers": "2", "policy": 
 # DeepSpeed compiles an operation of its own at the first start; killed half-way, that would lock out all later ones.
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
-    "ACCELERATE_USE_CPU": "true",
     "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix, "torch_extensions")),
 }
 
@@ -94,7 +93,7 @@ CASES = {
         "selective": {"spec": {"policy": "selective"}},
         "mixed": {"spec": MIXED},
         "lora-full": {"spec": {"policy": "full"}, "lora": True},
-        "lora-mixed": {"spec": MIXED, "lora": True},
+        "lora-selective": {"spec": {"policy": "selective"}, "lora": True},
     }.items()
 }
 OTHERS = {
@@ -140,6 +139,7 @@ def test_zero_trains_as_without_hf_ckpt(zero, name):
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("name", CASES)
 def test_zero_recomputes_what_is_planned(zero, name):
+    """And the frozen weights of LoRA under ZeRO-3 have a shape then (row 6)."""
     case = CASES[name]
     for found in each_rank(zero, name):
         names = {block.removeprefix("base_model.model."): times for block, times in found["recomputed"].items()}
@@ -147,8 +147,12 @@ def test_zero_recomputes_what_is_planned(zero, name):
         whole = BLOCKS if case.spec == {"policy": "full"} else BLOCKS[:1] if case.spec == MIXED else []
         assert calls == {block: STEPS * (2 if block in whole else 1) for block in BLOCKS}
         assert all(names[block] == STEPS for block in whole)
+        rebuilt = {block: times for block, times in names.items() if block not in whole}
+        if rebuilt and case.stage == 3:  # with nodes of its own in the graph; a warning tells where nothing can be made
+            assert any(rebuilt.values()) != ("found nothing in a block that can be rebuilt" in found["said"])
+        else:
+            assert all(rebuilt.values())
         assert names
-        assert all(names.values())
         assert set(found["forwards"].values()) == {STEPS}
 
 
@@ -161,9 +165,9 @@ def test_row_32_deepspeeds_own_block_does_nothing(zero):
 @pytest.mark.deepspeed
 def test_zero3_refuses_what_it_cannot_do(zero):
     for found in each_rank(zero, "zero3-budget"):
-        assert "split over ranks by FSDP1 or ZeRO-3" in found["said"]
+        assert "split over ranks by FSDP1 or ZeRO-3" in found["refused"]
     for found in each_rank(zero, "zero3-segments"):
-        assert "Use `policy: full` without `segments`" in found["said"]
+        assert "Use `policy: full` without `segments`" in found["refused"]
 
 
 @pytest.mark.deepspeed

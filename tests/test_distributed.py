@@ -469,22 +469,30 @@ def test_fsdp2_saves_and_loads_in_shards(fsdp2: Results) -> None:
 
 TRAINER_FAMILIES = ("llama", "bert", "t5")
 TRAINER_FORWARDS = 4  # two steps of two micro-batches
+TRAINER_SPECS: dict[str, dict[str, Any]] = {
+    "selective": {"policy": "selective"},
+    "mixed": MIXED,
+    # On the CPU `auto` and large budgets keep everything; this one lies between what plans can do.
+    "budget": {"policy": "budget", "budget": "1300KiB"},
+}
+MORE_TRAINING = {f"{how}-{name}": (how, spec) for how in ("trainer", "loop") for name, spec in TRAINER_SPECS.items()}
 
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Results:
     spec = {"policy": "full", "every_n_layers": 2}
-    cases = {family: {"family": family, "spec": spec} for family in TRAINER_FAMILIES}
+    cases = {family: {"family": family, "spec": spec, "how": "trainer"} for family in TRAINER_FAMILIES}
+    cases |= {name: {"family": "llama", "spec": spec, "how": how} for name, (how, spec) in MORE_TRAINING.items()}
     return launch("trainer_worker.py", cases, tmp_path_factory.mktemp("trainer"))
 
 
-@pytest.mark.parametrize("family", TRAINER_FAMILIES)
-def test_trainer_under_ddp_ends_with_the_weights_it_has_without_checkpointing(trainer: Results, family: str) -> None:
+@pytest.mark.parametrize("name", [*TRAINER_FAMILIES, *MORE_TRAINING])
+def test_training_under_ddp_ends_with_the_weights_it_has_without_checkpointing(trainer: Results, name: str) -> None:
     weights = set()
-    for found in each_rank(trainer, family):
+    for found in each_rank(trainer, name):
         plain, ours = found["plain"], found["ours"]
         assert plain["wrapper"] == ours["wrapper"] == "DistributedDataParallel"
-        assert len(ours["losses"]) == 2
+        assert len(ours["losses"]) == (TRAINER_FORWARDS if name.startswith("loop") else 2)
         assert ours["losses"] == plain["losses"]
         assert ours["before"] == plain["before"]
         assert ours["after"] == plain["after"] != plain["before"]
@@ -498,6 +506,23 @@ def test_trainer_under_ddp_recomputes_every_second_block_of_each_stack(trainer: 
     for found in each_rank(trainer, family):
         assert found["recomputed"] == dict.fromkeys(blocks(family, every=2), TRAINER_FORWARDS)
         assert found["forwards"] == found["recomputed"]
+
+
+@pytest.mark.parametrize("name", MORE_TRAINING)
+def test_trainer_and_plain_loops_recompute_what_is_planned(trainer: Results, name: str) -> None:
+    spec = MORE_TRAINING[name][1]
+    first, second = each_rank(trainer, name)
+    assert first["recomputed"] == second["recomputed"]
+    for found in (first, second):
+        # Counts begin with a plan, and Trainer's second micro-step, which finds gradients, is planned for once more.
+        planned_again = spec == TRAINER_SPECS["budget"] and name.startswith("trainer")
+        assert set(found["forwards"].values()) == {TRAINER_FORWARDS - planned_again}
+        assert all(found["recomputed"].values())
+        if spec == MIXED:
+            assert list(found["recomputed"]) == ["model.layers.0", "model.layers.2"]
+            assert found["recomputed"]["model.layers.0"] == TRAINER_FORWARDS
+        else:
+            assert found["recomputed"]
 
 
 def test_trainer_under_ddp_says_nothing_about_checkpointing(trainer: Results) -> None:

@@ -12,11 +12,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
-from ranks import run_cases, without_cache
+from ranks import heard, run_cases, without_cache
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import hf_ckpt
+from hf_ckpt.engines.rebuild import _warn_nothing_dropped
 from hf_ckpt.families import find_blocks
 from hf_ckpt.tiny import tiny_batch, tiny_model
 
@@ -117,12 +118,21 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     _, plain = train(case, folder, None)
     if case["spec"] is None:
         return {"plain": plain}
+    said: list[str] = []
+    _warn_nothing_dropped.cache_clear()  # once a process
     try:
-        model, ours = train(case, folder, case["spec"])
+        with heard(said):
+            model, ours = train(case, folder, case["spec"])
     except hf_ckpt.HfCkptError as error:
-        return {"plain": plain, "said": f"{type(error).__name__}: {error}"}
+        return {"plain": plain, "refused": f"{type(error).__name__}: {error}"}
     described = hf_ckpt.describe(model)
-    return {"plain": plain, "ours": ours, "forwards": described.forwards, "recomputed": described.recomputed}
+    return {
+        "plain": plain,
+        "ours": ours,
+        "said": " ".join(said),
+        "forwards": described.forwards,
+        "recomputed": described.recomputed,
+    }
 
 
 if __name__ == "__main__":

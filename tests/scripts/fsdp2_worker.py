@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_cases, without_cache
+from ranks import heard, run_cases, without_cache
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -123,18 +122,6 @@ def counted_regions() -> Iterator[dict[str, int]]:
         yield counts
     finally:
         full.checkpoint = original
-
-
-@contextlib.contextmanager
-def heard(said: list[str]) -> Iterator[None]:
-    """Collects what hf_ckpt logs."""
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hf_ckpt").addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.getLogger("hf_ckpt").removeHandler(handler)
 
 
 def train(model: nn.Module, case: dict[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
+import logging
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,18 @@ def without_cache(model: nn.Module) -> nn.Module:
         if hasattr(getattr(module, "config", None), "use_cache"):  # the stacks of T5 have configs of their own
             module.config.use_cache = False
     return model
+
+
+@contextlib.contextmanager
+def heard(said: list[str]) -> Iterator[None]:
+    """Collects what hf_ckpt logs."""
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hf_ckpt").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("hf_ckpt").removeHandler(handler)
 
 
 def run_cases(run_case: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:

@@ -1,4 +1,6 @@
-"""One rank of tests/test_distributed.py: the same Trainer run without and with hf_ckpt under DDP, see ranks.py.
+"""One rank of tests/test_distributed.py: the same training without and with hf_ckpt under DDP, see ranks.py.
+
+By Trainer, or by a plain loop of Accelerate.
 
 The run without comes first, so that what is said only once and has nothing to do with checkpointing is said there.
 """
@@ -17,10 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from ranks import run_cases, without_cache
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import hf_ckpt
+from hf_ckpt import compat
 from hf_ckpt.tiny import tiny_batch, tiny_model
 
 STEPS = 2
@@ -92,6 +98,34 @@ def train(family: str, folder: Path, **options: Any) -> tuple[PreTrainedModel, d
     }
 
 
+def loop(family: str, spec: dict[str, Any] | None) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Two steps of two micro-batches, which DDP synchronises once."""
+    AcceleratorState._reset_state(reset_partial_state=False)
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(3)
+    model = without_cache(tiny_model(family, dropout=0.1))
+    before = digest(model)
+    if spec is not None:
+        hf_ckpt.install(model)
+        getattr(model, compat.ENABLE_NAMES[-1])(spec)
+    whole = tiny_batch(family, batch=ROWS)
+    rows = [{name: value[row] for name, value in whole.items()} for row in range(ROWS)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    prepared, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2))
+    torch.manual_seed(100 + accelerator.process_index)
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(prepared):
+            loss = prepared(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    wrapper = type(prepared).__name__
+    return model, {"wrapper": wrapper, "losses": losses, "before": before, "after": digest(model), "use_cache": None}
+
+
 def digest(model: PreTrainedModel) -> str:
     total = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
@@ -100,6 +134,11 @@ def digest(model: PreTrainedModel) -> str:
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    if case["how"] == "loop":
+        _, plain = loop(case["family"], None)
+        model, ours = loop(case["family"], case["spec"])
+        described = hf_ckpt.describe(model)
+        return {"plain": plain, "ours": ours, "forwards": described.forwards, "recomputed": described.recomputed}
     _, plain = train(case["family"], folder)
     model, ours = train(case["family"], folder, gradient_checkpointing=True, gradient_checkpointing_kwargs=case["spec"])
     described = hf_ckpt.describe(model)
