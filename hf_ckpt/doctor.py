@@ -492,13 +492,14 @@ def sharded(facts: Facts) -> Iterator[Finding]:
     if spec is None or given is None or where is None:
         return
     split = f"parameters are split over ranks ({where.where})"
-    if facts.policies & {"budget", "auto"}:
+    version = facts.fsdp.version if facts.fsdp is not None and facts.zero3 is None else "1"
+    if facts.policies & {"budget", "auto"} and version != "2":
         yield Finding(
-            "error",
+            "error" if version else "warning",
             "planned-sharded",
             f"{given.where}.policy",
-            f"`{spec.policy}` cannot plan where {split}; the first training step stops.",
-            "Use `selective` or `full`, or a plan that `hf-ckpt plan ... --out FILE` wrote.",
+            f"`{spec.policy}` cannot plan where {split} by FSDP1 or ZeRO-3; the first training step stops.",
+            "Use FSDP2 (`fsdp_version: 2`), `selective` or `full`, or a plan that `hf-ckpt plan ... --out FILE` wrote.",
         )
     if spec.segments is not None:
         yield Finding(

@@ -311,8 +311,18 @@ CASES = [
     ),
     (
         *("planned-sharded", "error", f"train.yaml: {KWARGS}.policy"),
+        facts(asking({"policy": "auto"}), fsdp(version=1)),
         facts(asking({"policy": "auto"}), fsdp(version=2)),
+    ),
+    (
+        *("planned-sharded", "error", f"train.yaml: {KWARGS}.policy"),
+        facts(asking({"policy": "auto"}), zero(3)),
         facts(asking({"policy": "auto"}), zero(2)),
+    ),
+    (
+        *("planned-sharded", "warning", f"train.yaml: {KWARGS}.policy"),
+        facts(asking({"policy": "auto"}, fsdp="full_shard")),
+        facts(asking({"policy": "auto"}, fsdp="")),
     ),
     (
         *("segments-sharded", "error", f"train.yaml: {KWARGS}.segments"),
@@ -414,7 +424,7 @@ def test_true_reentrant_is_told_once():
 
 def test_errors_come_first():
     order = [finding.severity for finding in diagnose(facts(asking(FULL, use_cpu="on", load_in_4bit=True), fsdp()))]
-    given = diagnose(facts(asking({"budget": "1GiB", "head": "auto"}), fsdp(activation_checkpointing=True, version=2)))
+    given = diagnose(facts(asking({"segments": 2, "head": "auto"}), fsdp(activation_checkpointing=True, version=2)))
     assert order == ["note", "note"]
     assert [finding.severity for finding in given] == ["error", "error", "warning", "warning", "note"]
 
