@@ -264,7 +264,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         live.peak_bytes, live.timeline
 
     Exact for what PyTorch holds, on any device, and much slower than the step itself. Scratch memory that a kernel
-    takes and frees within one operation is not seen.
+    takes and frees within one operation is not seen, nor that a storage is resized, as FSDP2's are.
     """
 
     def __init__(self, *holders: Holder) -> None:
