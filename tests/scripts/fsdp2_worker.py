@@ -34,15 +34,14 @@ from hf_ckpt.measure import LiveBytes
 from hf_ckpt.tiny import tiny_batch, tiny_model
 
 
-def shard(model: nn.Module, half: bool, **options: Any) -> None:
+def shard(model: nn.Module, half: bool, *apart: nn.Module) -> None:
     options = {
         "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
         "reshard_after_forward": True,
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16) if half else MixedPrecisionPolicy(),
-        **options,
     }
-    for block in find_blocks(model).modules.values():
-        fully_shard(block, **options)
+    for unit in (*find_blocks(model).modules.values(), *apart):
+        fully_shard(unit, **options)
     fully_shard(model, **options)
 
 
@@ -193,7 +192,7 @@ def by_hand(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def through_accelerate(case: dict[str, Any]) -> dict[str, Any]:
+def through_accelerate(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Through accelerate's own FSDP2 code."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
@@ -214,12 +213,12 @@ def through_accelerate(case: dict[str, Any]) -> dict[str, Any]:
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
     try:
-        return _train_prepared(accelerator, case["owner"])
+        return _train_prepared(accelerator, case["owner"], folder)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def _train_prepared(accelerator: Any, owner: str) -> dict[str, Any]:
+def _train_prepared(accelerator: Any, owner: str, folder: Path) -> dict[str, Any]:
     """`owner`: who checkpoints. `ours`, `theirs` (and we are asked after), or `both` (we are asked before)."""
     result: dict[str, Any] = {"is_fsdp2": accelerator.is_fsdp2}
     model = tiny_model("llama")
@@ -232,7 +231,7 @@ def _train_prepared(accelerator: Any, owner: str) -> dict[str, Any]:
     plugin.activation_checkpointing = owner != "ours"
     if owner == "theirs":
         hf_ckpt.uninstall(model)
-    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     result["units"] = [type(module).__name__ for module in prepared.modules() if isinstance(module, FSDPModule)]
     with _refusal(result, "looking for lost blocks"):
         lost_blocks(prepared)
@@ -242,7 +241,30 @@ def _train_prepared(accelerator: Any, owner: str) -> dict[str, Any]:
         with counted_regions() as counts:
             accelerator.backward(prepared(**tiny_batch("llama", seed=dist.get_rank())).loss)
         result |= {"recomputed": hf_ckpt.describe(prepared).recomputed, **counts}
+        result |= _saved_state(accelerator, prepared, optimizer, folder / "state")
     return result
+
+
+def _saved_state(accelerator: Any, model: nn.Module, optimizer: Any, folder: Path) -> dict[str, Any]:
+    """accelerate's own saving and loading: a step behind the saved state is undone, and comes out the same again."""
+
+    def step() -> tuple[float, dict[str, torch.Tensor]]:
+        optimizer.zero_grad()
+        loss = model(**tiny_batch("llama", seed=7 + dist.get_rank())).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        return loss.item(), {name: compat.local(value).clone() for name, value in model.named_parameters()}
+
+    accelerator.save_state(str(folder))
+    first, weights = step()
+    accelerator.load_state(str(folder))
+    again, later = step()
+    return {
+        "state_files": sorted(file.name for file in folder.iterdir()),
+        "losses_of_a_step_again": [first, again],
+        "differing": [name for name, value in weights.items() if not torch.equal(value, later[name])],
+        "recomputed_in_all": hf_ckpt.describe(model).recomputed,
+    }
 
 
 @contextlib.contextmanager
@@ -275,7 +297,8 @@ def in_steps(case: dict[str, Any], _: Path) -> dict[str, Any]:
     hf_ckpt.install(ours)
     base_model(ours).gradient_checkpointing_enable(spec_of(case))
     for model in (ours, plain):
-        shard(model, case["half"])
+        apart = [base_model(model).get_input_embeddings(), base_model(model).get_output_embeddings()]
+        shard(model, case["half"], *(apart if case["apart"] else []))
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.001) for model in (ours, plain)]
     steps = []
     for number, tokens in enumerate(case["tokens"][dist.get_rank()]):
@@ -406,7 +429,7 @@ HOWS = {"steps": in_steps, "refused": refused, "checkpointed": checkpointed}
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if "how" in case:
         return HOWS[case["how"]](case, folder)
-    return through_accelerate(case) if "owner" in case else by_hand(case)
+    return through_accelerate(case, folder) if "owner" in case else by_hand(case)
 
 
 if __name__ == "__main__":
