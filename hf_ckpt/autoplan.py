@@ -121,11 +121,12 @@ def plan_for(
     wanted, parts = situation, layout
     host_limit = None if spec.host_budget is None else parse_bytes(spec.host_budget)
     costs: tuple[Costs, ...] = ()
-    plan, failure = None, None
+    plan: Plan | None = None
+    failure: Exception | None = None
     try:
         costs = _in_clean_thread(lambda: _trace(model, spec.head, host_limit, wanted, device, apply, parts))
         plan = plan_within(costs, limit, device.name)
-    except HfCkptError as error:
+    except Exception as error:  # of whatever kind: others wait
         failure = error
     if first:
         plan = _agreed(plan, failure)
@@ -136,7 +137,7 @@ def plan_for(
     return Planned(situation, limit, costs, plan, memory)
 
 
-def _agreed(plan: Plan | None, failure: HfCkptError | None) -> Plan | None:
+def _agreed(plan: Plan | None, failure: Exception | None) -> Plan | None:
     """The plan of rank 0. Raises where another rank has none: it will not go on."""
     ranks = of_all_ranks((None if plan is None else plan.to_dict(), str(failure)))
     without = [(rank, text) for rank, (found, text) in enumerate(ranks) if found is None]

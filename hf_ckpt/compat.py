@@ -190,6 +190,7 @@ def data_parallel(model: nn.Module) -> Any | None:
     """`model`, if it is torch's DistributedDataParallel over more than one rank."""
     from torch.nn.parallel import DistributedDataParallel
 
+    model = getattr(model, "_orig_mod", model)  # torch.compile goes around it
     if isinstance(model, DistributedDataParallel) and torch.distributed.get_world_size(model.process_group) > 1:
         return model
     return None
@@ -206,6 +207,16 @@ def own_reduction(wrapped: Any) -> str | None:
 def rank() -> int:
     """Of this process; 0 without torch.distributed."""
     return torch.distributed.get_rank() if is_distributed() else 0
+
+
+def ranks() -> int:
+    """How many processes train together; 1 without torch.distributed."""
+    return torch.distributed.get_world_size() if is_distributed() else 1
+
+
+def has_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether something runs in backward as soon as a gradient is there, as optimizers inside the backward do."""
+    return any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
 
 
 def collectives(wrapped: Any) -> int:

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from hf_ckpt import compat
 from hf_ckpt.blueprint import Blueprint, Weights
 from hf_ckpt.devices import Device
-from hf_ckpt.errors import HfCkptError
+from hf_ckpt.errors import HfCkptError, InPlaceError
 from hf_ckpt.families import find_blocks
 from hf_ckpt.measure import LiveBytes
 from hf_ckpt.plan import KEEP, Action, Block, Plan
@@ -305,6 +305,11 @@ def _trace(
                     tracer.begin("head back", 0, 0, backward=True)
                     loss.backward()  # type: ignore[no-untyped-call]
                     tracer.finish()
+        except InPlaceError as error:
+            raise HfCkptError(
+                f"{blueprint.model} cannot be planned for, because its blocks work in place on their hidden states. "
+                "`full` and `selective` need no plan."
+            ) from error
         except HfCkptError:
             raise
         except Exception as error:

@@ -25,7 +25,7 @@ from hf_ckpt import compat
 from hf_ckpt.autoplan import Planned, Situation, Sizes, plan_for, tightened
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.head import Logits, chunked, has_dropout
-from hf_ckpt.engines.offload import EndOfStack, Mover, OffloadRegion
+from hf_ckpt.engines.offload import EndOfStack, Mover, OffloadRegion, lane_of
 from hf_ckpt.engines.rebuild import RebuildRegion, enter_module, hand_to_first_block, leave_module
 from hf_ckpt.engines.sac import SacRegion
 from hf_ckpt.engines.segments import Segment, SegmentRegion, StartOfStack, end_of_stack
@@ -365,7 +365,7 @@ def _region(
         "determinism_check": spec.determinism_check,
     }
     if action.kind == "offload" and mover is not None:
-        return OffloadRegion(block, mover, **options)
+        return OffloadRegion(block, mover, known=known, **options)
     if action.kind in ("full", "offload"):
         return SegmentRegion(block, segment, **options) if segment else FullRegion(block, **options)
     sac = SacRegion(block, save=action.save, **options)
@@ -847,7 +847,8 @@ def step_down(model: nn.Module, *, exact: bool = False) -> str | None:
     """Put the next plan on that needs less memory, for the time between two attempts at a step.
 
     A plan of `budget` or `auto` is made again for less; then, as for every other plan, what is kept becomes
-    `selective`, that `full`, and that `offload`; the head goes into chunks where that is possible. A plan that is
+    `selective`, that `full`, and that `offload`, on a device with host memory beside it; the head goes into chunks
+    where that is possible. A plan that is
     installed but not enabled is enabled first; with nothing installed, `selective` comes first, or what follows
     transformers' own checkpointing where that was on.
 
@@ -872,10 +873,15 @@ def step_down(model: nn.Module, *, exact: bool = False) -> str | None:
         less = tightened(record.planned, record.planned.limit_bytes - round(peak * (1 - SMALLER)))
         if less.plan != record.planned.plan:
             _carry_out(base, record, less)
-            return f"a plan for {format_bytes(less.limit_bytes)}"
+            fits = less.plan.prediction is not None and less.plan.prediction.peak_bytes <= less.limit_bytes
+            return (
+                f"a plan for {format_bytes(less.limit_bytes)}" if fits else "the plan that is predicted to need least"
+            )
     head = None if exact else vocabulary_head(base)
     chunks = head is not None and "forward" not in vars(head) and compat.parameters_stay(base)
-    tighter = tighter_plan(record.plan, chunks=chunks, head_first=head is not None and _head_weighs_more(head, record))
+    offload = lane_of(next(base.parameters()).device) is not None
+    head_first = head is not None and _head_weighs_more(head, record)
+    tighter = tighter_plan(record.plan, chunks=chunks, offload=offload, head_first=head_first)
     if tighter is None:
         return None
     plan, name = tighter

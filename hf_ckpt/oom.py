@@ -19,10 +19,11 @@ import contextvars
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class _MicroStep:
     """What it takes to run one again."""
 
     run: Callable[[], Any]
-    put_random_state_back: Callable[[], None]
+    put_state_back: Callable[[], None]
     met: int = 0
     """Collective operations of its own that the last attempt took part in."""
 
@@ -90,39 +91,46 @@ class OomGuard:
 
     Args:
         model: what the training calls: a PreTrainedModel, plain or wrapped by PEFT or DistributedDataParallel.
+        also: trained parameters outside `model`, of a loss for example. A Trainer's are known from its optimizer.
         exact: leave out the chunked head, whose gradients agree to rounding only.
         folder: where the report is written when no plan is left; None for nowhere.
 
     Raises:
         NoBlocksError: for a model that nothing can be installed on.
-        HfCkptError: for FSDP and DeepSpeed, whose ranks wait for each other inside a forward, and for communication
-            hooks of DistributedDataParallel.
+        HfCkptError: for FSDP and DeepSpeed, whose ranks wait for each other inside a forward, for communication hooks
+            of DistributedDataParallel, and where there are several ranks and `model` is not what connects them; some
+            of it at the first step.
     """
 
-    def __init__(self, model: nn.Module, *, exact: bool = False, folder: str | Path | None = ".") -> None:
-        if compat.steps_in_lockstep(model):
-            raise HfCkptError(
-                "OomGuard cannot work with FSDP or DeepSpeed: their ranks wait for each other inside every forward and "
-                "backward, so that one that runs out of memory cannot run a step again. Plan for the largest batch "
-                "instead (`policy: budget`)."
-            )
+    _guards = itertools.count()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        exact: bool = False,
+        folder: str | Path | None = ".",
+        also: Iterable[nn.Parameter] = (),
+    ) -> None:
         find_blocks(model)
-        self.model, self.exact = model, exact
+        self.model, self.exact, self.also = model, exact, tuple(also)
         self.folder = None if folder is None else Path(folder)
         self.taken: list[str] = []
         """What was changed so far, in order."""
         self.attempts = 0
         """Attempts at micro-steps that ran out of memory."""
         wrapped = compat.data_parallel(model)
-        self._ranks = None if wrapped is None else Ranks(wrapped)
+        self._ranks = None if wrapped is None else Ranks(wrapped, next(self._guards))
+        self._refuse_lockstep()
         self._meetings: set[bool] = set()
         """Whether there have been micro-steps with collective operations of their own, and without."""
         self._trained: list[nn.Parameter] = []
         self._devices: set[torch.device] = set()
         self._steps: list[_MicroStep] = []
         """Since the last optimizer step."""
+        self._running = False
         self._left: _State | None = None
-        """How the last micro-step left the gradients."""
+        """How the last micro-step left the gradients; None where the next one begins anew."""
         self._zeroed = False
         self._earlier = False
         self._seen: Situation | None = None
@@ -135,23 +143,36 @@ class OomGuard:
 
         Raises `OutOfPlansError` when memory runs out under the tightest plan, too. Other errors pass.
         """
-        if self._left is None or self._left != self._gradients():
+        if self._running:  # a guard inside the same one: the outer one runs the step again
+            return step(*args, **kwargs)
+        gradients = self._gradients()
+        if self._left is None or self._left != gradients or not any(found for found, _ in gradients):
             self._begin()
+            gradients = self._gradients()
         self._left = self._seen = None
-        run = functools.partial(step, *args, **kwargs)
-        self._steps.append(_MicroStep(run, compat.random_state(self._devices)))
+        self._running = True
+        try:
+            result = self._guarded(functools.partial(step, *args, **kwargs))
+        finally:
+            self._running = False
+        after = self._gradients()
+        # Whoever drops gradients inside the step has ended an optimizer step there.
+        if not any(old and old != new for (old, _), (new, _) in zip(gradients, after, strict=True)):
+            self._left = after
+        return result
+
+    def _guarded(self, run: Callable[[], Any]) -> Any:
+        self._steps.append(_MicroStep(run, self._state()))
         if self._ranks is None:
+            return self._run(self._steps[-1:])
+        wrapped = self._ranks.wrapped
+        last = wrapped.require_backward_grad_sync
+        wrapped.require_forward_param_sync = False  # ranks would meet to exchange buffers, one of them twice
+        with wrapped.no_sync():
             result = self._run(self._steps[-1:])
-        else:
-            wrapped = self._ranks.wrapped
-            last = wrapped.require_backward_grad_sync
-            wrapped.require_forward_param_sync = False  # ranks would meet to exchange buffers, one of them twice
-            with wrapped.no_sync():
-                result = self._run(self._steps[-1:])
-            if last:
-                self._exchange(FINE)
-                self._ranks.average()
-        self._left = self._gradients()
+        if last:
+            self._exchange(FINE)
+            self._ranks.average()
         return result
 
     # --- running ---
@@ -159,12 +180,27 @@ class OomGuard:
     def _begin(self) -> None:
         """A new optimizer step begins."""
         self._steps.clear()
-        parameters = list(self.model.parameters())
+        self._refuse_lockstep()  # the model may have been wrapped or sharded since
+        parameters = list(dict.fromkeys((*self.model.parameters(), *self.also)))
         self._devices = {parameter.device for parameter in parameters}
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         self._zeroed = bool(gradients)
         self._earlier = any(bool(gradient.any()) for gradient in gradients)
+
+    def _refuse_lockstep(self) -> None:
+        if compat.steps_in_lockstep(self.model):
+            raise HfCkptError(
+                "OomGuard cannot work with FSDP or DeepSpeed: their ranks wait for each other inside every forward and "
+                "backward, so that one that runs out of memory cannot run a step again. Plan for the largest batch "
+                "instead (`policy: budget`)."
+            )
+        if self._ranks is None and compat.ranks() > 1:
+            raise HfCkptError(
+                f"OomGuard was given a model that is not wrapped, but there are {compat.ranks()} ranks, and one that "
+                "runs a step again must not leave the others waiting. Give it the DistributedDataParallel module (what "
+                "`Accelerator.prepare` returns), and make it after that."
+            )
 
     def _run(self, pending: list[_MicroStep]) -> Any:
         """Run micro-steps, as often as it takes. Returns the result of the last one."""
@@ -172,7 +208,7 @@ class OomGuard:
         while pending:
             step = pending[0]
             if again:
-                step.put_random_state_back()
+                step.put_state_back()
             result, failure = self._attempt(step, again)
             if failure is None:
                 self._meetings.add(bool(step.met))
@@ -204,7 +240,7 @@ class OomGuard:
             with self._watched() if again else contextlib.nullcontext():
                 return step.run(), None
         except Exception as raised:
-            if not compat.is_out_of_memory(raised):
+            if isinstance(raised, OutOfPlansError) or not compat.is_out_of_memory(raised):
                 raise
             trace = "".join(traceback.format_exception(raised))
             error = _without_frames(raised)
@@ -228,8 +264,8 @@ class OomGuard:
     def _refuse(self, step: _MicroStep, failure: _Failure) -> None:
         """Raise `OutOfPlansError` when a failed step cannot be run again."""
         reason = None
-        if failure.trained:
-            reason = "Weights were changed in the backward already (an optimizer inside it), so it cannot be run again."
+        if failure.trained or compat.has_gradient_hooks(self._trained):  # fused optimizers leave no trace on weights
+            reason = "Weights may have been changed in the backward (an optimizer inside it), so it cannot run again."
         elif self._earlier and (failure.touched or step.met):
             reason = "There were gradients before the guarded steps began, which cannot be made again."
         elif self._ranks is None:
@@ -242,6 +278,9 @@ class OomGuard:
             reason = "Ranks met in earlier micro-steps, which this rank alone cannot run again."
         if reason is not None:
             log.error("hf_ckpt: out of memory:\n%s", failure.trace)
+            self._steps.clear()
+            if self._ranks is not None and not step.met and self._meetings == {False}:
+                self._ranks.exchange(GAVE_UP, len(self.taken))
             raise OutOfPlansError(f"{_first_line(failure.error)} hf_ckpt: {reason}") from failure.error
 
     def _drop_gradients(self) -> None:
@@ -250,6 +289,20 @@ class OomGuard:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.zero_()
+
+    def _state(self) -> Callable[[], None]:
+        """Read what a micro-step changes beside gradients: random state, and buffers (running averages)."""
+        put_random_state_back = compat.random_state(self._devices)
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+
+        def put_back() -> None:
+            put_random_state_back()
+            with torch.no_grad():
+                for buffer, value in buffers:  # not by version: batch norms do not count theirs
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
+
+        return put_back
 
     def _gradients(self) -> _State:
         """Of which gradients there are, and how often each was changed."""
@@ -266,7 +319,10 @@ class OomGuard:
 
     def _tighten(self, step: _MicroStep, failure: _Failure) -> None:
         """Take the next plan. Raises `OutOfPlansError` when there is none."""
-        taken = step_down(self.model, exact=self.exact)
+        try:
+            taken = step_down(self.model, exact=self.exact)
+        except HfCkptError as error:
+            raise OutOfPlansError(f"{_first_line(failure.error)} hf_ckpt: {error}") from failure.error
         if taken is None and self._seen is None:  # one more try tells the sizes of the batch, if nothing else
             self._seen = Situation({})
             taken = AGAIN
@@ -294,11 +350,15 @@ class OomGuard:
             )
         else:
             lines.append(f"What fills the peak could not be predicted: {unknown}.")
-        lines += [f"Written: {path}." for path in self._write_report(failure, prediction)]
+        try:
+            lines += [f"Written: {path}." for path in self._write_report(failure, prediction)]
+        except (OSError, RuntimeError) as error:
+            lines.append(f"The report could not be written: {error}.")
         lines.append("What is left to do: fewer sequences or tokens in a micro-step, or training fewer weights.")
         log.error("hf_ckpt: out of memory for the last time:\n%s", failure.trace)
         if failure.touched:
             self._drop_gradients()
+        self._steps.clear()
         # Others must not wait for this rank; but where ranks meet inside steps they may wait for something else.
         if self._ranks is not None and (step.met or self._meetings == {False}):
             self._ranks.exchange(GAVE_UP, len(self.taken))
@@ -312,7 +372,7 @@ class OomGuard:
         try:
             with paused(self.model):
                 return prediction_of(self.model, record.plan, self._seen, trial), ""
-        except (HfCkptError, RuntimeError) as error:  # it must not hide what went wrong first
+        except Exception as error:  # it must not hide what went wrong first
             return None, str(error)
 
     def _write_report(self, failure: _Failure, prediction: Prediction | None) -> Sequence[Path]:
@@ -376,7 +436,9 @@ def guarded_training_step(
     """`training_step(model, inputs, ...)` of a Trainer under its guard, which it gets here."""
     guard = getattr(trainer, "oom_guard", None)
     if guard is None or guard.model is not model:
-        guard = trainer.oom_guard = OomGuard(model, folder=trainer.args.output_dir)
+        groups = getattr(trainer.optimizer, "param_groups", ())
+        also = [parameter for group in groups for parameter in group["params"]]
+        guard = trainer.oom_guard = OomGuard(model, folder=trainer.args.output_dir, also=also)
     # A Trainer that takes labels out of its inputs must find them again.
     return guard(lambda: training_step(model, copy.copy(inputs), *args, **kwargs))
 

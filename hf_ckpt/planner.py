@@ -62,7 +62,9 @@ def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, sourc
     return fitted
 
 
-def tighter_plan(plan: Plan, *, chunks: bool, head_first: bool = False) -> tuple[Plan, str] | None:
+def tighter_plan(
+    plan: Plan, *, chunks: bool, offload: bool = True, head_first: bool = False
+) -> tuple[Plan, str] | None:
     """The next plan that needs less memory, and what it changes; None where there is none.
 
     What is kept becomes `selective`, that becomes `full`, and that `offload`; the head goes into chunks at the end.
@@ -70,10 +72,11 @@ def tighter_plan(plan: Plan, *, chunks: bool, head_first: bool = False) -> tuple
     Args:
         plan: any.
         chunks: whether the head can be run in chunks.
+        offload: whether there is host memory apart from the device's.
         head_first: whether that comes before offloading.
     """
     kinds = {action.kind for _, action in plan.actions}
-    offload = "hidden states in host memory"
+    offloaded = "hidden states in host memory"
 
     def replaced(kind: str, by: Action) -> Plan:
         actions = tuple(
@@ -86,13 +89,13 @@ def tighter_plan(plan: Plan, *, chunks: bool, head_first: bool = False) -> tuple
         return replaced("keep", Action("selective", DEFAULT_SAVE)), "`selective` for blocks that kept everything"
     if "selective" in kinds:
         moved = all(action.moved for _, action in plan.actions if action.kind == "selective")
-        return replaced("selective", Action("full")), offload if moved else "`full` for `selective` blocks"
+        return replaced("selective", Action("full")), offloaded if moved else "`full` for `selective` blocks"
     in_chunks = dataclasses.replace(plan, head="auto", prediction=None), "the head in chunks"
     head_left = chunks and plan.head == "full"
     if head_left and head_first:
         return in_chunks
-    if "full" in kinds:
-        return replaced("full", Action("offload")), offload
+    if "full" in kinds and offload:
+        return replaced("full", Action("offload")), offloaded
     return in_chunks if head_left else None
 
 

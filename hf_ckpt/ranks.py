@@ -21,7 +21,7 @@ BUCKET_BYTES = 25 << 20
 class Ranks:
     """All ranks of `wrapped`, seen from one of them. Raises `HfCkptError` for what reduces gradients its own way."""
 
-    def __init__(self, wrapped: Any) -> None:
+    def __init__(self, wrapped: Any, guard: int) -> None:
         own = compat.own_reduction(wrapped)
         if own is not None:
             raise HfCkptError(f"OomGuard averages the gradients of all ranks itself, which {own} does not allow.")
@@ -29,8 +29,8 @@ class Ranks:
         self.mine, self.all = compat.rank(), torch.distributed.get_process_group_ranks(self.group)
         self.patience = 60.0
         """Seconds to wait for other ranks to end a step that one of them could not."""
-        self._number = 0
-        """Of exchanges so far."""
+        self._guard, self._number = guard, 0
+        """Which of the process's guards asks, and how many exchanges there were."""
 
     def collectives(self) -> int:
         """Collective operations that this rank has started."""
@@ -75,7 +75,7 @@ class Ranks:
                 gradient.copy_(part.view_as(gradient))
 
     def _note(self, rank: int, number: int) -> str:
-        return f"hf_ckpt/step/{number}/{rank}"
+        return f"hf_ckpt/{self._guard}/{number}/{rank}"
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

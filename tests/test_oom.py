@@ -4,6 +4,7 @@ limit. The training goes on as if it had not happened, and what runs is counted.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import random
@@ -38,6 +39,12 @@ SELECTIVE = "`selective` for blocks that kept everything"
 FULL = "`full` for `selective` blocks"
 OFFLOAD = "hidden states in host memory"
 HEAD = "the head in chunks"
+
+
+@pytest.fixture(autouse=True)
+def somewhere_to_offload_to(monkeypatch):
+    """The CPU has no host memory beside its own. That a plan is taken is seen here; test_offload.py moves."""
+    monkeypatch.setattr(sys.modules["hf_ckpt.install"], "lane_of", lambda device: device)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -390,6 +397,17 @@ def test_a_planned_policy_is_planned_again_for_less(policy):
     assert {str(action) for _, action in hf_ckpt.describe(model).plan.actions} == {"offload"}
 
 
+def test_nothing_is_offloaded_where_there_is_no_host(monkeypatch):
+    """On a CPU, `segments` keep less than what offloading would leave there."""
+    monkeypatch.undo()
+    model = tiny_model("llama")
+    hf_ckpt.install(model, {"segments": 2})
+    model.gradient_checkpointing_enable()
+    assert step_down(model) == HEAD
+    assert step_down(model) is None
+    assert hf_ckpt.describe(model).plan.segments()
+
+
 def test_where_the_first_plan_comes_from():
     stock = tiny_model("llama")
     stock.gradient_checkpointing_enable({"use_reentrant": False})
@@ -453,20 +471,148 @@ def test_gradients_of_before_cannot_be_made_again():
         guard(lambda: forward_and_backward(model, tiny_batch("llama", seed=1)))
 
 
-def test_an_optimizer_inside_backward_is_noticed():
+@pytest.mark.parametrize("kind", [torch.optim.SGD, functools.partial(torch.optim.AdamW, fused=True)])
+def test_an_optimizer_inside_backward_is_noticed(kind):
+    """Fused ones do not even count as a change of the weights."""
     model = tiny_model("llama", layers=2)
     for parameter in model.parameters():
-        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        optimizer = kind([parameter], lr=0.1)
 
         def step_and_forget(parameter, optimizer=optimizer):
             optimizer.step()
             optimizer.zero_grad()
 
         parameter.register_post_accumulate_grad_hook(step_and_forget)
-    with Failing() as counted:
-        forward_and_backward(model, tiny_batch("llama"))
+    for _ in range(2):  # the first one makes the optimizers' state
+        with Failing() as counted:
+            forward_and_backward(model, tiny_batch("llama"))
     guard = OomGuard(model, folder=None)
     with Failing(counted.operations - 10), pytest.raises(OutOfPlansError, match="optimizer inside it"):
+        guard(forward_and_backward, model, tiny_batch("llama"))
+    assert not guard._steps
+
+
+def test_weights_outside_the_model_are_not_trained_twice():
+    """A loss with weights of its own: their gradients come first, before any of the model's."""
+    grads = {}
+    for at in (None, "in backward"):
+        model = tiny_model("llama", layers=2)
+        torch.manual_seed(0)
+        outside = nn.Linear(32, 1)
+        guard = OomGuard(model, also=outside.parameters(), folder=None)
+        failing = [at]
+
+        def step(model=model, outside=outside, failing=failing):
+            hidden = model.model(**without_cache(model, {"input_ids": tiny_batch("llama")["input_ids"]}))[0]
+            if failing.pop() if failing else None:
+                hidden.register_hook(_run_out)
+            outside(hidden).square().mean().backward()
+
+        guard(step)
+        grads[at] = {"loss": None, **gradients(model), **gradients(outside)}
+        assert guard.attempts == bool(at)
+    assert_same(grads[None], grads["in backward"])
+
+
+def test_buffers_are_put_back():
+    model = tiny_model("llama", layers=2)
+    model.norm_of_batches = nn.BatchNorm1d(4)
+    guard = OomGuard(model, folder=None)
+    tries = []
+
+    def step():
+        model.norm_of_batches(torch.arange(8.0).reshape(2, 4) + len(tries))
+        tries.append(0)
+        if len(tries) == 1:
+            _run_out()
+        forward_and_backward(model, tiny_batch("llama"))
+
+    guard(step)
+    assert model.norm_of_batches.num_batches_tracked == 1
+    expected = nn.BatchNorm1d(4)
+    expected(torch.arange(8.0).reshape(2, 4) + 1)
+    assert torch.equal(model.norm_of_batches.running_mean, expected.running_mean)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("zero", ["before", "after", "never"])
+def test_steps_that_end_themselves_are_not_kept(fused, zero):
+    """The optimizer was meant to stay outside; what was done before it cannot be, and is not, done again."""
+    model = tiny_model("llama", layers=2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    guard = OomGuard(model, folder=None)
+
+    def step():
+        if zero == "before":
+            optimizer.zero_grad()
+        loss = model(**without_cache(model, tiny_batch("llama"))).loss
+        if zero != "never":
+            loss.backward()
+            optimizer.step()
+        if zero == "after":
+            optimizer.zero_grad()
+
+    for _ in range(4):
+        guard(step)
+    assert len(guard._steps) == 1
+
+
+def test_a_guard_inside_the_same_guard_and_one_inside_another():
+    model = tiny_model("llama", layers=2)
+    guard, tries = OomGuard(model, folder=None), []
+
+    def step():
+        tries.append(0)
+        if len(tries) == 2:
+            _run_out()
+        forward_and_backward(model, tiny_batch("llama"))
+
+    for _ in range(2):
+        guard(lambda: guard(step))
+    assert (len(tries), guard.attempts) == (3, 1)
+
+    def give_up():
+        raise OutOfPlansError(MESSAGE)
+
+    with pytest.raises(OutOfPlansError):
+        guard(give_up)
+    assert guard.attempts == 1
+
+
+def test_a_report_that_cannot_be_written_hides_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    model = tiny_model("llama", layers=2)
+    guard = OomGuard(model, folder=tmp_path / "file" / "folder")
+    with (
+        Limited(bytes_of(model) + 20_000, model),
+        pytest.raises(OutOfPlansError, match="could not be written") as raised,
+    ):
+        guard(forward_and_backward, model, tiny_batch("llama"))
+    assert should_reduce_batch_size(raised.value)
+    assert not guard._steps
+
+
+def test_a_plan_that_cannot_be_put_on_hides_nothing():
+    class Pair(type(tiny_model("llama", layers=2))):
+        pass
+
+    model = Pair(tiny_model("llama", layers=2).config).train()
+    hf_ckpt.install(model, "full")
+    model.gradient_checkpointing_enable()
+    guard = OomGuard(model.model, folder=None)  # an inner model of one that is installed
+
+    with pytest.raises(OutOfPlansError, match="out of memory") as raised:
+        guard(_run_out)
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_a_model_that_is_wrapped_later_is_noticed(monkeypatch):
+    model = tiny_model("llama", layers=2)
+    guard = OomGuard(model, folder=None)
+    guard(forward_and_backward, model, tiny_batch("llama"))
+    model.zero_grad()
+    monkeypatch.setattr(compat, "ranks", lambda: 2)
+    with pytest.raises(HfCkptError, match="there are 2 ranks"):
         guard(forward_and_backward, model, tiny_batch("llama"))
 
 

@@ -457,9 +457,11 @@ class Slot:
 class OffloadRegion(FullRegion):
     """The checkpointing function of one block: `full`, with its hidden states in host memory."""
 
-    def __init__(self, block: str, mover: Mover, **options: Any) -> None:
+    def __init__(self, block: str, mover: Mover, *, known: bool = True, **options: Any) -> None:
         super().__init__(block, **options)
         self.mover = mover
+        self.known = known
+        """Whether it is known that the block does not work in place; else the first forward moves nothing."""
         self.moved_bytes = 0
         """Moved by the last forward."""
         self._is_frozen = False
@@ -490,6 +492,8 @@ class OffloadRegion(FullRegion):
 
     def _open_group(self, args: tuple[Any, ...]) -> Group | None:
         hidden = args[0] if args else None
+        if self.changes_input or not (self.known or self.changes_input is False):
+            return None
         if not _movable(hidden) or (self._is_frozen and not hidden.requires_grad):
             return None
         lane = self.mover.lane(hidden)

@@ -124,7 +124,8 @@ class RebuildRegion:
         args = tuple(None if compat.is_cache(arg) else arg for arg in args)
         self.forwards += 1
         self.moved_bytes = 0
-        if self.failed and self.fallback is not None:
+        untried = self.trial and compat.top_saved_tensor_hooks() is not None  # under those nothing can be proved
+        if (self.failed or untried) and self.fallback is not None:
             self.dropped, self.kept, self.kept_to_rebuild = {}, {}, {}
             return self.fallback(fn, *args)
         group = self._open_group(args)

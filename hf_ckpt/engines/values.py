@@ -299,7 +299,9 @@ class Witness:
         with torch.no_grad(), compat.autocast_off():
             try:
                 found, wanted = _hand_out(self.value), self.tensor.value()
-            except (RuntimeError, HfCkptError):  # whatever cannot be run again
+            except (RuntimeError, HfCkptError) as error:  # whatever cannot be run again
+                if compat.is_out_of_memory(error):
+                    raise
                 return False
             if found.shape != wanted.shape or found.dtype != wanted.dtype:
                 return False
