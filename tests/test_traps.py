@@ -42,7 +42,7 @@ from hf_ckpt.budgets import plan_of_least, plan_within
 from hf_ckpt.cli import main
 from hf_ckpt.cost import Step, trace_costs
 from hf_ckpt.devices import DEVICES
-from hf_ckpt.engines import full, offload
+from hf_ckpt.engines import full, offload, values
 from hf_ckpt.engines.offload import Mover
 from hf_ckpt.errors import (
     GraphCaptureError,
@@ -1706,6 +1706,73 @@ def test_row_23_the_planner_counts_what_kbit_preparation_casts_up():
         assert abs(live.peak_bytes / predicted.peak_bytes - 1) < 0.05, (prepared, live.peak_bytes, predicted)
         peaks[prepared] = live.peak_bytes
     assert peaks[True] > 1.1 * peaks[False]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("work", [_writes_data, _clamps_without_a_graph])
+def test_row_20_under_the_users_hooks_nothing_can_be_proved(work):
+    """`selective` dropped what unknown blocks had changed behind autograd's back, where hooks hid that."""
+    found = {}
+    for policy in (None, "selective"):
+        model = remote(work)
+        if policy is not None:
+            hf_ckpt.install(model, policy)
+            enable(model)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
+            found[policy] = remote_steps(model)
+    for expected, got in zip(found[None], found["selective"], strict=True):
+        assert_same(expected, got)
+    assert min(hf_ckpt.describe(model).recomputed.values()) > 0
+
+
+@pytest.mark.compat
+def test_row_20_what_is_changed_in_place_is_not_offloaded(lanes):
+    """What comes back from host memory would be what the block has made of its input."""
+    expected = remote_steps(remote(_adds_to_its_input))
+    model = remote(_adds_to_its_input)
+    hf_ckpt.install(model, {"policy": "offload"})
+    enable(model)
+    for one, other in zip(expected, remote_steps(model), strict=True):
+        assert_same(one, other)
+    assert set(hf_ckpt.describe(model).recomputed.values()) == {3}
+    assert not hf_ckpt.describe(model).moved
+    model = remote(_writes_data)  # it leaves its input alone: from the second forward on that moves
+    hf_ckpt.install(model, {"policy": "offload"})
+    enable(model)
+    remote_steps(model, 1)
+    assert not hf_ckpt.describe(model).moved
+    remote_steps(model, 1)
+    assert len(hf_ckpt.describe(model).moved) == 2
+
+
+def test_row_20_memory_that_runs_out_in_a_trial_is_no_proof(monkeypatch):
+    model = remote(_writes_data_of_a_norm)
+    hf_ckpt.install(model, "selective")
+    enable(model)
+
+    def runs_out(value):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(values, "_hand_out", runs_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        remote_steps(model, 1)
+    assert not any(region.failed for region in installation(model).regions.values())
+
+
+def test_row_20_a_plan_for_blocks_that_work_in_place_is_refused_with_the_reason():
+    model = tiny_model("llama", layers=2)
+
+    class InPlace(type(model.model.layers[0])):
+        def forward(self, hidden_states, **kwargs):
+            return hidden_states.add_(self.mlp(self.input_layernorm(hidden_states.clone())))
+
+    for layer in model.model.layers:
+        layer.__class__ = InPlace
+    hf_ckpt.install(model, {"budget": "1GiB"})
+    enable(model)
+    with pytest.raises(HfCkptError, match="work in place on their hidden states") as raised:
+        step(model, tiny_batch("llama"))
+    assert "LlamaForCausalLM" in str(raised.value)
 
 
 # Tests of rows that are elsewhere.
