@@ -631,7 +631,10 @@ def test_a_model_that_cannot_run_on_fake_tensors():
     with hf_ckpt.paused(model):
         blueprint = blueprint_of(model)
     for _ in range(2):
-        with pytest.raises(HfCkptError, match=r"ReadsItsLogits cannot be planned for, .*DataDependentOutput"):
+        with pytest.raises(
+            HfCkptError,
+            match="ReadsItsLogits cannot be planned for, because how large its tensors are depends on their values",
+        ):
             trace_costs(blueprint, Step(tiny_batch("llama")), CPU, trial)
         assert_equal_trees(before, everything_about(model))
         assert not len(blueprint.base.model.layers)
