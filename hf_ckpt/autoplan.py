@@ -209,9 +209,12 @@ def held_bytes(model: nn.Module) -> int:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the tensors in an optimizer's state on this rank, as it is now."""
+    """Bytes of the tensors in an optimizer's state on this rank, as it is now; on the accelerator, where there is one:
+    what FSDP2 keeps in host memory is no part of a peak there."""
     values = (value for state in list(optimizer.state.values()) for value in state.values())
-    return sum(compat.local(value).nbytes for value in values if isinstance(value, torch.Tensor))
+    found = (compat.local(value) for value in values if isinstance(value, torch.Tensor))
+    here = compat.accelerator_type() or "cpu"
+    return sum(tensor.nbytes for tensor in found if tensor.device.type == here)
 
 
 def layout_of(model: nn.Module, held_back: bool = False) -> Layout | None:

@@ -510,3 +510,13 @@ def test_ranks_agree_though_their_batches_differ(unequal):
         assert [found["situations"][2] for found in ranks] == ["2 x 32 tokens", "2 x 48 tokens"]
     assert unequal[0]["budget"]["limits"] == unequal[1]["budget"]["limits"]
     assert unequal[0]["auto"]["limits"][0] == unequal[1]["auto"]["limits"][0]
+
+
+def test_optimizer_state_in_host_memory_is_no_part_of_an_accelerators_peak(monkeypatch):
+    weight = torch.nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    assert autoplan.state_bytes(optimizer) == 2 * weight.nbytes + 4  # and the number of steps
+    monkeypatch.setattr(compat, "accelerator_type", lambda: "cuda")
+    assert autoplan.state_bytes(optimizer) == 0
