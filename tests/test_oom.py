@@ -57,17 +57,32 @@ def little_to_collect():
 
 
 class Failing(TorchDispatchMode):
-    """Counts operations, and runs out of memory at some of them."""
+    """Counts operations of steps, not those of a guard around them, and runs out of memory at some of them."""
 
-    def __init__(self, *at):
+    def __init__(self, *at, inside=True):
         super().__init__()
-        self.at, self.operations = set(at), 0
+        self.at, self.operations, self.inside = set(at), 0, inside
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.inside:
+            return func(*args, **(kwargs or {}))
         self.operations += 1
         if self.operations - 1 in self.at:
             raise torch.OutOfMemoryError(MESSAGE)
         return func(*args, **(kwargs or {}))
+
+
+def under(allocator, step):
+    """The step, with the allocator at work in it."""
+
+    def run(*args):
+        allocator.inside = True
+        try:
+            return step(*args)
+        finally:
+            allocator.inside = False
+
+    return run
 
 
 class Limited(LiveBytes):
@@ -112,8 +127,8 @@ def one_step(model, family, run=None, at=(), **sizes):
     model.zero_grad(set_to_none=True)
     seed()
     batches = [tiny_batch(family, seed=number, **sizes) for number in range(2)]
-    with Failing(*at) as allocator:
-        losses = [run(forward_and_backward, model, batch) for batch in batches]
+    with Failing(*at, inside=False) as allocator:
+        losses = [run(under(allocator, forward_and_backward), model, batch) for batch in batches]
     found = {"loss": torch.stack(losses), **gradients(model)}
     return found, draws(), allocator.operations
 
