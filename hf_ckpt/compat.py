@@ -230,8 +230,8 @@ def leave_note(key: str, text: str) -> None:
 
 
 def forget_note(key: str) -> None:
-    """Take back what `leave_note` wrote, if it did."""
-    with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
+    """Take back what `leave_note` wrote, where the store can; a note that stays does no harm, no other has its key."""
+    with contextlib.suppress(RuntimeError):
         torch.distributed.distributed_c10d._get_default_store().delete_key(key)
 
 

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import SCRIPTS, python, torchrun
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 
@@ -629,6 +630,24 @@ def test_a_model_that_is_wrapped_later_is_noticed(monkeypatch):
     monkeypatch.setattr(compat, "ranks", lambda: 2)
     with pytest.raises(HfCkptError, match="there are 2 ranks"):
         guard(forward_and_backward, model, tiny_batch("llama"))
+
+
+def test_a_model_that_is_sharded_later_is_noticed():
+    model = tiny_model("llama", layers=2)
+    guard = OomGuard(model, folder=None)
+    model.inner = type("FSDPLinear", (nn.Linear,), {})(2, 2)  # `fully_shard` works in place
+    with pytest.raises(HfCkptError, match="policy: budget"):
+        guard(forward_and_backward, model, tiny_batch("llama"))
+
+
+def test_data_parallel_inside_a_compiled_model_is_seen(monkeypatch):
+    """accelerate compiles last, around DistributedDataParallel."""
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.process_group = None
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    assert compat.data_parallel(torch.compile(wrapped)) is wrapped
+    assert compat.data_parallel(torch.compile(nn.Linear(2, 2))) is None
 
 
 def test_a_model_without_blocks_is_refused_before_it_runs():
