@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hf_ckpt.bench import Settings
+    from hf_ckpt.setups import Setup
+
+
+MODEL_HELP = "preset (llama-3.1-8b, gpt2-xl, bert-large, t5-3b, ...), folder, hub id or config.json"
+MINI = ("mini-llama", "mini-gpt2", "mini-bert", "mini-t5")
+"""Presets that train on two CPU cores."""
+BENCHED: dict[str, Any] = {"batch": 4, "tokens": 256, "optimizers": "adamw (default), sgd, momentum"}
+"""Setups of benchmarks unless asked for otherwise."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +127,66 @@ def _parser() -> argparse.ArgumentParser:
     head.add_argument("--repeats", type=_positive, default=7, help="timed steps of each (default 7)")
     head.add_argument("--json", type=Path, help="file for all figures")
     head.set_defaults(run=_bench_head)
+    _add_peer_benches(subjects)
     return parser
+
+
+def _add_peer_benches(subjects: Any) -> None:
+    peers = subjects.add_parser(
+        "peers",
+        help="every way to train in less memory that a user could pick, against hf_ckpt's",
+        description="Peak, step time, tokens a second and gradients of no checkpointing, transformers' own options, "
+        "torch's SAC, TRL's offloading, compiled activation budgets, and what hf_ckpt does: fixed specs, and plans for "
+        "five budgets. Each in a process of its own, taking turns. Exit code 1 if a row of hf_ckpt did nothing or gave "
+        "other gradients than it promises.",
+        epilog="example: hf-ckpt bench peers mini-llama mini-bert --json peers.json --png peers.png",
+    )
+    peers.add_argument("models", nargs="*", metavar="MODEL", help=f"{MODEL_HELP} (default: {', '.join(MINI)})")
+    _add_setup_options(peers, **BENCHED)
+    _add_peer_options(peers)
+    peers.add_argument("--repeats", type=_positive, default=7, help="timed steps of each (default 7)")
+    peers.add_argument("--png", type=Path, help="file for a picture of time against peak")
+    peers.set_defaults(run=_bench_peers)
+    for name, what, shown in (("max-batch", "batch", "batch"), ("max-seq", "tokens", "sequence length")):
+        most = subjects.add_parser(
+            name,
+            help=f"the largest {shown} that trains within a budget, for every way to train in less memory",
+            description=f"Searches the largest {shown} whose measured peak is within the budget; every one that is "
+            "tried runs in a fresh process. The search begins at --batch and --seq.",
+            epilog=f"example: hf-ckpt bench {name} mini-gpt2 --budget 300MiB",
+        )
+        most.add_argument("model", help=MODEL_HELP)
+        most.add_argument("--budget", required=True, help="peak allowed, weights and all: 20GiB")
+        _add_setup_options(most, **BENCHED)
+        _add_peer_options(most)
+        most.set_defaults(run=_bench_largest, what=what)
+
+
+def _add_setup_options(parser: argparse.ArgumentParser, *, batch: int, tokens: int, optimizers: str) -> None:
+    """Of a training: what `Setup` is made from."""
+    parser.add_argument("--batch", type=_positive, default=batch, help=f"sequences a micro-step (default {batch})")
+    parser.add_argument("--seq", type=_positive, default=tokens, help=f"tokens a sequence (default {tokens})")
+    parser.add_argument("--target-seq", type=_positive, help="tokens a target sequence, for T5 (default: as --seq)")
+    parser.add_argument("--lora", type=_positive, metavar="R", help="rank of adapters on every linear layer")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights: bfloat16 (default), float16 or float32")
+    parser.add_argument("--autocast", metavar="DTYPE", help="type that autocast computes in")
+    parser.add_argument("--optimizer", default="adamw", help=optimizers)
+    parser.add_argument("--accum", type=_positive, default=1, help="micro-steps a step (default 1)")
+    parser.add_argument("--attention", default="sdpa", help="attention implementation (default sdpa)")
+    parser.add_argument("--padded", action="store_true", help="sequences are padded, so attention gets a mask")
+    parser.add_argument("--architecture", help="class of the model, in place of its config's")
+
+
+def _add_peer_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="NAME",
+        default=[],
+        help='a way, as it stands in the table, or a group of them ("transformers", "torch SAC", "TRL", '
+        '"torch.compile", "hf_ckpt"); repeatable (default all)',
+    )
+    parser.add_argument("--json", type=Path, help="file for all figures")
 
 
 def _add_bench_options(parser: argparse.ArgumentParser, *, layers: int) -> None:
@@ -145,20 +212,8 @@ def _add_plan(verbs: Any) -> None:
         "its peak and what fills it, step time and tokens a second, all predicted. Exit code 2 if nothing fits.",
         epilog="example: hf-ckpt plan llama-3.1-8b --batch 2 --seq 4096 --lora 16 --device 4090 --budget 22GiB",
     )
-    plan.add_argument(
-        "model", help="preset (llama-3.1-8b, gpt2-xl, bert-large, t5-3b, ...), folder, hub id or config.json"
-    )
-    plan.add_argument("--batch", type=_positive, default=1, help="sequences a micro-step (default 1)")
-    plan.add_argument("--seq", type=_positive, default=512, help="tokens a sequence (default 512)")
-    plan.add_argument("--target-seq", type=_positive, help="tokens a target sequence, for T5 (default: as --seq)")
-    plan.add_argument("--lora", type=_positive, metavar="R", help="rank of adapters on every linear layer")
-    plan.add_argument("--dtype", default="bfloat16", help="of the weights: bfloat16 (default), float16 or float32")
-    plan.add_argument("--autocast", metavar="DTYPE", help="type that autocast computes in")
-    plan.add_argument("--optimizer", default="adamw", help="adamw (default), adamw8bit, sgd, momentum, lion")
-    plan.add_argument("--accum", type=_positive, default=1, help="micro-steps a step (default 1)")
-    plan.add_argument("--attention", default="sdpa", help="attention implementation (default sdpa)")
-    plan.add_argument("--padded", action="store_true", help="sequences are padded, so attention gets a mask")
-    plan.add_argument("--architecture", help="class of the model, in place of its config's")
+    plan.add_argument("model", help=MODEL_HELP)
+    _add_setup_options(plan, batch=1, tokens=512, optimizers="adamw (default), adamw8bit, sgd, momentum, lion")
     plan.add_argument(
         "--device", help="h200, h100, a100-80, a100-40, l40s, a10, t4, 4090 or cpu (default: this machine's)"
     )
@@ -290,25 +345,10 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # PEFT reads a deprecated name
+    _quiet_libraries()
     from hf_ckpt import foresight, report
-    from hf_ckpt.setups import Setup
 
-    setup = Setup(
-        model=arguments.model,
-        batch=arguments.batch,
-        tokens=arguments.seq,
-        target_tokens=arguments.target_seq,
-        lora=arguments.lora,
-        dtype=arguments.dtype,
-        autocast=arguments.autocast,
-        optimizer=arguments.optimizer,
-        accumulation=arguments.accum,
-        attention=arguments.attention,
-        padded=arguments.padded,
-        architecture=arguments.architecture,
-    )
+    setup = _setup(arguments, arguments.model)
     console = report.make_console(stderr=arguments.json)
     asked = foresight.Questions(
         device=arguments.device,
@@ -392,6 +432,63 @@ def _bench_head(arguments: argparse.Namespace) -> int:
     report.print_head(result, console)
     _write_json(arguments.json, result.to_dict())
     return 0 if result.ok else 1
+
+
+def _setup(arguments: argparse.Namespace, model: str) -> Setup:
+    """The training that is asked about."""
+    from hf_ckpt.setups import Setup
+
+    return Setup(
+        model=model,
+        batch=arguments.batch,
+        tokens=arguments.seq,
+        target_tokens=arguments.target_seq,
+        lora=arguments.lora,
+        dtype=arguments.dtype,
+        autocast=arguments.autocast,
+        optimizer=arguments.optimizer,
+        accumulation=arguments.accum,
+        attention=arguments.attention,
+        padded=arguments.padded,
+        architecture=arguments.architecture,
+    )
+
+
+def _bench_peers(arguments: argparse.Namespace) -> int:
+    _quiet_libraries()
+    from hf_ckpt import peerbench, peerreport, report
+
+    setups = [_setup(arguments, model) for model in arguments.models or MINI]
+    only = peerbench.known_ways(arguments.only)
+    console = report.make_console()
+    with _progress(console, peerbench.progress_steps(setups, arguments.repeats, only)) as on_progress:
+        result = peerbench.bench_peers(setups, repeats=arguments.repeats, only=only, on_progress=on_progress)
+    peerreport.print_peers(result, console)
+    _write_json(arguments.json, result.to_dict())
+    if arguments.png:
+        peerreport.save_peers_picture(result, arguments.png)
+    return 0 if result.ok else 1
+
+
+def _bench_largest(arguments: argparse.Namespace) -> int:
+    _quiet_libraries()
+    from hf_ckpt import peerbench, peerreport, report
+    from hf_ckpt.units import parse_bytes
+
+    setup, budget = _setup(arguments, arguments.model), parse_bytes(arguments.budget)
+    only = peerbench.known_ways(arguments.only)
+    console = report.make_console()
+    with _progress(console, None) as on_progress:
+        result = peerbench.bench_largest(setup, arguments.what, budget, only=only, on_progress=on_progress)
+    peerreport.print_largest(result, console)
+    _write_json(arguments.json, result.to_dict())
+    return 0
+
+
+def _quiet_libraries() -> None:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler that counts allocations tells of its start
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # PEFT reads a deprecated name
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:

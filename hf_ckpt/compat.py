@@ -618,24 +618,61 @@ def fake_values_count() -> Iterator[None]:
         setattr(import_utils, name, original)
 
 
+Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+
+
 @contextlib.contextmanager
-def own_checkpointing(model: PreTrainedModel, **options: Any) -> Iterator[Callable[[], int]]:
+def own_checkpointing(
+    model: PreTrainedModel, *, context_fn: Callable[[], Contexts] | None = None, **options: Any
+) -> Iterator[Callable[[], int]]:
     """Checkpointing of a model by transformers alone for a while; the embedding hooks it adds go, too.
+
+    Args:
+        model: to be checkpointed.
+        context_fn: as `torch.utils.checkpoint.checkpoint` takes it.
+        options: of the enable call.
 
     Yields how often a block has been run again so far.
     """
     count = 0
 
     @contextlib.contextmanager
-    def recomputing() -> Iterator[None]:
+    def recomputing(inside: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
         nonlocal count
         count += 1
-        yield
+        with inside:
+            yield
 
-    arguments = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), recomputing())}
+    def contexts() -> Contexts:
+        first, again = (contextlib.nullcontext(), contextlib.nullcontext()) if context_fn is None else context_fn()
+        return first, recomputing(again)
+
+    arguments = {"use_reentrant": False, "context_fn": contexts}
     getattr(model, ENABLE_NAMES[-1])(arguments, **options)
     try:
         yield lambda: count
     finally:
         getattr(model, DISABLE_NAMES[-1])()
         model.disable_input_require_grads()
+
+
+def cpu_allocations(profile: Any) -> list[int]:
+    """Bytes of every allocation (negative: release) of the CPU's allocator under a finished profile, in their order."""
+    from torch._C._profiler import _EventType
+
+    found: list[tuple[int, int]] = []
+    left = list(profile.profiler.kineto_results.experimental_event_tree())
+    while left:
+        event = left.pop()
+        left.extend(event.children)
+        if event.typed[0] == _EventType.Allocation and event.typed[1].device.type == "cpu":
+            found.append((event.start_time_ns, event.typed[1].alloc_size))
+    return [size for _, size in sorted(found, key=lambda pair: pair[0])]
+
+
+def compiled_within(share: float) -> contextlib.AbstractContextManager[Any]:
+    """torch.compile keeps at most this share of a graph's activations for backward, and recomputes the others."""
+    from torch._functorch import config
+
+    patched: contextlib.AbstractContextManager[Any] = config.patch(activation_memory_budget=share)
+    return patched

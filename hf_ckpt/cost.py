@@ -150,8 +150,15 @@ def chunked_head(
     plain, chunked = (_trace(blueprint, walks, step, device, apply, [KEEP], head=how) for how in ("full", head))
     forward, backward = chunked.phase("head", 0, 0), chunked.phase("head back", 0, 0)
     # What is let go behind the last stack was put down to the blocks when `costs` were made.
-    less = plain.phase("head", 0, 0).net - next(iter(costs.head.values()))[0].net
+    known = next(iter(costs.head.values()))
+    less = plain.phase("head", 0, 0).net - known[0].net
     forward = dataclasses.replace(forward, points=tuple((other - less, done) for other, done in forward.points))
+    # Times may have been measured since.
+    table = sum(plain.phase(name, 0, 0).nanoseconds for name in ("head", "head back"))
+    ratio = sum(phase.nanoseconds for phase in known) / max(1, table)
+    forward, backward = (
+        dataclasses.replace(phase, nanoseconds=round(phase.nanoseconds * ratio)) for phase in (forward, backward)
+    )
     return dataclasses.replace(costs, head=dict.fromkeys(costs.head, (forward, backward)), head_tokens=head)
 
 

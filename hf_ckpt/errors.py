@@ -68,6 +68,14 @@ class MissingDependencyError(HfCkptError, ImportError):
         super().__init__(f"{purpose} needs `{package}`, which is not installed. Install it with: {command}")
 
 
+class WorkerError(HfCkptError, RuntimeError):
+    """Something failed in another process. `details` is its traceback."""
+
+    def __init__(self, shown: str, details: str = "") -> None:
+        self.details = details
+        super().__init__(shown)
+
+
 class InPlaceError(HfCkptError, RuntimeError):
     """A tensor that backward needs was changed in place after it was saved."""
 

@@ -27,7 +27,7 @@ from hf_ckpt.measure import device_memory
 from hf_ckpt.plan import Plan
 from hf_ckpt.setups import Setup, blueprint_of_setup, learned_positions, step_of_setup
 from hf_ckpt.timeline import Costs, Timeline, worst_timeline
-from hf_ckpt.timings import measured, of_setup
+from hf_ckpt.timings import ShallowModels, measured
 from hf_ckpt.units import parse_bytes, parse_fraction
 from hf_ckpt.variants import all_variants
 
@@ -122,7 +122,8 @@ def foresee(setup: Setup, asked: Questions, *, on_progress: Progress | None = No
 
     costs = costs_of(setup, "tracing")
     if asked.measure:
-        costs = measured(costs, of_setup(setup), tell)
+        models = ShallowModels(setup)
+        costs = measured(costs, models.step_seconds, tell, optimizer_seconds=models.optimizer_seconds)
     ways = ways_of(costs, setup)
 
     def peak_with(name: str, number: int) -> int:

@@ -31,6 +31,7 @@ from hf_ckpt import compat
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 SAMPLE_SECONDS = 0.01
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # glibc's malloc.h
 
 
 class PeakMeter(Protocol):
@@ -265,10 +266,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Exact for what PyTorch holds, on any device, and much slower than the step itself. Scratch memory that a kernel
     takes and frees within one operation is not seen, nor that a storage is resized, as FSDP2's are.
+
+    With `device`, a type as `cuda`, only tensors there are counted.
     """
 
-    def __init__(self, *holders: Holder) -> None:
+    def __init__(self, *holders: Holder, device: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
         self.current_bytes = 0
         self.peak_bytes = 0
         self.timeline: list[int] = []
@@ -290,6 +294,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, tensor: torch.Tensor) -> bool:
         """Whether its storage is new."""
+        if self._device is not None and tensor.device.type != self._device:
+            return False
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
@@ -304,6 +310,31 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _freed(self, key: int, size: int) -> None:
         self._live.discard(key)
         self.current_bytes -= size
+
+
+class CpuAllocations:
+    """What the CPU's allocator hands out and takes back, as torch's profiler sees it: also inside compiled graphs, and
+    scratch memory within one operation.
+
+        with CpuAllocations() as found:
+            step()
+        found.peak_bytes  # most that was alive at any moment of what was allocated since the beginning
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+    def __enter__(self) -> CpuAllocations:
+        self._profile.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._profile.__exit__(*raised)  # type: ignore[no-untyped-call]
+        current = 0
+        for size in compat.cpu_allocations(self._profile):
+            current += size
+            self.peak_bytes = max(self.peak_bytes, current)
 
 
 class BlockBytes(LiveBytes):
@@ -378,6 +409,18 @@ def release_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+def keep_freed_memory() -> None:
+    """From here on this process keeps the memory that it frees for its next tensors, as accelerators' allocators do.
+
+    glibc gives large blocks back at once (`man 3 mallopt`), so that every step pays for fresh pages: on a CPU that, and
+    not what is computed, would decide which way to save memory is the fastest. Other C libraries are left alone.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for parameter, size in ((_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 * 2**20), (_M_MMAP_THRESHOLD, 2**25)):
+            mallopt(parameter, size)
 
 
 @contextlib.contextmanager

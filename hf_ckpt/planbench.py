@@ -109,7 +109,7 @@ def bench_plans(settings: Settings, *, on_progress: Callable[[str], None] = lamb
 
 def progress_steps(settings: Settings) -> int:
     """How often `bench_plans` reports progress."""
-    return len(settings.families) * len(settings.tunings) * (settings.repeats + REPEATS + 3)
+    return len(settings.families) * len(settings.tunings) * (settings.repeats + REPEATS + 2)
 
 
 def _bench_case(settings: Settings, family: str, tuning: str, on_progress: Callable[[str], None]) -> PlanCase:

@@ -154,7 +154,7 @@ def save_demo_picture(result: DemoResult, path: Path) -> None:
 
     Raises `MissingDependencyError` without matplotlib.
     """
-    pyplot = _pyplot()
+    pyplot = import_pyplot()
     figure, (through, against) = pyplot.subplots(1, 2, figsize=(11, 4.2), width_ratios=(3, 2), layout="constrained")
     for run in result.runs:
         progress = [100 * place / max(len(run.timeline) - 1, 1) for place in range(len(run.timeline))]
@@ -181,7 +181,7 @@ def save_demo_picture(result: DemoResult, path: Path) -> None:
     for axes in (through, against):
         axes.grid(alpha=0.25)
     figure.suptitle(f"{result.model}: LoRA, batch {result.batch} x {result.tokens} tokens", fontsize=11)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def print_foresight(found: Foresight, console: Console | None = None) -> None:
@@ -263,7 +263,7 @@ def save_foresight_picture(found: Foresight, path: Path) -> None:
 
     Raises `MissingDependencyError` without matplotlib.
     """
-    pyplot = _pyplot()
+    pyplot = import_pyplot()
     with_frontier = bool(found.frontier)
     shape = {"width_ratios": (3, 2)} if with_frontier else {}
     figure, axes = pyplot.subplots(
@@ -278,7 +278,7 @@ def save_foresight_picture(found: Foresight, path: Path) -> None:
         f"{setup.model}, {tuning}, batch {setup.batch} x {setup.tokens} tokens, {found.device.name} (predicted)",
         fontsize=11,
     )
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 _COLOURS = {
@@ -411,7 +411,7 @@ def save_engines_picture(result: EngineBench, path: Path) -> None:
 
     Raises `MissingDependencyError` without matplotlib.
     """
-    pyplot = _pyplot()
+    pyplot = import_pyplot()
     figure, panels = pyplot.subplots(2, 1, figsize=(11, 7), sharex=True, layout="constrained")
     engines = [row.engine for row in result.cases[0].rows]
     width = 0.8 / len(engines)
@@ -429,7 +429,7 @@ def save_engines_picture(result: EngineBench, path: Path) -> None:
     names = [f"{case.family}\n{TUNING_NAMES[case.tuning]}" for case in result.cases]
     panels[1].set_xticks(range(len(names)), names)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def save_block_picture(result: EngineBench, path: Path, kinds: int = 9) -> None:
@@ -441,7 +441,7 @@ def save_block_picture(result: EngineBench, path: Path, kinds: int = 9) -> None:
     rebuilt = {row.engine: row for row in case.rows if row.kept}
     if not {"rebuild", "rebuild, save attention"} <= rebuilt.keys():
         raise HfCkptError("this picture needs figures of `rebuild` and of `rebuild, save attention`.")
-    pyplot = _pyplot()
+    pyplot = import_pyplot()
     default, attention = rebuilt["rebuild"], rebuilt["rebuild, save attention"]
     everything = collections.Counter(default.kept)
     everything.update(default.dropped)
@@ -478,7 +478,7 @@ def save_block_picture(result: EngineBench, path: Path, kinds: int = 9) -> None:
         f"batch {settings.batch} x {settings.tokens} tokens, {settings.dtype}",
         fontsize=11,
     )
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def print_plans(result: PlanBench, console: Console | None = None) -> None:
@@ -563,7 +563,7 @@ def save_plans_picture(result: PlanBench, path: Path) -> None:
 
     Raises `MissingDependencyError` without matplotlib.
     """
-    pyplot = _pyplot()
+    pyplot = import_pyplot()
     count = len(result.cases)
     figure, panels = pyplot.subplots(1, count, figsize=(4.2 * count, 4), layout="constrained", squeeze=False)
     for axes, case in zip(panels[0], result.cases, strict=True):
@@ -583,10 +583,10 @@ def save_plans_picture(result: PlanBench, path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.margins(x=0.2)
     panels[0][0].legend(frameon=False, fontsize=8)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _pyplot() -> Any:
+def import_pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
@@ -597,12 +597,12 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    _pyplot().close(figure)
+    import_pyplot().close(figure)
 
 
 def _gib(value: float | None) -> str:

@@ -21,6 +21,8 @@ from hf_ckpt.errors import HfCkptError, MissingDependencyError
 from hf_ckpt.families import base_model, find_blocks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LEARNING_RATE = 1e-5
+"""Of real steps, whose weights mean nothing: so small that they stay finite."""
 _PRESETS = (Path(__file__).parent / "models", Path(__file__).parent.parent / "configs" / "models")
 
 
@@ -94,9 +96,12 @@ def blueprint_of_setup(setup: Setup) -> Blueprint:
     return blueprint_from_config(config, _maker(config, setup), _adapter(setup))
 
 
-def real_model(setup: Setup, depth: int) -> nn.Module:
-    """The model that `setup` names, but with `depth` blocks in every stack, and random weights."""
-    config = at_depth(load_config(setup.model), depth)
+def real_model(setup: Setup, depth: int | None = None) -> nn.Module:
+    """The model that `setup` names with random weights, if asked for with only `depth` blocks in every stack."""
+    config = load_config(setup.model)
+    _refuse_too_long(config, setup)
+    if depth is not None:
+        config = at_depth(config, depth)
     model = _maker(config, setup)(config)
     adapt = _adapter(setup)
     return model if adapt is None else adapt(model)
@@ -176,6 +181,39 @@ def batch_for(model: nn.Module, sizes: Mapping[str, tuple[int, int]]) -> dict[st
     elif len(sizes) > 1:
         found["decoder_input_ids"] = torch.zeros(last, dtype=torch.long)
     return found
+
+
+def real_inputs(setup: Setup, model: nn.Module, device: str, seed: int = 0) -> dict[str, Any]:
+    """Random inputs of one micro-step for a model that exists, with nothing masked unless `setup` is padded.
+
+    Padding is a quarter of the last sequence, which has no labels there.
+    """
+    base = base_model(model)
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, Any] = {}
+    for name, shaped in step_of_model(setup, model).batch.items():
+        per_sequence = name == "labels" and shaped.dim() == 1
+        most = base.config.num_labels if per_sequence else base.config.vocab_size
+        found[name] = torch.randint(most, shaped.shape, generator=generator)
+    found["attention_mask"] = torch.ones_like(found["attention_mask"])
+    if setup.padded:
+        padding = -(-setup.tokens // 4)
+        found["attention_mask"][-1, ..., -padding:] = 0
+        if found.get("labels", found["input_ids"]).shape == found["input_ids"].shape and "labels" in found:
+            found["labels"][-1, ..., -padding:] = -100
+    if compat.wants_use_cache(base):
+        found["use_cache"] = False
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+
+
+def optimizer_for(setup: Setup, model: nn.Module) -> torch.optim.Optimizer | None:
+    """The optimizer that `setup` names, for all that `model` trains; None where PyTorch has none of that name."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if setup.optimizer == "adamw":
+        return torch.optim.AdamW(trained, lr=LEARNING_RATE)
+    if setup.optimizer in ("sgd", "momentum"):
+        return torch.optim.SGD(trained, lr=LEARNING_RATE, momentum=0.9 if setup.optimizer == "momentum" else 0.0)
+    return None
 
 
 def _takes_labels(base: nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """Times of the actions, measured on this machine, in the place of a table's.
 
 Two shallow models with random weights are really run, one two blocks deeper than the other, under each action in turn:
-what the deeper one takes longer is two blocks. Only times are replaced; bytes stay as they were traced.
+what the deeper one takes longer is two blocks. The optimizer's step is timed apart. Only times are replaced; bytes stay
+as they were traced.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.families import base_model, find_blocks
+from hf_ckpt.families import find_blocks
 from hf_ckpt.install import trial
 from hf_ckpt.measure import device_name, stopwatch
 from hf_ckpt.plan import Action, Plan
-from hf_ckpt.setups import Setup, real_model, step_of_model
+from hf_ckpt.setups import Setup, optimizer_for, real_inputs, real_model, step_of_model
 from hf_ckpt.timeline import BlockCost, Costs, Phase
 
 DEPTHS = (1, 3)
@@ -29,47 +30,111 @@ StepSeconds = Callable[[int, Action], float]
 """(blocks in every stack, action of all of them) -> seconds of one forward and backward."""
 
 
+OptimizerSeconds = Callable[[int], float | None]
+"""Blocks in every stack -> seconds of the optimizer's step; None where it cannot be run."""
+
+
+class Timings:
+    """Times of every action, taken in turns: each `take` is one, and `costs` are those with the medians so far."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        step_seconds: StepSeconds,
+        optimizer_seconds: OptimizerSeconds = lambda depth: None,
+        *,
+        depths: tuple[int, int] = DEPTHS,
+    ) -> None:
+        self._costs, self._step, self._optimizer, self._depths = costs, step_seconds, optimizer_seconds, depths
+        self._seconds: dict[tuple[Action, int], list[float]] = {(a, d): [] for a in costs.actions for d in depths}
+        self._updates: dict[int, list[float]] = {depth: [] for depth in depths}
+
+    def take(self) -> None:
+        """One step of every action at both depths, and one of the optimizer."""
+        for action, depth in self._seconds:
+            self._seconds[action, depth].append(self._step(depth, action))
+        for depth, found in self._updates.items():
+            taken = self._optimizer(depth)
+            found += [] if taken is None else [taken]
+
+    def costs(self) -> Costs:
+        """With times of this machine's accelerator, or of its CPU, in the place of a table's."""
+        costs, (low, high) = self._costs, self._depths
+        medians = {key: statistics.median(values) for key, values in self._seconds.items()}
+        block = {a: max(0.0, medians[a, high] - medians[a, low]) / (high - low) for a in costs.actions}
+        ratios = [block[a] * 1e9 / max(1, _table_block(costs, number)) for number, a in enumerate(costs.actions)]
+        around = max(0.0, medians[costs.actions[0], low] - low * block[costs.actions[0]])
+        rest = around * 1e9 / max(1, _table_rest(costs))
+        count = len(self._seconds[costs.actions[0], low])
+        note = f"times measured on {device_name()}: medians of {count} steps of {low} and of {high} blocks a stack"
+        return dataclasses.replace(
+            _scaled(costs, ratios, rest), notes=(*costs.notes, note), optimizer_nanoseconds=self._update()
+        )
+
+    def _update(self) -> int:
+        """Nanoseconds of the optimizer's step; a table's where it cannot be run."""
+        if not all(self._updates.values()):
+            return self._costs.optimizer_nanoseconds
+        (low, high), stacks = self._depths, self._costs.stacks
+        first, last = (statistics.median(self._updates[depth]) for depth in (low, high))
+        depth = sum(len(stack.blocks) for stack in stacks) / len(stacks)
+        return round(1e9 * (first + max(0.0, last - first) / (high - low) * (depth - low)))
+
+
 def measured(
     costs: Costs,
     step_seconds: StepSeconds,
     on_progress: Callable[[str], None] = lambda text: None,
     *,
     depths: tuple[int, int] = DEPTHS,
+    optimizer_seconds: OptimizerSeconds = lambda depth: None,
 ) -> Costs:
-    """`costs` with times of this machine's accelerator, or of its CPU, in the place of a table's."""
-    seconds: dict[tuple[Action, int], list[float]] = {(a, d): [] for a in costs.actions for d in depths}
-    for repeat in range(REPEATS + 1):
-        on_progress(f"timing blocks, {repeat} of {REPEATS}")
-        for action, depth in seconds:
-            taken = step_seconds(depth, action)
-            if repeat:  # the first one warms up
-                seconds[action, depth].append(taken)
-    medians = {key: statistics.median(values) for key, values in seconds.items()}
-    low, high = depths
-    block = {a: max(0.0, medians[a, high] - medians[a, low]) / (high - low) for a in costs.actions}
-    ratios = [block[a] * 1e9 / max(1, _table_block(costs, number)) for number, a in enumerate(costs.actions)]
-    rest = max(0.0, medians[costs.actions[0], low] - low * block[costs.actions[0]]) * 1e9 / max(1, _table_rest(costs))
-    note = f"times measured on {device_name()}: medians of {REPEATS} steps of {low} and of {high} blocks a stack"
-    return dataclasses.replace(_scaled(costs, ratios, rest), notes=(*costs.notes, note))
+    """`costs` with `Timings` of `REPEATS` turns."""
+    timings = Timings(costs, step_seconds, optimizer_seconds, depths=depths)
+    for repeat in range(REPEATS):
+        on_progress(f"timing blocks, {repeat + 1} of {REPEATS}")
+        timings.take()
+    return timings.costs()
 
 
-def of_setup(setup: Setup) -> StepSeconds:
-    """Steps of shallow models with random weights, on this machine. Takes the memory of a few blocks."""
-    device = compat.accelerator_type() or "cpu"
-    models: dict[int, nn.Module] = {}
+class ShallowModels:
+    """Shallow models of a setup with random weights, run on this machine. Takes the memory of a few blocks."""
 
-    def step_seconds(depth: int, action: Action) -> float:
-        if depth not in models:
-            models[depth] = real_model(setup, depth).to(device).train()
-        model = models[depth]
-        step = step_of_model(setup, model)
-        inputs: dict[str, Any] = {name: value.to(device) for name, value in step.batch.items()}
-        if compat.wants_use_cache(base_model(model)):
-            inputs["use_cache"] = False
-        autocast = torch.autocast(device, dtype=step.autocast or torch.bfloat16, enabled=step.autocast is not None)
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.device = compat.accelerator_type() or "cpu"
+        self._models: dict[int, nn.Module] = {}
+        self._optimizers: dict[int, torch.optim.Optimizer | None] = {}
+
+    def _at(self, depth: int) -> nn.Module:
+        if depth not in self._models:
+            self._models[depth] = real_model(self.setup, depth).to(self.device).train()
+        return self._models[depth]
+
+    def step_seconds(self, depth: int, action: Action) -> float:
+        """Of one forward and backward with every block under `action`."""
+        model = self._at(depth)
+        step = step_of_model(self.setup, model)
+        inputs = real_inputs(self.setup, model, self.device)
+        dtype, enabled = step.autocast or torch.bfloat16, step.autocast is not None
+        autocast = torch.autocast(self.device, dtype=dtype, enabled=enabled)
         return timed_step(model, inputs, action, autocast, step.loss)
 
-    return step_seconds
+    def optimizer_seconds(self, depth: int) -> float | None:
+        """Of one step of the optimizer, whose state exists; None where PyTorch has none of that name."""
+        model = self._at(depth)
+        if depth not in self._optimizers:
+            self._optimizers[depth] = optimizer_for(self.setup, model)
+        optimizer = self._optimizers[depth]
+        if optimizer is None:
+            return None
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        with stopwatch() as seconds:
+            optimizer.step()
+        return seconds[0]
 
 
 def timed_step(
@@ -79,15 +144,22 @@ def timed_step(
     autocast: contextlib.AbstractContextManager[Any] | None = None,
     loss_of: Callable[[Any], torch.Tensor] | None = None,
 ) -> float:
-    """Seconds of one forward and backward with every block under `action`."""
+    """Seconds of one forward and backward with every block under `action`, the second one since it was turned on."""
     found = find_blocks(model)
     plan = Plan(found.family, found.model, tuple((block, action) for block in found.blocks))
-    model.zero_grad(set_to_none=True)
-    with trial(model, plan), stopwatch() as seconds:
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
         with autocast or contextlib.nullcontext():
             outputs = model(**inputs)
             loss = outputs.loss if loss_of is None else loss_of(outputs)
+        del outputs
         loss.backward()
+
+    with trial(model, plan):
+        step()
+        with stopwatch() as seconds:
+            step()
     return seconds[0]
 
 

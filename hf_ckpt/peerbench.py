@@ -1,0 +1,641 @@
+"""`hf-ckpt bench peers`, `max-batch` and `max-seq`: every way to train in less memory, each in a process of its own.
+
+Ways take turns, step by step, so that a machine that slows down slows them all; on an accelerator, whose memory they
+would share, they run one after the other. Peaks are those of the allocator, beside a count of all live tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_ckpt import compat
+from hf_ckpt.autoplan import this_device
+from hf_ckpt.bench import median
+from hf_ckpt.blueprint import Blueprint
+from hf_ckpt.budgets import costs_behind, further_options, peak_of_least, plan_of, plan_within, usual_options
+from hf_ckpt.cost import actions_for, chunked_head, trace_costs
+from hf_ckpt.errors import HfCkptError, InfeasibleError, WorkerError
+from hf_ckpt.families import find_blocks, vocabulary_head
+from hf_ckpt.foresight import MOST, largest
+from hf_ckpt.install import trial
+from hf_ckpt.measure import CpuAllocations, LiveBytes, circumstances, keep_freed_memory, peak_meter, stopwatch
+from hf_ckpt.peers import COMPILED, NONE, OUR_PEERS, OURS, PEERS, SELECTIVE, Peer
+from hf_ckpt.plan import Action, Plan, Prediction
+from hf_ckpt.setups import (
+    Setup,
+    blueprint_of_setup,
+    learned_positions,
+    load_config,
+    optimizer_for,
+    real_inputs,
+    real_model,
+    step_of_model,
+    step_of_setup,
+)
+from hf_ckpt.timeline import worst_timeline
+from hf_ckpt.timings import REPEATS, ShallowModels, Timings
+from hf_ckpt.variants import all_variants
+from hf_ckpt.workers import Worker
+
+Progress = Callable[[str], None]
+BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Of the way from the lowest peak there is to that of no checkpointing."""
+DEPTHS = (1, 5)
+"""Blocks a stack of the models that are timed for predictions."""
+_PRELOAD = ("hf_ckpt.peerbench",)
+
+
+@dataclasses.dataclass
+class PeerRow:
+    """Figures of one way to run a step."""
+
+    name: str
+    group: str
+    error: str | None = None
+    """Why there are none; those taken before stay."""
+    details: str = ""
+    """The traceback behind `error`."""
+    allocated_bytes: int | None = None
+    """Peak of the allocator over an optimizer step, weights, gradients and optimizer state included."""
+    reserved_bytes: int | None = None
+    """Peak of what the allocator took from the device; on a CPU the resident size of the process."""
+    live_bytes: int | None = None
+    """Peak of all live tensors, each storage once; unknown inside compiled graphs."""
+    step_seconds: list[float] = dataclasses.field(default_factory=list)
+    """Of whole optimizer steps."""
+    time_ratios: list[float] = dataclasses.field(default_factory=list)
+    """Over `none`, repeat by repeat."""
+    recomputed: int | None = None
+    """Blocks, operations or heads run again, or heads run in chunks, in one step; None where nobody knows."""
+    first_difference: str | None = None
+    """The first parameter whose gradient is not bit-equal to that of `none`."""
+    difference: float | None = None
+    """Of all gradients from those of `none`: norm over norm."""
+    plan: str | None = None
+    budget_share: float | None = None
+    budget_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    predicted_seconds: float | None = None
+    frontier: bool = False
+    """Whether no other row is as fast with as little memory."""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it is listed apart: another kind of program runs."""
+        return self.group == COMPILED
+
+    @property
+    def seconds(self) -> float | None:
+        """The median."""
+        return median(self.step_seconds)
+
+    @property
+    def peak_error(self) -> float | None:
+        """Measured over predicted peak, less 1."""
+        if self.allocated_bytes is None or self.predicted_peak_bytes is None:
+            return None
+        return self.allocated_bytes / self.predicted_peak_bytes - 1
+
+    @property
+    def seconds_error(self) -> float | None:
+        """Measured over predicted step time, less 1."""
+        seconds = self.seconds
+        return None if seconds is None or self.predicted_seconds is None else seconds / self.predicted_seconds - 1
+
+    @property
+    def fault(self) -> str | None:
+        """What must not happen to a row of hf_ckpt: other gradients, though its head is whole, or nothing done."""
+        if self.group != OURS or self.error is not None:
+            return None
+        if self.first_difference is not None and "head" not in self.name:
+            return f"gradients differ: {self.first_difference}"
+        return "nothing was run again" if self.recomputed == 0 and self.plan is None else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        found = {name: value for name, value in vars(self).items() if name != "details"}
+        errors = {"peak_error": self.peak_error, "seconds_error": self.seconds_error}
+        return {**found, "step_seconds_median": self.seconds, "time_ratio": median(self.time_ratios), **errors}
+
+
+@dataclasses.dataclass(frozen=True)
+class AtBudget:
+    """The plan for one budget against the fastest of the others that fits into it."""
+
+    share: float
+    budget_bytes: int
+    ours: str
+    fits: bool
+    """Whether the plan's measured peak is within the budget."""
+    rival: str | None
+    """None where none of them fits."""
+    ratio: float | None
+    """Step time over the rival's: median of the ratios of all repeats."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the plan fits and nothing else that fits is faster."""
+        return self.fits and (self.ratio is None or self.ratio <= 1)
+
+
+@dataclasses.dataclass
+class PeerCase:
+    """All ways on one model."""
+
+    setup: Setup
+    blocks: int
+    tokens: int
+    """Of one optimizer step."""
+    rows: list[PeerRow]
+
+    def at_budgets(self) -> list[AtBudget]:
+        """One line a budget. torch.compile is left aside."""
+        others = [row for row in self.rows if row.group != OURS and not row.compiled and row.step_seconds]
+        found = []
+        for row in self.rows:
+            if row.budget_bytes is None or row.budget_share is None or row.seconds is None:
+                continue
+            limit = row.budget_bytes
+            fitting = [other for other in others if (other.allocated_bytes or limit + 1) <= limit]
+            rival = min(fitting, key=lambda other: other.seconds or 0.0, default=None)
+            ratio = None
+            if rival is not None:
+                pairs = zip(row.step_seconds, rival.step_seconds, strict=False)
+                ratio = median([mine / theirs for mine, theirs in pairs])
+            fits = row.allocated_bytes is not None and row.allocated_bytes <= limit
+            name = None if rival is None else rival.name
+            found.append(AtBudget(row.budget_share, limit, row.name, fits, name, ratio))
+        return found
+
+    def mark_frontier(self) -> None:
+        """Tell which rows nothing else beats in both time and peak; torch.compile is left aside."""
+        eager = [row for row in self.rows if not row.compiled and row.seconds and row.allocated_bytes]
+        for row in eager:
+            row.frontier = not any(_beats(other, row) for other in eager)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {
+            "setup": dataclasses.asdict(self.setup),
+            "blocks": self.blocks,
+            "tokens": self.tokens,
+            "rows": [row.to_dict() for row in self.rows],
+            "at_budgets": [{**dataclasses.asdict(line), "ahead": line.ahead} for line in self.at_budgets()],
+        }
+
+
+def _beats(one: PeerRow, other: PeerRow) -> bool:
+    mine = (one.allocated_bytes or 0, one.seconds or 0.0)
+    theirs = (other.allocated_bytes or 0, other.seconds or 0.0)
+    return mine != theirs and mine[0] <= theirs[0] and mine[1] <= theirs[1]
+
+
+@dataclasses.dataclass
+class PeerBench:
+    """What was measured, and where."""
+
+    circumstances: dict[str, Any]
+    repeats: int
+    cases: list[PeerCase]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every row of hf_ckpt that ran did something and gave the gradients it promises."""
+        return not any(row.fault for case in self.cases for row in case.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        cases = [case.to_dict() for case in self.cases]
+        return {"circumstances": self.circumstances, "repeats": self.repeats, "ok": self.ok, "cases": cases}
+
+
+# --- in the process of one way ----------------------------------------------------------------------------------------
+
+
+class Session:
+    """One way on one model, alone in its process."""
+
+    def __init__(self, setup: Setup, peer: Peer, seed: int = 0) -> None:
+        keep_freed_memory()
+        torch.manual_seed(seed)
+        self.setup, self.seed = setup, seed
+        self.device = compat.accelerator_type() or "cpu"
+        self.model = real_model(setup).to(self.device).train()
+        with torch.no_grad():
+            for parameter in self.model.parameters():  # adapters begin at zero: half of all gradients would be, too
+                if parameter.requires_grad and parameter.dim() > 1 and not parameter.any():
+                    parameter.normal_(std=0.02)
+        self.inputs = real_inputs(setup, self.model, self.device, seed)
+        self.step_of = step_of_model(setup, self.model)
+        optimizer = optimizer_for(setup, self.model)
+        if optimizer is None:
+            raise HfCkptError(f"a benchmark trains with adamw, sgd or momentum, but not with {setup.optimizer}.")
+        self.optimizer = optimizer
+        self._exit = contextlib.ExitStack()
+        self.running = self._exit.enter_context(peer.turned_on(self.model))
+        self.meter = peak_meter()
+
+    def facts(self) -> dict[str, int]:
+        """What is the same for all ways."""
+        return {"blocks": len(find_blocks(self.model).blocks), "tokens": self.step_of.tokens * self.setup.accumulation}
+
+    def _backward(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(self.seed)
+        dtype, enabled = self.step_of.autocast or torch.bfloat16, self.step_of.autocast is not None
+        for _ in range(self.setup.accumulation):
+            with self.running.around():
+                with torch.autocast(self.device, dtype=dtype, enabled=enabled):
+                    outputs = self.running.forward(**self.inputs)
+                    loss = outputs.loss if self.step_of.loss is None else self.step_of.loss(outputs)
+                del outputs
+                (loss / self.setup.accumulation).backward()
+
+    def step(self) -> None:
+        """One optimizer step."""
+        self._backward()
+        self.optimizer.step()
+
+    def compare(self, path: Path, is_reference: bool) -> dict[str, Any]:
+        """Gradients of the first step against those in `path`, or into it; then what warms up."""
+        self._backward()
+        gradients = {name: value.grad for name, value in self.model.named_parameters() if value.grad is not None}
+        found: dict[str, Any] = {}
+        if is_reference:
+            torch.save({name: value.cpu() for name, value in gradients.items()}, path)
+        else:
+            reference = torch.load(path, mmap=True)
+            if gradients.keys() != reference.keys():
+                raise HfCkptError(f"gives {len(gradients)} gradients against {len(reference)}")
+            found = _compared(gradients, reference)
+        for _ in range(2):
+            self.step()
+        return found
+
+    def peaks(self) -> dict[str, int | None]:
+        """Of one step."""
+        self.model.zero_grad(set_to_none=True)
+        before = self.running.count()
+        found: dict[str, int | None] = {}
+        if self.device == "cpu":
+            held = LiveBytes(self.model, self.optimizer, self.inputs).start_bytes
+            with CpuAllocations() as allocations:
+                self.step()
+            found["allocated_bytes"] = held + allocations.peak_bytes
+            self.model.zero_grad(set_to_none=True)
+            self.meter.reset()
+            self.step()
+            found["reserved_bytes"] = self.meter.peak_bytes()
+        else:
+            compat.release_memory()
+            self.meter.reset()
+            self.step()
+            found["allocated_bytes"], found["reserved_bytes"] = self.meter.peak_bytes(), self.meter.reserved_bytes()
+        after = self.running.count()
+        steps = 2 if self.device == "cpu" else 1
+        found["recomputed"] = None if after is None or before is None else (after - before) // steps
+        return found
+
+    def largest_peak(self) -> int:
+        """Of the third step, when the optimizer has its state."""
+        for _ in range(2):
+            self.step()
+        peak = self.peaks()["allocated_bytes"]
+        if peak is None:
+            raise HfCkptError("this accelerator's allocator tells no peak")
+        return peak
+
+    def live_peak(self) -> int:
+        """Of one step, counted tensor by tensor."""
+        self.model.zero_grad(set_to_none=True)
+        with LiveBytes(self.model, self.optimizer, self.inputs, device=self.device) as live:
+            self.step()
+        return int(live.peak_bytes)
+
+    def timed(self) -> float:
+        """Seconds of one step, behind one that fills the processor's caches again."""
+        self.step()
+        with stopwatch() as seconds:
+            self.step()
+        return seconds[0]
+
+
+def _compared(gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    first, apart, size = None, 0.0, 0.0
+    for name, value in gradients.items():
+        right = reference[name].to(value.device)
+        if not torch.equal(value, right):
+            first = first or name
+            apart += float((value.double() - right.double()).square().sum())
+        size += float(right.double().square().sum())
+    return {"first_difference": first, "difference": (apart / size) ** 0.5 if size else 0.0}
+
+
+# --- in the process that asks -----------------------------------------------------------------------------------------
+
+
+class Forecaster:
+    """Predicts all rows of a setup, from blocks traced on fake tensors and shallow models timed on this machine."""
+
+    def __init__(self, setup: Setup) -> None:
+        keep_freed_memory()
+        self.blueprint, self.device = blueprint_of_setup(setup), this_device()
+        self.step = step_of_setup(setup, self.blueprint)
+        linear, known = Action("selective", ("linear",)), actions_for(self.blueprint)
+        actions = known if linear in known else (*known[:-1], linear, known[-1])
+        models = ShallowModels(setup)
+        self.timings = Timings(
+            trace_costs(self.blueprint, self.step, self.device, trial, actions=actions),
+            models.step_seconds,
+            models.optimizer_seconds,
+            depths=DEPTHS,
+        )
+        self.planned: dict[str, Plan] = {}
+
+    def take(self) -> None:
+        """Time shallow models once."""
+        self.timings.take()
+
+    def plans(self) -> list[tuple[str, float, int, Plan]]:
+        """(name, share, bytes, the fastest plan) of each of `BUDGETS`, by the times taken so far."""
+        costs = self.timings.costs()
+        low, high = peak_of_least(costs), worst_timeline(costs, costs.uniform(0)).peak_bytes
+        found = []
+        for share in BUDGETS:
+            limit = low + round(share * (high - low))
+            name = f"planned for {share:.0%}"
+            self.planned[name] = plan_within(costs, limit, self.device.name)
+            found.append((name, share, limit, self.planned[name]))
+        return found
+
+    def predictions(self) -> dict[str, Prediction]:
+        """Name of a row -> what it should need and take, by the times taken so far."""
+        costs, device = self.timings.costs(), self.device
+        full = costs.actions.index(Action("full"))
+        plans: dict[str, Plan | None] = {}
+        for option in usual_options(costs, device.host_bandwidth):
+            plans[option.name if option.name == NONE.name else f"{option.name} (HF)"] = option.plan
+        for name, save in SELECTIVE.items():
+            plans[name] = plan_of(costs, costs.uniform(costs.actions.index(Action("selective", save))))
+        plans["full"] = plan_of(costs, costs.uniform(full))
+        if vocabulary_head(self.blueprint.base) is not None:
+            chunked = chunked_head(costs, self.blueprint, self.step, device, trial, "auto")
+            plans["head in chunks"] = plan_of(chunked, chunked.uniform(0))
+            plans["full, head in chunks"] = plan_of(chunked, chunked.uniform(full))
+        if device.name != "cpu":
+            for option in further_options(costs, None, device.host_bandwidth, device.launch_nanoseconds):
+                plans[option.name] = option.plan
+        for name, plan in self.planned.items():
+            plans[name] = plan_of(costs, costs_behind([costs], plan)[1])
+        return {name: plan.prediction for name, plan in plans.items() if plan is not None and plan.prediction}
+
+
+def bench_peers(
+    setups: Sequence[Setup],
+    *,
+    repeats: int = 7,
+    only: Sequence[str] = (),
+    on_progress: Progress = lambda text: None,
+) -> PeerBench:
+    """Measure every way that there is on every setup.
+
+    Args:
+        setups: models with their batches; their optimizer must be PyTorch's own.
+        repeats: timed steps of each way.
+        only: groups or names of ways to leave all others out, but for `none`.
+        on_progress: called before each part.
+
+    A way that fails or is not there is a row that says so. Only `none` may not: its error is raised, as are those of
+    planning.
+    """
+    cases = [_bench_case(setup, repeats, only, on_progress) for setup in setups]
+    return PeerBench(circumstances(compat.accelerator_type() or "cpu"), repeats, cases)
+
+
+def progress_steps(setups: Sequence[Setup], repeats: int, only: Sequence[str] = ()) -> int:
+    """How often `bench_peers` reports progress."""
+    ways = len(_wanted((*PEERS, *OUR_PEERS), only)) + len(BUDGETS)
+    return len(setups) * (1 + ways + repeats)
+
+
+def known_ways(names: Sequence[str]) -> tuple[str, ...]:
+    """`names`, if each is that of a way or of a group of them; raises `HfCkptError` else."""
+    ways = (*PEERS, *OUR_PEERS, PLANNED, PLANNED_CHUNKED)
+    known = dict.fromkeys([*(peer.group for peer in ways), *(peer.name for peer in ways)])
+    for name in names:
+        if name not in known:
+            raise HfCkptError(f"a way must be one of {', '.join(known)}, but is {name!r} instead.")
+    return tuple(names)
+
+
+def _wanted(peers: Sequence[Peer], only: Sequence[str]) -> list[Peer]:
+    return [peer for peer in peers if peer is NONE or not only or peer.name in only or peer.group in only]
+
+
+def _bench_case(setup: Setup, repeats: int, only: Sequence[str], on_progress: Progress) -> PeerCase:
+    def tell(text: str) -> None:
+        on_progress(f"{setup.model}: {text}")
+
+    rows = {peer: PeerRow(peer.name, peer.group) for peer in _wanted((*PEERS, *OUR_PEERS), only)}
+    with Worker(Forecaster, setup, preload=_PRELOAD) as forecaster, tempfile.TemporaryDirectory() as folder:
+        tell("timing blocks and planning")
+        for _ in range(REPEATS):
+            forecaster.ask("take")
+        for name, share, limit, plan in forecaster.ask("plans"):
+            rows[Peer(name, OURS, plan)] = PeerRow(name, OURS, plan=str(plan), budget_share=share, budget_bytes=limit)
+        case = _Case(setup, rows, Path(folder) / "gradients.pt", tell)
+        facts = case.run(repeats, forecaster, together=compat.accelerator_type() is None)
+        predictions: dict[str, Prediction] = forecaster.ask("predictions")
+    for row in rows.values():
+        predicted = predictions.get(row.name)
+        if predicted is not None:
+            row.predicted_peak_bytes, row.predicted_seconds = predicted.peak_bytes, predicted.step_seconds
+    made = PeerCase(setup, facts["blocks"], facts["tokens"], list(rows.values()))
+    made.mark_frontier()
+    return made
+
+
+class _Case:
+    def __init__(self, setup: Setup, rows: Mapping[Peer, PeerRow], path: Path, tell: Progress) -> None:
+        self.setup, self.rows, self.path, self.tell = setup, rows, path, tell
+        self.facts: dict[str, int] = {}
+
+    def run(self, repeats: int, forecaster: Worker, *, together: bool) -> dict[str, int]:
+        with contextlib.ExitStack() as alive:
+            workers: dict[Peer, Worker] = {}
+            for peer in self.rows:
+                self.tell(peer.name)
+                worker = Worker(Session, self.setup, peer, preload=_PRELOAD)
+                alive.callback(worker.close)
+                self._prepare(peer, worker)
+                if together:
+                    workers[peer] = worker
+                    continue
+                for _ in range(repeats):
+                    self._time(peer, worker)
+                worker.close()
+            for number in range(repeats):
+                self.tell(f"repeat {number + 1} of {repeats}")
+                forecaster.ask("take")  # in the same minutes, because the speed of machines is not constant
+                order = list(workers)
+                start = number * max(1, len(order) // repeats) % max(1, len(order))
+                for peer in (*order[start:], *order[:start]):
+                    self._time(peer, workers[peer])
+        base = self.rows[NONE].step_seconds
+        for row in self.rows.values():
+            row.time_ratios = [mine / none for mine, none in zip(row.step_seconds, base, strict=False)]
+        return self.facts
+
+    def _prepare(self, peer: Peer, worker: Worker) -> None:
+        row = self.rows[peer]
+        with self._failing(peer):
+            if peer is NONE:
+                self.facts = worker.ask("facts")
+            vars(row).update(worker.ask("compare", self.path, peer is NONE))
+            vars(row).update(worker.ask("peaks"))
+            if not row.compiled:
+                row.live_bytes = worker.ask("live_peak")
+
+    def _time(self, peer: Peer, worker: Worker) -> None:
+        if self.rows[peer].error is None:
+            with self._failing(peer):
+                self.rows[peer].step_seconds.append(worker.ask("timed"))
+
+    @contextlib.contextmanager
+    def _failing(self, peer: Peer) -> Iterator[None]:
+        try:
+            yield
+        except WorkerError as error:
+            if peer is NONE:
+                raise
+            self.rows[peer].error, self.rows[peer].details = str(error), error.details
+
+
+# --- the largest that fits --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class LargestRow:
+    """How far one way goes."""
+
+    name: str
+    group: str
+    largest: int | None = None
+    """Sequences or tokens; 0 if not even one fits."""
+    peak_bytes: int | None = None
+    """Measured, with that many."""
+    tried: dict[int, int | None] = dataclasses.field(default_factory=dict)
+    """Number -> measured peak; None where memory ran out, or nothing could be planned."""
+    over_none: float | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass
+class LargestBench:
+    """What was measured, and where."""
+
+    circumstances: dict[str, Any]
+    setup: Setup
+    what: str
+    """`batch` or `tokens`."""
+    budget_bytes: int
+    rows: list[LargestRow]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {
+            "circumstances": self.circumstances,
+            "setup": dataclasses.asdict(self.setup),
+            "what": self.what,
+            "budget_bytes": self.budget_bytes,
+            "rows": [vars(row) for row in self.rows],
+        }
+
+
+PLANNED = Peer("planned", OURS, {"policy": "budget"})
+PLANNED_CHUNKED = Peer("planned, head in chunks", OURS, {"policy": "budget", "head": "auto"})
+
+
+def bench_largest(
+    setup: Setup,
+    what: str,
+    budget_bytes: int,
+    *,
+    only: Sequence[str] = (),
+    on_progress: Progress = lambda text: None,
+) -> LargestBench:
+    """The largest batch or the longest sequences whose measured peak is within `budget_bytes`, for every way.
+
+    Args:
+        setup: where the search begins.
+        what: `batch` or `tokens`.
+        budget_bytes: peak of the allocator, weights, gradients and optimizer state included.
+        only: as for `bench_peers`.
+        on_progress: called before each way.
+
+    Every number that is tried runs three steps in a fresh process.
+    """
+    most = MOST if what == "batch" else learned_positions(load_config(setup.model)) or MOST
+    blueprint = blueprint_of_setup(setup)
+    rows = []
+    for peer in _wanted((*PEERS, *OUR_PEERS, PLANNED, PLANNED_CHUNKED), only):
+        on_progress(peer.name)
+        rows.append(_largest_of(peer, setup, what, budget_bytes, most, blueprint))
+    none = rows[0].largest
+    for row in rows:
+        row.over_none = row.largest / none if row.largest is not None and none else None
+    return LargestBench(circumstances(compat.accelerator_type() or "cpu"), setup, what, budget_bytes, rows)
+
+
+def _largest_of(peer: Peer, setup: Setup, what: str, budget_bytes: int, most: int, blueprint: Blueprint) -> LargestRow:
+    row = LargestRow(peer.name, peer.group)
+
+    def peak_of(number: int) -> int:
+        changes: dict[str, Any] = {what: number}
+        try:
+            peak = _peak(peer, dataclasses.replace(setup, **changes), budget_bytes, blueprint)
+        except InfeasibleError:
+            peak = None
+        except WorkerError as error:
+            if not _ran_out(error):
+                raise
+            peak = None
+        row.tried[number] = peak
+        return 2 * budget_bytes if peak is None else peak
+
+    try:
+        row.largest = largest(peak_of, budget_bytes, getattr(setup, what), most)
+    except HfCkptError as error:
+        row.error = str(error).partition("\n")[0]
+        return row
+    row.peak_bytes = row.tried.get(row.largest)
+    return row
+
+
+def _peak(peer: Peer, setup: Setup, budget_bytes: int, blueprint: Blueprint) -> int:
+    if peer in (PLANNED, PLANNED_CHUNKED):
+        peer = _planned(peer, setup, budget_bytes, blueprint)
+    with Worker(Session, setup, peer, preload=_PRELOAD) as worker:
+        return int(worker.ask("largest_peak"))
+
+
+def _planned(peer: Peer, setup: Setup, budget_bytes: int, blueprint: Blueprint) -> Peer:
+    """`peer` with the plan for that setup in the place of its spec."""
+    assert isinstance(peer.options, Mapping)
+    device, step = this_device(), step_of_setup(setup, blueprint)
+    head = peer.options.get("head", "full")
+    if head != "full" and vocabulary_head(blueprint.base) is None:
+        raise HfCkptError(f"{type(blueprint.base).__name__} has no head over a vocabulary")
+    ways = all_variants(trace_costs(blueprint, step, device, trial), blueprint, step, device, trial, head=head)
+    return dataclasses.replace(peer, options=plan_within(ways, budget_bytes, device.name))
+
+
+def _ran_out(error: WorkerError) -> bool:
+    return "out of memory" in str(error).lower() or "exit code -9" in str(error)
