@@ -1,4 +1,4 @@
-"""What the README shows is run: its Python as it stands, its commands at small sizes or by CI itself."""
+"""What the README and the pages of docs show is run: Python as it stands, commands at small sizes or by CI itself."""
 
 from __future__ import annotations
 
@@ -18,10 +18,32 @@ from hf_ckpt.spec import _READERS, POLICIES
 from hf_ckpt.tiny import tiny_batch, tiny_model
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-SHELL = re.findall(r"(?:^<!-- ci: (\w+) -->\n)?^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-COMMANDS = [command for mark, block in SHELL if not mark for command in block.replace("\\\n", " ").strip().splitlines()]
+NAMES = ("README.md", "docs/distributed.md", "docs/engines.md", "docs/planner.md", "docs/policies.md")
+PAGES = {page: (ROOT / page).read_text(encoding="utf-8") for page in NAMES}
+README = PAGES["README.md"]
+
+
+def shell(text: str) -> list[tuple[str, str]]:
+    """Blocks of commands, each with the mark that CI finds it by, if it has one."""
+    return re.findall(r"(?:^<!-- ci: (\w+) -->\n)?^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def commands(text: str) -> list[str]:
+    """Commands of the blocks that CI does not run itself."""
+    blocks = [block for mark, block in shell(text) if not mark]
+    return [command for block in blocks for command in block.replace("\\\n", " ").strip().splitlines()]
+
+
+PYTHON = [
+    pytest.param(page, code, id=f"{page}-{number}")
+    for page, text in PAGES.items()
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+]
+COMMANDS = [
+    pytest.param(command, id=f"{page}-{' '.join(shlex.split(command)[:2])}")
+    for page, text in PAGES.items()
+    for command in commands(text)
+]
 
 
 class Rows(list):
@@ -32,16 +54,17 @@ class Rows(list):
         super().__init__({name: values[index] for name, values in batch.items()} for index in range(8))
 
 
-@pytest.mark.parametrize("code", PYTHON, ids=[f"block{number}" for number in range(len(PYTHON))])
-def test_python_runs_as_it_stands(code, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("page", "code"), PYTHON)
+def test_python_runs_as_it_stands(page, code, tmp_path, monkeypatch, capsys):
     from transformers import TrainingArguments
 
     if "activation_checkpointing=" in code and "activation_checkpointing" not in TrainingArguments.__dataclass_fields__:
         code = code.replace("activation_checkpointing", "gradient_checkpointing")
     monkeypatch.chdir(tmp_path)
     model = tiny_model("llama")
-    exec(compile(code, "README.md", "exec"), {"model": model, "batch": tiny_batch("llama"), "dataset": Rows()})
-    assert "full 0" in capsys.readouterr().out  # the plan that `describe` prints
+    exec(compile(code, page, "exec"), {"model": model, "batch": tiny_batch("llama"), "dataset": Rows()})
+    shown = capsys.readouterr().out  # the plan that `describe` prints
+    assert ("within 1.00 GiB" if "budget" in code else "full 0") in shown
     if "MemoryTimeCallback" in code:
         rows = (tmp_path / "out" / METRICS_FILE).read_text().splitlines()
         assert json.loads(rows[-1])["event"] == "end"
@@ -71,9 +94,27 @@ def test_versions_are_tested(package, version, tests):
 
 
 def test_there_is_something_to_run():
-    assert len(PYTHON) == 3
-    assert len(COMMANDS) == 7
-    assert [mark for mark, _ in SHELL if mark] == ["demo", "test"]  # these two are run by .ci/run, read from the README
+    counts = {
+        page: [len(re.findall("^```python", text, re.MULTILINE)), len(commands(text))] for page, text in PAGES.items()
+    }
+    assert counts == {
+        "README.md": [3, 6],
+        "docs/distributed.md": [0, 1],
+        "docs/engines.md": [0, 0],
+        "docs/planner.md": [1, 1],
+        "docs/policies.md": [1, 1],
+    }
+    assert len(PYTHON) == sum(blocks for blocks, _ in counts.values())
+    assert len(COMMANDS) == sum(lines for _, lines in counts.values())
+    marks = [(page, mark) for page, text in PAGES.items() for mark, _ in shell(text) if mark]
+    assert marks == [("README.md", "demo"), ("README.md", "test")]  # run by .ci/run, which reads them there
+
+
+def test_docs_are_these_pages():
+    found = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*"))
+    assert found == [page for page in PAGES if page.startswith("docs/")]
+    for page in found:
+        assert f"]({page})" in README, page
 
 
 def test_ci_reads_the_two_commands_from_the_readme():
@@ -107,7 +148,7 @@ def small(command: str, tmp_path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=[" ".join(shlex.split(command)[:2]) for command in COMMANDS])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_commands_run(command, tmp_path):
     done = run(small(command, tmp_path), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -140,9 +181,30 @@ def test_every_family_row_is_listed():
             assert all(f"`{stack}`" in row for stack, _ in family.stacks)
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert "://" in target or (ROOT / target).exists(), target
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]) if "://" not in link]
+    assert links
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def test_pictures_are_shown():
+    """None that is made lies about unused."""
+    shown = {
+        link.removeprefix("../") for text in PAGES.values() for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
+    }
+    assert shown == {path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes" / "benchmarks").glob("*.png")}
 
 
 def test_versions_are_those_of_pyproject():
