@@ -98,18 +98,20 @@ class Option:
     step_seconds: float
 
 
-def usual_options(costs: Costs, host_bandwidth: float) -> list[Option]:
+def usual_options(costs: Costs, host_bandwidth: float, own: Costs | None = None) -> list[Option]:
     """What transformers itself offers: nothing, every n-th block (one counter for all stacks), `full`, and `offload`.
 
     Of the n above 8 that come to the same number of blocks, the smallest stands for all.
 
-    `host_bandwidth` is that of copies to host memory, in bytes a second.
+    `host_bandwidth` is that of copies to host memory, in bytes a second; `own` are the costs of transformers' own
+    checkpointing, where they are others than those of `full`.
     """
+    found = [_option("none", costs, costs.uniform(0))]
+    costs = own or costs
     full = next((number for number, action in enumerate(costs.actions) if action == Action("full")), None)
     if full is None:
         raise ValueError("the costs have no action `full` to compare with")
     blocks = sum(len(stack.blocks) for stack in costs.stacks)
-    found = [_option("none", costs, costs.uniform(0))]
     by_count = {-(-blocks // every): every for every in range(blocks - 1, 8, -1)}
     for every in [*by_count.values(), *range(min(8, blocks - 1), 1, -1)]:
         counter = itertools.count()

@@ -462,9 +462,14 @@ def _bench_peers(arguments: argparse.Namespace) -> int:
     only = peerbench.known_ways(arguments.only)
     console = report.make_console()
     with _progress(console, peerbench.progress_steps(setups, arguments.repeats, only)) as on_progress:
-        result = peerbench.bench_peers(setups, repeats=arguments.repeats, only=only, on_progress=on_progress)
+        result = peerbench.bench_peers(
+            setups,
+            repeats=arguments.repeats,
+            only=only,
+            on_progress=on_progress,
+            on_case=lambda found: _write_json(arguments.json, found.to_dict()),
+        )
     peerreport.print_peers(result, console)
-    _write_json(arguments.json, result.to_dict())
     if arguments.png:
         peerreport.save_peers_picture(result, arguments.png)
     return 0 if result.ok else 1

@@ -14,7 +14,7 @@ import importlib.util
 import inspect
 import random
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -623,13 +623,18 @@ Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractCont
 
 @contextlib.contextmanager
 def own_checkpointing(
-    model: PreTrainedModel, *, context_fn: Callable[[], Contexts] | None = None, **options: Any
+    model: PreTrainedModel,
+    *,
+    context_fn: Callable[[], Contexts] | None = None,
+    only: Container[nn.Module] | None = None,
+    **options: Any,
 ) -> Iterator[Callable[[], int]]:
     """Checkpointing of a model by transformers alone for a while; the embedding hooks it adds go, too.
 
     Args:
         model: to be checkpointed.
         context_fn: as `torch.utils.checkpoint.checkpoint` takes it.
+        only: of the blocks, these; None for all.
         options: of the enable call.
 
     Yields how often a block has been run again so far.
@@ -649,6 +654,10 @@ def own_checkpointing(
 
     arguments = {"use_reentrant": False, "context_fn": contexts}
     getattr(model, ENABLE_NAMES[-1])(arguments, **options)
+    if only is not None:
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer) and module not in only:
+                module.gradient_checkpointing = False
     try:
         yield lambda: count
     finally:
@@ -676,3 +685,11 @@ def compiled_within(share: float) -> contextlib.AbstractContextManager[Any]:
 
     patched: contextlib.AbstractContextManager[Any] = config.patch(activation_memory_budget=share)
     return patched
+
+
+def checkpoints_beside_blocks(model: nn.Module) -> bool:
+    """Whether transformers' own switch also changes modules inside of blocks: T5's attention then computes gradients of
+    its position bias, which takes another kernel."""
+    blocks_and_stacks = GradientCheckpointingLayer, PreTrainedModel
+    found = (module for module in model.modules() if hasattr(module, "gradient_checkpointing"))
+    return any(not isinstance(module, blocks_and_stacks) for module in found)

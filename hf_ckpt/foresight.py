@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,14 +23,14 @@ from hf_ckpt.cost import Step, chunked_head, trace_costs
 from hf_ckpt.devices import Device, device_named
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.families import vocabulary_head
-from hf_ckpt.install import trial
+from hf_ckpt.install import own_trial, trial
 from hf_ckpt.measure import device_memory
 from hf_ckpt.plan import Plan
 from hf_ckpt.setups import Setup, blueprint_of_setup, learned_positions, step_of_setup
 from hf_ckpt.timeline import Costs, Timeline, worst_timeline
 from hf_ckpt.timings import ShallowModels, measured
 from hf_ckpt.units import parse_bytes, parse_fraction
-from hf_ckpt.variants import all_variants
+from hf_ckpt.variants import all_variants, transformers_costs
 
 Progress = Callable[[str], None]
 DEFAULT_SHARE = 0.9
@@ -120,10 +121,15 @@ def foresee(setup: Setup, asked: Questions, *, on_progress: Progress | None = No
         step = step_of_setup(changed, blueprint)
         return all_variants(costs, blueprint, step, device, trial, head=asked.head, host_limit=host_limit)
 
+    step = step_of_setup(setup, blueprint)
     costs = costs_of(setup, "tracing")
+    own = transformers_costs(costs, blueprint, step, device, own_trial)
     if asked.measure:
         models = ShallowModels(setup)
+        apart = own is not costs
         costs = measured(costs, models.step_seconds, tell, optimizer_seconds=models.optimizer_seconds)
+        own_seconds = functools.partial(models.step_seconds, apply=own_trial)
+        own = measured(own, own_seconds, tell, optimizer_seconds=models.optimizer_seconds) if apart else costs
     ways = ways_of(costs, setup)
 
     def peak_with(name: str, number: int) -> int:
@@ -156,8 +162,8 @@ def foresee(setup: Setup, asked: Questions, *, on_progress: Progress | None = No
         costs=made_from,
         plan=plan,
         timeline=worst_timeline(made_from, chosen),
-        usual=(*usual_options(costs, device.host_bandwidth), *segmented_options(costs)),
-        further=_further(costs, ways, blueprint, step_of_setup(setup, blueprint), device),
+        usual=(*usual_options(costs, device.host_bandwidth, own), *segmented_options(costs)),
+        further=_further(costs, ways, blueprint, step, device),
         frontier=tuple(frontier(ways)) if asked.frontier else (),
         max_batch=max_batch,
         max_tokens=max_tokens,

@@ -273,6 +273,17 @@ def trial(model: nn.Module, spec: SpecLike | Plan = None) -> Iterator[None]:
                 _put_on(base, trying)
 
 
+@contextlib.contextmanager
+def own_trial(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Transformers' own checkpointing for a while, of the blocks that `plan` gives an action; nothing may be installed.
+
+    For comparisons: what that costs differs from `full` where transformers' switch does more than run blocks again.
+    """
+    modules = find_blocks(model).modules
+    with compat.own_checkpointing(base_model(model), only={modules[name] for name in plan.active()}):
+        yield
+
+
 # --- one model ------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from hf_ckpt.cost import actions_for, chunked_head, trace_costs
 from hf_ckpt.errors import HfCkptError, InfeasibleError, WorkerError
 from hf_ckpt.families import find_blocks, vocabulary_head
 from hf_ckpt.foresight import MOST, largest
-from hf_ckpt.install import trial
+from hf_ckpt.install import own_trial, trial
 from hf_ckpt.measure import CpuAllocations, LiveBytes, circumstances, keep_freed_memory, peak_meter, stopwatch
 from hf_ckpt.peers import COMPILED, NONE, OUR_PEERS, OURS, PEERS, SELECTIVE, Peer
 from hf_ckpt.plan import Action, Plan, Prediction
@@ -41,7 +42,7 @@ from hf_ckpt.setups import (
 )
 from hf_ckpt.timeline import worst_timeline
 from hf_ckpt.timings import REPEATS, ShallowModels, Timings
-from hf_ckpt.variants import all_variants
+from hf_ckpt.variants import all_variants, transformers_costs
 from hf_ckpt.workers import Worker
 
 Progress = Callable[[str], None]
@@ -351,17 +352,18 @@ class Forecaster:
         linear, known = Action("selective", ("linear",)), actions_for(self.blueprint)
         actions = known if linear in known else (*known[:-1], linear, known[-1])
         models = ShallowModels(setup)
-        self.timings = Timings(
-            trace_costs(self.blueprint, self.step, self.device, trial, actions=actions),
-            models.step_seconds,
-            models.optimizer_seconds,
-            depths=DEPTHS,
-        )
+        costs = trace_costs(self.blueprint, self.step, self.device, trial, actions=actions)
+        own = transformers_costs(costs, self.blueprint, self.step, self.device, own_trial)
+        self.timings = Timings(costs, models.step_seconds, models.optimizer_seconds, depths=DEPTHS)
+        own_seconds = functools.partial(models.step_seconds, apply=own_trial)
+        self.own_timings = None if own is costs else Timings(own, own_seconds, models.optimizer_seconds, depths=DEPTHS)
         self.planned: dict[str, Plan] = {}
 
     def take(self) -> None:
         """Time shallow models once."""
         self.timings.take()
+        if self.own_timings is not None:
+            self.own_timings.take()
 
     def plans(self) -> list[tuple[str, float, int, Plan]]:
         """(name, share, bytes, the fastest plan) of each of `BUDGETS`, by the times taken so far."""
@@ -380,7 +382,8 @@ class Forecaster:
         costs, device = self.timings.costs(), self.device
         full = costs.actions.index(Action("full"))
         plans: dict[str, Plan | None] = {}
-        for option in usual_options(costs, device.host_bandwidth):
+        own = None if self.own_timings is None else self.own_timings.costs()
+        for option in usual_options(costs, device.host_bandwidth, own):
             plans[option.name if option.name == NONE.name else f"{option.name} (HF)"] = option.plan
         for name, save in SELECTIVE.items():
             plans[name] = plan_of(costs, costs.uniform(costs.actions.index(Action("selective", save))))
@@ -403,6 +406,7 @@ def bench_peers(
     repeats: int = 7,
     only: Sequence[str] = (),
     on_progress: Progress = lambda text: None,
+    on_case: Callable[[PeerBench], None] = lambda found: None,
 ) -> PeerBench:
     """Measure every way that there is on every setup.
 
@@ -411,12 +415,16 @@ def bench_peers(
         repeats: timed steps of each way.
         only: groups or names of ways to leave all others out, but for `none`.
         on_progress: called before each part.
+        on_case: called after each setup with all that has been found so far.
 
     A way that fails or is not there is a row that says so. Only `none` may not: its error is raised, as are those of
     planning.
     """
-    cases = [_bench_case(setup, repeats, only, on_progress) for setup in setups]
-    return PeerBench(circumstances(compat.accelerator_type() or "cpu"), repeats, cases)
+    found = PeerBench(circumstances(compat.accelerator_type() or "cpu"), repeats, [])
+    for setup in setups:
+        found.cases.append(_bench_case(setup, repeats, only, on_progress))
+        on_case(found)
+    return found
 
 
 def progress_steps(setups: Sequence[Setup], repeats: int, only: Sequence[str] = ()) -> int:

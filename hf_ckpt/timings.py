@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.cost import Apply
 from hf_ckpt.families import find_blocks
 from hf_ckpt.install import trial
 from hf_ckpt.measure import device_name, stopwatch
@@ -111,14 +112,14 @@ class ShallowModels:
             self._models[depth] = real_model(self.setup, depth).to(self.device).train()
         return self._models[depth]
 
-    def step_seconds(self, depth: int, action: Action) -> float:
-        """Of one forward and backward with every block under `action`."""
+    def step_seconds(self, depth: int, action: Action, apply: Apply = trial) -> float:
+        """Of one forward and backward with every block under `action`, put on it by `apply`."""
         model = self._at(depth)
         step = step_of_model(self.setup, model)
         inputs = real_inputs(self.setup, model, self.device)
         dtype, enabled = step.autocast or torch.bfloat16, step.autocast is not None
         autocast = torch.autocast(self.device, dtype=dtype, enabled=enabled)
-        return timed_step(model, inputs, action, autocast, step.loss)
+        return timed_step(model, inputs, action, autocast, step.loss, apply)
 
     def optimizer_seconds(self, depth: int) -> float | None:
         """Of one step of the optimizer, whose state exists; None where PyTorch has none of that name."""
@@ -143,6 +144,7 @@ def timed_step(
     action: Action,
     autocast: contextlib.AbstractContextManager[Any] | None = None,
     loss_of: Callable[[Any], torch.Tensor] | None = None,
+    apply: Apply = trial,
 ) -> float:
     """Seconds of one forward and backward with every block under `action`, the second one since it was turned on."""
     found = find_blocks(model)
@@ -156,7 +158,7 @@ def timed_step(
         del outputs
         loss.backward()
 
-    with trial(model, plan):
+    with apply(model, plan):
         step()
         with stopwatch() as seconds:
             step()
