@@ -144,8 +144,10 @@ def _add_peer_benches(subjects: Any) -> None:
     peers.add_argument("models", nargs="*", metavar="MODEL", help=f"{MODEL_HELP} (default: {', '.join(MINI)})")
     _add_setup_options(peers, **BENCHED)
     _add_peer_options(peers)
-    peers.add_argument("--repeats", type=_positive, default=7, help="timed steps of each (default 7)")
+    peers.add_argument("--repeats", type=_positive, default=5, help="turns of three timed steps (default 5)")
     peers.add_argument("--png", type=Path, help="file for a picture of time against peak")
+    peers.add_argument("--markdown", type=Path, help="file for the tables as Markdown")
+    peers.add_argument("--show", type=Path, metavar="JSON", help="print and draw these figures instead of measuring")
     peers.set_defaults(run=_bench_peers)
     for name, what, shown in (("max-batch", "batch", "batch"), ("max-seq", "tokens", "sequence length")):
         most = subjects.add_parser(
@@ -458,18 +460,23 @@ def _bench_peers(arguments: argparse.Namespace) -> int:
     _quiet_libraries()
     from hf_ckpt import peerbench, peerreport, report
 
-    setups = [_setup(arguments, model) for model in arguments.models or MINI]
-    only = peerbench.known_ways(arguments.only)
     console = report.make_console()
-    with _progress(console, peerbench.progress_steps(setups, arguments.repeats, only)) as on_progress:
-        result = peerbench.bench_peers(
-            setups,
-            repeats=arguments.repeats,
-            only=only,
-            on_progress=on_progress,
-            on_case=lambda found: _write_json(arguments.json, found.to_dict()),
-        )
+    if arguments.show:
+        result = peerbench.PeerBench.from_dict(_read_json(arguments.show))
+    else:
+        setups = [_setup(arguments, model) for model in arguments.models or MINI]
+        only = peerbench.known_ways(arguments.only)
+        with _progress(console, peerbench.progress_steps(setups, arguments.repeats, only)) as on_progress:
+            result = peerbench.bench_peers(
+                setups,
+                repeats=arguments.repeats,
+                only=only,
+                on_progress=on_progress,
+                on_case=lambda found: _write_json(arguments.json, found.to_dict()),
+            )
     peerreport.print_peers(result, console)
+    if arguments.markdown:
+        arguments.markdown.write_text(peerreport.peers_as_markdown(result), encoding="utf-8")
     if arguments.png:
         peerreport.save_peers_picture(result, arguments.png)
     return 0 if result.ok else 1
@@ -492,7 +499,6 @@ def _bench_largest(arguments: argparse.Namespace) -> int:
 
 def _quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler that counts allocations tells of its start
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # PEFT reads a deprecated name
 
 
@@ -505,6 +511,13 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     given = {name: getattr(arguments, name, None) for name in names}
     given |= {"families": arguments.family, "tunings": arguments.tuning}
     return bench.Settings(**{name: value for name, value in given.items() if value is not None})
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise HfCkptError(f"cannot read figures from {path}: {error}") from error
 
 
 def _write_json(path: Path | None, figures: Any) -> None:

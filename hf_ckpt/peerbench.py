@@ -50,6 +50,8 @@ BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Of the way from the lowest peak there is to that of no checkpointing."""
 DEPTHS = (1, 5)
 """Blocks a stack of the models that are timed for predictions."""
+STEPS = 3
+"""Timed in each turn of a way."""
 _PRELOAD = ("hf_ckpt.peerbench",)
 
 
@@ -70,9 +72,10 @@ class PeerRow:
     live_bytes: int | None = None
     """Peak of all live tensors, each storage once; unknown inside compiled graphs."""
     step_seconds: list[float] = dataclasses.field(default_factory=list)
-    """Of whole optimizer steps."""
+    """Of whole optimizer steps, `STEPS` a turn."""
     time_ratios: list[float] = dataclasses.field(default_factory=list)
-    """Over `none`, repeat by repeat."""
+    """Over `none`, step by step of the same turns."""
+    tokens_per_second: float | None = None
     recomputed: int | None = None
     """Blocks, operations or heads run again, or heads run in chunks, in one step; None where nobody knows."""
     first_difference: str | None = None
@@ -96,6 +99,11 @@ class PeerRow:
     def seconds(self) -> float | None:
         """The median."""
         return median(self.step_seconds)
+
+    @property
+    def time_ratio(self) -> float | None:
+        """Step time over that of `none`: median of the ratios of all repeats."""
+        return median(self.time_ratios)
 
     @property
     def peak_error(self) -> float | None:
@@ -123,7 +131,13 @@ class PeerRow:
         """JSON-able form."""
         found = {name: value for name, value in vars(self).items() if name != "details"}
         errors = {"peak_error": self.peak_error, "seconds_error": self.seconds_error}
-        return {**found, "step_seconds_median": self.seconds, "time_ratio": median(self.time_ratios), **errors}
+        return {**found, "step_seconds_median": self.seconds, "time_ratio": self.time_ratio, **errors}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> PeerRow:
+        """Read `to_dict`'s form."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in given.items() if name in names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +179,7 @@ class PeerCase:
                 continue
             limit = row.budget_bytes
             fitting = [other for other in others if (other.allocated_bytes or limit + 1) <= limit]
-            rival = min(fitting, key=lambda other: other.seconds or 0.0, default=None)
+            rival = min(fitting, key=lambda other: other.time_ratio or 0.0, default=None)
             ratio = None
             if rival is not None:
                 pairs = zip(row.step_seconds, rival.step_seconds, strict=False)
@@ -177,7 +191,7 @@ class PeerCase:
 
     def mark_frontier(self) -> None:
         """Tell which rows nothing else beats in both time and peak; torch.compile is left aside."""
-        eager = [row for row in self.rows if not row.compiled and row.seconds and row.allocated_bytes]
+        eager = [row for row in self.rows if not row.compiled and row.time_ratio and row.allocated_bytes]
         for row in eager:
             row.frontier = not any(_beats(other, row) for other in eager)
 
@@ -193,8 +207,8 @@ class PeerCase:
 
 
 def _beats(one: PeerRow, other: PeerRow) -> bool:
-    mine = (one.allocated_bytes or 0, one.seconds or 0.0)
-    theirs = (other.allocated_bytes or 0, other.seconds or 0.0)
+    mine = (one.allocated_bytes or 0, one.time_ratio or 0.0)
+    theirs = (other.allocated_bytes or 0, other.time_ratio or 0.0)
     return mine != theirs and mine[0] <= theirs[0] and mine[1] <= theirs[1]
 
 
@@ -215,6 +229,20 @@ class PeerBench:
         """JSON-able form."""
         cases = [case.to_dict() for case in self.cases]
         return {"circumstances": self.circumstances, "repeats": self.repeats, "ok": self.ok, "cases": cases}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> PeerBench:
+        """Read `to_dict`'s form. Raises `HfCkptError` where something of it is missing."""
+        try:
+            cases = [
+                PeerCase(
+                    Setup(**case["setup"]), case["blocks"], case["tokens"], [*map(PeerRow.from_dict, case["rows"])]
+                )
+                for case in given["cases"]
+            ]
+            return cls(given["circumstances"], given["repeats"], cases)
+        except (KeyError, TypeError) as error:
+            raise HfCkptError(f"these are no figures of `hf-ckpt bench peers`: {error}") from error
 
 
 # --- in the process of one way ----------------------------------------------------------------------------------------
@@ -282,33 +310,36 @@ class Session:
 
     def peaks(self) -> dict[str, int | None]:
         """Of one step."""
-        self.model.zero_grad(set_to_none=True)
         before = self.running.count()
-        found: dict[str, int | None] = {}
+        found = {"allocated_bytes": self._allocated()}
+        after = self.running.count()
+        found["recomputed"] = None if after is None or before is None else after - before
         if self.device == "cpu":
-            held = LiveBytes(self.model, self.optimizer, self.inputs).start_bytes
-            with CpuAllocations() as allocations:
-                self.step()
-            found["allocated_bytes"] = held + allocations.peak_bytes
             self.model.zero_grad(set_to_none=True)
             self.meter.reset()
             self.step()
             found["reserved_bytes"] = self.meter.peak_bytes()
         else:
-            compat.release_memory()
-            self.meter.reset()
-            self.step()
-            found["allocated_bytes"], found["reserved_bytes"] = self.meter.peak_bytes(), self.meter.reserved_bytes()
-        after = self.running.count()
-        steps = 2 if self.device == "cpu" else 1
-        found["recomputed"] = None if after is None or before is None else (after - before) // steps
+            found["reserved_bytes"] = self.meter.reserved_bytes()
         return found
 
+    def _allocated(self) -> int | None:
+        """Peak of the allocator in one step."""
+        self.model.zero_grad(set_to_none=True)
+        if self.device == "cpu":
+            held = LiveBytes(self.model, self.optimizer, self.inputs).start_bytes
+            with CpuAllocations() as allocations:
+                self.step()
+            return held + allocations.peak_bytes
+        compat.release_memory()
+        self.meter.reset()
+        self.step()
+        return self.meter.peak_bytes()
+
     def largest_peak(self) -> int:
-        """Of the third step, when the optimizer has its state."""
-        for _ in range(2):
-            self.step()
-        peak = self.peaks()["allocated_bytes"]
+        """Of the second step, when the optimizer has its state."""
+        self.step()
+        peak = self._allocated()
         if peak is None:
             raise HfCkptError("this accelerator's allocator tells no peak")
         return peak
@@ -320,12 +351,15 @@ class Session:
             self.step()
         return int(live.peak_bytes)
 
-    def timed(self) -> float:
-        """Seconds of one step, behind one that fills the processor's caches again."""
+    def timed(self, steps: int) -> list[float]:
+        """Seconds of each of so many steps, behind one that fills the processor's caches again."""
         self.step()
-        with stopwatch() as seconds:
-            self.step()
-        return seconds[0]
+        found = []
+        for _ in range(steps):
+            with stopwatch() as seconds:
+                self.step()
+            found.append(seconds[0])
+        return found
 
 
 def _compared(gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -403,7 +437,7 @@ class Forecaster:
 def bench_peers(
     setups: Sequence[Setup],
     *,
-    repeats: int = 7,
+    repeats: int = 5,
     only: Sequence[str] = (),
     on_progress: Progress = lambda text: None,
     on_case: Callable[[PeerBench], None] = lambda found: None,
@@ -412,7 +446,7 @@ def bench_peers(
 
     Args:
         setups: models with their batches; their optimizer must be PyTorch's own.
-        repeats: timed steps of each way.
+        repeats: turns of each way, of `STEPS` timed steps each.
         only: groups or names of ways to leave all others out, but for `none`.
         on_progress: called before each part.
         on_case: called after each setup with all that has been found so far.
@@ -499,6 +533,7 @@ class _Case:
         base = self.rows[NONE].step_seconds
         for row in self.rows.values():
             row.time_ratios = [mine / none for mine, none in zip(row.step_seconds, base, strict=False)]
+            row.tokens_per_second = self.facts["tokens"] / row.seconds if row.seconds else None
         return self.facts
 
     def _prepare(self, peer: Peer, worker: Worker) -> None:
@@ -514,7 +549,7 @@ class _Case:
     def _time(self, peer: Peer, worker: Worker) -> None:
         if self.rows[peer].error is None:
             with self._failing(peer):
-                self.rows[peer].step_seconds.append(worker.ask("timed"))
+                self.rows[peer].step_seconds += worker.ask("timed", STEPS)
 
     @contextlib.contextmanager
     def _failing(self, peer: Peer) -> Iterator[None]:
@@ -588,7 +623,7 @@ def bench_largest(
         only: as for `bench_peers`.
         on_progress: called before each way.
 
-    Every number that is tried runs three steps in a fresh process.
+    Every number that is tried runs two steps in a fresh process.
     """
     most = MOST if what == "batch" else learned_positions(load_config(setup.model)) or MOST
     blueprint = blueprint_of_setup(setup)

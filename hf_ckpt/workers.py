@@ -6,10 +6,12 @@ import contextlib
 import multiprocessing
 import os
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import HfCkptError, WorkerError
@@ -37,7 +39,11 @@ class Worker:
             context.set_forkserver_preload(list(preload))  # imported once for all processes
         self._seconds = seconds
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        handle, name = tempfile.mkstemp(prefix="hf_ckpt_", suffix=".log")
+        os.close(handle)
+        self._log = Path(name)
+        """What the process prints: libraries' chatter, which is of interest only when it ends by itself."""
+        self._process = context.Process(target=_serve, args=(theirs, name, make, arguments), daemon=True)
         self._process.start()
         theirs.close()
         self._made = False
@@ -50,7 +56,7 @@ class Worker:
         try:
             self._connection.send((name, arguments))
         except OSError as error:
-            raise WorkerError(self._end_in_words()) from error
+            raise self._ended() from error
         return self._answer(name)
 
     def _answer(self, name: str) -> Any:
@@ -60,14 +66,15 @@ class Worker:
         try:
             succeeded, value = self._connection.recv()
         except (EOFError, ConnectionError) as error:
-            raise WorkerError(self._end_in_words()) from error
+            raise self._ended() from error
         if not succeeded:
             raise WorkerError(*value)
         return value
 
-    def _end_in_words(self) -> str:
+    def _ended(self) -> WorkerError:
         self._process.join(timeout=10)
-        return f"its process ended with exit code {self._process.exitcode}"
+        printed = self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
+        return WorkerError(f"its process ended with exit code {self._process.exitcode}", printed[-4000:])
 
     def close(self) -> None:
         """End the process."""
@@ -78,6 +85,7 @@ class Worker:
             if self._process.is_alive():
                 self._process.kill()
         self._process.join()
+        self._log.unlink(missing_ok=True)
 
     def __enter__(self) -> Worker:
         return self
@@ -86,8 +94,11 @@ class Worker:
         self.close()
 
 
-def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _serve(connection: Connection, log: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Make the object, then call its methods until nobody asks any more."""
+    printed = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(printed, stream)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore")
     with contextlib.suppress(EOFError, OSError):

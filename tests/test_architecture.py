@@ -29,7 +29,7 @@ ALLOWED = {
     "budgets": {"errors", "units", "plan", "timeline", "solver", "moves"},
     "blueprint": {"errors", "plan", "families", "compat"},
     "cost": {"errors", "plan", "families", "compat", "blueprint", "devices", "measure", "timeline"},
-    "variants": {"families", "blueprint", "cost", "devices", "moves", "timeline"},
+    "variants": {"families", "blueprint", "compat", "cost", "devices", "moves", "plan", "timeline"},
     "setups": {"errors", "families", "compat", "blueprint", "cost"},
     "autoplan": {
         "errors",
@@ -85,6 +85,9 @@ ALLOWED = {
     "measure": {"errors", "plan", "compat"},
     "verify": {"errors", "spec", "plan", "families", "install", "compat"},
     "report": {"errors", "plan", "units"},
+    "peerreport": {"report", "units"},
+    "workers": {"errors"},
+    "peers": {"errors", "plan", "compat", "families", "install", "engines.sac"},
     "facts": {"errors", "units", "spec", "plan", "devices", "families", "setups"},
     "doctor": {"errors", "units", "spec", "plan", "planner", "facts"},
 }
@@ -94,6 +97,7 @@ EVERYTHING_ABOVE = {
     "foresight",
     "headbench",
     "oom",
+    "peerbench",
     "planbench",
     "timings",
     "cli",
@@ -105,7 +109,7 @@ EVERYTHING_ABOVE = {
     "engines/__init__",
 }
 TORCH_FREE = (
-    *("errors", "units", "spec", "plan", "planner", "report", "cli", "__main__"),
+    *("errors", "units", "spec", "plan", "planner", "report", "peerreport", "cli", "__main__"),
     *("devices", "timeline", "solver", "moves", "shards", "budgets", "facts", "doctor"),
 )
 

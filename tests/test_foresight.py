@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_ckpt
-from hf_ckpt.budgets import plan_within
+from hf_ckpt import compat
+from hf_ckpt.budgets import plan_within, usual_options
 from hf_ckpt.cli import main
-from hf_ckpt.cost import trace_costs
+from hf_ckpt.cost import chunked_head, trace_costs
 from hf_ckpt.devices import DEVICES, device_like, device_named
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.foresight import Questions, foresee, largest
-from hf_ckpt.install import trial
+from hf_ckpt.install import own_trial, trial
+from hf_ckpt.measure import LiveBytes
 from hf_ckpt.plan import Plan
-from hf_ckpt.setups import Setup, blueprint_of_setup, step_of_setup
+from hf_ckpt.setups import Setup, blueprint_of_setup, real_inputs, real_model, step_of_setup
 from hf_ckpt.timeline import step_nanoseconds
-from hf_ckpt.timings import measured, of_setup
+from hf_ckpt.timings import ShallowModels, measured
 from hf_ckpt.tiny import tiny_batch, tiny_model
-from hf_ckpt.variants import all_variants
+from hf_ckpt.variants import all_variants, transformers_costs
 
 SMALL = Setup("gpt2", batch=2, tokens=64)
 
@@ -193,12 +197,77 @@ def test_measured_times_take_the_place_of_the_tables():
         seconds = (step_nanoseconds(found, found.uniform(number)) - found.optimizer_nanoseconds) / 1e9
         assert seconds == pytest.approx(0.010 + 12 * block[action], rel=0.02)
     assert "measured" in found.notes[-1]
+    assert found.optimizer_nanoseconds == costs.optimizer_nanoseconds
+
+
+def test_the_optimizer_is_timed_at_both_depths():
+    """10 ms around the blocks and 2 ms a block, of which there are 12."""
+    blueprint = blueprint_of_setup(SMALL)
+    costs = trace_costs(blueprint, step_of_setup(SMALL, blueprint), DEVICES["cpu"], trial)
+    found = measured(costs, lambda depth, action: 1.0 * depth, optimizer_seconds=lambda depth: 0.010 + 0.002 * depth)
+    assert found.optimizer_nanoseconds == pytest.approx(34e6, rel=1e-6)
+
+
+def test_a_head_in_chunks_is_as_fast_as_the_measured_one():
+    """Its times come from the table, whose mistake about the plain head is taken for its own, too."""
+    blueprint = blueprint_of_setup(SMALL)
+    step = step_of_setup(SMALL, blueprint)
+    costs = trace_costs(blueprint, step, DEVICES["cpu"], trial)
+    head = {
+        key: tuple(dataclasses.replace(phase, nanoseconds=3 * phase.nanoseconds) for phase in phases)
+        for key, phases in costs.head.items()
+    }
+    slow = dataclasses.replace(costs, head=head)
+    by_table, by_measure = (chunked_head(found, blueprint, step, DEVICES["cpu"], trial, 64) for found in (costs, slow))
+    for key, phases in by_table.head.items():
+        for phase, measured_phase in zip(phases, by_measure.head[key], strict=True):
+            assert measured_phase.nanoseconds == pytest.approx(3 * phase.nanoseconds, rel=0.01)
+            assert measured_phase.points == phase.points
 
 
 def test_blocks_are_really_timed(tiny_config):
-    step_seconds = of_setup(Setup(str(tiny_config), batch=1, tokens=16, dtype="float32"))
-    taken = [step_seconds(depth, hf_ckpt.plan.Action("full")) for depth in (1, 6)]
+    models = ShallowModels(Setup(str(tiny_config), batch=1, tokens=16, dtype="float32"))
+    taken = [models.step_seconds(depth, hf_ckpt.plan.Action("full")) for depth in (1, 6)]
+    taken += [models.step_seconds(1, hf_ckpt.plan.Action("full"), apply=own_trial), models.optimizer_seconds(1)]
     assert all(seconds > 0 for seconds in taken)
+    lion = ShallowModels(Setup(str(tiny_config), batch=1, tokens=16, optimizer="lion"))
+    assert lion.optimizer_seconds(1) is None
+
+
+# --- what transformers' own checkpointing costs -----------------------------------------------------------------------
+
+
+def test_transformers_own_checkpointing_is_full_where_it_only_runs_blocks_again():
+    blueprint = blueprint_of_setup(SMALL)
+    step = step_of_setup(SMALL, blueprint)
+    costs = trace_costs(blueprint, step, DEVICES["cpu"], trial)
+    assert transformers_costs(costs, blueprint, step, DEVICES["cpu"], own_trial) is costs
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_transformers_own_checkpointing_of_t5(every):
+    """Its attention computes gradients of its position bias, so that other kernels keep more."""
+    setup = Setup("mini-t5", batch=1, tokens=128, optimizer="sgd")
+    blueprint = blueprint_of_setup(setup)
+    step = step_of_setup(setup, blueprint)
+    costs = trace_costs(blueprint, step, DEVICES["cpu"], trial)
+    own = transformers_costs(costs, blueprint, step, DEVICES["cpu"], own_trial)
+    name = "full" if every == 1 else f"every_n_layers: {every}"
+    with_own, without = (
+        {option.name: option.peak_bytes for option in usual_options(costs, 1e9, found)}[name] for found in (own, None)
+    )
+    torch.manual_seed(0)
+    model = real_model(setup).train()
+    inputs = real_inputs(setup, model, "cpu")
+    options = {} if every == 1 else {"every_n_layers": every}
+    with compat.own_checkpointing(model, **options) as count:
+        for _ in range(2):
+            model.zero_grad()
+            with LiveBytes(model, inputs) as live:
+                model(**inputs).loss.backward()
+    assert count() == 2 * -(-10 // every)
+    assert with_own == pytest.approx(live.peak_bytes, rel=0.005)
+    assert abs(without - live.peak_bytes) > abs(with_own - live.peak_bytes)
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------

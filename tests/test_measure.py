@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import subprocess
 import sys
 import time
 
@@ -10,7 +11,7 @@ import torch
 
 from hf_ckpt import compat, measure
 from hf_ckpt.install import trial
-from hf_ckpt.measure import KernelMeter, LiveBytes, RecomputeClock, SampledMeter, TrainingClock
+from hf_ckpt.measure import CpuAllocations, KernelMeter, LiveBytes, RecomputeClock, SampledMeter, TrainingClock
 from hf_ckpt.tiny import tiny_batch, tiny_model
 
 MIB = 2**20
@@ -196,3 +197,49 @@ def test_recompute_clock_counts_also_when_a_recomputation_stops_early(monkeypatc
 
 def test_over_ranks_without_a_process_group():
     assert measure.over_ranks({"a": 1.0, "b": None}) == [{"a": 1.0, "b": None}]
+
+
+def test_live_bytes_of_one_device():
+    with LiveBytes(device="meta") as there, LiveBytes(device="cpu") as here:
+        kept = [torch.ones(1000), torch.ones(500, device="meta")]
+    assert (here.peak_bytes, there.peak_bytes) == (4000, 2000)
+    del kept
+
+
+def test_allocations_of_the_cpu_by_hand():
+    """Two of 40,000 bytes at once, and one of them freed before a third comes; what was there before is not counted."""
+    before = torch.ones(10_000)
+    with CpuAllocations() as found:
+        one, two = torch.empty(10_000), torch.empty(10_000)
+        del one
+        three = torch.empty(5_000)
+    assert found.peak_bytes == 80_000
+    del before, two, three
+
+
+def test_allocations_within_an_operation_are_seen():
+    """A matrix that is copied to be multiplied is gone when the operation ends."""
+    matrix = torch.ones(64, 64, dtype=torch.float16)
+    with LiveBytes({"matrix": matrix}) as live, CpuAllocations() as found:
+        torch.linalg.matrix_norm(matrix.float())
+    assert found.peak_bytes >= live.peak_bytes - live.start_bytes >= 4 * 64 * 64
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_freed_memory_is_kept():
+    """64 MiB in pieces that glibc would give back at once."""
+    code = """if True:
+        import sys, psutil, torch
+        from hf_ckpt.measure import keep_freed_memory
+        if sys.argv[1] == "keep":
+            keep_freed_memory()
+        held = [torch.ones(2**20) for _ in range(16)]
+        before = psutil.Process().memory_info().rss
+        del held
+        print(before - psutil.Process().memory_info().rss)
+    """
+    given_back = [
+        int(subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("keep", "leave")
+    ]
+    assert given_back[0] < 8 * 2**20 < 32 * 2**20 < given_back[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -26,7 +27,9 @@ from hf_ckpt.setups import (
     learned_positions,
     load_config,
     loss_for,
+    optimizer_for,
     presets,
+    real_inputs,
     real_model,
     step_of_model,
     step_of_setup,
@@ -37,6 +40,7 @@ NAMES = (
     *("bert-base", "bert-large"),
     *("gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl"),
     *("llama-2-7b", "llama-3.1-70b", "llama-3.1-8b"),
+    *("mini-bert", "mini-gpt2", "mini-llama", "mini-t5"),
     *("t5-3b", "t5-base", "t5-large", "t5-small"),
 )
 MILLIONS = {
@@ -53,6 +57,11 @@ MILLIONS = {
     "t5-base": 222.9,
     "t5-large": 737.7,
     "t5-3b": 2851.6,
+    # By their formulas, at hidden size 512.
+    "mini-llama": 2 * 0.524 + 8 * 3.163,
+    "mini-gpt2": 0.524 + 2.097 + 8 * 3.152,
+    "mini-bert": 0.524 + 2.097 + 8 * 3.153 + 0.263,
+    "mini-t5": 0.524 + 5 * (3.147 + 4.196),
 }
 DEPTHS = {
     "bert-base": [12],
@@ -68,6 +77,8 @@ DEPTHS = {
     "t5-base": [12, 12],
     "t5-large": [24, 24],
     "t5-3b": [24, 24],
+    **dict.fromkeys(("mini-llama", "mini-gpt2", "mini-bert"), [8]),
+    "mini-t5": [5, 5],
 }
 each_preset = pytest.mark.parametrize("name", NAMES)
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -114,7 +125,8 @@ def test_presets():
 @each_preset
 def test_each_preset_loads(name):
     config = load_config(name)
-    assert config.model_type == name.split("-")[0].rstrip("2") + ("2" if name.startswith("gpt2") else "")
+    family = name.removeprefix("mini-").split("-")[0]
+    assert config.model_type == family
     assert len(config.architectures) == 1
     model_class = getattr(transformers, config.architectures[0])
     assert model_class.config_class is type(config)
@@ -433,3 +445,52 @@ def test_the_rank_of_adapters(family):
     model = add_lora(tiny_model(family, layers=2), rank=3)
     ranks = {p.shape[0] for name, p in model.named_parameters() if "lora_A" in name}
     assert ranks == {3}
+
+
+# --- trainings that really run ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.compat
+@each_family
+def test_real_inputs_mask_nothing(config_file, family):
+    setup = Setup(config_file(family), batch=2, tokens=16, attention="eager")
+    model = real_model(setup)
+    inputs = real_inputs(setup, model, "cpu")
+    assert bool(inputs["attention_mask"].all())
+    assert inputs["input_ids"].shape == (2, 16)
+    assert len(inputs["input_ids"].unique()) > 8
+    shaped = step_of_model(setup, model).batch
+    assert {name: value.shape for name, value in inputs.items() if name != "use_cache"} == {
+        name: value.shape for name, value in shaped.items()
+    }
+    again, other = (real_inputs(setup, model, "cpu", seed) for seed in (0, 1))
+    assert torch.equal(inputs["input_ids"], again["input_ids"])
+    assert not torch.equal(inputs["input_ids"], other["input_ids"])
+    assert torch.isfinite(model(**inputs).loss)
+
+
+def test_real_inputs_that_are_padded(config_file):
+    setup = Setup(config_file("llama"), batch=2, tokens=16, padded=True)
+    inputs = real_inputs(setup, real_model(setup), "cpu")
+    assert inputs["attention_mask"].sum(1).tolist() == [16, 12]
+    assert (inputs["labels"] == -100).sum(1).tolist() == [0, 4]
+
+
+def test_models_at_their_own_depth(config_file):
+    setup = Setup(config_file("gpt2"), tokens=16)
+    assert [len(real_model(setup, depth).transformer.h) for depth in (1, None)] == [1, 3]
+    with pytest.raises(HfCkptError, match="has positions for"):
+        real_model(Setup(config_file("gpt2"), tokens=10**6))
+
+
+def test_optimizers_are_torchs_own(config_file):
+    setup = Setup(config_file("bert"), tokens=16, lora=2)
+    model = real_model(setup)
+    trained = sum(parameter.requires_grad for parameter in model.parameters())
+    for name, kind, momentum in (("adamw", torch.optim.AdamW, None), ("sgd", torch.optim.SGD, 0.0)):
+        optimizer = optimizer_for(dataclasses.replace(setup, optimizer=name), model)
+        assert type(optimizer) is kind
+        assert optimizer.defaults.get("momentum") == momentum
+        assert len(optimizer.param_groups[0]["params"]) == trained < len(list(model.parameters()))
+    assert optimizer_for(dataclasses.replace(setup, optimizer="momentum"), model).defaults["momentum"] == 0.9
+    assert optimizer_for(dataclasses.replace(setup, optimizer="lion"), model) is None
