@@ -493,8 +493,13 @@ def _bench_case(setup: Setup, repeats: int, only: Sequence[str], on_progress: Pr
         for name, share, limit, plan in forecaster.ask("plans"):
             rows[Peer(name, OURS, plan)] = PeerRow(name, OURS, plan=str(plan), budget_share=share, budget_bytes=limit)
         case = _Case(setup, rows, Path(folder) / "gradients.pt", tell)
-        facts = case.run(repeats, forecaster, together=compat.accelerator_type() is None)
-        predictions: dict[str, Prediction] = forecaster.ask("predictions")
+        if compat.accelerator_type() is None:
+            facts = case.run(repeats, forecaster)
+            predictions: dict[str, Prediction] = forecaster.ask("predictions")
+        else:  # whose memory is for one way alone
+            predictions = forecaster.ask("predictions")
+            forecaster.close()
+            facts = case.run(repeats)
     for row in rows.values():
         predicted = predictions.get(row.name)
         if predicted is not None:
@@ -509,7 +514,9 @@ class _Case:
         self.setup, self.rows, self.path, self.tell = setup, rows, path, tell
         self.facts: dict[str, int] = {}
 
-    def run(self, repeats: int, forecaster: Worker, *, together: bool) -> dict[str, int]:
+    def run(self, repeats: int, forecaster: Worker | None = None) -> dict[str, int]:
+        """With a forecaster all ways are alive together and take turns, and so does it, because the speed of machines
+        is not constant; without one they run one after the other."""
         with contextlib.ExitStack() as alive:
             workers: dict[Peer, Worker] = {}
             for peer in self.rows:
@@ -517,15 +524,16 @@ class _Case:
                 worker = Worker(Session, self.setup, peer, preload=_PRELOAD)
                 alive.callback(worker.close)
                 self._prepare(peer, worker)
-                if together:
+                if forecaster is not None:
                     workers[peer] = worker
                     continue
                 for _ in range(repeats):
                     self._time(peer, worker)
                 worker.close()
-            for number in range(repeats):
+            for number in range(repeats if forecaster is not None else 0):
                 self.tell(f"repeat {number + 1} of {repeats}")
-                forecaster.ask("take")  # in the same minutes, because the speed of machines is not constant
+                assert forecaster is not None
+                forecaster.ask("take")
                 order = list(workers)
                 start = number * max(1, len(order) // repeats) % max(1, len(order))
                 for peer in (*order[start:], *order[:start]):
@@ -600,6 +608,18 @@ class LargestBench:
             "budget_bytes": self.budget_bytes,
             "rows": [vars(row) for row in self.rows],
         }
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> LargestBench:
+        """Read `to_dict`'s form, also behind JSON. Raises `HfCkptError` where something of it is missing."""
+        try:
+            rows = [
+                LargestRow(**{**row, "tried": {int(number): peak for number, peak in row["tried"].items()}})
+                for row in given["rows"]
+            ]
+            return cls(given["circumstances"], Setup(**given["setup"]), given["what"], given["budget_bytes"], rows)
+        except (KeyError, TypeError, ValueError) as error:
+            raise HfCkptError(f"these are no figures of `hf-ckpt bench max-batch`: {error}") from error
 
 
 PLANNED = Peer("planned", OURS, {"policy": "budget"})

@@ -7,6 +7,7 @@ for each, and all of them are measured interleaved, as in `bench`. Peaks are cou
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +15,15 @@ from hf_ckpt import compat
 from hf_ckpt.bench import Case, Engine, EngineRow, Settings, bench_model, median
 from hf_ckpt.blueprint import blueprint_of
 from hf_ckpt.budgets import plan_of, usual_options
-from hf_ckpt.cost import Step, trace_costs
+from hf_ckpt.cost import Apply, Step, trace_costs
 from hf_ckpt.devices import DEVICES
-from hf_ckpt.install import trial
+from hf_ckpt.install import own_trial, trial
 from hf_ckpt.measure import circumstances
 from hf_ckpt.plan import Action, Plan
 from hf_ckpt.solver import fastest
 from hf_ckpt.timeline import Costs
 from hf_ckpt.timings import REPEATS, measured, timed_step
+from hf_ckpt.variants import transformers_costs
 
 EVERY = (4, 2)
 """The `every_n_layers` whose peaks are budgets, beside that of `full`."""
@@ -117,8 +119,8 @@ def _bench_case(settings: Settings, family: str, tuning: str, on_progress: Calla
         on_progress(f"{family}, {tuning}: {text}")
 
     tell("planning")
-    costs = _costs(settings, family, tuning, tell)
-    usual = {option.name: option for option in usual_options(costs, DEVICES["cpu"].host_bandwidth)}
+    costs, own = _costs(settings, family, tuning, tell)
+    usual = {option.name: option for option in usual_options(costs, DEVICES["cpu"].host_bandwidth, own)}
     none, full = usual["none"], usual["full"]
     rivals = [*(usual[name] for every in EVERY if (name := f"every_n_layers: {every}") in usual), full]
     budgets: list[tuple[str, str | None, int]] = [
@@ -163,15 +165,19 @@ def _rival(name: str, plan: Plan | None) -> Engine:
     return Engine(name, plan)
 
 
-def _costs(settings: Settings, family: str, tuning: str, tell: Callable[[str], None]) -> Costs:
-    """Traced bytes, and times of this machine."""
+def _costs(settings: Settings, family: str, tuning: str, tell: Callable[[str], None]) -> tuple[Costs, Costs]:
+    """Traced bytes, and times of this machine: of hf_ckpt's actions, and of transformers' own checkpointing."""
     model, inputs = bench_model(settings, family, tuning)
     batch = {name: value for name, value in inputs.items() if name != "use_cache"}
-    step = Step(batch=batch, optimizer="sgd")
-    costs = trace_costs(blueprint_of(model), step, DEVICES["cpu"], trial)
+    step, blueprint, device = Step(batch=batch, optimizer="sgd"), blueprint_of(model), DEVICES["cpu"]
+    costs = trace_costs(blueprint, step, device, trial)
+    own = transformers_costs(costs, blueprint, step, device, own_trial)
     shallow = {depth: bench_model(dataclasses.replace(settings, layers=depth), family, tuning) for depth in SHALLOW}
 
-    def step_seconds(depth: int, action: Action) -> float:
-        return timed_step(shallow[depth][0], shallow[depth][1], action)
+    def step_seconds(depth: int, action: Action, apply: Apply = trial) -> float:
+        return timed_step(shallow[depth][0], shallow[depth][1], action, apply=apply)
 
-    return measured(costs, step_seconds, tell, depths=SHALLOW)
+    timed = measured(costs, step_seconds, tell, depths=SHALLOW)
+    if own is costs:
+        return timed, timed
+    return timed, measured(own, functools.partial(step_seconds, apply=own_trial), depths=SHALLOW)

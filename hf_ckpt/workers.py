@@ -77,7 +77,7 @@ class Worker:
         return WorkerError(f"its process ended with exit code {self._process.exitcode}", printed[-4000:])
 
     def close(self) -> None:
-        """End the process."""
+        """End the process. May be called again."""
         self._connection.close()
         if self._process.is_alive():
             self._process.terminate()

@@ -243,6 +243,36 @@ def test_a_way_that_fails_is_a_row_that_says_so(setup, here, monkeypatch):
     assert saved == [1]
 
 
+def test_ways_run_one_after_the_other_where_they_share_a_device(setup, here, monkeypatch):
+    """Each is over before the next begins, the forecaster first, and all of the same is measured."""
+    alive, most = [], []
+
+    class Counting(InProcess):
+        def ask(self, name, *arguments):
+            if self not in alive:
+                alive.append(self)
+            most.append(len(alive))
+            return super().ask(name, *arguments)
+
+        def close(self):
+            super().close()
+            if self in alive:
+                alive.remove(self)
+
+    monkeypatch.setattr(peerbench, "Worker", Counting)
+    together = bench_peers([setup], repeats=2, only=["full (HF)"])
+    assert max(most) == 8  # the forecaster, none, full and five plans
+    most.clear()
+    run = peerbench._Case.run
+    monkeypatch.setattr(peerbench._Case, "run", lambda self, repeats, forecaster=None: run(self, repeats))
+    apart = bench_peers([setup], repeats=2, only=["full (HF)"])
+    assert max(most) == 2  # the forecaster is not told to go before, because this is a CPU
+    for case in (together.cases[0], apart.cases[0]):
+        assert [len(row.step_seconds) for row in case.rows] == [2 * STEPS] * 7
+    pairs = zip(together.cases[0].rows, apart.cases[0].rows, strict=True)
+    assert all(one.recomputed == other.recomputed or one.plan for one, other in pairs)
+
+
 def test_without_none_there_is_nothing_to_compare_with(setup, here):
     with pytest.raises(HfCkptError, match="but not with lion"):
         bench_peers([dataclasses.replace(setup, optimizer="lion")], repeats=1, only=["TRL"])
@@ -399,6 +429,10 @@ def test_table_of_the_largest(capsys):
     assert "most sequences within 100 B" in shown
     assert "needs more" in shown
     assert "| none | 3 (1.00x) |" in peerreport.largest_as_markdown([result])
+    again = LargestBench.from_dict(json.loads(json.dumps(result.to_dict())))
+    assert again == result
+    with pytest.raises(HfCkptError, match="no figures of `hf-ckpt bench max-batch`"):
+        LargestBench.from_dict({"rows": []})
 
 
 # --- the command, and real processes ----------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from hf_ckpt.callback import METRICS_FILE
+from hf_ckpt.peerbench import LargestBench, PeerBench
+from hf_ckpt.peerreport import budgets_as_markdown, largest_as_markdown, peers_as_markdown
 from hf_ckpt.spec import _READERS, POLICIES
 from hf_ckpt.tiny import tiny_batch, tiny_model
 
@@ -188,9 +190,13 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES)
+BENCHMARKS = ROOT / "recipes" / "benchmarks"
+
+
+@pytest.mark.parametrize("page", [*PAGES, "recipes/benchmarks/README.md"])
 def test_links_lead_somewhere(page):
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]) if "://" not in link]
+    found = re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text(encoding="utf-8"))
+    links = [link for link in found if "://" not in link]
     assert links
     for link in links:
         path, _, anchor = link.partition("#")
@@ -205,6 +211,33 @@ def test_pictures_are_shown():
         link.removeprefix("../") for text in PAGES.values() for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
     }
     assert shown == {path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes" / "benchmarks").glob("*.png")}
+
+
+def between(text: str, mark: str) -> str:
+    return text.partition(f"<!-- {mark} -->\n")[2].partition(f"\n<!-- end of {mark} -->")[0]
+
+
+def test_tables_of_peers_are_those_of_their_figures():
+    """`hf-ckpt bench peers --show peers-cpu.json --markdown ...` made them."""
+    result = PeerBench.from_dict(json.loads((BENCHMARKS / "peers-cpu.json").read_text(encoding="utf-8")))
+    page = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    assert between(page, "peers").strip() == peers_as_markdown(result).strip()
+    assert between(README, "peers: figures").strip() == budgets_as_markdown(result, (0.3, 0.5, 0.7)).strip()
+    assert result.ok
+    assert len(result.cases) == 4
+
+
+def test_table_of_the_largest_is_that_of_its_figures():
+    names = ("max-batch-cpu.json", "max-seq-cpu.json")
+    found = [LargestBench.from_dict(json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))) for name in names]
+    page = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    assert between(page, "largest").strip() == largest_as_markdown(found)
+    for result in found:
+        command = f"hf-ckpt bench max-{'batch' if result.what == 'batch' else 'seq'} {result.setup.model} "
+        assert command in page
+        for row in result.rows:  # each is the largest: what was tried above it is too much
+            beyond = [peak for number, peak in row.tried.items() if number > (row.largest or 0)]
+            assert row.error or all(peak is None or peak > result.budget_bytes for peak in beyond)
 
 
 def test_versions_are_those_of_pyproject():

@@ -77,7 +77,9 @@ DEPTHS = {
     "t5-base": [12, 12],
     "t5-large": [24, 24],
     "t5-3b": [24, 24],
-    **dict.fromkeys(("mini-llama", "mini-gpt2", "mini-bert"), [8]),
+    "mini-llama": [8],
+    "mini-gpt2": [8],
+    "mini-bert": [8],
     "mini-t5": [5, 5],
 }
 each_preset = pytest.mark.parametrize("name", NAMES)
