@@ -445,8 +445,23 @@ def circumstances(device: str) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")},
+        **{name: _version(name) for name in ("torch", "transformers", "peft", "trl")},
+        **({"cuda": torch.version.cuda, "driver": _driver()} if device == "cuda" else {}),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """What the kernel says of NVIDIA's driver; None where it says nothing."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
+    return None
 
 
 def device_name() -> str:

@@ -74,14 +74,14 @@ class PeerRow:
     step_seconds: list[float] = dataclasses.field(default_factory=list)
     """Of whole optimizer steps, `STEPS` a turn."""
     time_ratios: list[float] = dataclasses.field(default_factory=list)
-    """Over `none`, step by step of the same turns."""
+    """Over the reference, step by step of the same turns."""
     tokens_per_second: float | None = None
     recomputed: int | None = None
     """Blocks, operations or heads run again, or heads run in chunks, in one step; None where nobody knows."""
     first_difference: str | None = None
-    """The first parameter whose gradient is not bit-equal to that of `none`."""
+    """The first parameter whose gradient is not bit-equal to that of the reference."""
     difference: float | None = None
-    """Of all gradients from those of `none`: norm over norm."""
+    """Of all gradients from those of the reference: norm over norm."""
     plan: str | None = None
     budget_share: float | None = None
     budget_bytes: int | None = None
@@ -102,7 +102,7 @@ class PeerRow:
 
     @property
     def time_ratio(self) -> float | None:
-        """Step time over that of `none`: median of the ratios of all repeats."""
+        """Step time over that of the reference: median of the ratios of all repeats."""
         return median(self.time_ratios)
 
     @property
@@ -169,6 +169,8 @@ class PeerCase:
     tokens: int
     """Of one optimizer step."""
     rows: list[PeerRow]
+    reference: str = NONE.name
+    """The way whose gradients and times the others are compared with: the first that ran."""
 
     def at_budgets(self) -> list[AtBudget]:
         """One line a budget. torch.compile is left aside."""
@@ -201,6 +203,7 @@ class PeerCase:
             "setup": dataclasses.asdict(self.setup),
             "blocks": self.blocks,
             "tokens": self.tokens,
+            "reference": self.reference,
             "rows": [row.to_dict() for row in self.rows],
             "at_budgets": [{**dataclasses.asdict(line), "ahead": line.ahead} for line in self.at_budgets()],
         }
@@ -236,7 +239,11 @@ class PeerBench:
         try:
             cases = [
                 PeerCase(
-                    Setup(**case["setup"]), case["blocks"], case["tokens"], [*map(PeerRow.from_dict, case["rows"])]
+                    Setup(**case["setup"]),
+                    case["blocks"],
+                    case["tokens"],
+                    [*map(PeerRow.from_dict, case["rows"])],
+                    case.get("reference", NONE.name),
                 )
                 for case in given["cases"]
             ]
@@ -263,10 +270,7 @@ class Session:
                     parameter.normal_(std=0.02)
         self.inputs = real_inputs(setup, self.model, self.device, seed)
         self.step_of = step_of_model(setup, self.model)
-        optimizer = optimizer_for(setup, self.model)
-        if optimizer is None:
-            raise HfCkptError(f"a benchmark trains with adamw, sgd or momentum, but not with {setup.optimizer}.")
-        self.optimizer = optimizer
+        self.optimizer = _optimizer(setup, self.model)
         self._exit = contextlib.ExitStack()
         self.running = self._exit.enter_context(peer.turned_on(self.model))
         self.meter = peak_meter()
@@ -362,6 +366,13 @@ class Session:
         return found
 
 
+def _optimizer(setup: Setup, model: nn.Module) -> torch.optim.Optimizer:
+    found = optimizer_for(setup, model)
+    if found is None:
+        raise HfCkptError(f"a benchmark trains with an optimizer of PyTorch's own, but not with {setup.optimizer}.")
+    return found
+
+
 def _compared(gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     first, apart, size = None, 0.0, 0.0
     for name, value in gradients.items():
@@ -451,8 +462,8 @@ def bench_peers(
         on_progress: called before each part.
         on_case: called after each setup with all that has been found so far.
 
-    A way that fails or is not there is a row that says so. Only `none` may not: its error is raised, as are those of
-    planning.
+    A way that fails or is not there is a row that says so, and the first that runs is what others are compared with.
+    Raises `HfCkptError` where nothing runs, and what planning raises.
     """
     found = PeerBench(circumstances(compat.accelerator_type() or "cpu"), repeats, [])
     for setup in setups:
@@ -504,7 +515,10 @@ def _bench_case(setup: Setup, repeats: int, only: Sequence[str], on_progress: Pr
         predicted = predictions.get(row.name)
         if predicted is not None:
             row.predicted_peak_bytes, row.predicted_seconds = predicted.peak_bytes, predicted.step_seconds
-    made = PeerCase(setup, facts["blocks"], facts["tokens"], list(rows.values()))
+    if case.reference is None:
+        first = rows[NONE]
+        raise HfCkptError(f"nothing runs on {setup.model}; without checkpointing: {first.error}\n{first.details}")
+    made = PeerCase(setup, facts["blocks"], facts["tokens"], list(rows.values()), rows[case.reference].name)
     made.mark_frontier()
     return made
 
@@ -513,6 +527,8 @@ class _Case:
     def __init__(self, setup: Setup, rows: Mapping[Peer, PeerRow], path: Path, tell: Progress) -> None:
         self.setup, self.rows, self.path, self.tell = setup, rows, path, tell
         self.facts: dict[str, int] = {}
+        self.reference: Peer | None = None
+        """The first that ran."""
 
     def run(self, repeats: int, forecaster: Worker | None = None) -> dict[str, int]:
         """With a forecaster all ways are alive together and take turns, and so does it, because the speed of machines
@@ -538,7 +554,7 @@ class _Case:
                 start = number * max(1, len(order) // repeats) % max(1, len(order))
                 for peer in (*order[start:], *order[:start]):
                     self._time(peer, workers[peer])
-        base = self.rows[NONE].step_seconds
+        base = [] if self.reference is None else self.rows[self.reference].step_seconds
         for row in self.rows.values():
             row.time_ratios = [mine / none for mine, none in zip(row.step_seconds, base, strict=False)]
             row.tokens_per_second = self.facts["tokens"] / row.seconds if row.seconds else None
@@ -547,9 +563,9 @@ class _Case:
     def _prepare(self, peer: Peer, worker: Worker) -> None:
         row = self.rows[peer]
         with self._failing(peer):
-            if peer is NONE:
-                self.facts = worker.ask("facts")
-            vars(row).update(worker.ask("compare", self.path, peer is NONE))
+            vars(row).update(worker.ask("compare", self.path, self.reference is None))
+            if self.reference is None:
+                self.reference, self.facts = peer, worker.ask("facts")
             vars(row).update(worker.ask("peaks"))
             if not row.compiled:
                 row.live_bytes = worker.ask("live_peak")
@@ -564,8 +580,6 @@ class _Case:
         try:
             yield
         except WorkerError as error:
-            if peer is NONE:
-                raise
             self.rows[peer].error, self.rows[peer].details = str(error), error.details
 
 

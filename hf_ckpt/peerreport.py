@@ -105,7 +105,8 @@ def describe_setup(setup: Setup) -> str:
 
 
 def _title(case: PeerCase) -> str:
-    return f"{describe_setup(case.setup)}; {case.blocks} blocks"
+    compared = "" if case.reference == "none" else f"; none does not run, compared with {case.reference}"
+    return f"{describe_setup(case.setup)}; {case.blocks} blocks{compared}"
 
 
 def _told(case: PeerCase) -> list[tuple[str, str]]:

@@ -107,7 +107,8 @@ def _trl(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
         from trl.models.activation_offloading import get_act_offloading_ctx_manager
     except ImportError as error:
         raise MissingDependencyError("trl", "TRL's activation offloading", "pip install trl") from error
-    yield Running(model, around=functools.partial(get_act_offloading_ctx_manager, model, **options))
+    manager = get_act_offloading_ctx_manager(model, **options)  # one for all steps, as TRL's trainers have it
+    yield Running(model, around=lambda: manager)
 
 
 @contextlib.contextmanager

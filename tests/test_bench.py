@@ -117,7 +117,7 @@ def test_everything_lands_in_the_files(tmp_path, capsys):
     assert found["settings"]["hidden"] == 32
     assert found["settings"]["lora_rank"] == 8
     assert found["circumstances"].keys() == {
-        *("date", "device", "cpus", "threads", "python", "torch", "transformers", "peft")
+        *("date", "device", "cpus", "threads", "python", "torch", "transformers", "peft", "trl")
     }
     (case,) = found["cases"]
     assert case["block_input_bytes"] == 2 * 16 * 32 * 2

@@ -202,7 +202,7 @@ def test_accumulated_micro_steps_add_up(configs, here):
 
 
 def test_optimizers_that_torch_does_not_have(configs, here):
-    with pytest.raises(HfCkptError, match="but not with lion"):
+    with pytest.raises(HfCkptError, match="of PyTorch's own, but not with lion"):
         Session(Setup(configs["llama"], batch=1, tokens=16, optimizer="lion"), NONE)
 
 
@@ -273,8 +273,30 @@ def test_ways_run_one_after_the_other_where_they_share_a_device(setup, here, mon
     assert all(one.recomputed == other.recomputed or one.plan for one, other in pairs)
 
 
-def test_without_none_there_is_nothing_to_compare_with(setup, here):
-    with pytest.raises(HfCkptError, match="but not with lion"):
+def test_where_none_does_not_run_the_first_that_does_is_the_reference(setup, here, monkeypatch, capsys):
+    make = peerbench.Session
+
+    def session(setup, peer):
+        if peer.name == "none":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return make(setup, peer)
+
+    monkeypatch.setattr(peerbench, "Session", session)
+    found = bench_peers([setup], repeats=1, only=["full (HF)", "selective"])
+    case = found.cases[0]
+    rows = {row.name: row for row in case.rows}
+    assert case.reference == "full (HF)"
+    assert rows["none"].error == "OutOfMemoryError: CUDA out of memory. Tried to allocate"
+    assert rows["full (HF)"].time_ratios == [1.0] * STEPS
+    assert rows["selective"].difference == 0.0
+    assert found.ok
+    assert PeerBench.from_dict(found.to_dict()).cases[0].reference == "full (HF)"
+    peerreport.print_peers(found, report.make_console())
+    assert "none does not run, compared with full (HF)" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_where_nothing_runs(setup, here):
+    with pytest.raises(HfCkptError, match="nothing runs on .* but not with lion"):
         bench_peers([dataclasses.replace(setup, optimizer="lion")], repeats=1, only=["TRL"])
 
 
