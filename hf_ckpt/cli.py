@@ -144,7 +144,7 @@ def _add_peer_benches(subjects: Any) -> None:
     peers.add_argument("models", nargs="*", metavar="MODEL", help=f"{MODEL_HELP} (default: {', '.join(MINI)})")
     _add_setup_options(peers, **BENCHED)
     _add_peer_options(peers)
-    peers.add_argument("--repeats", type=_positive, default=5, help="turns of three timed steps (default 5)")
+    peers.add_argument("--repeats", type=_positive, default=7, help="timed steps of each (default 7)")
     peers.add_argument("--png", type=Path, help="file for a picture of time against peak")
     peers.add_argument("--markdown", type=Path, help="file for the tables as Markdown")
     peers.add_argument("--show", type=Path, metavar="JSON", help="print and draw these figures instead of measuring")
@@ -186,7 +186,7 @@ def _add_peer_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         default=[],
         help='a way, as it stands in the table, or a group of them ("transformers", "torch SAC", "TRL", '
-        '"torch.compile", "hf_ckpt"); repeatable (default all)',
+        '"torch.compile", "hf_ckpt"); repeatable (default all; `none` and the plans always run)',
     )
     parser.add_argument("--json", type=Path, help="file for all figures")
 
@@ -476,6 +476,7 @@ def _bench_peers(arguments: argparse.Namespace) -> int:
             )
     peerreport.print_peers(result, console)
     if arguments.markdown:
+        arguments.markdown.parent.mkdir(parents=True, exist_ok=True)
         arguments.markdown.write_text(peerreport.peers_as_markdown(result), encoding="utf-8")
     if arguments.png:
         peerreport.save_peers_picture(result, arguments.png)
@@ -492,8 +493,8 @@ def _bench_largest(arguments: argparse.Namespace) -> int:
     console = report.make_console()
     with _progress(console, None) as on_progress:
         result = peerbench.bench_largest(setup, arguments.what, budget, only=only, on_progress=on_progress)
-    peerreport.print_largest(result, console)
     _write_json(arguments.json, result.to_dict())
+    peerreport.print_largest(result, console)
     return 0
 
 

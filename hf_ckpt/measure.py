@@ -31,7 +31,7 @@ from hf_ckpt import compat
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 SAMPLE_SECONDS = 0.01
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # glibc's malloc.h
 
 
 class PeakMeter(Protocol):
@@ -419,8 +419,8 @@ def keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        for parameter, size in ((_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 * 2**20), (_M_MMAP_THRESHOLD, 2**25)):
-            mallopt(parameter, size)
+        for parameter, value in ((_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 * 2**20), (_M_MMAP_MAX, 0)):
+            mallopt(parameter, value)
 
 
 @contextlib.contextmanager

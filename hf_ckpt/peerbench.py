@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.autoplan import this_device
@@ -26,9 +27,17 @@ from hf_ckpt.errors import HfCkptError, InfeasibleError, WorkerError
 from hf_ckpt.families import find_blocks, vocabulary_head
 from hf_ckpt.foresight import MOST, largest
 from hf_ckpt.install import own_trial, trial
-from hf_ckpt.measure import CpuAllocations, LiveBytes, circumstances, keep_freed_memory, peak_meter, stopwatch
+from hf_ckpt.measure import (
+    CpuAllocations,
+    LiveBytes,
+    circumstances,
+    keep_freed_memory,
+    peak_meter,
+    release_freed_memory,
+    stopwatch,
+)
 from hf_ckpt.peers import COMPILED, NONE, OUR_PEERS, OURS, PEERS, SELECTIVE, Peer
-from hf_ckpt.plan import Action, Plan, Prediction
+from hf_ckpt.plan import Action, Plan
 from hf_ckpt.setups import (
     Setup,
     blueprint_of_setup,
@@ -40,7 +49,7 @@ from hf_ckpt.setups import (
     step_of_model,
     step_of_setup,
 )
-from hf_ckpt.timeline import worst_timeline
+from hf_ckpt.timeline import Costs, worst_timeline
 from hf_ckpt.timings import REPEATS, ShallowModels, Timings
 from hf_ckpt.variants import all_variants, transformers_costs
 from hf_ckpt.workers import Worker
@@ -50,8 +59,6 @@ BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Of the way from the lowest peak there is to that of no checkpointing."""
 DEPTHS = (1, 5)
 """Blocks a stack of the models that are timed for predictions."""
-STEPS = 3
-"""Timed in each turn of a way."""
 _PRELOAD = ("hf_ckpt.peerbench",)
 
 
@@ -72,9 +79,11 @@ class PeerRow:
     live_bytes: int | None = None
     """Peak of all live tensors, each storage once; unknown inside compiled graphs."""
     step_seconds: list[float] = dataclasses.field(default_factory=list)
-    """Of whole optimizer steps, `STEPS` a turn."""
-    time_ratios: list[float] = dataclasses.field(default_factory=list)
-    """Over the reference, step by step of the same turns."""
+    """Of whole optimizer steps, one a turn."""
+    reference_seconds: list[float] = dataclasses.field(default_factory=list)
+    """Of the reference, for each of those steps: the mean of its step before and its step after."""
+    seconds: float | None = None
+    """A step, at the speed that the machine had through all turns: `time_ratio` of the reference's median."""
     tokens_per_second: float | None = None
     recomputed: int | None = None
     """Blocks, operations or heads run again, or heads run in chunks, in one step; None where nobody knows."""
@@ -82,6 +91,8 @@ class PeerRow:
     """The first parameter whose gradient is not bit-equal to that of the reference."""
     difference: float | None = None
     """Of all gradients from those of the reference: norm over norm."""
+    repeatable: bool = True
+    """Whether the reference gives the same bits twice; where kernels add up in any order, no way can be bit-equal."""
     plan: str | None = None
     budget_share: float | None = None
     budget_bytes: int | None = None
@@ -96,13 +107,13 @@ class PeerRow:
         return self.group == COMPILED
 
     @property
-    def seconds(self) -> float | None:
-        """The median."""
-        return median(self.step_seconds)
+    def time_ratios(self) -> list[float]:
+        """Step time over the reference's, turn by turn: steps that follow each other, at one speed of the machine."""
+        return [mine / theirs for mine, theirs in zip(self.step_seconds, self.reference_seconds, strict=True)]
 
     @property
     def time_ratio(self) -> float | None:
-        """Step time over that of the reference: median of the ratios of all repeats."""
+        """The median."""
         return median(self.time_ratios)
 
     @property
@@ -115,15 +126,16 @@ class PeerRow:
     @property
     def seconds_error(self) -> float | None:
         """Measured over predicted step time, less 1."""
-        seconds = self.seconds
-        return None if seconds is None or self.predicted_seconds is None else seconds / self.predicted_seconds - 1
+        if self.seconds is None or self.predicted_seconds is None:
+            return None
+        return self.seconds / self.predicted_seconds - 1
 
     @property
     def fault(self) -> str | None:
         """What must not happen to a row of hf_ckpt: other gradients, though its head is whole, or nothing done."""
         if self.group != OURS or self.error is not None:
             return None
-        if self.first_difference is not None and "head" not in self.name:
+        if self.first_difference is not None and self.repeatable and "head" not in self.name:
             return f"gradients differ: {self.first_difference}"
         return "nothing was run again" if self.recomputed == 0 and self.plan is None else None
 
@@ -131,7 +143,7 @@ class PeerRow:
         """JSON-able form."""
         found = {name: value for name, value in vars(self).items() if name != "details"}
         errors = {"peak_error": self.peak_error, "seconds_error": self.seconds_error}
-        return {**found, "step_seconds_median": self.seconds, "time_ratio": self.time_ratio, **errors}
+        return {**found, "time_ratio": self.time_ratio, **errors}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> PeerRow:
@@ -152,7 +164,7 @@ class AtBudget:
     rival: str | None
     """None where none of them fits."""
     ratio: float | None
-    """Step time over the rival's: median of the ratios of all repeats."""
+    """Step time over the rival's."""
 
     @property
     def ahead(self) -> bool:
@@ -177,15 +189,13 @@ class PeerCase:
         others = [row for row in self.rows if row.group != OURS and not row.compiled and row.step_seconds]
         found = []
         for row in self.rows:
-            if row.budget_bytes is None or row.budget_share is None or row.seconds is None:
+            if row.budget_bytes is None or row.budget_share is None:
                 continue
             limit = row.budget_bytes
             fitting = [other for other in others if (other.allocated_bytes or limit + 1) <= limit]
             rival = min(fitting, key=lambda other: other.time_ratio or 0.0, default=None)
-            ratio = None
-            if rival is not None:
-                pairs = zip(row.step_seconds, rival.step_seconds, strict=False)
-                ratio = median([mine / theirs for mine, theirs in pairs])
+            mine, theirs = row.time_ratio, None if rival is None else rival.time_ratio
+            ratio = mine / theirs if mine is not None and theirs is not None else None
             fits = row.allocated_bytes is not None and row.allocated_bytes <= limit
             name = None if rival is None else rival.name
             found.append(AtBudget(row.budget_share, limit, row.name, fits, name, ratio))
@@ -263,7 +273,8 @@ class Session:
         torch.manual_seed(seed)
         self.setup, self.seed = setup, seed
         self.device = compat.accelerator_type() or "cpu"
-        self.model = real_model(setup).to(self.device).train()
+        with torch.device(self.device):
+            self.model = real_model(setup).to(self.device).train()
         with torch.no_grad():
             for parameter in self.model.parameters():  # adapters begin at zero: half of all gradients would be, too
                 if parameter.requires_grad and parameter.dim() > 1 and not parameter.any():
@@ -303,27 +314,35 @@ class Session:
         found: dict[str, Any] = {}
         if is_reference:
             torch.save({name: value.cpu() for name, value in gradients.items()}, path)
+            self._backward()
+            again = {name: value.grad for name, value in self.model.named_parameters() if value.grad is not None}
+            found["repeatable"] = _compared(again, torch.load(path, mmap=True))["first_difference"] is None
+            del again
         else:
             reference = torch.load(path, mmap=True)
             if gradients.keys() != reference.keys():
                 raise HfCkptError(f"gives {len(gradients)} gradients against {len(reference)}")
             found = _compared(gradients, reference)
+            del reference
+        del gradients  # or a step would hold two sets of them
         for _ in range(2):
             self.step()
         return found
 
     def peaks(self) -> dict[str, int | None]:
         """Of one step."""
-        before = self.running.count()
-        found = {"allocated_bytes": self._allocated()}
-        after = self.running.count()
-        found["recomputed"] = None if after is None or before is None else after - before
+        found: dict[str, int | None] = {}
         if self.device == "cpu":
             self.model.zero_grad(set_to_none=True)
+            release_freed_memory()  # of what came before
             self.meter.reset()
             self.step()
             found["reserved_bytes"] = self.meter.peak_bytes()
-        else:
+        before = self.running.count()
+        found["allocated_bytes"] = self._allocated()
+        after = self.running.count()
+        found["recomputed"] = None if after is None or before is None else after - before
+        if self.device != "cpu":
             found["reserved_bytes"] = self.meter.reserved_bytes()
         return found
 
@@ -355,15 +374,11 @@ class Session:
             self.step()
         return int(live.peak_bytes)
 
-    def timed(self, steps: int) -> list[float]:
-        """Seconds of each of so many steps, behind one that fills the processor's caches again."""
-        self.step()
-        found = []
-        for _ in range(steps):
-            with stopwatch() as seconds:
-                self.step()
-            found.append(seconds[0])
-        return found
+    def timed(self) -> float:
+        """Seconds of one step."""
+        with stopwatch() as seconds:
+            self.step()
+        return seconds[0]
 
 
 def _optimizer(setup: Setup, model: nn.Module) -> torch.optim.Optimizer:
@@ -412,7 +427,7 @@ class Forecaster:
 
     def plans(self) -> list[tuple[str, float, int, Plan]]:
         """(name, share, bytes, the fastest plan) of each of `BUDGETS`, by the times taken so far."""
-        costs = self.timings.costs()
+        costs = _restricted(self.timings.costs(), actions_for(self.blueprint))
         low, high = peak_of_least(costs), worst_timeline(costs, costs.uniform(0)).peak_bytes
         found = []
         for share in BUDGETS:
@@ -422,33 +437,53 @@ class Forecaster:
             found.append((name, share, limit, self.planned[name]))
         return found
 
-    def predictions(self) -> dict[str, Prediction]:
-        """Name of a row -> what it should need and take, by the times taken so far."""
+    def predictions(self) -> dict[str, tuple[int, float]]:
+        """Name of a row -> bytes and seconds that it should need and take, by the times taken so far."""
         costs, device = self.timings.costs(), self.device
         full = costs.actions.index(Action("full"))
-        plans: dict[str, Plan | None] = {}
         own = None if self.own_timings is None else self.own_timings.costs()
+        found = {}
         for option in usual_options(costs, device.host_bandwidth, own):
-            plans[option.name if option.name == NONE.name else f"{option.name} (HF)"] = option.plan
-        for name, save in SELECTIVE.items():
-            plans[name] = plan_of(costs, costs.uniform(costs.actions.index(Action("selective", save))))
+            name = option.name.removesuffix(" (transformers)")
+            found[name if name == NONE.name else f"{name} (HF)"] = option.peak_bytes, option.step_seconds
+        plans = {
+            name: plan_of(costs, costs.uniform(costs.actions.index(Action("selective", save))))
+            for name, save in SELECTIVE.items()
+        }
         plans["full"] = plan_of(costs, costs.uniform(full))
         if vocabulary_head(self.blueprint.base) is not None:
             chunked = chunked_head(costs, self.blueprint, self.step, device, trial, "auto")
             plans["head in chunks"] = plan_of(chunked, chunked.uniform(0))
             plans["full, head in chunks"] = plan_of(chunked, chunked.uniform(full))
-        if device.name != "cpu":
-            for option in further_options(costs, None, device.host_bandwidth, device.launch_nanoseconds):
-                plans[option.name] = option.plan
         for name, plan in self.planned.items():
             plans[name] = plan_of(costs, costs_behind([costs], plan)[1])
-        return {name: plan.prediction for name, plan in plans.items() if plan is not None and plan.prediction}
+        if device.name == "cpu":
+            del found["offload (HF)"]
+        else:
+            for option in further_options(costs, None, device.host_bandwidth, device.launch_nanoseconds):
+                found[option.name] = option.peak_bytes, option.step_seconds
+        for name, plan in plans.items():
+            assert plan.prediction is not None
+            found[name] = plan.prediction.peak_bytes, plan.prediction.step_seconds
+        return found
+
+
+def _restricted(costs: Costs, actions: Sequence[Action]) -> Costs:
+    """What a plan may choose from: those of `costs` that `actions` name."""
+    allowed = {number for number, action in enumerate(costs.actions) if action in actions}
+    stacks = (
+        dataclasses.replace(
+            stack, choices=tuple(tuple(number for number in here if number in allowed) for here in stack.choices)
+        )
+        for stack in costs.stacks
+    )
+    return dataclasses.replace(costs, stacks=tuple(stacks))
 
 
 def bench_peers(
     setups: Sequence[Setup],
     *,
-    repeats: int = 5,
+    repeats: int = 7,
     only: Sequence[str] = (),
     on_progress: Progress = lambda text: None,
     on_case: Callable[[PeerBench], None] = lambda found: None,
@@ -457,7 +492,7 @@ def bench_peers(
 
     Args:
         setups: models with their batches; their optimizer must be PyTorch's own.
-        repeats: turns of each way, of `STEPS` timed steps each.
+        repeats: timed steps of each way.
         only: groups or names of ways to leave all others out, but for `none`.
         on_progress: called before each part.
         on_case: called after each setup with all that has been found so far.
@@ -506,15 +541,14 @@ def _bench_case(setup: Setup, repeats: int, only: Sequence[str], on_progress: Pr
         case = _Case(setup, rows, Path(folder) / "gradients.pt", tell)
         if compat.accelerator_type() is None:
             facts = case.run(repeats, forecaster)
-            predictions: dict[str, Prediction] = forecaster.ask("predictions")
+            predictions: dict[str, tuple[int, float]] = forecaster.ask("predictions")
         else:  # whose memory is for one way alone
             predictions = forecaster.ask("predictions")
             forecaster.close()
             facts = case.run(repeats)
     for row in rows.values():
-        predicted = predictions.get(row.name)
-        if predicted is not None:
-            row.predicted_peak_bytes, row.predicted_seconds = predicted.peak_bytes, predicted.step_seconds
+        if row.name in predictions:
+            row.predicted_peak_bytes, row.predicted_seconds = predictions[row.name]
     if case.reference is None:
         first = rows[NONE]
         raise HfCkptError(f"nothing runs on {setup.model}; without checkpointing: {first.error}\n{first.details}")
@@ -531,8 +565,8 @@ class _Case:
         """The first that ran."""
 
     def run(self, repeats: int, forecaster: Worker | None = None) -> dict[str, int]:
-        """With a forecaster all ways are alive together and take turns, and so does it, because the speed of machines
-        is not constant; without one they run one after the other."""
+        """With a forecaster all ways are alive together and take turns, and so does it; without one they run one after
+        the other. The speed of machines is not constant: a step of the reference is run before and after each step."""
         with contextlib.ExitStack() as alive:
             workers: dict[Peer, Worker] = {}
             for peer in self.rows:
@@ -543,37 +577,58 @@ class _Case:
                 if forecaster is not None:
                     workers[peer] = worker
                     continue
-                for _ in range(repeats):
-                    self._time(peer, worker)
+                self._time([(peer, worker)] * repeats)
                 worker.close()
             for number in range(repeats if forecaster is not None else 0):
                 self.tell(f"repeat {number + 1} of {repeats}")
                 assert forecaster is not None
                 forecaster.ask("take")
-                order = list(workers)
+                order = list(workers.items())
                 start = number * max(1, len(order) // repeats) % max(1, len(order))
-                for peer in (*order[start:], *order[:start]):
-                    self._time(peer, workers[peer])
-        base = [] if self.reference is None else self.rows[self.reference].step_seconds
-        for row in self.rows.values():
-            row.time_ratios = [mine / none for mine, none in zip(row.step_seconds, base, strict=False)]
-            row.tokens_per_second = self.facts["tokens"] / row.seconds if row.seconds else None
+                self._time([*order[start:], *order[:start]], workers)
+        self._conclude()
         return self.facts
+
+    def _time(self, turns: Sequence[tuple[Peer, Worker]], workers: Mapping[Peer, Worker] | None = None) -> None:
+        """One step of each. Where all are alive, the reference runs a step between any two of them."""
+        between = None if workers is None or self.reference is None else workers[self.reference]
+        before = None if between is None else float(between.ask("timed"))
+        for peer, worker in turns:
+            row = self.rows[peer]
+            if row.error is not None:
+                continue
+            with self._failing(peer):
+                seconds = worker.ask("timed")
+                after = None if between is None else float(between.ask("timed"))
+                row.step_seconds.append(seconds)
+                if before is not None and after is not None:
+                    row.reference_seconds.append((before + after) / 2)
+                before = after
+
+    def _conclude(self) -> None:
+        """What follows from the times of all."""
+        if self.reference is None:
+            return
+        first = self.rows[self.reference]
+        base = median([*first.step_seconds, *(found for row in self.rows.values() for found in row.reference_seconds)])
+        for row in self.rows.values():
+            row.reference_seconds = row.reference_seconds or first.step_seconds[: len(row.step_seconds)]
+            ratio = row.time_ratio
+            if ratio is not None and base is not None:
+                row.seconds = ratio * base
+                row.tokens_per_second = self.facts["tokens"] / row.seconds
 
     def _prepare(self, peer: Peer, worker: Worker) -> None:
         row = self.rows[peer]
         with self._failing(peer):
             vars(row).update(worker.ask("compare", self.path, self.reference is None))
+            vars(row).update(worker.ask("peaks"))
             if self.reference is None:
                 self.reference, self.facts = peer, worker.ask("facts")
-            vars(row).update(worker.ask("peaks"))
+            row.repeatable = self.rows[self.reference].repeatable
             if not row.compiled:
-                row.live_bytes = worker.ask("live_peak")
-
-    def _time(self, peer: Peer, worker: Worker) -> None:
-        if self.rows[peer].error is None:
-            with self._failing(peer):
-                self.rows[peer].step_seconds += worker.ask("timed", STEPS)
+                with contextlib.suppress(WorkerError):  # not every library bears to be watched
+                    row.live_bytes = worker.ask("live_peak")
 
     @contextlib.contextmanager
     def _failing(self, peer: Peer) -> Iterator[None]:
@@ -697,22 +752,40 @@ def _largest_of(peer: Peer, setup: Setup, what: str, budget_bytes: int, most: in
 
 
 def _peak(peer: Peer, setup: Setup, budget_bytes: int, blueprint: Blueprint) -> int:
-    if peer in (PLANNED, PLANNED_CHUNKED):
-        peer = _planned(peer, setup, budget_bytes, blueprint)
+    """Measured; of plans the lowest of some, because the fastest one fills the budget to its prediction's last byte."""
+    if peer not in (PLANNED, PLANNED_CHUNKED):
+        return _measured_peak(peer, setup)
+    ways = _ways(peer, setup, blueprint)
+    limit, peak = budget_bytes, None
+    for _ in range(3):
+        try:
+            plan = plan_within(ways, limit, this_device().name)
+        except InfeasibleError:
+            break
+        peak = _measured_peak(dataclasses.replace(peer, options=plan), setup)
+        if peak <= budget_bytes:
+            break
+        limit = limit * budget_bytes // peak
+    if peak is None:
+        raise InfeasibleError(budget_bytes, peak_of_least(ways), {}, (), "no plan fits")
+    return peak
+
+
+def _measured_peak(peer: Peer, setup: Setup) -> int:
     with Worker(Session, setup, peer, preload=_PRELOAD) as worker:
         return int(worker.ask("largest_peak"))
 
 
-def _planned(peer: Peer, setup: Setup, budget_bytes: int, blueprint: Blueprint) -> Peer:
-    """`peer` with the plan for that setup in the place of its spec."""
+def _ways(peer: Peer, setup: Setup, blueprint: Blueprint) -> tuple[Costs, ...]:
+    """What a plan for that setup may be made of."""
     assert isinstance(peer.options, Mapping)
     device, step = this_device(), step_of_setup(setup, blueprint)
     head = peer.options.get("head", "full")
     if head != "full" and vocabulary_head(blueprint.base) is None:
         raise HfCkptError(f"{type(blueprint.base).__name__} has no head over a vocabulary")
-    ways = all_variants(trace_costs(blueprint, step, device, trial), blueprint, step, device, trial, head=head)
-    return dataclasses.replace(peer, options=plan_within(ways, budget_bytes, device.name))
+    costs = trace_costs(blueprint, step, device, trial)
+    return all_variants(costs, blueprint, step, device, trial, head=head)
 
 
 def _ran_out(error: WorkerError) -> bool:
-    return "out of memory" in str(error).lower() or "exit code -9" in str(error)
+    return compat.is_out_of_memory(RuntimeError(str(error))) or "exit code -9" in str(error)

@@ -82,13 +82,15 @@ def budgets_as_markdown(result: PeerBench, shares: Sequence[float]) -> str:
 def legend(result: PeerBench) -> str:
     """What the columns mean, and where they were measured."""
     found = result.circumstances
+    compared = " or ".join(dict.fromkeys(case.reference for case in result.cases))
     return (
         f"{found['device']}, {found['threads']} threads of {found['cpus']} CPUs; torch {found['torch']}, transformers "
         f"{found['transformers']}, {found['date']}\n"
         "peak:    of the allocator, through a whole optimizer step: weights, gradients and optimizer state included\n"
         "live:    the same, as a count of all live tensors (MiB)\n"
         "taken:   what the process holds, on a CPU its resident size; on an accelerator what its allocator took (MiB)\n"
-        f"step:    forward, backward and optimizer, median of the steps of {result.repeats} interleaved turns\n"
+        f"step:    forward, backward and optimizer; median over the steps of {compared} right before and after, "
+        f"{result.repeats} times; on an accelerator one way after the other\n"
         "error:   measured over predicted, less 1\n"
         "*:       on the frontier: no other way is as fast with as little memory (compiled ones aside)"
     )
@@ -170,7 +172,7 @@ def _budget_cells(case: PeerCase) -> list[tuple[str, ...]]:
 
 def _short(plan: str) -> str:
     """What a plan does, without its heading and classes; the stack is named where there are several."""
-    lines = [re.sub(r" \([^)]* x \w+\)", "", line.strip()) for line in plan.splitlines()[1:]]
+    lines = [re.sub(r" \(\d+ x [^)]*\)", "", line.strip()) for line in plan.splitlines()[1:]]
     return "; ".join(lines if len(lines) > 1 else [line.partition(": ")[2] for line in lines])
 
 
@@ -180,13 +182,14 @@ def _markdown(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int]) -> Table:
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", pad_edge=False, collapse_padding=True)
+    table = Table(title=escape(title), title_justify="left", pad_edge=False, collapse_padding=True)
     for place, name in enumerate(names):
         table.add_column(name, justify="left" if place in left else "right")
     for cells in rows:
-        table.add_row(*cells)
+        table.add_row(*map(escape, cells))
     return table
 
 

@@ -10,12 +10,13 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import accelerate
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hf_ckpt import compat
-from hf_ckpt.engines.sac import operations
+from hf_ckpt.engines.sac import looked_up
 from hf_ckpt.errors import HfCkptError, MissingDependencyError
 from hf_ckpt.families import base_model, vocabulary_head
 from hf_ckpt.install import describe, trial
@@ -23,7 +24,17 @@ from hf_ckpt.plan import Plan
 
 OURS, COMPILED = "hf_ckpt", "torch.compile"
 GROUPS = ("none", "transformers", "torch SAC", "TRL", COMPILED, OURS)
-_MATMULS, _ATTENTION = ("linear",), ("attention",)
+MATMULS = ("aten.mm.default", "aten.addmm.default")
+"""torchtitan counts and saves `mm`; `addmm` is the same with a bias, as Transformers' GPT-2 and BERT have it."""
+ATTENTION = (
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_attention_math.default",
+    "aten._scaled_dot_product_fused_attention_overrideable.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+)
+"""torchtitan's, and the CPU's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +93,9 @@ def _sac(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
 
 
 def _contexts(save: tuple[str, ...], every: int = 1) -> compat.Contexts:
-    """Every `every`-th product of matrices of a block is recomputed, from the second on; 1 keeps them all.
-
-    That of torchtitan's op list (`_op_sac_save_list` with its count of `mm` of forward and recomputation apart), where
-    `addmm` counts as `mm`, because Transformers' GPT-2 and BERT have biases.
-    """
-    stay, products = operations(save), operations(_MATMULS)
+    """The results of the operations `save` stay, but those of every `every`-th product of matrices in a block; 1 keeps
+    them all. Products are counted in forward and recomputation apart, as torchtitan does with its op list."""
+    stay, products = looked_up(save), looked_up(MATMULS)
     counts = {False: itertools.count(1), True: itertools.count(1)}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -107,8 +115,12 @@ def _trl(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
         from trl.models.activation_offloading import get_act_offloading_ctx_manager
     except ImportError as error:
         raise MissingDependencyError("trl", "TRL's activation offloading", "pip install trl") from error
-    manager = get_act_offloading_ctx_manager(model, **options)  # one for all steps, as TRL's trainers have it
-    yield Running(model, around=lambda: manager)
+    accelerate.PartialState()  # a Trainer has made it; TRL's logger needs it
+    manager = get_act_offloading_ctx_manager(model)  # one for all steps, as TRL's trainers have it
+    with contextlib.ExitStack() as checkpointing:
+        if options["full"]:
+            checkpointing.enter_context(compat.own_checkpointing(base_model(model)))
+        yield Running(model, around=lambda: manager)
 
 
 @contextlib.contextmanager
@@ -153,10 +165,11 @@ PEERS = (
     Peer("full (HF)", "transformers", {}),
     *(Peer(f"every_n_layers: {every} (HF)", "transformers", {"every_n_layers": every}) for every in EVERY),
     Peer("offload (HF)", "transformers", {"offload": True}, to_host=True),
-    Peer("SAC, all matmuls + attention", "torch SAC", {"save": (*_MATMULS, *_ATTENTION)}),
-    Peer("SAC, every 2nd matmul + attention", "torch SAC", {"save": (*_MATMULS, *_ATTENTION), "every": 2}),
-    Peer("SAC, attention", "torch SAC", {"save": _ATTENTION}),
-    Peer("activation offloading (TRL)", "TRL", {}, to_host=True),
+    Peer("SAC, all matmuls + attention", "torch SAC", {"save": (*MATMULS, *ATTENTION)}),
+    Peer("SAC, every 2nd matmul + attention", "torch SAC", {"save": (*MATMULS, *ATTENTION), "every": 2}),
+    Peer("SAC, attention", "torch SAC", {"save": ATTENTION}),
+    Peer("activation offloading (TRL)", "TRL", {"full": False}, to_host=True),
+    Peer("full, activation offloading (TRL)", "TRL", {"full": True}, to_host=True),
     *(Peer(f"compiled, budget {share:g}", COMPILED, {"share": share}) for share in SHARES),
 )
 """What others offer; the first is what everything is compared with."""

@@ -192,8 +192,7 @@ def real_inputs(setup: Setup, model: nn.Module, device: str, seed: int = 0) -> d
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, Any] = {}
     for name, shaped in step_of_model(setup, model).batch.items():
-        per_sequence = name == "labels" and shaped.dim() == 1
-        most = base.config.num_labels if per_sequence else base.config.vocab_size
+        most = _labels(base) if name == "labels" else base.config.vocab_size
         found[name] = torch.randint(most, shaped.shape, generator=generator)
     found["attention_mask"] = torch.ones_like(found["attention_mask"])
     if setup.padded:
@@ -204,6 +203,15 @@ def real_inputs(setup: Setup, model: nn.Module, device: str, seed: int = 0) -> d
     if compat.wants_use_cache(base):
         found["use_cache"] = False
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+
+
+def _labels(base: nn.Module) -> int:
+    """How many values a label may have."""
+    name = type(base).__name__
+    if name.endswith("ForMultipleChoice"):
+        return 1  # one choice each
+    config: Any = base.config
+    return int(config.num_labels if name.endswith("Classification") else config.vocab_size)
 
 
 def optimizer_for(setup: Setup, model: nn.Module) -> torch.optim.Optimizer | None:

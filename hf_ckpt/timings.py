@@ -1,8 +1,8 @@
 """Times of the actions, measured on this machine, in the place of a table's.
 
-Two shallow models with random weights are really run, one two blocks deeper than the other, under each action in turn:
-what the deeper one takes longer is two blocks. The optimizer's step is timed apart. Only times are replaced; bytes stay
-as they were traced.
+Two shallow models with random weights are really run, one some blocks deeper than the other, under each action in
+turn: what the deeper one takes longer is those blocks. The optimizer's step is timed apart. Only times are replaced;
+bytes stay as they were traced.
 """
 
 from __future__ import annotations

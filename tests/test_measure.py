@@ -218,22 +218,24 @@ def test_allocations_of_the_cpu_by_hand():
 
 
 def test_allocations_within_an_operation_are_seen():
-    """A matrix that is copied to be multiplied is gone when the operation ends."""
-    matrix = torch.ones(64, 64, dtype=torch.float16)
-    with LiveBytes({"matrix": matrix}) as live, CpuAllocations() as found:
-        torch.linalg.matrix_norm(matrix.float())
-    assert found.peak_bytes >= live.peak_bytes - live.start_bytes >= 4 * 64 * 64
+    """The CPU's attention kernel takes room for a block of scores, which is nobody's tensor."""
+    query = torch.rand(1, 8, 256, 64)
+    with LiveBytes({"query": query}) as live:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    with CpuAllocations() as found:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    assert found.peak_bytes > 1.1 * (live.peak_bytes - live.start_bytes) >= query.nbytes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_freed_memory_is_kept():
-    """64 MiB in pieces that glibc would give back at once."""
+    """128 MiB in pieces, a large one among them, that glibc would give back at once."""
     code = """if True:
         import sys, psutil, torch
         from hf_ckpt.measure import keep_freed_memory
         if sys.argv[1] == "keep":
             keep_freed_memory()
-        held = [torch.ones(2**20) for _ in range(16)]
+        held = [torch.ones(2**20) for _ in range(16)] + [torch.ones(2**24)]
         before = psutil.Process().memory_info().rss
         del held
         print(before - psutil.Process().memory_info().rss)
@@ -242,4 +244,4 @@ def test_freed_memory_is_kept():
         int(subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True).stdout)
         for how in ("keep", "leave")
     ]
-    assert given_back[0] < 8 * 2**20 < 32 * 2**20 < given_back[1]
+    assert given_back[0] < 8 * 2**20 < 100 * 2**20 < given_back[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import re
@@ -9,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt import cli, compat, peerbench, peerreport, report
 from hf_ckpt.errors import HfCkptError, InfeasibleError, MissingDependencyError, WorkerError
@@ -16,7 +18,6 @@ from hf_ckpt.peerbench import (
     BUDGETS,
     PLANNED,
     PLANNED_CHUNKED,
-    STEPS,
     LargestBench,
     LargestRow,
     PeerBench,
@@ -28,12 +29,14 @@ from hf_ckpt.peerbench import (
     known_ways,
 )
 from hf_ckpt.peers import COMPILED, NONE, OUR_PEERS, OURS, PEERS, Peer
+from hf_ckpt.plan import Action, Plan
 from hf_ckpt.setups import Setup
 from hf_ckpt.tiny import FAMILIES, tiny_model
 from hf_ckpt.workers import _told
 
 EAGER = [peer for peer in (*PEERS, *OUR_PEERS) if peer.group != COMPILED and not peer.to_host]
-TO_HOST = ["offload (HF)", "activation offloading (TRL)", "offload"]
+TRL = ["activation offloading (TRL)", "full, activation offloading (TRL)"]
+TO_HOST = ["offload (HF)", *TRL, "offload"]
 NAMED = {peer.name: peer for peer in (*PEERS, *OUR_PEERS)}
 
 
@@ -73,7 +76,9 @@ def configs(tmp_path_factory):
     """Family -> config of a model whose activations outweigh its weights."""
     folder = tmp_path_factory.mktemp("configs")
     for family in FAMILIES:
-        tiny_model(family, hidden=32, attention="sdpa").config.save_pretrained(folder / family)
+        model = tiny_model(family, layers=5, hidden=32, attention="sdpa")
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder / family)
     return {family: str(folder / family / "config.json") for family in FAMILIES}
 
 
@@ -87,7 +92,7 @@ def measured(setup, peer, path):
     session = Session(setup, peer)
     with session._exit:
         found = session.compare(path, peer is NONE)
-        return {**found, **session.peaks(), "live_bytes": session.live_peak(), "seconds": min(session.timed(2))}
+        return {**found, **session.peaks(), "live_bytes": session.live_peak(), "seconds": session.timed()}
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +129,54 @@ def test_ways_save_what_they_say(figures):
     peak = {name: row["allocated_bytes"] for name, row in figures.items()}
     assert peak["none"] > peak["every_n_layers: 4 (HF)"] > peak["every_n_layers: 2 (HF)"] > peak["full (HF)"]
     assert peak["none"] > peak["SAC, all matmuls + attention"] > peak["SAC, every 2nd matmul + attention"]
-    assert peak["SAC, every 2nd matmul + attention"] > peak["SAC, attention"] >= peak["full"]
+    assert peak["SAC, every 2nd matmul + attention"] > peak["SAC, attention"] > peak["full"]
     assert peak["none"] > peak["selective"] > peak["selective, save attention"]
     assert peak["full"] == pytest.approx(peak["full (HF)"], rel=0.001)
     assert peak["head in chunks"] < peak["none"]
 
 
+class Watching(TorchDispatchMode):
+    """Counts products of matrices and attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "products", "attention"),
+    [
+        ("none", 0, 0),
+        ("SAC, all matmuls + attention", 0, 0),
+        ("SAC, every 2nd matmul + attention", 3, 0),  # k_proj, o_proj and up_proj of seven
+        ("SAC, attention", 6, 0),  # but for the last, which nothing needs
+        ("full (HF)", 6, 1),
+    ],
+)
+def test_what_is_run_again_in_a_block(setup, here, name, products, attention):
+    """Against no checkpointing, in a LLaMA of 5 blocks."""
+    counts = {}
+    for way in ("none", name):
+        session = Session(setup, NAMED[way])
+        with session._exit:
+            session.step()
+            with Watching() as watching:
+                session._backward()
+        counts[way] = watching.counts
+    more = {operation: counts[name][operation] - counts["none"][operation] for operation in counts[name]}
+    found = {
+        kind: sum(count for operation, count in more.items() if kind in operation) for kind in ("aten.mm", "_flash")
+    }
+    assert found == {"aten.mm": 4 * products, "_flash": 4 * attention}
+
+
 def test_transformers_runs_each_of_its_blocks_again(figures):
     names = ("full (HF)", "every_n_layers: 2 (HF)", "every_n_layers: 3 (HF)", "every_n_layers: 4 (HF)")
-    assert [figures[name]["recomputed"] for name in names] == [4, 2, 2, 1]
+    assert [figures[name]["recomputed"] for name in names] == [5, 3, 2, 2]
 
 
 @pytest.mark.parametrize("name", TO_HOST)
@@ -149,7 +193,7 @@ def test_every_way_that_moves_is_known():
 def test_trl_is_not_there(setup, here, monkeypatch):
     monkeypatch.setitem(sys.modules, "trl.models.activation_offloading", None)
     with pytest.raises(MissingDependencyError, match="pip install trl"):
-        Session(setup, Peer("activation offloading", "TRL", {}))
+        Session(setup, Peer("activation offloading", "TRL", {"full": False}))
 
 
 def test_transformers_without_these_options(setup, here, monkeypatch):
@@ -179,7 +223,7 @@ def test_a_compiled_budget_is_kept(setup, here, monkeypatch, tmp_path):
         peaks[share] = row["allocated_bytes"]
         torch._dynamo.reset()
     assert peaks[0.3] < 0.9 * peaks[1.0]
-    assert peaks[1.0] <= 1.01 * plain["allocated_bytes"]
+    assert peaks[1.0] <= 1.05 * plain["allocated_bytes"]
     assert config.activation_memory_budget == before
 
 
@@ -198,7 +242,7 @@ def test_accumulated_micro_steps_add_up(configs, here):
         session._backward()
     pairs = zip(once.model.parameters(), twice.model.parameters(), strict=True)
     assert all(torch.allclose(one.grad, two.grad, atol=1e-6) for one, two in pairs)  # the same batch, half of it twice
-    assert twice.facts() == {"blocks": 4, "tokens": 2 * 2 * 16}
+    assert twice.facts() == {"blocks": 5, "tokens": 2 * 2 * 16}
 
 
 def test_optimizers_that_torch_does_not_have(configs, here):
@@ -221,7 +265,7 @@ def test_peaks_are_those_predicted(configs, here, family):
         *("offload (HF)", "offload"),
         *(("head in chunks", "full, head in chunks") if family == "bert" else ()),
     }
-    assert len(ran) == 13 + (0 if family == "bert" else 2)
+    assert len(ran) == 14 + (0 if family == "bert" else 2)
     assert all(row.peak_error is not None and row.seconds_error is not None for row in ran)
     assert {row.name: row.peak_error for row in ran if abs(row.peak_error) > 0.05} == {}
     lines = case.at_budgets()
@@ -238,8 +282,8 @@ def test_a_way_that_fails_is_a_row_that_says_so(setup, here, monkeypatch):
     assert "no_such_option" in rows["broken"].error
     assert "1 problem in the activation checkpointing spec" in rows["misspelt"].error
     assert rows["misspelt"].details.startswith("Traceback")
-    assert all(len(row.step_seconds) == (0 if row.error else 2 * STEPS) for row in rows.values())
-    assert rows["none"].time_ratios == [1.0] * 2 * STEPS
+    assert all(len(row.step_seconds) == (0 if row.error else 2) for row in rows.values())
+    assert all(len(row.reference_seconds) == len(row.step_seconds) for row in rows.values())
     assert saved == [1]
 
 
@@ -268,7 +312,7 @@ def test_ways_run_one_after_the_other_where_they_share_a_device(setup, here, mon
     apart = bench_peers([setup], repeats=2, only=["full (HF)"])
     assert max(most) == 2  # the forecaster is not told to go before, because this is a CPU
     for case in (together.cases[0], apart.cases[0]):
-        assert [len(row.step_seconds) for row in case.rows] == [2 * STEPS] * 7
+        assert [len(row.step_seconds) for row in case.rows] == [2] * 7
     pairs = zip(together.cases[0].rows, apart.cases[0].rows, strict=True)
     assert all(one.recomputed == other.recomputed or one.plan for one, other in pairs)
 
@@ -287,7 +331,7 @@ def test_where_none_does_not_run_the_first_that_does_is_the_reference(setup, her
     rows = {row.name: row for row in case.rows}
     assert case.reference == "full (HF)"
     assert rows["none"].error == "OutOfMemoryError: CUDA out of memory. Tried to allocate"
-    assert rows["full (HF)"].time_ratios == [1.0] * STEPS
+    assert len(rows["full (HF)"].reference_seconds) == 1
     assert rows["selective"].difference == 0.0
     assert found.ok
     assert PeerBench.from_dict(found.to_dict()).cases[0].reference == "full (HF)"
@@ -296,7 +340,7 @@ def test_where_none_does_not_run_the_first_that_does_is_the_reference(setup, her
 
 
 def test_where_nothing_runs(setup, here):
-    with pytest.raises(HfCkptError, match="nothing runs on .* but not with lion"):
+    with pytest.raises(HfCkptError, match=r"nothing runs on .* but not with lion"):
         bench_peers([dataclasses.replace(setup, optimizer="lion")], repeats=1, only=["TRL"])
 
 
@@ -307,7 +351,8 @@ def test_ways_that_nobody_knows():
 
 
 def row(name, group, peak, ratio, **more):
-    return PeerRow(name, group, allocated_bytes=peak, step_seconds=[ratio] * 3, time_ratios=[ratio] * 3, **more)
+    times = {"step_seconds": [ratio] * 3, "reference_seconds": [1.0] * 3, "seconds": ratio}
+    return PeerRow(name, group, allocated_bytes=peak, **times, **more)
 
 
 PLAN = "LlamaForCausalLM (family llama), 2 of 4 blocks planned\n  decoder (4 x LlamaDecoderLayer): keep 0-1; full 2-3"
@@ -323,6 +368,7 @@ def made_up(**changes):
         PeerRow("offload", OURS, error="needs an accelerator"),
         row("planned for 50%", OURS, 55, 1.1, recomputed=2, budget_share=0.5, budget_bytes=60, plan=PLAN),
         row("planned for 10%", OURS, 41, 1.5, recomputed=4, budget_share=0.1, budget_bytes=39, plan=PLAN),
+        PeerRow("planned for 70%", OURS, error="[/no] memory", budget_share=0.7, budget_bytes=80, plan=PLAN),
     ]
     for name, found in changes.items():
         rows[int(name.removeprefix("row"))] = found
@@ -335,7 +381,8 @@ def made_up(**changes):
 def test_frontier_and_budgets_by_hand():
     case = made_up().cases[0]
     assert [found.name for found in case.rows if found.frontier] == ["none", "full (HF)", "planned for 50%"]
-    half, tenth = case.at_budgets()
+    half, tenth, failed = case.at_budgets()
+    assert (failed.fits, failed.ratio, failed.ahead) == (False, None, False)
     assert (half.rival, half.fits, half.ahead) == ("every_n_layers: 2 (HF)", True, True)
     assert half.ratio == pytest.approx(1.1 / 1.2)
     assert (tenth.rival, tenth.fits, tenth.ratio, tenth.ahead) == (None, False, None, False)
@@ -353,6 +400,7 @@ def test_errors_of_predictions():
         (row("full", OURS, 40, 1.5, recomputed=0), "nothing was run again"),
         (row("full", OURS, 40, 1.5, recomputed=4, first_difference="a.weight"), "gradients differ: a.weight"),
         (row("head in chunks", OURS, 40, 1.5, recomputed=4, first_difference="a.weight"), None),
+        (row("full", OURS, 40, 1.5, recomputed=4, first_difference="a.weight", repeatable=False), None),
         (row("full", OURS, 40, 1.5, recomputed=0, plan=PLAN), None),  # a plan may keep all
     ],
 )
@@ -420,6 +468,35 @@ def test_what_cannot_be_planned_does_not_fit(setup, here):
     assert None in found.rows[1].tried.values()
 
 
+def test_a_plan_that_is_predicted_too_low_is_made_again_for_less(configs, here, monkeypatch):
+    setup = Setup(configs["gpt2"], batch=4, tokens=64, dtype="float32")
+    measured_peak, given = peerbench._measured_peak, []
+
+    def two_percent_more(peer, setup):
+        given.append(peer.options)
+        return measured_peak(peer, setup) * 102 // 100
+
+    monkeypatch.setattr(peerbench, "_measured_peak", two_percent_more)
+    none, planned = bench_largest(setup, "batch", 6 * 2**20, only=[PLANNED.name]).rows
+    assert planned.largest > 1.2 * none.largest
+    assert planned.tried[planned.largest] <= 6 * 2**20
+    limits = [plan.prediction.budget_bytes for plan in given if isinstance(plan, Plan)]
+    assert min(limits) < max(limits) == 6 * 2**20
+
+
+def test_plans_choose_from_what_users_plans_choose_from(configs, here):
+    forecaster = peerbench.Forecaster(Setup(configs["llama"], batch=2, tokens=32, dtype="float32"))
+    forecaster.take()
+    costs = forecaster.timings.costs()
+    linear = costs.actions.index(Action("selective", ("linear",)))
+    made = peerbench._restricted(costs, peerbench.actions_for(forecaster.blueprint))
+    assert all(linear in here for stack in costs.stacks for here in stack.choices)
+    assert not any(linear in here for stack in made.stacks for here in stack.choices)
+    for *_, plan in forecaster.plans():
+        assert Action("selective", ("linear",)) not in dict(plan.actions).values()
+    assert {"none", "full (HF)", "selective, save linear", "planned for 50%"} <= forecaster.predictions().keys()
+
+
 def test_memory_that_runs_out_does_not_fit(setup, here, monkeypatch):
     def peak(peer, setup, budget_bytes, blueprint):
         if setup.batch > 9:
@@ -471,7 +548,7 @@ def test_the_command_with_processes_of_their_own(configs, tmp_path, capsys):
     assert rows["offload"]["error"].startswith("needs an accelerator")
     assert rows["full (HF)"]["difference"] == 0.0
     assert rows["full (HF)"]["reserved_bytes"] > 50 * 2**20
-    assert len(rows["full (HF)"]["step_seconds"]) == STEPS
+    assert len(rows["full (HF)"]["step_seconds"]) == 1
     assert files["png"].stat().st_size > 10_000
     capsys.readouterr()
     assert cli.main(["bench", "peers", "--show", str(files["json"]), "--markdown", str(tmp_path / "peers.md")]) == 0
@@ -484,7 +561,7 @@ def test_the_command_for_the_largest(configs, tmp_path, capsys):
     words += ["--budget", "1GiB", "--only", "TRL", "--json", str(tmp_path / "most.json")]
     assert cli.main(words) == 0
     found = json.loads((tmp_path / "most.json").read_text())
-    assert [one["largest"] for one in found["rows"]] == [512, None]
+    assert [one["largest"] for one in found["rows"]] == [512, None, None]
     assert "most tokens within 1.00 GiB" in capsys.readouterr().out
 
 

@@ -61,7 +61,7 @@ MILLIONS = {
     "mini-llama": 2 * 0.524 + 8 * 3.163,
     "mini-gpt2": 0.524 + 2.097 + 8 * 3.152,
     "mini-bert": 0.524 + 2.097 + 8 * 3.153 + 0.263,
-    "mini-t5": 0.524 + 5 * (3.147 + 4.196),
+    "mini-t5": 0.524 + 4 * (3.147 + 4.196),
 }
 DEPTHS = {
     "bert-base": [12],
@@ -80,7 +80,7 @@ DEPTHS = {
     "mini-llama": [8],
     "mini-gpt2": [8],
     "mini-bert": [8],
-    "mini-t5": [5, 5],
+    "mini-t5": [4, 4],
 }
 each_preset = pytest.mark.parametrize("name", NAMES)
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -476,6 +476,13 @@ def test_real_inputs_that_are_padded(config_file):
     inputs = real_inputs(setup, real_model(setup), "cpu")
     assert inputs["attention_mask"].sum(1).tolist() == [16, 12]
     assert (inputs["labels"] == -100).sum(1).tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("name", ["BertForTokenClassification", "BertForMultipleChoice", "BertForMaskedLM"])
+def test_real_labels_are_ones_that_the_task_has(config_file, name):
+    setup = Setup(config_file("bert"), batch=3, tokens=16, architecture=name)
+    model = real_model(setup)
+    assert torch.isfinite(model(**real_inputs(setup, model, "cpu")).loss)
 
 
 def test_models_at_their_own_depth(config_file):

@@ -8,7 +8,7 @@ https://docs.pytorch.org/docs/stable/checkpoint.html#torch.utils.checkpoint.crea
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,8 +47,12 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
 @functools.cache
 def operations(save: tuple[str, ...]) -> frozenset[Any]:
     """The operations of these classes that this build of torch has."""
-    found = (_lookup(name) for op_class in save for name in OPERATIONS[op_class])
-    return frozenset(operation for operation in found if operation is not None)
+    return looked_up(name for op_class in save for name in OPERATIONS[op_class])
+
+
+def looked_up(names: Iterable[str]) -> frozenset[Any]:
+    """Those of the operations, as `aten.mm.default`, that this build of torch has."""
+    return frozenset(operation for name in names if (operation := _lookup(name)) is not None)
 
 
 def _lookup(name: str) -> Any | None:
