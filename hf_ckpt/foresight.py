@@ -28,7 +28,7 @@ from hf_ckpt.measure import device_memory
 from hf_ckpt.plan import Plan
 from hf_ckpt.setups import Setup, blueprint_of_setup, learned_positions, step_of_setup
 from hf_ckpt.timeline import Costs, Timeline, worst_timeline
-from hf_ckpt.timings import ShallowModels, measured
+from hf_ckpt.timings import ShallowModels, depths_of, measured
 from hf_ckpt.units import parse_bytes, parse_fraction
 from hf_ckpt.variants import all_variants, transformers_costs
 
@@ -126,10 +126,10 @@ def foresee(setup: Setup, asked: Questions, *, on_progress: Progress | None = No
     own = transformers_costs(costs, blueprint, step, device, own_trial)
     if asked.measure:
         models = ShallowModels(setup)
-        apart = own is not costs
-        costs = measured(costs, models.step_seconds, tell, optimizer_seconds=models.optimizer_seconds)
-        own_seconds = functools.partial(models.step_seconds, apply=own_trial)
-        own = measured(own, own_seconds, tell, optimizer_seconds=models.optimizer_seconds) if apart else costs
+        apart, depths = own is not costs, depths_of(costs)
+        time = functools.partial(measured, depths=depths, optimizer_seconds=models.optimizer_seconds)
+        costs = time(costs, models.step_seconds, tell)
+        own = time(own, functools.partial(models.step_seconds, apply=own_trial), tell) if apart else costs
     ways = ways_of(costs, setup)
 
     def peak_with(name: str, number: int) -> int:

@@ -50,7 +50,7 @@ from hf_ckpt.setups import (
     step_of_setup,
 )
 from hf_ckpt.timeline import Costs, worst_timeline
-from hf_ckpt.timings import REPEATS, ShallowModels, Timings
+from hf_ckpt.timings import REPEATS, ShallowModels, Timings, depths_of
 from hf_ckpt.variants import all_variants, transformers_costs
 from hf_ckpt.workers import Worker
 
@@ -414,9 +414,10 @@ class Forecaster:
         models = ShallowModels(setup)
         costs = trace_costs(self.blueprint, self.step, self.device, trial, actions=actions)
         own = transformers_costs(costs, self.blueprint, self.step, self.device, own_trial)
-        self.timings = Timings(costs, models.step_seconds, models.optimizer_seconds, depths=DEPTHS)
+        depths = depths_of(costs, DEPTHS)
+        self.timings = Timings(costs, models.step_seconds, models.optimizer_seconds, depths=depths)
         own_seconds = functools.partial(models.step_seconds, apply=own_trial)
-        self.own_timings = None if own is costs else Timings(own, own_seconds, models.optimizer_seconds, depths=DEPTHS)
+        self.own_timings = None if own is costs else Timings(own, own_seconds, models.optimizer_seconds, depths=depths)
         self.planned: dict[str, Plan] = {}
 
     def take(self) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.cost import Apply
+from hf_ckpt.errors import HfCkptError
 from hf_ckpt.families import find_blocks
 from hf_ckpt.install import trial
 from hf_ckpt.measure import device_name, stopwatch
@@ -33,6 +34,17 @@ StepSeconds = Callable[[int, Action], float]
 
 OptimizerSeconds = Callable[[int], float | None]
 """Blocks in every stack -> seconds of the optimizer's step; None where it cannot be run."""
+
+
+def depths_of(costs: Costs, wanted: tuple[int, int] = DEPTHS) -> tuple[int, int]:
+    """Two depths to time shallow models at, `wanted` where the model is as deep. Raises `HfCkptError` for one block."""
+    most = min(len(stack.blocks) for stack in costs.stacks)
+    if most < 2:
+        raise HfCkptError(
+            "times of blocks are measured on models of two depths, but a stack of this one has one block."
+        )
+    high = min(wanted[1], most)
+    return min(wanted[0], high - 1), high
 
 
 class Timings:

@@ -20,10 +20,10 @@ from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.foresight import Questions, foresee, largest
 from hf_ckpt.install import own_trial, trial
 from hf_ckpt.measure import LiveBytes
-from hf_ckpt.plan import Plan
+from hf_ckpt.plan import KEEP, Plan
 from hf_ckpt.setups import Setup, blueprint_of_setup, real_inputs, real_model, step_of_setup
 from hf_ckpt.timeline import step_nanoseconds
-from hf_ckpt.timings import ShallowModels, measured
+from hf_ckpt.timings import ShallowModels, depths_of, measured
 from hf_ckpt.tiny import tiny_batch, tiny_model
 from hf_ckpt.variants import all_variants, transformers_costs
 
@@ -198,6 +198,17 @@ def test_measured_times_take_the_place_of_the_tables():
         assert seconds == pytest.approx(0.010 + 12 * block[action], rel=0.02)
     assert "measured" in found.notes[-1]
     assert found.optimizer_nanoseconds == costs.optimizer_nanoseconds
+
+
+@pytest.mark.parametrize(("wanted", "found"), [((1, 3), (1, 3)), ((1, 20), (1, 12)), ((12, 14), (11, 12))])
+def test_no_model_is_timed_that_is_deeper_than_its_own(wanted, found):
+    """A config's depth is never exceeded, so that the deeper model would not be as deep as it was taken for."""
+    blueprint = blueprint_of_setup(SMALL)
+    costs = trace_costs(blueprint, step_of_setup(SMALL, blueprint), DEVICES["cpu"], trial, actions=(KEEP,))
+    assert depths_of(costs, wanted) == found
+    one = [dataclasses.replace(stack, blocks=stack.blocks[:1]) for stack in costs.stacks]
+    with pytest.raises(HfCkptError, match="has one block"):
+        depths_of(dataclasses.replace(costs, stacks=tuple(one)))
 
 
 def test_the_optimizer_is_timed_at_both_depths():
