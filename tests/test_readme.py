@@ -228,16 +228,13 @@ def test_tables_of_peers_are_those_of_their_figures():
 
 
 def test_table_of_the_largest_is_that_of_its_figures():
-    names = ("max-batch-cpu.json", "max-seq-cpu.json")
-    found = [LargestBench.from_dict(json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))) for name in names]
+    found = LargestBench.from_dict(json.loads((BENCHMARKS / "max-batch-cpu.json").read_text(encoding="utf-8")))
     page = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
-    assert between(page, "largest").strip() == largest_as_markdown(found)
-    for result in found:
-        command = f"hf-ckpt bench max-{'batch' if result.what == 'batch' else 'seq'} {result.setup.model} "
-        assert command in page
-        for row in result.rows:  # each is the largest: what was tried above it is too much
-            beyond = [peak for number, peak in row.tried.items() if number > (row.largest or 0)]
-            assert row.error or all(peak is None or peak > result.budget_bytes for peak in beyond)
+    assert between(page, "largest").strip() == largest_as_markdown([found])
+    assert f"hf-ckpt bench max-batch {found.setup.model} " in page
+    for row in found.rows:  # each is the largest: what was tried above it is too much
+        beyond = [peak for number, peak in row.tried.items() if number > (row.largest or 0)]
+        assert row.error or all(peak is None or peak > found.budget_bytes for peak in beyond)
 
 
 def test_versions_are_those_of_pyproject():
