@@ -492,8 +492,14 @@ def _bench_largest(arguments: argparse.Namespace) -> int:
     only = peerbench.known_ways(arguments.only)
     console = report.make_console()
     with _progress(console, None) as on_progress:
-        result = peerbench.bench_largest(setup, arguments.what, budget, only=only, on_progress=on_progress)
-    _write_json(arguments.json, result.to_dict())
+        result = peerbench.bench_largest(
+            setup,
+            arguments.what,
+            budget,
+            only=only,
+            on_progress=on_progress,
+            on_row=lambda found: _write_json(arguments.json, found.to_dict()),
+        )
     peerreport.print_largest(result, console)
     return 0
 

@@ -109,7 +109,7 @@ class PeerRow:
     @property
     def time_ratios(self) -> list[float]:
         """Step time over the reference's, turn by turn: steps that follow each other, at one speed of the machine."""
-        return [mine / theirs for mine, theirs in zip(self.step_seconds, self.reference_seconds, strict=True)]
+        return [mine / theirs for mine, theirs in zip(self.step_seconds, self.reference_seconds, strict=False)]
 
     @property
     def time_ratio(self) -> float | None:
@@ -494,7 +494,7 @@ def bench_peers(
     Args:
         setups: models with their batches; their optimizer must be PyTorch's own.
         repeats: timed steps of each way.
-        only: groups or names of ways to leave all others out, but for `none`.
+        only: groups or names of ways to leave all others out, but for `none` and the plans.
         on_progress: called before each part.
         on_case: called after each setup with all that has been found so far.
 
@@ -703,6 +703,7 @@ def bench_largest(
     *,
     only: Sequence[str] = (),
     on_progress: Progress = lambda text: None,
+    on_row: Callable[[LargestBench], None] = lambda found: None,
 ) -> LargestBench:
     """The largest batch or the longest sequences whose measured peak is within `budget_bytes`, for every way.
 
@@ -710,21 +711,23 @@ def bench_largest(
         setup: where the search begins.
         what: `batch` or `tokens`.
         budget_bytes: peak of the allocator, weights, gradients and optimizer state included.
-        only: as for `bench_peers`.
+        only: groups or names of ways to leave all others out, but for `none`.
         on_progress: called before each way.
+        on_row: called after each way with all that has been found so far.
 
     Every number that is tried runs two steps in a fresh process.
     """
     most = MOST if what == "batch" else learned_positions(load_config(setup.model)) or MOST
     blueprint = blueprint_of_setup(setup)
-    rows = []
+    found = LargestBench(circumstances(compat.accelerator_type() or "cpu"), setup, what, budget_bytes, [])
     for peer in _wanted((*PEERS, *OUR_PEERS, PLANNED, PLANNED_CHUNKED), only):
         on_progress(peer.name)
-        rows.append(_largest_of(peer, setup, what, budget_bytes, most, blueprint))
-    none = rows[0].largest
-    for row in rows:
+        row = _largest_of(peer, setup, what, budget_bytes, most, blueprint)
+        found.rows.append(row)
+        none = found.rows[0].largest
         row.over_none = row.largest / none if row.largest is not None and none else None
-    return LargestBench(circumstances(compat.accelerator_type() or "cpu"), setup, what, budget_bytes, rows)
+        on_row(found)
+    return found
 
 
 def _largest_of(peer: Peer, setup: Setup, what: str, budget_bytes: int, most: int, blueprint: Blueprint) -> LargestRow:

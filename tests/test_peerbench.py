@@ -389,6 +389,11 @@ def test_frontier_and_budgets_by_hand():
     assert (tenth.rival, tenth.fits, tenth.ratio, tenth.ahead) == (None, False, None, False)
 
 
+def test_a_reference_that_fails_on_the_way_leaves_fewer_ratios():
+    found = PeerRow("full", OURS, step_seconds=[2.0, 3.0], reference_seconds=[1.0])
+    assert found.time_ratios == [2.0]
+
+
 def test_errors_of_predictions():
     none = made_up().cases[0].rows[0]
     assert none.peak_error == pytest.approx(0.25)
@@ -508,7 +513,10 @@ def test_memory_that_runs_out_does_not_fit(setup, here, monkeypatch):
         return 1
 
     monkeypatch.setattr(peerbench, "_peak", peak)
-    none, full = bench_largest(setup, "batch", 100, only=["full (HF)"]).rows
+    saved = []
+    result = bench_largest(setup, "batch", 100, only=["full (HF)"], on_row=lambda found: saved.append(len(found.rows)))
+    none, full = result.rows
+    assert saved == [1, 2]  # what has been found is not lost with what comes next
     assert (none.largest, none.error) == (9, None)
     assert (full.largest, full.error) == (None, "KeyError: 'other'")
 
