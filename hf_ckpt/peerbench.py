@@ -50,12 +50,14 @@ from hf_ckpt.setups import (
     step_of_setup,
 )
 from hf_ckpt.timeline import Costs, worst_timeline
-from hf_ckpt.timings import REPEATS, ShallowModels, Timings, depths_of
+from hf_ckpt.timings import ShallowModels, Timings, depths_of
 from hf_ckpt.variants import all_variants, transformers_costs
 from hf_ckpt.workers import Worker
 
 Progress = Callable[[str], None]
 BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)
+UNSEEN = 0.02
+"""Share of a budget that plans leave to what no tensor shows: kernels' scratch memory."""
 """Of the way from the lowest peak there is to that of no checkpointing."""
 DEPTHS = (1, 5)
 """Blocks a stack of the models that are timed for predictions."""
@@ -80,11 +82,12 @@ class PeerRow:
     """Peak of all live tensors, each storage once; unknown inside compiled graphs."""
     step_seconds: list[float] = dataclasses.field(default_factory=list)
     """Of whole optimizer steps, one a turn."""
-    reference_seconds: list[float] = dataclasses.field(default_factory=list)
-    """Of the reference, for each of those steps: the mean of its step before and its step after."""
-    seconds: float | None = None
-    """A step, at the speed that the machine had through all turns: `time_ratio` of the reference's median."""
+    turn_ratios: list[float] = dataclasses.field(default_factory=list)
+    """Each of them over the reference's step of the same turn."""
+    time_ratio: float | None = None
+    """`seconds` over the reference's."""
     tokens_per_second: float | None = None
+    """Of the fastest step."""
     recomputed: int | None = None
     """Blocks, operations or heads run again, or heads run in chunks, in one step; None where nobody knows."""
     first_difference: str | None = None
@@ -107,14 +110,15 @@ class PeerRow:
         return self.group == COMPILED
 
     @property
-    def time_ratios(self) -> list[float]:
-        """Step time over the reference's, turn by turn: steps that follow each other, at one speed of the machine."""
-        return [mine / theirs for mine, theirs in zip(self.step_seconds, self.reference_seconds, strict=False)]
+    def seconds(self) -> float | None:
+        """The fastest step. Whatever else a machine does makes steps slower, never faster, so that of many turns the
+        fastest is what repeats itself; medians of as many are several times as far apart."""
+        return min(self.step_seconds, default=None)
 
     @property
-    def time_ratio(self) -> float | None:
-        """The median."""
-        return median(self.time_ratios)
+    def median_ratio(self) -> float | None:
+        """Of `turn_ratios`."""
+        return median(self.turn_ratios)
 
     @property
     def peak_error(self) -> float | None:
@@ -143,7 +147,8 @@ class PeerRow:
         """JSON-able form."""
         found = {name: value for name, value in vars(self).items() if name != "details"}
         errors = {"peak_error": self.peak_error, "seconds_error": self.seconds_error}
-        return {**found, "time_ratio": self.time_ratio, **errors}
+        times = {"seconds": self.seconds, "median_ratio": self.median_ratio}
+        return {**found, **times, **errors}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> PeerRow:
@@ -434,7 +439,7 @@ class Forecaster:
         for share in BUDGETS:
             limit = low + round(share * (high - low))
             name = f"planned for {share:.0%}"
-            self.planned[name] = plan_within(costs, limit, self.device.name)
+            self.planned[name] = plan_within(costs, max(low, round((1 - UNSEEN) * limit)), self.device.name)
             found.append((name, share, limit, self.planned[name]))
         return found
 
@@ -484,7 +489,7 @@ def _restricted(costs: Costs, actions: Sequence[Action]) -> Costs:
 def bench_peers(
     setups: Sequence[Setup],
     *,
-    repeats: int = 7,
+    repeats: int = 15,
     only: Sequence[str] = (),
     on_progress: Progress = lambda text: None,
     on_case: Callable[[PeerBench], None] = lambda found: None,
@@ -493,7 +498,7 @@ def bench_peers(
 
     Args:
         setups: models with their batches; their optimizer must be PyTorch's own.
-        repeats: timed steps of each way.
+        repeats: timed steps of each way, and of the shallow models whose times plans are made from.
         only: groups or names of ways to leave all others out, but for `none` and the plans.
         on_progress: called before each part.
         on_case: called after each setup with all that has been found so far.
@@ -535,7 +540,7 @@ def _bench_case(setup: Setup, repeats: int, only: Sequence[str], on_progress: Pr
     rows = {peer: PeerRow(peer.name, peer.group) for peer in _wanted((*PEERS, *OUR_PEERS), only)}
     with Worker(Forecaster, setup, preload=_PRELOAD) as forecaster, tempfile.TemporaryDirectory() as folder:
         tell("timing blocks and planning")
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             forecaster.ask("take")
         for name, share, limit, plan in forecaster.ask("plans"):
             rows[Peer(name, OURS, plan)] = PeerRow(name, OURS, plan=str(plan), budget_share=share, budget_bytes=limit)
@@ -566,8 +571,8 @@ class _Case:
         """The first that ran."""
 
     def run(self, repeats: int, forecaster: Worker | None = None) -> dict[str, int]:
-        """With a forecaster all ways are alive together and take turns, and so does it; without one they run one after
-        the other. The speed of machines is not constant: a step of the reference is run before and after each step."""
+        """With a forecaster all ways are alive together and take turns, and so does it: the speed of a machine changes
+        within minutes. Without one they run one after the other."""
         with contextlib.ExitStack() as alive:
             workers: dict[Peer, Worker] = {}
             for peer in self.rows:
@@ -578,7 +583,8 @@ class _Case:
                 if forecaster is not None:
                     workers[peer] = worker
                     continue
-                self._time([(peer, worker)] * repeats)
+                for _ in range(repeats):
+                    self._time(peer, worker)
                 worker.close()
             for number in range(repeats if forecaster is not None else 0):
                 self.tell(f"repeat {number + 1} of {repeats}")
@@ -586,37 +592,28 @@ class _Case:
                 forecaster.ask("take")
                 order = list(workers.items())
                 start = number * max(1, len(order) // repeats) % max(1, len(order))
-                self._time([*order[start:], *order[:start]], workers)
+                for peer, worker in [*order[start:], *order[:start]]:
+                    self._time(peer, worker)
         self._conclude()
         return self.facts
 
-    def _time(self, turns: Sequence[tuple[Peer, Worker]], workers: Mapping[Peer, Worker] | None = None) -> None:
-        """One step of each. Where all are alive, the reference runs a step between any two of them."""
-        between = None if workers is None or self.reference is None else workers[self.reference]
-        before = None if between is None else float(between.ask("timed"))
-        for peer, worker in turns:
-            row = self.rows[peer]
-            if row.error is not None:
-                continue
+    def _time(self, peer: Peer, worker: Worker) -> None:
+        """One step."""
+        row = self.rows[peer]
+        if row.error is None:
             with self._failing(peer):
-                seconds = worker.ask("timed")
-                after = None if between is None else float(between.ask("timed"))
-                row.step_seconds.append(seconds)
-                if before is not None and after is not None:
-                    row.reference_seconds.append((before + after) / 2)
-                before = after
+                row.step_seconds.append(worker.ask("timed"))
 
     def _conclude(self) -> None:
         """What follows from the times of all."""
         if self.reference is None:
             return
         first = self.rows[self.reference]
-        base = median([*first.step_seconds, *(found for row in self.rows.values() for found in row.reference_seconds)])
         for row in self.rows.values():
-            row.reference_seconds = row.reference_seconds or first.step_seconds[: len(row.step_seconds)]
-            ratio = row.time_ratio
-            if ratio is not None and base is not None:
-                row.seconds = ratio * base
+            pairs = zip(row.step_seconds, first.step_seconds, strict=False)  # whatever failed midway has fewer
+            row.turn_ratios = [mine / theirs for mine, theirs in pairs]
+            if row.seconds is not None and first.seconds is not None:
+                row.time_ratio = row.seconds / first.seconds
                 row.tokens_per_second = self.facts["tokens"] / row.seconds
 
     def _prepare(self, peer: Peer, worker: Worker) -> None:

@@ -1,15 +1,14 @@
 """Times of the actions, measured on this machine, in the place of a table's.
 
 Two shallow models with random weights are really run, one some blocks deeper than the other, under each action in
-turn: what the deeper one takes longer is those blocks. The optimizer's step is timed apart. Only times are replaced;
-bytes stay as they were traced.
+turn: what the deeper one takes longer is those blocks. The optimizer's step is timed apart. Of all turns the fastest
+counts: what else a machine does makes steps slower, never faster. Only times are replaced; bytes stay as traced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,7 +47,7 @@ def depths_of(costs: Costs, wanted: tuple[int, int] = DEPTHS) -> tuple[int, int]
 
 
 class Timings:
-    """Times of every action, taken in turns: each `take` is one, and `costs` are those with the medians so far."""
+    """Times of every action, taken in turns: each `take` is one, and `costs` are those with the fastest so far."""
 
     def __init__(
         self,
@@ -73,13 +72,13 @@ class Timings:
     def costs(self) -> Costs:
         """With times of this machine's accelerator, or of its CPU, in the place of a table's."""
         costs, (low, high) = self._costs, self._depths
-        medians = {key: statistics.median(values) for key, values in self._seconds.items()}
-        block = {a: max(0.0, medians[a, high] - medians[a, low]) / (high - low) for a in costs.actions}
+        fastest = {key: min(values) for key, values in self._seconds.items()}
+        block = {a: max(0.0, fastest[a, high] - fastest[a, low]) / (high - low) for a in costs.actions}
         ratios = [block[a] * 1e9 / max(1, _table_block(costs, number)) for number, a in enumerate(costs.actions)]
-        around = max(0.0, medians[costs.actions[0], low] - low * block[costs.actions[0]])
+        around = max(0.0, fastest[costs.actions[0], low] - low * block[costs.actions[0]])
         rest = around * 1e9 / max(1, _table_rest(costs))
         count = len(self._seconds[costs.actions[0], low])
-        note = f"times measured on {device_name()}: medians of {count} steps of {low} and of {high} blocks a stack"
+        note = f"times measured on {device_name()}: fastest of {count} steps of {low} and of {high} blocks a stack"
         return dataclasses.replace(
             _scaled(costs, ratios, rest), notes=(*costs.notes, note), optimizer_nanoseconds=self._update()
         )
@@ -89,7 +88,7 @@ class Timings:
         if not all(self._updates.values()):
             return self._costs.optimizer_nanoseconds
         (low, high), stacks = self._depths, self._costs.stacks
-        first, last = (statistics.median(self._updates[depth]) for depth in (low, high))
+        first, last = (min(self._updates[depth]) for depth in (low, high))
         depth = sum(len(stack.blocks) for stack in stacks) / len(stacks)
         return round(1e9 * (first + max(0.0, last - first) / (high - low) * (depth - low)))
 

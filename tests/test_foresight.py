@@ -200,6 +200,29 @@ def test_measured_times_take_the_place_of_the_tables():
     assert found.optimizer_nanoseconds == costs.optimizer_nanoseconds
 
 
+def test_of_all_turns_the_fastest_counts():
+    """A machine that is busy for most turns makes blocks slower, and an action that it hits is not the slower one."""
+    blueprint = blueprint_of_setup(SMALL)
+    costs = trace_costs(blueprint, step_of_setup(SMALL, blueprint), DEVICES["cpu"], trial)
+    busy = iter([7.0, 3.0, 1.0, 5.0, 9.0])
+    speed = 1.0
+    seconds = {}
+
+    def step(depth, action):
+        nonlocal speed
+        if (depth, action) in seconds or not seconds:  # a new turn
+            seconds.clear()
+            speed = next(busy)
+        seconds[depth, action] = speed * (0.010 + 0.004 * depth)
+        return seconds[depth, action]
+
+    found = measured(costs, step)
+    quiet = measured(costs, lambda depth, action: 0.010 + 0.004 * depth)
+    assert [step_nanoseconds(found, found.uniform(number)) for number in range(len(costs.actions))] == [
+        step_nanoseconds(quiet, quiet.uniform(number)) for number in range(len(costs.actions))
+    ]
+
+
 @pytest.mark.parametrize(("wanted", "found"), [((1, 3), (1, 3)), ((1, 20), (1, 12)), ((12, 14), (11, 12))])
 def test_no_model_is_timed_that_is_deeper_than_its_own(wanted, found):
     """A config's depth is never exceeded, so that the deeper model would not be as deep as it was taken for."""
