@@ -58,6 +58,10 @@ Progress = Callable[[str], None]
 BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)
 UNSEEN = 0.02
 """Share of a budget that plans leave to what no tensor shows: kernels' scratch memory."""
+TAKES = 10
+"""Turns of the shallow models whose times plans are made from."""
+STEPS, TOGETHER = 5, 4
+"""Steps of a way in one turn on a CPU, and ways that alternate in them."""
 """Of the way from the lowest peak there is to that of no checkpointing."""
 DEPTHS = (1, 5)
 """Blocks a stack of the models that are timed for predictions."""
@@ -81,13 +85,12 @@ class PeerRow:
     live_bytes: int | None = None
     """Peak of all live tensors, each storage once; unknown inside compiled graphs."""
     step_seconds: list[float] = dataclasses.field(default_factory=list)
-    """Of whole optimizer steps, one a turn."""
-    turn_ratios: list[float] = dataclasses.field(default_factory=list)
-    """Each of them over the reference's step of the same turn."""
-    time_ratio: float | None = None
-    """`seconds` over the reference's."""
+    """Of whole optimizer steps: the fastest of each turn."""
+    reference_seconds: list[float] = dataclasses.field(default_factory=list)
+    """Of the reference, through the same turns."""
+    seconds: float | None = None
+    """A step: `time_ratio` of the reference's fastest."""
     tokens_per_second: float | None = None
-    """Of the fastest step."""
     recomputed: int | None = None
     """Blocks, operations or heads run again, or heads run in chunks, in one step; None where nobody knows."""
     first_difference: str | None = None
@@ -110,15 +113,14 @@ class PeerRow:
         return self.group == COMPILED
 
     @property
-    def seconds(self) -> float | None:
-        """The fastest step. Whatever else a machine does makes steps slower, never faster, so that of many turns the
-        fastest is what repeats itself; medians of as many are several times as far apart."""
-        return min(self.step_seconds, default=None)
+    def time_ratios(self) -> list[float]:
+        """Fastest step over the reference's, turn by turn: they ran within seconds, at one speed of the machine."""
+        return [mine / theirs for mine, theirs in zip(self.step_seconds, self.reference_seconds, strict=False)]
 
     @property
-    def median_ratio(self) -> float | None:
-        """Of `turn_ratios`."""
-        return median(self.turn_ratios)
+    def time_ratio(self) -> float | None:
+        """The median."""
+        return median(self.time_ratios)
 
     @property
     def peak_error(self) -> float | None:
@@ -147,8 +149,7 @@ class PeerRow:
         """JSON-able form."""
         found = {name: value for name, value in vars(self).items() if name != "details"}
         errors = {"peak_error": self.peak_error, "seconds_error": self.seconds_error}
-        times = {"seconds": self.seconds, "median_ratio": self.median_ratio}
-        return {**found, **times, **errors}
+        return {**found, "time_ratio": self.time_ratio, **errors}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> PeerRow:
@@ -489,7 +490,7 @@ def _restricted(costs: Costs, actions: Sequence[Action]) -> Costs:
 def bench_peers(
     setups: Sequence[Setup],
     *,
-    repeats: int = 15,
+    repeats: int = 7,
     only: Sequence[str] = (),
     on_progress: Progress = lambda text: None,
     on_case: Callable[[PeerBench], None] = lambda found: None,
@@ -498,7 +499,7 @@ def bench_peers(
 
     Args:
         setups: models with their batches; their optimizer must be PyTorch's own.
-        repeats: timed steps of each way, and of the shallow models whose times plans are made from.
+        repeats: turns of each way, with `STEPS` timed steps each; on an accelerator, one.
         only: groups or names of ways to leave all others out, but for `none` and the plans.
         on_progress: called before each part.
         on_case: called after each setup with all that has been found so far.
@@ -540,7 +541,7 @@ def _bench_case(setup: Setup, repeats: int, only: Sequence[str], on_progress: Pr
     rows = {peer: PeerRow(peer.name, peer.group) for peer in _wanted((*PEERS, *OUR_PEERS), only)}
     with Worker(Forecaster, setup, preload=_PRELOAD) as forecaster, tempfile.TemporaryDirectory() as folder:
         tell("timing blocks and planning")
-        for _ in range(repeats):
+        for _ in range(TAKES):
             forecaster.ask("take")
         for name, share, limit, plan in forecaster.ask("plans"):
             rows[Peer(name, OURS, plan)] = PeerRow(name, OURS, plan=str(plan), budget_share=share, budget_bytes=limit)
@@ -571,8 +572,9 @@ class _Case:
         """The first that ran."""
 
     def run(self, repeats: int, forecaster: Worker | None = None) -> dict[str, int]:
-        """With a forecaster all ways are alive together and take turns, and so does it: the speed of a machine changes
-        within minutes. Without one they run one after the other."""
+        """With a forecaster all ways are alive together and take turns, and so does it; without one they run one after
+        the other. A CPU's speed changes within minutes, and whatever else it does makes steps slower, never faster: a
+        few ways and the reference take their steps together, within seconds, and the fastest of each is compared."""
         with contextlib.ExitStack() as alive:
             workers: dict[Peer, Worker] = {}
             for peer in self.rows:
@@ -584,7 +586,7 @@ class _Case:
                     workers[peer] = worker
                     continue
                 for _ in range(repeats):
-                    self._time(peer, worker)
+                    self._time({peer: worker})
                 worker.close()
             for number in range(repeats if forecaster is not None else 0):
                 self.tell(f"repeat {number + 1} of {repeats}")
@@ -592,28 +594,43 @@ class _Case:
                 forecaster.ask("take")
                 order = list(workers.items())
                 start = number * max(1, len(order) // repeats) % max(1, len(order))
-                for peer, worker in [*order[start:], *order[:start]]:
-                    self._time(peer, worker)
+                order = [*order[start:], *order[:start]]
+                for first in range(0, len(order), TOGETHER):
+                    self._time(dict(order[first : first + TOGETHER]), workers)
         self._conclude()
         return self.facts
 
-    def _time(self, peer: Peer, worker: Worker) -> None:
-        """One step."""
-        row = self.rows[peer]
-        if row.error is None:
+    def _time(self, ways: Mapping[Peer, Worker], workers: Mapping[Peer, Worker] | None = None) -> None:
+        """One turn. Where all are alive, these ways and the reference alternate."""
+        reference = self.reference if workers is not None else None
+        beside: list[float] = []
+        seconds: dict[Peer, list[float]] = {peer: [] for peer in ways}
+        for _ in range(1 if reference is None else STEPS):
+            if workers is not None and reference is not None:
+                self._step(reference, workers[reference], beside)
+            for peer, found in seconds.items():
+                self._step(peer, ways[peer], found)
+        for peer, found in seconds.items():
+            if self.rows[peer].error is None and (beside or reference is None):
+                self.rows[peer].step_seconds.append(min(found))
+                self.rows[peer].reference_seconds += [min(beside)] if beside else []
+
+    def _step(self, peer: Peer, worker: Worker, found: list[float]) -> None:
+        if self.rows[peer].error is None:
             with self._failing(peer):
-                row.step_seconds.append(worker.ask("timed"))
+                found.append(worker.ask("timed"))
 
     def _conclude(self) -> None:
         """What follows from the times of all."""
         if self.reference is None:
             return
         first = self.rows[self.reference]
+        base = min([*first.step_seconds, *(found for row in self.rows.values() for found in row.reference_seconds)])
         for row in self.rows.values():
-            pairs = zip(row.step_seconds, first.step_seconds, strict=False)  # whatever failed midway has fewer
-            row.turn_ratios = [mine / theirs for mine, theirs in pairs]
-            if row.seconds is not None and first.seconds is not None:
-                row.time_ratio = row.seconds / first.seconds
+            row.reference_seconds = row.reference_seconds or first.step_seconds[: len(row.step_seconds)]
+            ratio = row.time_ratio
+            if ratio is not None:
+                row.seconds = ratio * base
                 row.tokens_per_second = self.facts["tokens"] / row.seconds
 
     def _prepare(self, peer: Peer, worker: Worker) -> None:

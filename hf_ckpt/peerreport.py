@@ -39,7 +39,6 @@ PEER_NAMES = (
     "step ms",
     "error",
     "of none",
-    "median",
     "spread",
     "tok/s",
     "grad.",
@@ -51,7 +50,7 @@ def print_peers(result: PeerBench, console: Console | None = None) -> None:
     """Two tables a model: every way, and what is the fastest at each budget."""
     console = console or make_console()
     for case in result.cases:
-        console.print(_table(_title(case), PEER_NAMES, map(_cells, case.rows), left=(0, 1, 12)))
+        console.print(_table(_title(case), PEER_NAMES, map(_cells, case.rows), left=(0, 1, 11)))
         for name, told in _told(case):
             console.print(f"{name}: {told}", markup=False, highlight=False, soft_wrap=True)
         lines = _budget_cells(case)
@@ -90,9 +89,8 @@ def legend(result: PeerBench) -> str:
         "peak:    of the allocator, through a whole optimizer step: weights, gradients and optimizer state included\n"
         "live:    the same, as a count of all live tensors (MiB)\n"
         "taken:   what the process holds, on a CPU its resident size; on an accelerator what its allocator took (MiB)\n"
-        f"step:    forward, backward and optimizer: the fastest of {result.repeats}, ways in turns (on an "
-        "accelerator one after the other)\n"
-        f"of none: over {compared}'s fastest; median, spread: of all steps, each over {compared}'s of the same turn\n"
+        f"of none: forward, backward and optimizer: the fastest of a few steps over that of {compared} beside them; "
+        f"median and spread of {result.repeats} turns\n"
         "error:   measured over predicted, less 1\n"
         "*:       on the frontier: no other way is as fast with as little memory (compiled ones aside)"
     )
@@ -118,7 +116,7 @@ def _told(case: PeerCase) -> list[tuple[str, str]]:
 
 
 def _cells(row: PeerRow) -> tuple[str, ...]:
-    ratios = row.turn_ratios
+    ratios = row.time_ratios
     return (
         row.name,
         "*" if row.frontier else "",
@@ -129,7 +127,6 @@ def _cells(row: PeerRow) -> tuple[str, ...]:
         "-" if row.seconds is None else f"{row.seconds * 1e3:.0f}",
         _share(row.seconds_error),
         format_ratio(row.time_ratio),
-        format_ratio(row.median_ratio),
         f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "-",
         "-" if row.tokens_per_second is None else f"{row.tokens_per_second:.0f}",
         _gradients(row),
@@ -260,7 +257,7 @@ def save_peers_picture(result: PeerBench, path: Path) -> None:
 
 
 def _draw(axes: Any, case: PeerCase) -> None:
-    rows = [row for row in case.rows if row.allocated_bytes and row.time_ratio]
+    rows = [row for row in case.rows if row.allocated_bytes and row.time_ratios]
 
     def place(row: PeerRow) -> tuple[float, float]:
         return (row.allocated_bytes or 0) / 2**20, row.time_ratio or 0.0

@@ -284,7 +284,7 @@ def test_a_way_that_fails_is_a_row_that_says_so(setup, here, monkeypatch):
     assert "1 problem in the activation checkpointing spec" in rows["misspelt"].error
     assert rows["misspelt"].details.startswith("Traceback")
     assert all(len(row.step_seconds) == (0 if row.error else 2) for row in rows.values())
-    assert all(len(row.turn_ratios) == len(row.step_seconds) for row in rows.values())
+    assert all(len(row.reference_seconds) == len(row.step_seconds) for row in rows.values())
     assert saved == [1]
 
 
@@ -332,7 +332,7 @@ def test_where_none_does_not_run_the_first_that_does_is_the_reference(setup, her
     rows = {row.name: row for row in case.rows}
     assert case.reference == "full (HF)"
     assert rows["none"].error == "OutOfMemoryError: CUDA out of memory. Tried to allocate"
-    assert rows["full (HF)"].turn_ratios == [1.0]
+    assert len(rows["full (HF)"].reference_seconds) == 1
     assert rows["selective"].difference == 0.0
     assert found.ok
     assert PeerBench.from_dict(found.to_dict()).cases[0].reference == "full (HF)"
@@ -352,7 +352,7 @@ def test_ways_that_nobody_knows():
 
 
 def row(name, group, peak, ratio, **more):
-    times = {"step_seconds": [ratio, 9.0, ratio], "turn_ratios": [ratio] * 3, "time_ratio": ratio}
+    times = {"step_seconds": [ratio] * 3, "reference_seconds": [1.0] * 3, "seconds": ratio}
     return PeerRow(name, group, allocated_bytes=peak, **times, **more)
 
 
@@ -389,18 +389,53 @@ def test_frontier_and_budgets_by_hand():
     assert (tenth.rival, tenth.fits, tenth.ratio, tenth.ahead) == (None, False, None, False)
 
 
-def test_the_fastest_step_counts_and_a_reference_that_fails_on_the_way_leaves_fewer_ratios(tmp_path):
-    none, full = Peer("none", "none"), Peer("full", OURS)
-    rows = {none: PeerRow("none", "none"), full: PeerRow("full", OURS)}
-    case = peerbench._Case(Setup("some-model"), rows, tmp_path, print)
-    case.reference, case.facts = none, {"tokens": 30}
-    rows[none].step_seconds, rows[full].step_seconds = [2.0, 1.0, 4.0], [3.0, 4.0, 2.0, 1.5]
+class Timed:
+    """A way whose steps take these times, and that fails when there are no more."""
+
+    def __init__(self, *seconds):
+        self.seconds = iter(seconds)
+
+    def ask(self, name):
+        assert name == "timed"
+        found = next(self.seconds, None)
+        if found is None:
+            raise WorkerError("killed", "")
+        return found
+
+
+def turns(tmp_path, count, **seconds):
+    """`count` turns of `_Case`, in which ways beside `none` alternate with it."""
+    peers = {name: NONE if name == "none" else Peer(name, OURS) for name in seconds}
+    case = peerbench._Case(
+        Setup("some-model"), {peer: PeerRow(peer.name, peer.group) for peer in peers.values()}, tmp_path, print
+    )
+    case.reference, case.facts = NONE, {"tokens": 30}
+    workers = {peers[name]: Timed(*found) for name, found in seconds.items()}
+    for _ in range(count):
+        case._time({peer: worker for peer, worker in workers.items() if peer is not NONE}, workers)
     case._conclude()
-    assert (rows[none].time_ratio, rows[none].median_ratio) == (1.0, 1.0)
-    assert (rows[full].seconds, rows[full].time_ratio, rows[full].tokens_per_second) == (1.5, 1.5, 20.0)
-    assert rows[full].turn_ratios == [1.5, 4.0, 0.5]
-    assert rows[full].median_ratio == 1.5
-    assert rows[full].to_dict()["seconds"] == 1.5
+    return {peer.name: row for peer, row in case.rows.items()}
+
+
+def test_the_fastest_steps_of_a_turn_are_compared(tmp_path, monkeypatch):
+    """The machine is half as fast in the second turn, and busy in one step of each: no ratio shows it."""
+    monkeypatch.setattr(peerbench, "STEPS", 2)
+    rows = turns(tmp_path, 2, none=[1, 8, 2, 2], full=[9, 1.5, 3, 16])
+    full = rows["full"]
+    assert (full.step_seconds, full.reference_seconds) == ([1.5, 3], [1, 2])
+    assert full.time_ratios == [1.5, 1.5]
+    assert (full.time_ratio, full.seconds, full.tokens_per_second) == (1.5, 1.5, 20.0)
+
+
+def test_what_fails_on_the_way_keeps_what_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(peerbench, "STEPS", 2)
+    rows = turns(tmp_path, 2, none=[1] * 4, full=[2] * 3, selective=[3] * 4)
+    assert rows["full"].error == "killed"
+    assert rows["full"].time_ratios == [2]
+    assert rows["selective"].time_ratios == [3, 3]
+    rows = turns(tmp_path, 2, none=[1, 1], full=[2] * 4)
+    assert rows["none"].error == "killed"
+    assert rows["full"].time_ratios == [2]
 
 
 def test_errors_of_predictions():
