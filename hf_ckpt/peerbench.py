@@ -58,10 +58,10 @@ Progress = Callable[[str], None]
 BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)
 UNSEEN = 0.02
 """Share of a budget that plans leave to what no tensor shows: kernels' scratch memory."""
-TAKES = 10
+TAKES = 6
 """Turns of the shallow models whose times plans are made from."""
 STEPS, TOGETHER = 5, 4
-"""Steps of a way in one turn on a CPU, and ways that alternate in them."""
+"""Steps of a way, or of a shallow model, in one turn on a CPU, and ways that alternate in them."""
 """Of the way from the lowest peak there is to that of no checkpointing."""
 DEPTHS = (1, 5)
 """Blocks a stack of the models that are timed for predictions."""
@@ -421,8 +421,9 @@ class Forecaster:
         costs = trace_costs(self.blueprint, self.step, self.device, trial, actions=actions)
         own = transformers_costs(costs, self.blueprint, self.step, self.device, own_trial)
         depths = depths_of(costs, DEPTHS)
-        self.timings = Timings(costs, models.step_seconds, models.optimizer_seconds, depths=depths)
-        own_seconds = functools.partial(models.step_seconds, apply=own_trial)
+        seconds = functools.partial(models.step_seconds, steps=STEPS)
+        self.timings = Timings(costs, seconds, models.optimizer_seconds, depths=depths)
+        own_seconds = functools.partial(seconds, apply=own_trial)
         self.own_timings = None if own is costs else Timings(own, own_seconds, models.optimizer_seconds, depths=depths)
         self.planned: dict[str, Plan] = {}
 

@@ -123,14 +123,14 @@ class ShallowModels:
             self._models[depth] = real_model(self.setup, depth).to(self.device).train()
         return self._models[depth]
 
-    def step_seconds(self, depth: int, action: Action, apply: Apply = trial) -> float:
-        """Of one forward and backward with every block under `action`, put on it by `apply`."""
+    def step_seconds(self, depth: int, action: Action, apply: Apply = trial, steps: int = 1) -> float:
+        """Of one forward and backward with every block under `action`, put on it by `apply`: the fastest of `steps`."""
         model = self._at(depth)
         step = step_of_model(self.setup, model)
         inputs = real_inputs(self.setup, model, self.device)
         dtype, enabled = step.autocast or torch.bfloat16, step.autocast is not None
         autocast = torch.autocast(self.device, dtype=dtype, enabled=enabled)
-        return timed_step(model, inputs, action, autocast, step.loss, apply)
+        return timed_step(model, inputs, action, autocast, step.loss, apply, steps)
 
     def optimizer_seconds(self, depth: int) -> float | None:
         """Of one step of the optimizer, whose state exists; None where PyTorch has none of that name."""
@@ -156,8 +156,10 @@ def timed_step(
     autocast: contextlib.AbstractContextManager[Any] | None = None,
     loss_of: Callable[[Any], torch.Tensor] | None = None,
     apply: Apply = trial,
+    steps: int = 1,
 ) -> float:
-    """Seconds of one forward and backward with every block under `action`, the second one since it was turned on."""
+    """Seconds of one forward and backward with every block under `action`: the fastest of `steps` behind one that warms
+    up."""
     found = find_blocks(model)
     plan = Plan(found.family, found.model, tuple((block, action) for block in found.blocks))
 
@@ -169,11 +171,14 @@ def timed_step(
         del outputs
         loss.backward()
 
+    times = []
     with apply(model, plan):
         step()
-        with stopwatch() as seconds:
-            step()
-    return seconds[0]
+        for _ in range(steps):
+            with stopwatch() as seconds:
+                step()
+            times.append(seconds[0])
+    return min(times)
 
 
 def _table_block(costs: Costs, action: int) -> int:
