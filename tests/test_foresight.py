@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_ckpt
-from hf_ckpt import compat
+from hf_ckpt import compat, timings
 from hf_ckpt.budgets import plan_within, usual_options
 from hf_ckpt.cli import main
 from hf_ckpt.cost import chunked_head, trace_costs
@@ -20,7 +21,7 @@ from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.foresight import Questions, foresee, largest
 from hf_ckpt.install import own_trial, trial
 from hf_ckpt.measure import LiveBytes
-from hf_ckpt.plan import KEEP, Plan
+from hf_ckpt.plan import KEEP, Action, Plan
 from hf_ckpt.setups import Setup, blueprint_of_setup, real_inputs, real_model, step_of_setup
 from hf_ckpt.timeline import step_nanoseconds
 from hf_ckpt.timings import ShallowModels, depths_of, measured
@@ -221,6 +222,23 @@ def test_of_all_turns_the_fastest_counts():
     assert [step_nanoseconds(found, found.uniform(number)) for number in range(len(costs.actions))] == [
         step_nanoseconds(quiet, quiet.uniform(number)) for number in range(len(costs.actions))
     ]
+
+
+def test_of_several_steps_the_fastest_counts(monkeypatch):
+    """Behind one that is not timed."""
+    taken, forwards = iter([3.0, 1.0, 2.0]), []
+
+    @contextlib.contextmanager
+    def stopwatch():
+        seconds = []
+        yield seconds
+        seconds.append(next(taken))
+
+    monkeypatch.setattr(timings, "stopwatch", stopwatch)
+    model = tiny_model("llama", layers=2)
+    model.register_forward_pre_hook(lambda *_: forwards.append(sum(hf_ckpt.describe(model).recomputed.values())))
+    assert timings.timed_step(model, tiny_batch("llama"), Action("full"), steps=3) == 1.0
+    assert forwards == [0, 2, 4, 6]  # blocks recomputed before each
 
 
 @pytest.mark.parametrize(("wanted", "found"), [((1, 3), (1, 3)), ((1, 20), (1, 12)), ((12, 14), (11, 12))])
