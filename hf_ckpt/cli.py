@@ -144,7 +144,9 @@ def _add_peer_benches(subjects: Any) -> None:
     peers.add_argument("models", nargs="*", metavar="MODEL", help=f"{MODEL_HELP} (default: {', '.join(MINI)})")
     _add_setup_options(peers, **BENCHED)
     _add_peer_options(peers)
-    peers.add_argument("--repeats", type=_positive, default=7, help="timed steps of each (default 7)")
+    peers.add_argument(
+        "--repeats", type=_positive, default=5, help="turns of each, on a CPU of five timed steps (default 5)"
+    )
     peers.add_argument("--png", type=Path, help="file for a picture of time against peak")
     peers.add_argument("--markdown", type=Path, help="file for the tables as Markdown")
     peers.add_argument("--show", type=Path, metavar="JSON", help="print and draw these figures instead of measuring")

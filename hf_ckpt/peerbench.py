@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -56,13 +57,13 @@ from hf_ckpt.workers import Worker
 
 Progress = Callable[[str], None]
 BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Of the way from the lowest peak there is to that of no checkpointing."""
 UNSEEN = 0.02
 """Share of a budget that plans leave to what no tensor shows: kernels' scratch memory."""
 TAKES = 6
 """Turns of the shallow models whose times plans are made from."""
 STEPS, TOGETHER = 5, 4
 """Steps of a way, or of a shallow model, in one turn on a CPU, and ways that alternate in them."""
-"""Of the way from the lowest peak there is to that of no checkpointing."""
 DEPTHS = (1, 5)
 """Blocks a stack of the models that are timed for predictions."""
 _PRELOAD = ("hf_ckpt.peerbench",)
@@ -491,7 +492,7 @@ def _restricted(costs: Costs, actions: Sequence[Action]) -> Costs:
 def bench_peers(
     setups: Sequence[Setup],
     *,
-    repeats: int = 7,
+    repeats: int = 5,
     only: Sequence[str] = (),
     on_progress: Progress = lambda text: None,
     on_case: Callable[[PeerBench], None] = lambda found: None,
@@ -626,11 +627,12 @@ class _Case:
         if self.reference is None:
             return
         first = self.rows[self.reference]
-        base = min([*first.step_seconds, *(found for row in self.rows.values() for found in row.reference_seconds)])
+        turns = (row.reference_seconds for row in self.rows.values())
+        base = min(itertools.chain(first.step_seconds, *turns), default=None)
         for row in self.rows.values():
             row.reference_seconds = row.reference_seconds or first.step_seconds[: len(row.step_seconds)]
             ratio = row.time_ratio
-            if ratio is not None:
+            if ratio is not None and base is not None:
                 row.seconds = ratio * base
                 row.tokens_per_second = self.facts["tokens"] / row.seconds
 

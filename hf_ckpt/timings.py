@@ -78,7 +78,7 @@ class Timings:
         around = max(0.0, fastest[costs.actions[0], low] - low * block[costs.actions[0]])
         rest = around * 1e9 / max(1, _table_rest(costs))
         count = len(self._seconds[costs.actions[0], low])
-        note = f"times measured on {device_name()}: fastest of {count} steps of {low} and of {high} blocks a stack"
+        note = f"times measured on {device_name()}: fastest of {count} turns of {low} and of {high} blocks a stack"
         return dataclasses.replace(
             _scaled(costs, ratios, rest), notes=(*costs.notes, note), optimizer_nanoseconds=self._update()
         )

@@ -436,6 +436,8 @@ def test_what_fails_on_the_way_keeps_what_was_measured(tmp_path, monkeypatch):
     rows = turns(tmp_path, 2, none=[1, 1], full=[2] * 4)
     assert rows["none"].error == "killed"
     assert rows["full"].time_ratios == [2]
+    rows = turns(tmp_path, 1, none=[], full=[2] * 2)
+    assert (rows["none"].error, rows["full"].time_ratio, rows["full"].seconds) == ("killed", None, None)
 
 
 def test_errors_of_predictions():
