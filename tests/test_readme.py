@@ -225,6 +225,14 @@ def test_tables_of_peers_are_those_of_their_figures():
     assert between(README, "peers: figures").strip() == budgets_as_markdown(result, (0.3, 0.5, 0.7)).strip()
     assert result.ok
     assert len(result.cases) == 4
+    lines = [line for case in result.cases for line in case.at_budgets()]
+    assert all(line.fits for line in lines)
+    assert f"was a plan in {sum(line.ahead for line in lines)} of {len(lines)} cases" in README
+    rows = [row for case in result.cases for row in case.rows]
+    peaks = max(abs(row.peak_error) for row in rows if row.peak_error is not None)
+    times = max(abs(row.seconds_error) for row in rows if row.seconds_error is not None)
+    assert f"Peaks were predicted within {peaks:.1%}, step times within 15 %".replace("%, step", " %, step") in README
+    assert times <= 0.15
 
 
 def test_table_of_the_largest_is_that_of_its_figures():
