@@ -197,8 +197,10 @@ def _further(
 def largest(peak_of: Callable[[int], int], budget: int, start: int, most: int = MOST) -> int:
     """The largest number whose peak is within the budget, 0 if that of 1 is not.
 
-    Peaks grow with the number, nearly in proportion, so that the next guess lies on the line through the last two.
+    Peaks grow with the number, nearly in proportion, so that the next guess lies on the line through the last two; but
+    those of plans, which fill the budget whatever the number: behind a guess that left more than half, the next halves.
     """
+    halved = True
     low, low_peak = 0, 0
     high = min(start, most)
     while (high_peak := peak_of(high)) <= budget:
@@ -207,11 +209,13 @@ def largest(peak_of: Callable[[int], int], budget: int, start: int, most: int = 
             return most
         high = min(2 * high, most)
     while high - low > 1:
-        share = (budget - low_peak) / max(1, high_peak - low_peak) if low else 0.5
+        width = high - low
+        share = (budget - low_peak) / max(1, high_peak - low_peak) if low and halved else 0.5
         middle = min(max(low + 1, low + int((high - low) * share)), high - 1)
         found = peak_of(middle)
         if found <= budget:
             low, low_peak = middle, found
         else:
             high, high_peak = middle, found
+        halved = 2 * (high - low) <= width
     return low

@@ -144,6 +144,18 @@ def test_the_largest_is_found(steps, budget, start):
     assert found == sum(peak <= budget for peak in peaks)
 
 
+def test_what_fills_the_budget_is_searched_by_halves():
+    """A plan's peak is the budget's, nearly, up to the number that no plan fits."""
+    tried = []
+
+    def peak_of(number):
+        tried.append(number)
+        return 990 + number // 100 if number <= 712 else 2000
+
+    assert largest(peak_of, 1000, 128) == 712
+    assert len(tried) <= 25  # instead of one for each number, on the last of the way
+
+
 def test_largest_batch_and_sequence_fit_and_no_larger_ones_do():
     device, budget = "a10", "1400MiB"
     found = foresee(SMALL, Questions(device=device, budget=budget, max_batch=True, max_tokens=True))
