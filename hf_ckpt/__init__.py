@@ -1,49 +1,56 @@
 """Activation checkpointing for Hugging Face models: one flag, per-block plans, the same gradients.
 
-Names are loaded on first use, so that importing hf_ckpt does not import torch.
+This package's public names are listed in `__all__`. They are loaded on first use, so that importing hf_ckpt does not
+import torch.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+# Public name -> the module below `hf_ckpt` that defines it.
 _HOME = {
-    "Description": "plan",
-    "Family": "families",
+    "Description": "spec.description",
+    "Family": "models.families",
+    "Forecast": "planner.forecast",
     "HfCkptError": "errors",
-    "MemoryTimeCallback": "callback",
-    "OomGuard": "oom",
-    "OomGuardMixin": "oom",
-    "Plan": "plan",
-    "Spec": "spec",
+    "MemoryTimeCallback": "training.callback",
+    "OomGuard": "training.guard",
+    "OomGuardMixin": "training.guard",
+    "Plan": "spec.plan",
+    "Spec": "spec.spec",
     "SpecError": "errors",
-    "describe": "install",
-    "find_blocks": "families",
-    "install": "install",
-    "paused": "install",
-    "register_family": "families",
-    "uninstall": "install",
-    "verify": "verify",
+    "describe": "attach.attach",
+    "find_blocks": "models.blocks",
+    "install": "planner.install",
+    "paused": "attach.attach",
+    "predict": "planner.forecast",
+    "register_family": "models.families",
+    "uninstall": "planner.install",
+    "verify": "training.verify",
 }
 
 if TYPE_CHECKING:
-    from hf_ckpt.callback import MemoryTimeCallback
+    from hf_ckpt.attach.attach import describe, paused
     from hf_ckpt.errors import HfCkptError, SpecError
-    from hf_ckpt.families import Family, find_blocks, register_family
-    from hf_ckpt.install import describe, install, paused, uninstall
-    from hf_ckpt.oom import OomGuard, OomGuardMixin
-    from hf_ckpt.plan import Description, Plan
-    from hf_ckpt.spec import Spec
-    from hf_ckpt.verify import verify
+    from hf_ckpt.models.blocks import find_blocks
+    from hf_ckpt.models.families import Family, register_family
+    from hf_ckpt.planner.forecast import Forecast, predict
+    from hf_ckpt.planner.install import install, uninstall
+    from hf_ckpt.spec.description import Description
+    from hf_ckpt.spec.plan import Plan
+    from hf_ckpt.spec.spec import Spec
+    from hf_ckpt.training.callback import MemoryTimeCallback
+    from hf_ckpt.training.guard import OomGuard, OomGuardMixin
+    from hf_ckpt.training.verify import verify
 
 __all__ = [
     "Description",
     "Family",
+    "Forecast",
     "HfCkptError",
     "MemoryTimeCallback",
     "OomGuard",
@@ -55,21 +62,11 @@ __all__ = [
     "find_blocks",
     "install",
     "paused",
+    "predict",
     "register_family",
     "uninstall",
     "verify",
 ]
-
-
-class _Package(types.ModuleType):
-    """`hf_ckpt.install` is the function, also after the module of that name was imported."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOME and isinstance(value, types.ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Run an unmodified script with hf_ckpt hooked into every model:
+"""Run an unmodified training script with hf_ckpt hooked into every Hugging Face model of the process.
 
 python -m hf_ckpt [--spec SPEC] [--oom-guard] script.py args...
 accelerate launch -m hf_ckpt [--spec SPEC] [--oom-guard] script.py args...
@@ -17,14 +17,19 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Hook, run the script as `__main__`, and let its exit code and its traceback through."""
+    """Hook hf_ckpt into the process, run the script as `__main__`, and take the hooks off again.
+
+    Returns 0 when the script has ended, and 2 when there is no such script or the spec is refused. What the script
+    raises, `SystemExit` included, passes through.
+    """
     arguments = _parser().parse_args(argv)
     if not arguments.module and not Path(arguments.script).is_file():
         print(f"hf_ckpt: there is no script {arguments.script!r}", file=sys.stderr)
         return 2
+    from hf_ckpt.attach.process import enable_calls_since_hooked
     from hf_ckpt.errors import HfCkptError
-    from hf_ckpt.install import enable_calls, install, uninstall
-    from hf_ckpt.oom import guarded_training_step
+    from hf_ckpt.planner.install import install, uninstall
+    from hf_ckpt.training.guard import guarded_training_step
 
     try:
         install(
@@ -37,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         _run_script(arguments)
-        _say_if_unused(enable_calls(), arguments)
+        _say_if_unused(enable_calls_since_hooked(), arguments)
     except SystemExit as ended:
         if not ended.code:  # `sys.exit(main())` ends most scripts
-            _say_if_unused(enable_calls(), arguments)
+            _say_if_unused(enable_calls_since_hooked(), arguments)
         raise
     finally:
         uninstall()
@@ -48,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_script(arguments: argparse.Namespace) -> None:
+    """Run the script or module as Python would: `sys.argv` and `sys.path` are its own."""
     if arguments.module:
         sys.argv = [arguments.script, *arguments.args]
         sys.path.insert(0, str(Path.cwd()))
@@ -60,6 +66,7 @@ def _run_script(arguments: argparse.Namespace) -> None:
 
 
 def _say_if_unused(enable_calls: int, arguments: argparse.Namespace) -> None:
+    """Warn when the script has ended without enabling checkpointing on any model, so that hf_ckpt did nothing."""
     if enable_calls or arguments.oom_guard:  # a guard needs no plan before memory runs out
         return
     ways = "pass the script its own flag (--activation_checkpointing, formerly --gradient_checkpointing)"

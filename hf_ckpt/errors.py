@@ -1,4 +1,4 @@
-"""Every error hf_ckpt raises, as classes that carry what a caller may want to read back."""
+"""The errors that hf_ckpt raises, as classes that carry what a caller may want to read back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class HfCkptError(Exception):
 
 
 class SpecError(HfCkptError, ValueError):
-    """A spec was refused. `problems` holds every reason at once, not only the first."""
+    """A spec was refused. `problems` holds every reason, not only the first; `source` says where the spec came from."""
 
     def __init__(self, problems: Sequence[str], source: str | None = None) -> None:
         self.problems = tuple(problems)
@@ -26,7 +26,11 @@ class NoBlocksError(HfCkptError, TypeError):
 
 
 class InfeasibleError(HfCkptError):
-    """No plan fits into the budget. `floor_bytes` is the least that does, `parts` what fills it, in bytes."""
+    """No plan fits into the budget.
+
+    `budget_bytes` is that budget, `floor_bytes` the lowest peak of any plan, `parts` what fills it (name -> bytes), and
+    `hints` say what would lower it. The message is `shown`, followed by the hints.
+    """
 
     def __init__(
         self, budget_bytes: int, floor_bytes: int, parts: Mapping[str, int], hints: Sequence[str], shown: str
@@ -41,11 +45,11 @@ class PlanMismatchError(HfCkptError, ValueError):
 
 
 class OwnerConflictError(HfCkptError, RuntimeError):
-    """Something else already owns activation checkpointing of this model."""
+    """Something else (another plan, torch's or accelerate's own wrapper) already checkpoints this model."""
 
 
 class PlanLostError(HfCkptError, RuntimeError):
-    """Planned blocks no longer carry the function hf_ckpt put on them. `blocks` names them."""
+    """Planned blocks no longer carry the function that hf_ckpt put on them. `blocks` holds their names."""
 
     def __init__(self, blocks: Sequence[str]) -> None:
         self.blocks = tuple(blocks)
@@ -58,26 +62,21 @@ class PlanLostError(HfCkptError, RuntimeError):
 
 
 class GraphCaptureError(HfCkptError, RuntimeError):
-    """Random state cannot be read while a CUDA graph is being captured."""
+    """A block preserves random state, which cannot be read while a CUDA graph is captured."""
 
 
 class MissingDependencyError(HfCkptError, ImportError):
-    """An optional package is needed for what was asked."""
+    """What was asked needs an optional package that is not installed. The message has the command that installs it."""
 
     def __init__(self, package: str, purpose: str, command: str) -> None:
         super().__init__(f"{purpose} needs `{package}`, which is not installed. Install it with: {command}")
 
 
-class WorkerError(HfCkptError, RuntimeError):
-    """Something failed in another process. `details` is its traceback."""
-
-    def __init__(self, shown: str, details: str = "") -> None:
-        self.details = details
-        super().__init__(shown)
-
-
 class InPlaceError(HfCkptError, RuntimeError):
-    """A tensor that backward needs was changed in place after it was saved."""
+    """A tensor that backward needs was changed in place after it was saved.
+
+    `block` names the block it was saved in, and `operation` what changed it, where that is known.
+    """
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class InPlaceError(HfCkptError, RuntimeError):
 
 
 class ReplayError(HfCkptError, RuntimeError):
-    """A small module that was run again saved other tensors than before."""
+    """A small module that was run again in backward saved another number of tensors than in the forward."""
 
     def __init__(self, block: str, module: str, expected: int, found: int) -> None:
         self.block = block
@@ -110,7 +109,7 @@ class ReplayError(HfCkptError, RuntimeError):
 
 
 class NothingSavedError(HfCkptError, RuntimeError):
-    """Selective checkpointing found no operation whose result it was to save: it would be `full` under another name."""
+    """A block ran no operation whose result `save` keeps, so `selective` would be `full` by another name."""
 
     def __init__(self, block: str, save: tuple[str, ...]) -> None:
         self.block = block
@@ -123,10 +122,10 @@ class NothingSavedError(HfCkptError, RuntimeError):
 
 
 class OutOfPlansError(HfCkptError, RuntimeError):
-    """A step ran out of memory under the tightest plan, too. `parts` is what fills its predicted peak, in bytes.
+    """A step ran out of memory, and no tighter plan is left to try.
 
-    Its text has the original error's, so that whoever looks for that (accelerate's `find_executable_batch_size`) finds
-    it.
+    `parts` is what fills the predicted peak (name -> bytes), and `tried` says which plans were tried. The message has
+    the text of the original error in it, for code that looks for that (accelerate's `find_executable_batch_size`).
     """
 
     def __init__(self, message: str, *, parts: Mapping[str, int] | None = None, tried: Sequence[str] = ()) -> None:

@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 class UnitError(HfCkptError, ValueError):
-    """A text is not a size."""
+    """A text cannot be read as a size or as a share."""
 
 
 def parse_bytes(text: str | int) -> int:
@@ -56,7 +56,7 @@ def parse_fraction(text: str) -> float:
 
 
 def format_bytes(size_bytes: float | None) -> str:
-    """`format_bytes(1536) == "1.50 KiB"`; unknown (None) is a dash, never 0."""
+    """Write a size in binary units: `format_bytes(1536) == "1.50 KiB"`; unknown (None) is a dash, never 0."""
     if size_bytes is None:
         return "-"
     value = float(size_bytes)
@@ -68,7 +68,7 @@ def format_bytes(size_bytes: float | None) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """`format_seconds(0.0123) == "12.3 ms"`; unknown (None) is a dash."""
+    """Write a time in us, ms or s: `format_seconds(0.0123) == "12.3 ms"`; unknown (None) is a dash."""
     if seconds is None:
         return "-"
     if seconds < 1e-3:
@@ -79,15 +79,15 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_ratio(ratio: float | None) -> str:
-    """`format_ratio(1.25) == "1.25x"`; unknown (None) is a dash."""
+    """Write a ratio: `format_ratio(1.25) == "1.25x"`; unknown (None) is a dash."""
     return "-" if ratio is None else f"{ratio:.2f}x"
 
 
 def format_percent(share: float | None) -> str:
-    """`format_percent(0.125) == "12.5 %"`; unknown (None) is a dash."""
+    """Write a share in percent: `format_percent(0.125) == "12.5 %"`; unknown (None) is a dash."""
     return "-" if share is None else f"{share * 100:.1f} %"
 
 
 def to_gib(size_bytes: float | None) -> float | None:
-    """Bytes as GiB, unknown stays unknown."""
+    """Convert bytes to GiB; unknown (None) stays None."""
     return None if size_bytes is None else size_bytes / GIB

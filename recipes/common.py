@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+import time
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import yaml
 from datasets import Dataset, load_dataset
-from transformers import HfArgumentParser, PreTrainedTokenizerBase, TrainingArguments
+from transformers import HfArgumentParser, PreTrainedTokenizerBase, Trainer, TrainingArguments
+
+import hf_ckpt
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -138,6 +141,17 @@ def pack(rows: Dataset, tokenizer: PreTrainedTokenizerBase, data: DataArguments)
     if not len(packed):
         raise SystemExit(f"the text is shorter than one block of --max_length {data.max_length} tokens.")
     return packed
+
+
+def finish(trainer: Trainer) -> None:
+    """Print what the plan did, and end all processes together."""
+    if trainer.is_world_process_zero():
+        print(hf_ckpt.describe(trainer.model))
+    # A process that leaves straight after a collective can hang or abort on the way out, and PyTorch's gloo can wait
+    # for itself where a process group ends within moments of one. https://github.com/pytorch/pytorch/issues/56297
+    trainer.accelerator.wait_for_everyone()
+    time.sleep(0.2)
+    trainer.accelerator.end_training()
 
 
 def _installed_name(word: str) -> str:

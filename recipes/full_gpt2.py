@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import torch
 import transformers
-from common import DataArguments, ModelArguments, load_rows, pack, parse
+from common import DataArguments, ModelArguments, finish, load_rows, pack, parse
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import hf_ckpt
-from hf_ckpt.tiny import byte_tokenizer, tiny_model
+from hf_ckpt.models.tiny import byte_tokenizer, tiny_model
 
 
 def main() -> None:
@@ -50,11 +50,7 @@ def main() -> None:
     )
     trainer.train()
     trainer.save_model()
-    if trainer.is_world_process_zero():
-        print(hf_ckpt.describe(model))
-    # Meet before the end: a process that leaves straight after a collective can hang or abort on the way out.
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
+    finish(trainer)
 
 
 if __name__ == "__main__":

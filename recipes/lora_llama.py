@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 import transformers
-from common import DataArguments, ModelArguments, load_rows, pack, parse
+from common import DataArguments, ModelArguments, finish, load_rows, pack, parse
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 
 import hf_ckpt
-from hf_ckpt.compat import gguf_arguments
-from hf_ckpt.tiny import byte_tokenizer, tiny_model
+from hf_ckpt.compat.transformers import gguf_arguments
+from hf_ckpt.models.tiny import byte_tokenizer, tiny_model
 
 
 @dataclasses.dataclass
@@ -101,11 +101,7 @@ def main() -> None:
     )
     trainer.train()
     trainer.save_model()
-    if trainer.is_world_process_zero():
-        print(hf_ckpt.describe(model))
-    # Meet before the end: a process that leaves straight after a collective can hang or abort on the way out.
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
+    finish(trainer)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import transformers
-from common import DataArguments, ModelArguments, load_rows, need_column, parse, reader_of
+from common import DataArguments, ModelArguments, finish, load_rows, need_column, parse, reader_of
 from datasets import Dataset
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase
 
 import hf_ckpt
-from hf_ckpt.tiny import byte_tokenizer, tiny_model
+from hf_ckpt.models.tiny import byte_tokenizer, tiny_model
 
 
 @dataclasses.dataclass
@@ -102,11 +102,7 @@ def main() -> None:
     )
     trainer.train()
     trainer.save_model()
-    if trainer.is_world_process_zero():
-        print(hf_ckpt.describe(model))
-    # Meet before the end: a process that leaves straight after a collective can hang or abort on the way out.
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
+    finish(trainer)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,3 @@
-"""One file an engine; each makes a function `(fn, *args) -> outputs` that a block calls instead of its forward."""
+"""The engines, which carry out actions. An engine makes the function that a block calls in place of its own forward."""
+
+from __future__ import annotations

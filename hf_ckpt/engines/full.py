@@ -11,44 +11,42 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt import compat
+from hf_ckpt.engines.region import Observer, Region
 from hf_ckpt.errors import GraphCaptureError, InPlaceError
 
-Observer = Callable[[], contextlib.AbstractContextManager[None]]
 
+class FullRegion(Region):
+    """The checkpointing function of a block that is recomputed as a whole.
 
-class FullRegion:
-    """The checkpointing function of one block. It counts what it did, and holds neither the block nor the model."""
+    If the block changes its hidden states in place, which its first forward shows, it is recomputed from a copy.
+    """
 
     may_copy = True
-    """Whether it can recompute from a copy of hidden states that the block changes."""
+    """Whether the block may be recomputed from a copy of its hidden states, where it changes them in place."""
 
     def __init__(self, block: str, *, preserve_rng_state: bool = True, determinism_check: str = "default") -> None:
         self.block = block
         self.preserve_rng_state = preserve_rng_state
         self.determinism_check = determinism_check
         self.forwards = 0
-        """Calls that were checkpointed."""
         self.recomputed = 0
-        """Times the block was run again in backward."""
         self.in_graph = False
-        """Whether it was called from a graph of torch.compile, where nothing can be counted."""
         self.observer: Observer | None = None
-        """Entered around every recomputation; set by measurements."""
         self.changes_input: bool | None = None
-        """Whether the block works in place on its hidden states; None until a forward has shown it."""
+        """Whether the block changes its hidden states in place; None until a forward has shown it."""
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run `fn(*args)`, the block's own forward, saving its inputs only.
+        """Run `fn(*args)`, the block's own forward, and save its inputs only.
 
-        Raises `GraphCaptureError` inside CUDA graph capture while random state is preserved, and `InPlaceError` when
-        the block has changed an input that it cannot be recomputed without.
+        Raises `GraphCaptureError` if random state is preserved while a CUDA graph is captured, and `InPlaceError` if
+        the block has changed an input from which it would be recomputed.
         """
         if not torch.is_grad_enabled():
             return fn(*args)
-        # GPT-2 hands its cache over by position, where the layer does not strip it; recomputing would write it again.
+        # GPT-2 passes its cache by position, where the layer does not remove it; recomputing would write it again.
         args = tuple(None if compat.is_cache(arg) else arg for arg in args)
         if compat.is_compiling():
-            self.in_graph = True  # a count would be read, too, and so compiled anew for every value
+            self.in_graph = True  # a count would be read as well, and so compiled anew for every value
             return self._checkpoint(fn, *args)
         self.refuse_capturing()
         self.forwards += 1
@@ -58,9 +56,9 @@ class FullRegion:
         given = _Given(counted, args[0])
         if self.changes_input:
             return self._with_inputs(given, (given.copied(), *args[1:]))
-        # The first forward: a copy lies ready until it is known whether the hidden states have been changed.
+        # The first forward: a copy is held until it is known whether the block changes its hidden states.
         copied, version = given.copied(), args[0]._version
-        # Their place is taken by nothing on the same device, whose random state is to be kept.
+        # An empty tensor stands in for the hidden states: torch preserves the random state of its device.
         output = self._with_inputs(given, (args[0].new_empty(0), *args[1:]))
         self.changes_input = args[0]._version != version
         given.keep(copied if self.changes_input else args[0])
@@ -73,13 +71,13 @@ class FullRegion:
         return output
 
     def refuse_changes(self, args: tuple[Any, ...], versions: list[int | None], output: Any) -> None:
-        """Raise `InPlaceError` when an input that the block is to be recomputed from is not what it was."""
+        """Raise `InPlaceError` if an input that the block is to be recomputed from has changed since `versions`."""
         for arg, version in zip(args, versions, strict=True):
             if version is not None and arg._version != version and needs_gradient(output):
                 raise InPlaceError(self.block, tuple(arg.shape), version, arg._version, changed_by(arg))
 
     def refuse_capturing(self) -> None:
-        """Raise `GraphCaptureError` inside CUDA graph capture while random state is preserved."""
+        """Raise `GraphCaptureError` if random state is preserved while a CUDA graph is captured."""
         if self.preserve_rng_state and compat.is_capturing():
             raise GraphCaptureError(
                 f"block {self.block!r} preserves random state, which cannot be read while a CUDA graph is captured. "
@@ -93,7 +91,7 @@ class FullRegion:
         return checkpoint(
             fn,
             *args,
-            use_reentrant=False,  # always spelt out: without it torch falls back to reentrant
+            use_reentrant=False,  # torch is reentrant by default
             preserve_rng_state=self.preserve_rng_state,
             determinism_check=self.determinism_check,
             **options,
@@ -104,7 +102,7 @@ class FullRegion:
 
 
 class _Counted:
-    """The block's forward; every call after the first is a recomputation."""
+    """A block's forward, whose calls after the first are counted as recomputations."""
 
     __slots__ = ("fn", "ran", "region")
 
@@ -123,24 +121,25 @@ class _Counted:
 
 
 class _Given:
-    """A block's forward that works in place on its hidden states, or may: what it is recomputed from is a copy."""
+    """A block's forward that changes, or may change, its hidden states in place and is recomputed from a copy."""
 
     def __init__(self, fn: _Counted, hidden: torch.Tensor) -> None:
         self.fn = fn
         self.requires_grad = hidden.requires_grad
         self.hidden: torch.Tensor | None = hidden
-        """Until the forward has run."""
+        """The hidden states that the forward takes; None once it has run."""
         self.kept: torch.Tensor | None = None
-        """What to recompute from, if that is not given."""
+        """The hidden states to recompute from, if they are not the first argument of the call."""
         self.version = 0
+        """How often `kept` had been changed in place when it was stored."""
 
     def copied(self) -> torch.Tensor:
-        """The hidden states as they are now."""
+        """Return a copy of the hidden states as they are before the forward."""
         assert self.hidden is not None
         return self.hidden.detach().clone()
 
     def keep(self, hidden: torch.Tensor) -> None:
-        """Recompute from these."""
+        """Have the block recomputed from these hidden states."""
         self.kept, self.version = hidden.detach(), hidden._version
 
     def __call__(self, given: torch.Tensor, *args: Any) -> Any:
@@ -156,7 +155,7 @@ class _Given:
 
 
 def _is_plain(args: tuple[Any, ...]) -> bool:
-    """Whether the first argument is a plain tensor, and nobody else has a say in what stays of it."""
+    """Whether the first argument is an ordinary tensor, and no saved-tensor hooks decide how it is kept."""
     hidden = args[0] if args else None
     if type(hidden) is not torch.Tensor or hidden.is_inference() or not hidden.numel():
         return False
@@ -164,19 +163,19 @@ def _is_plain(args: tuple[Any, ...]) -> bool:
 
 
 def needs_gradient(output: Any) -> bool:
-    """Whether a backward may come to a block that returned this."""
+    """Whether a backward may reach a block that returned `output`."""
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in pytree.tree_leaves(output))
 
 
 def versions_of(values: tuple[Any, ...]) -> list[int | None]:
-    """Of tensors, how often they have been changed in place; None for what cannot be or is not known."""
+    """Return how often each tensor was changed in place; None for other values and for inference tensors."""
     return [
         value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None for value in values
     ]
 
 
 def changed_by(tensor: torch.Tensor) -> str:
-    """What changed a tensor in place last, as far as its graph tells."""
+    """Name the operation that last changed a tensor in place, as far as its graph tells."""
     base = tensor if tensor._base is None else tensor._base
     if base.grad_fn is not None and base.grad_fn.name().endswith("CopySlices"):
         return "an operation on a view"

@@ -1,7 +1,7 @@
-"""`selective` by PyTorch's selective activation checkpointing (SAC): the results of named operations stay.
+"""`selective` by PyTorch's selective activation checkpointing (SAC), which keeps the results of named operations.
 
-Two dispatch modes run over every operation of the block, in forward and again in backward, which costs host time; the
-compiler understands it, so it is what `engine: auto` takes under torch.compile.
+Two dispatch modes run over every operation of the block, in the forward and again in backward, which costs host time.
+torch.compile understands it, so `engine: auto` uses it there.
 https://docs.pytorch.org/docs/stable/checkpoint.html#torch.utils.checkpoint.create_selective_checkpoint_contexts
 """
 
@@ -18,7 +18,6 @@ from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.errors import InPlaceError, NothingSavedError
 
-# Names of operations whose results stay, looked up when first needed: which of them exist depends on torch's build.
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "linear": (
         "aten.mm.default",
@@ -42,16 +41,18 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
         "flash_attn._flash_attn_varlen_forward.default",
     ),
 }
+"""Names of the operations of each class that `save` may name. Which of them exist depends on torch's build, so they are
+looked up when they are first needed."""
 
 
 @functools.cache
 def operations(save: tuple[str, ...]) -> frozenset[Any]:
-    """The operations of these classes that this build of torch has."""
+    """Return the operations of the classes in `save` that this build of torch has."""
     return looked_up(name for op_class in save for name in OPERATIONS[op_class])
 
 
 def looked_up(names: Iterable[str]) -> frozenset[Any]:
-    """Those of the operations, as `aten.mm.default`, that this build of torch has."""
+    """Return those of the named operations (such as `aten.mm.default`) that this build of torch has."""
     return frozenset(operation for name in names if (operation := _lookup(name)) is not None)
 
 
@@ -62,9 +63,9 @@ def _lookup(name: str) -> Any | None:
 
 
 class SacRegion(FullRegion):
-    """The checkpointing function of one block: `full`, with the results of named operations kept."""
+    """The checkpointing function of a block that is recomputed, except for the results of the operations in `save`."""
 
-    may_copy = False  # an operation beside the block's own, which the dispatch modes do not know
+    may_copy = False  # the copy would be an operation in backward that the dispatch modes have not seen in the forward
 
     def __init__(
         self,
@@ -77,11 +78,14 @@ class SacRegion(FullRegion):
         super().__init__(block, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check)
         self.save = tuple(save)
         self.matched = 0
-        """Operations whose results stayed, in all forwards."""
+        """Number of operations whose results were kept, in all forwards together."""
 
     def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Raises `NothingSavedError` when no operation of the block is one that `save` names, and in backward
-        `InPlaceError` when a result that stays was changed."""
+        """Run the block under SAC.
+
+        Raises `NothingSavedError` if the block runs no operation that `save` names. Backward raises `InPlaceError` if a
+        kept result was changed in place.
+        """
         if compat.is_compiling():  # the policy runs while tracing; counting would be a side effect there
             return self._checkpointed(fn, *args, context_fn=functools.partial(_contexts, self.save))
         before = self.matched
@@ -94,7 +98,7 @@ class SacRegion(FullRegion):
 
 
 class _Told:
-    """A block's forward; an error of torch about a result that was changed in place is told with the block's name."""
+    """A block's forward, which turns torch's error about a result changed in place into one that names the block."""
 
     def __init__(self, fn: Callable[..., Any], block: str) -> None:
         self.fn, self.block = fn, block
@@ -109,6 +113,7 @@ class _Told:
 
 
 def _contexts(save: tuple[str, ...]) -> Any:
+    """The two contexts of SAC, without counting."""
     return _made(functools.partial(_policy, operations(save)))
 
 
@@ -120,6 +125,7 @@ def _policy(stay: frozenset[Any], context: Any, operation: Any, *args: Any, **kw
 
 
 def _counting_contexts(region: SacRegion) -> Any:
+    """The two contexts of SAC, which count the operations whose results are kept, in `region.matched`."""
     stay = operations(region.save)
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,8 +1,8 @@
-"""`full` over several blocks at once: keep the input of the first, recompute them all as one region in backward.
+"""`full` over several neighbouring blocks: keep the input of the first one, and recompute all of them in backward.
 
-The model runs its blocks one by one, so the region is opened at the first block of a segment and closed at the last, or
-wherever the stack ends before that. What the blocks were given is noted; in backward they run again one after another,
-each on what the one before has made. Chen et al., 2016, https://arxiv.org/abs/1604.06174
+The model runs its blocks one by one, so a segment is opened at its first block and closed at its last, or wherever the
+stack ends before that. What each block was given is noted. In backward they run again one after another, each on the
+output of the one before. Chen et al., 2016, https://arxiv.org/abs/1604.06174
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,27 +21,39 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion, needs_gradient, versions_of
+from hf_ckpt.engines.region import Hook, Region, Request
 from hf_ckpt.errors import HfCkptError
+from hf_ckpt.models.blocks import FoundBlocks
 
 
 class Segment:
-    """Neighbouring blocks of one stack."""
+    """Names of neighbouring blocks of one stack that are recomputed together, in their order."""
 
     def __init__(self, blocks: tuple[str, ...]) -> None:
         self.blocks = blocks
 
 
 class SegmentRegion(FullRegion):
-    """The checkpointing function of one block of a segment."""
+    """The checkpointing function of a block that is recomputed with the other blocks of its segment."""
 
     def __init__(self, block: str, segment: Segment, **options: Any) -> None:
         super().__init__(block, **options)
         self.segment = segment
 
+    def told_of_parameters(self, stay: bool, owner: str) -> None:
+        """Raise `HfCkptError` unless all parameters lie on their device throughout a step (`stay`)."""
+        if not stay:
+            raise HfCkptError(
+                f"`segments` recompute several blocks of {owner} at once, but its parameters are sharded or moved "
+                "block by block (FSDP, ZeRO-3, device maps), so those of the others are away then. Use `policy: full` "
+                "without `segments`."
+            )
+
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, as a part of its segment.
 
-        Raises `HfCkptError` when the block is not given what the one before it made, and `GraphCaptureError` as `full`.
+        Raises `HfCkptError` if the block is not given what the one before it returned, and `GraphCaptureError` if
+        random state is preserved while a CUDA graph is captured.
         """
         if not torch.is_grad_enabled() or compat.is_compiling():  # compiled blocks are recomputed one by one
             return super().__call__(fn, *args)
@@ -65,21 +77,39 @@ class SegmentRegion(FullRegion):
         return output
 
 
+def make(request: Request) -> Region:
+    """The engine of `full`: for a block by itself or, if its action names a segment, together with its neighbours."""
+    if request.segment is None:
+        return FullRegion(request.block, **request.options)
+    return SegmentRegion(request.block, request.segment, **request.options)
+
+
+def hooks(regions: Mapping[str, Region], found: FoundBlocks, owners: Sequence[nn.Module]) -> Iterator[Hook]:
+    """Yield hooks on the modules that run the stacks, so that no segment stays open beyond its stack."""
+    segments = {region.segment for region in regions.values() if isinstance(region, SegmentRegion)}
+    for owner in owners if segments else ():
+        yield Hook(owner, StartOfStack(segments), "before")
+        yield Hook(owner, end_of_stack, "always")
+
+
 class StartOfStack:
-    """Forward pre-hook of whatever runs a stack: an interrupt (Ctrl-C) may have left one of its segments open."""
+    """Forward pre-hook of a module that runs a stack: an interrupt (Ctrl-C) may have left one of its segments open."""
 
     def __init__(self, segments: Iterable[Segment]) -> None:
         self.segments = list(segments)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Let an open segment go."""
+        """Abandon a segment that is still open."""
         run = _open.run
         if run is not None and not compat.is_compiling() and run.segment in self.segments:
             run.abandon()
 
 
 def end_of_stack(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Forward hook of whatever runs a stack: its last blocks may have been skipped, or have raised an error."""
+    """Forward hook of a module that runs a stack: its last blocks may have been skipped, or one has raised an error.
+
+    Closes a segment that is still open, or abandons it if there was an error.
+    """
     run = _open.run
     if run is not None and not compat.is_compiling():
         if output is None:
@@ -89,22 +119,25 @@ def end_of_stack(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 class _Made:
-    """In place of a tensor that an earlier block of the segment made."""
+    """Stands for a tensor that an earlier block of the segment returned."""
 
     def __init__(self, call: int, place: int) -> None:
         self.call = call
+        """Number of the block's call within the segment."""
         self.place = place
+        """Place of the tensor among the leaves of that call's output."""
 
 
 class _Call:
-    """One block's call: what to run again."""
+    """One call of a block, as it is to be repeated in backward."""
 
     def __init__(self, region: SegmentRegion, fn: Callable[..., Any], given: Any) -> None:
         self.region = region
         self.fn = fn
         self.given = given
-        """(args, keywords), with `_Made` for what earlier blocks made."""
+        """(positional, keyword arguments), with `_Made` in the place of tensors that earlier blocks returned."""
         self.random_state: tuple[torch.Tensor, Any] | None = None
+        """Random state of the CPU and of the devices before the call; None where it need not be set."""
 
 
 class _Run:
@@ -114,14 +147,17 @@ class _Run:
         self.segment = first.segment
         self.calls: list[_Call] = []
         self.made: dict[int, tuple[weakref.ref[torch.Tensor], _Made]] = {}
-        """While the segment is open: id of an output -> the output (ids are used again), and where it is from."""
+        """Outputs so far, by id, while the segment is open. Ids are used again, so each comes with its tensor."""
         self.frame: Generator[None, None, None] | None = compat.checkpoint_frame(
             self.again, args, preserve_rng_state=first.preserve_rng_state, determinism_check=first.determinism_check
         )
         next(self.frame)
 
     def call(self, region: SegmentRegion, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a block and note how."""
+        """Run a block, and note how to run it again.
+
+        Raises `HfCkptError` if the block is not given what the one before it returned.
+        """
         keywords: dict[str, Any] = {}
         bare = fn
         if isinstance(fn, functools.partial):  # the block's keyword arguments
@@ -134,11 +170,11 @@ class _Run:
                 "cannot be recomputed as one segment. Use `policy: full` without `segments` for this model."
             )
         call = _Call(region, bare, given if number else ((), given[1]))
-        if number and region.preserve_rng_state:  # the frame has the state before the first block
+        if number and region.preserve_rng_state:  # the checkpoint itself has the state before the first block
             call.random_state = torch.get_rng_state(), get_device_states(*args)
         versions = versions_of(args[:1])
         output = fn(*args)
-        if not number:  # the others are given what is made again
+        if not number:  # the others are recomputed from what the ones before return then
             region.refuse_changes(args[:1], versions, output)
         for place, value in enumerate(pytree.tree_leaves(output)):
             if isinstance(value, torch.Tensor):
@@ -147,11 +183,12 @@ class _Run:
         return output
 
     def _by_origin(self, value: Any) -> Any:
+        """`_Made` for a tensor that an earlier block returned, and any other value as it is."""
         found = self.made.get(id(value))
         return found[1] if found is not None and found[0]() is value else value
 
     def again(self, *args: Any) -> None:
-        """Run the blocks once more, for backward. `args` are those of the first."""
+        """Run all blocks once more, for backward. `args` are the arguments of the first one."""
         outputs: list[list[Any]] = []
 
         def fetch(value: Any) -> Any:
@@ -169,14 +206,14 @@ class _Run:
                 outputs.append(pytree.tree_leaves(call.fn(*(positional if outputs else args), **keywords)))
 
     def close(self) -> None:
-        """The segment has ended."""
+        """End the segment: from here on it can be recomputed in backward."""
         frame = self._forget()
         if frame is not None:
             with contextlib.suppress(StopIteration):
                 next(frame)
 
     def abandon(self) -> None:
-        """A block raised an error."""
+        """Give the segment up, because a block raised an error."""
         frame = self._forget()
         if frame is not None:
             frame.close()
@@ -190,7 +227,7 @@ class _Run:
 
 
 class _Open(threading.local):
-    """The segment that this thread is in."""
+    """The segment that this thread is running, if any."""
 
     run: _Run | None = None
 

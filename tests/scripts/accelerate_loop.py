@@ -40,7 +40,7 @@ def main() -> None:
 
     from accelerate import Accelerator
 
-    from hf_ckpt.tiny import tiny_batch, tiny_model
+    from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=arguments.accumulate)
     model = tiny_model("llama", dropout=arguments.dropout)
@@ -81,7 +81,7 @@ def main() -> None:
 
 def describe(model: torch.nn.Module) -> dict[str, Any]:
     import hf_ckpt
-    from hf_ckpt.install import installation
+    from hf_ckpt.attach.record import installation
 
     if installation(model) is None:
         return {"enabled": None}

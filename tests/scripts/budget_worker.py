@@ -1,4 +1,4 @@
-"""One rank of tests/test_autoplan.py: plans under DDP, with batches that differ between ranks."""
+"""One rank of tests/planner/test_live.py: plans under DDP, with batches that differ between ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ranks import run_cases, without_cache
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_ckpt
-from hf_ckpt.install import installation
-from hf_ckpt.tiny import tiny_batch, tiny_model
+from hf_ckpt.attach.record import installation
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 
 def run_case(case: dict[str, Any], _: Path) -> dict[str, Any]:
     rank = dist.get_rank()
-    found: dict[str, Any] = {"plans": [], "situations": [], "limits": [], "different": [], "recomputed": []}
+    found: dict[str, Any] = {"plans": [], "shapes": [], "limits": [], "different": [], "recomputed": []}
     ours, plain = (tiny_model(case["family"], layers=6, hidden=64, attention="sdpa") for _ in range(2))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in (ours, plain)]
     hf_ckpt.install(ours)
@@ -36,7 +36,7 @@ def run_case(case: dict[str, Any], _: Path) -> dict[str, Any]:
         planned = installation(ours).planned
         described = hf_ckpt.describe(ours)
         found["plans"].append(described.plan.to_dict())
-        found["situations"].append(str(planned.situation) if planned else "")
+        found["shapes"].append(str(planned.shape) if planned else "")
         found["limits"].append(planned.limit_bytes if planned else None)
         found["recomputed"].append(sum(described.recomputed.values()))
     return found

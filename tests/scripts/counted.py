@@ -21,7 +21,7 @@ def train_and_count(self: Trainer, *args: Any, **kwargs: Any) -> Any:
     """`Trainer.train`, after which the installed plan and its counts are noted."""
     result = _train(self, *args, **kwargs)
     import hf_ckpt
-    from hf_ckpt.install import installation
+    from hf_ckpt.attach.record import installation
 
     if installation(self.model) is None:
         COUNTS.append(None)

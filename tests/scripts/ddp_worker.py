@@ -1,4 +1,4 @@
-"""One rank of tests/test_distributed.py: every case under DDP, see ranks.py.
+"""One rank of tests/users/test_ddp.py: every case under DDP, see ranks.py.
 
 Each case runs three times with the same weights and data: DDP with hf_ckpt, DDP without, and one process without
 either on the batches of both ranks together. What they had in common is written down; the test judges it.
@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import run_cases, without_cache
+from ranks import counted_calls, run_cases, without_cache
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_ckpt
-from hf_ckpt.families import find_blocks
-from hf_ckpt.tiny import tiny_batch, tiny_model
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 PER_RANK = 2
 LORA_TARGETS = {"llama": ["q_proj", "v_proj"], "bert": ["query", "value"], "t5": ["q", "v"]}
@@ -93,24 +92,6 @@ def train(model: nn.Module, case: dict[str, Any], rows: slice) -> tuple[list[flo
             gradients.append({n: p.grad for n, p in inner.named_parameters() if p.requires_grad})
             model.zero_grad(set_to_none=True)
     return losses, [{n: None if g is None else g.clone() for n, g in each.items()} for each in gradients]
-
-
-@contextlib.contextmanager
-def counted_calls(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Block name -> times its first inner module ran: a count that does not come from hf_ckpt."""
-    calls: dict[str, int] = {}
-    handles = []
-    for name, block in find_blocks(model).modules.items():
-        calls[name] = 0
-        first = next(module for module in block.modules() if not list(module.children()))
-
-        def count(*_: object, name: str = name) -> None:
-            calls[name] += 1
-
-        handles.append(first.register_forward_pre_hook(count))
-    yield calls
-    for handle in handles:
-        handle.remove()
 
 
 def run_case(case: dict[str, Any], _: Path) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""One rank of tests/test_deepspeed.py: Trainer under DeepSpeed, without and with hf_ckpt, see ranks.py."""
+"""One rank of tests/users/test_deepspeed.py: Trainer under DeepSpeed, without and with hf_ckpt, see ranks.py."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
-from ranks import heard, run_cases, without_cache
+from ranks import counted_calls, heard, run_cases, without_cache
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import hf_ckpt
-from hf_ckpt.engines.rebuild import _warn_nothing_dropped
-from hf_ckpt.families import find_blocks
-from hf_ckpt.tiny import tiny_batch, tiny_model
+from hf_ckpt.logs import forget_warnings
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 STEPS = 3
 ROWS = 16
@@ -87,24 +85,6 @@ def train(case: dict[str, Any], folder: Path, spec: dict[str, Any] | None) -> tu
     }
 
 
-@contextlib.contextmanager
-def counted_calls(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Block name -> times its first inner module ran: a count that does not come from hf_ckpt."""
-    calls: dict[str, int] = {}
-    handles = []
-    for name, block in find_blocks(model).modules.items():
-        calls[name] = 0
-        first = next(module for module in block.modules() if not list(module.children()))
-
-        def count(*_: object, name: str = name) -> None:
-            calls[name] += 1
-
-        handles.append(first.register_forward_pre_hook(count))
-    yield calls
-    for handle in handles:
-        handle.remove()
-
-
 def digest(model: nn.Module) -> str:
     total = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
@@ -119,7 +99,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if case["spec"] is None:
         return {"plain": plain}
     said: list[str] = []
-    _warn_nothing_dropped.cache_clear()  # once a process
+    forget_warnings()
     try:
         with heard(said):
             model, ours = train(case, folder, case["spec"])

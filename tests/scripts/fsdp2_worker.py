@@ -1,4 +1,4 @@
-"""One rank of tests/test_distributed.py: every case under FSDP2, see ranks.py.
+"""One rank of tests/users/test_fsdp2_runs.py and test_fsdp2_steps.py: every case under FSDP2, see ranks.py.
 
 Each case runs twice with the same weights and data, with hf_ckpt and without. Cases with an `owner` go
 through accelerate's FSDP2 plugin; those with `tokens` are steps of training on batches that differ between ranks. The
@@ -26,12 +26,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hf_ckpt
-from hf_ckpt import autoplan, compat
+from hf_ckpt import compat
+from hf_ckpt.attach.attach import lost_blocks
+from hf_ckpt.attach.record import installation
+from hf_ckpt.compat.fsdp import _shard_groups
 from hf_ckpt.engines import full
-from hf_ckpt.families import base_model, find_blocks
-from hf_ckpt.install import _warn_plain_head, installation, lost_blocks
-from hf_ckpt.measure import LiveBytes
-from hf_ckpt.tiny import tiny_batch, tiny_model
+from hf_ckpt.logs import forget_warnings
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.blocks import base_model, find_blocks
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.planner import live
 
 
 def shard(model: nn.Module, half: bool, *apart: nn.Module) -> None:
@@ -68,7 +72,7 @@ class RankBytes(LiveBytes):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
         self._counted: dict[int, int] = {}
         super().__init__(batch)
-        self._parameters = [found for group in compat._shard_groups(model) for found in group.fsdp_params]
+        self._parameters = [found for group in _shard_groups(model) for found in group.fsdp_params]
         shards = [found.sharded_param for found in self._parameters]
         gradients = [shard.grad for shard in shards if shard.grad is not None]
         for value in [*model.buffers(), *tree_leaves(list(optimizer.state.values())), *shards, *gradients]:
@@ -157,7 +161,7 @@ def by_hand(case: dict[str, Any]) -> dict[str, Any]:
         hf_ckpt.install(model)
         model.gradient_checkpointing_enable(case["spec"])
     said: list[str] = []
-    _warn_plain_head.cache_clear()  # once a process
+    forget_warnings()
     with counted_regions() as counts, heard(said):
         ours = train(model, case)
     described = hf_ckpt.describe(model)
@@ -311,7 +315,7 @@ def in_steps(case: dict[str, Any], _: Path) -> dict[str, Any]:
             optimizer.zero_grad()
         gc.collect()
         gc.disable()  # a cycle that waits for the collector would count
-        with CollectiveCount() as own, RankBytes(ours, optimizers[0], batches[0]) as live:
+        with CollectiveCount() as own, RankBytes(ours, optimizers[0], batches[0]) as memory:
             backward(ours, batches, case["held_back"])
         gc.enable()
         with CollectiveCount() as theirs:
@@ -323,12 +327,12 @@ def in_steps(case: dict[str, Any], _: Path) -> dict[str, Any]:
                 "different": different(ours, plain),
                 "order": own.order,
                 "plain_order": theirs.order,
-                "peak": live.rank_peak,
+                "peak": memory.rank_peak,
                 "predicted": prediction.peak_bytes if prediction else None,
                 "actions": [f"{action.kind} {action.save}" for _, action in described.plan.actions],
                 "recomputed": sum(described.recomputed.values()) - sum(recomputed.values()),
-                "situation": str(record.planned.situation) if record.planned else "",
-                "held_back": record.planned is not None and record.planned.situation.held_back,
+                "shape": str(record.planned.shape) if record.planned else "",
+                "held_back": record.planned is not None and record.planned.shape.held_back,
             }
         )
         for optimizer in optimizers:
@@ -361,14 +365,14 @@ def refused(case: dict[str, Any], _: Path) -> dict[str, Any]:
     hf_ckpt.install(model)
     base_model(model).gradient_checkpointing_enable(spec_of(case))
     shard(model, False)
-    original = autoplan.plan_within
+    original = live.plan_within
     if case["broken_rank"] == dist.get_rank():
-        autoplan.plan_within = cannot_plan
+        live.plan_within = cannot_plan
     try:
         with _refusal(result, "said"):
             model(**tiny_batch(case["family"], batch=4, tokens=case["tokens"][dist.get_rank()][0]))
     finally:
-        autoplan.plan_within = original
+        live.plan_within = original
     return result
 
 

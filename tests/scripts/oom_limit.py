@@ -15,8 +15,8 @@ import torch
 from ranks import without_cache
 
 import hf_ckpt
-from hf_ckpt.oom import OomGuard
-from hf_ckpt.tiny import tiny_batch, tiny_model
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.training.guard import OomGuard
 
 ROOM = 160 << 20  # `none` needs about three times as much, `full` half
 

@@ -1,4 +1,4 @@
-"""One rank of tests/test_oom.py: DistributedDataParallel under a guard, with an allocator that fails on some ranks.
+"""One rank of tests/training: DistributedDataParallel under a guard, with an allocator that fails on some ranks.
 
 Every case trains the same model on the same batches twice: plainly, by DistributedDataParallel alone, and guarded.
 """
@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_ckpt
 from hf_ckpt.errors import HfCkptError, OutOfPlansError
-from hf_ckpt.oom import OomGuard
-from hf_ckpt.tiny import tiny_batch, tiny_model
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.planner import escalate
+from hf_ckpt.training.guard import OomGuard
 
 MICRO_STEPS = 2
 
@@ -130,7 +131,7 @@ def main() -> None:
     out, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     faulthandler.dump_traceback_later(120, exit=True)  # a deadlock shows where
     dist.init_process_group("gloo")
-    sys.modules["hf_ckpt.install"].lane_of = lambda device: device  # as if there were host memory beside the CPU's
+    escalate.lane_of = lambda device: device  # as if there were host memory beside the CPU's
     nothing: list[set[int]] = [set(), set()]
     expected, _ = train(built(None), plainly, nothing)
     unharmed = built("selective")

@@ -1,4 +1,4 @@
-"""What the workers of tests/test_distributed.py share."""
+"""What the workers that run under torchrun share."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+
+from hf_ckpt.models.blocks import find_blocks
 
 
 def without_cache(model: nn.Module) -> nn.Module:
@@ -36,6 +38,24 @@ def heard(said: list[str]) -> Iterator[None]:
         yield
     finally:
         logging.getLogger("hf_ckpt").removeHandler(handler)
+
+
+@contextlib.contextmanager
+def counted_calls(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Block name -> times its first inner module ran: a count that does not come from hf_ckpt."""
+    calls: dict[str, int] = {}
+    handles = []
+    for name, block in find_blocks(model).modules.items():
+        calls[name] = 0
+        first = next(module for module in block.modules() if not list(module.children()))
+
+        def count(*_: object, name: str = name) -> None:
+            calls[name] += 1
+
+        handles.append(first.register_forward_pre_hook(count))
+    yield calls
+    for handle in handles:
+        handle.remove()
 
 
 def run_cases(run_case: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
-from hf_ckpt.tiny import tiny_batch, tiny_model
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 
 def main() -> None:

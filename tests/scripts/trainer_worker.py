@@ -1,4 +1,4 @@
-"""One rank of tests/test_distributed.py: the same training without and with hf_ckpt under DDP, see ranks.py.
+"""One rank of tests/users/test_ddp_training.py: the same training without and with hf_ckpt under DDP, see ranks.py.
 
 By Trainer, or by a plain loop of Accelerate.
 
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.tiny import tiny_batch, tiny_model
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 STEPS = 2
 ROWS = 16

@@ -1,0 +1,551 @@
+"""Putting plans on one model and taking them off.
+
+`attach` leaves a small record and callable hooks on the base PreTrainedModel. The hooks put the plan on the blocks at
+every enable call (`put_on`) and take it off at every disable call (`take_off`). Where an enable call or a batch needs
+another plan, they ask the record's decider for it. All that is put on a model pickles, is copied with it by `deepcopy`,
+and comes off again with `detach`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.attach.hooks import HeadForward, MissedHead, ModelHook, PartHook, SkippedHook, StackHook, warn_plain_head
+from hf_ckpt.attach.record import (
+    FLAG,
+    FUNCTION,
+    GATE,
+    GIVEN_PLAN,
+    RECORD,
+    Decider,
+    Installation,
+    carriers,
+    count_enable_call,
+    installation,
+    is_on,
+    read_switches,
+    switch_off,
+    write_switches,
+)
+from hf_ckpt.engines.offload import Mover
+from hf_ckpt.engines.region import Region, Request, hooks_for, make
+from hf_ckpt.engines.segments import Segment
+from hf_ckpt.errors import HfCkptError, OwnerConflictError, SpecError
+from hf_ckpt.models.blocks import (
+    FoundBlocks,
+    base_model,
+    blocks_of_known_code,
+    find_blocks,
+    frozen_prefix,
+    plain_modules,
+    vocabulary_head,
+)
+from hf_ckpt.models.families import GENERIC
+from hf_ckpt.spec.description import Description
+from hf_ckpt.spec.plan import Plan
+from hf_ckpt.spec.spec import Spec
+from hf_ckpt.units import parse_bytes
+
+log = logging.getLogger(__name__)
+
+_INPUT_GRADIENT_NAMES = ("enable_input_require_grads", "disable_input_require_grads")
+"""Methods of PreTrainedModel that put the embedding hook on and take it off; see `_drop_input_gradients`."""
+
+
+def attach(model: nn.Module, spec: Spec, plan: Plan, decider: Decider | None = None) -> Installation:
+    """Make `plan` the one that a model's enable calls apply, and return the model's record.
+
+    Where checkpointing was on already, the plan takes over at once; otherwise nothing is enabled yet. A model inside
+    this one that had a plan of its own loses it.
+
+    Args:
+        model: a PreTrainedModel, plain or wrapped by PEFT, DDP or torch.compile.
+        spec: what was asked for.
+        plan: one action for every block of the model.
+        decider: asked for the plan at enable calls, and for batches under `budget` and `auto`. It is used only where
+            the model has no record yet.
+
+    Raises `OwnerConflictError` where the blocks belong to a larger model whose plan is enabled, and `NoBlocksError`
+    where `find_blocks` does.
+    """
+    found = find_blocks(model)
+    record = installation(found.base)
+    refuse_parts(found)
+    # Blocks have one owner: an inner model that was enabled by itself gives way.
+    inner = [module for module in found.base.modules() if module is not found.base and RECORD in vars(module)]
+    was_on = any(vars(module)[RECORD].enabled for module in inner)
+    for module in inner:
+        detach(module)
+    if record is None:
+        was_on = any(is_on(module) for module in carriers(found.base).values()) or was_on
+        record = _first_record(found, spec, plan, decider)
+    else:
+        was_on = record.enabled or was_on
+    adopt(found.base, record, spec, plan)
+    if was_on:
+        put_on(found.base, record)
+    return record
+
+
+def _first_record(found: FoundBlocks, spec: Spec, plan: Plan, decider: Decider | None) -> Installation:
+    """Put a record, and hooks in place of the enable and disable methods, on a model that has none."""
+    if found.family == GENERIC:
+        log.warning(
+            "%s is of no known family; %d checkpointable blocks found, used as family `generic`.",
+            found.model,
+            len(found.blocks),
+        )
+    record = Installation(spec, plan, decider=decider)
+    record.before = {name: read_switches(module) for name, module in carriers(found.base).items()}
+    attributes = vars(found.base)
+    attributes[RECORD] = record
+    attributes.update(dict.fromkeys(compat.ENABLE_NAMES, EnableHook(found.base)))
+    attributes.update(dict.fromkeys(compat.DISABLE_NAMES, DisableHook(found.base)))
+    return record
+
+
+def detach(model: nn.Module) -> None:
+    """Take everything off a model: attributes, hooks and flags are exactly as before `attach`.
+
+    A model on which nothing lies is left alone.
+    """
+    base = base_model(model)
+    record = installation(base)
+    if record is None:
+        return
+    take_off(base, record)
+    modules = dict(plain_modules(base))
+    for name, attributes in record.before.items():
+        if name in modules:
+            write_switches(modules[name], attributes)
+    for name in (*compat.ENABLE_NAMES, *compat.DISABLE_NAMES, RECORD):
+        vars(base).pop(name, None)
+
+
+def describe(model: nn.Module) -> Description:
+    """Return the installed plan and what it has done so far, to be printed or saved with `.save(path)`.
+
+        print(hf_ckpt.describe(model))
+
+    Raises `HfCkptError` when nothing is installed on the model.
+    """
+    record = installation(model)
+    if record is None:
+        raise HfCkptError("nothing is installed on this model; call hf_ckpt.install(model) first.")
+    planned = record.plan.active()
+    regions = record.regions.values()
+    return Description(
+        plan=record.plan,
+        spec=record.spec.to_dict(),
+        enabled=record.enabled,
+        frozen=tuple(name for name in frozen_prefix(model, find_blocks(model)) if name in planned),
+        forwards={name: region.forwards for name, region in record.regions.items()},
+        recomputed={name: region.recomputed for name, region in record.regions.items()},
+        dropped=_total(region.dropped for region in regions),
+        kept=_total(region.kept for region in regions),
+        kept_to_rebuild=_total(region.kept_to_rebuild for region in regions),
+        chunked_heads=record.heads.calls,
+        in_graphs=tuple(name for name, region in record.regions.items() if region.in_graph),
+        head_in_graph=record.heads.in_graph,
+        moved=_total([{name: region.moved_bytes} for name, region in record.regions.items() if region.moved_bytes]),
+    )
+
+
+def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Add up the bytes of each name over all blocks; the name with the most bytes comes first."""
+    total: collections.Counter[str] = collections.Counter()
+    for count in counts:
+        total.update(count)
+    return dict(total.most_common())
+
+
+def lost_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of planned blocks that no longer carry their function, because other code set their flags.
+
+    Where no plan is enabled there are none. Raises `OwnerConflictError` where torch's checkpoint wrapper has been put
+    around a block since.
+    """
+    record = installation(model)
+    if record is None or not record.enabled:
+        return ()
+    modules = find_blocks(model).modules
+    return tuple(
+        name
+        for name, region in record.regions.items()
+        if name not in modules or vars(modules[name]).get(FUNCTION) is not region or not is_on(modules[name])
+    )
+
+
+@contextlib.contextmanager
+def paused(model: nn.Module) -> Iterator[None]:
+    """Take the plan off a model inside the `with` block, for generation or scoring, and put it on again afterwards.
+
+        with hf_ckpt.paused(model):
+            model.generate(**inputs)
+
+    Where no plan is enabled, nothing happens.
+    """
+    base = base_model(model)
+    record = installation(base)
+    if record is None or not record.enabled:
+        yield
+        return
+    take_off(base, record)
+    try:
+        yield
+    finally:
+        if installation(base) is record:
+            put_on(base, record)
+
+
+@contextlib.contextmanager
+def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decider | None = None) -> Iterator[None]:
+    """Enable a plan inside the `with` block; afterwards the model, its installation and its counts are as before.
+
+    Args:
+        model: as for `attach`.
+        plan: one action for every block of the model.
+        spec: what the plan was made from; None where it was given as it is.
+        decider: as for `attach`.
+
+    Raises what `attach` raises, before anything changes.
+    """
+    base = base_model(model)
+    record = installation(base)
+    before = dataclasses.replace(record) if record is not None else None
+    trying = attach(model, Spec(plan=GIVEN_PLAN) if spec is None else spec, plan, decider)
+    trying.planned = None
+    adopt(base, trying, trying.spec, trying.plan)  # the trial counts for itself, from 0
+    try:
+        put_on(base, trying)
+        yield
+    finally:
+        if before is None:
+            detach(base)
+        else:
+            take_off(base, trying)
+            trying.spec, trying.plan, trying.regions = before.spec, before.plan, before.regions
+            trying.planned = before.planned
+            if before.enabled:
+                put_on(base, trying)
+
+
+@contextlib.contextmanager
+def watched_forwards(
+    model: nn.Module, note: Callable[[nn.Module, str | None, tuple[Any, ...], Mapping[str, Any]], None]
+) -> Iterator[None]:
+    """Inside the `with` block, call `note(base, stack, args, kwargs)` before every forward that records gradients.
+
+    Both the forwards of the base model and those of the modules that run its stacks are seen; `stack` is the stack's
+    name, or None for the model's own forward. Calls inside a graph of torch.compile are not seen.
+    """
+    found = find_blocks(model)
+
+    def told(stack: str | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and not compat.is_compiling():
+            note(found.base, stack, args, kwargs)
+
+    handles = [
+        module.register_forward_pre_hook(functools.partial(told, stack), with_kwargs=True)
+        for module, stack in _model_and_stacks(found)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def own_trial(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Inside the `with` block, let transformers itself checkpoint the blocks whose action in `plan` is not `keep`.
+
+    This is for comparing costs, which differ from those of `full` where the switch of transformers does more than run
+    blocks again. Nothing of hf_ckpt may be installed on the model.
+    """
+    modules = find_blocks(model).modules
+    with compat.own_checkpointing(base_model(model), only={modules[name] for name in plan.active()}):
+        yield
+
+
+def driven_by_the_whole(found: FoundBlocks) -> bool:
+    """Return whether the blocks carry functions of hf_ckpt that belong to a larger model, which this one is part of."""
+    records: list[Installation] = [vars(module)[RECORD] for module in found.base.modules() if RECORD in vars(module)]
+    owned = {id(region) for record in records for region in record.regions.values()}
+    functions = [vars(module).get(FUNCTION) for module in found.modules.values()]
+    return any(isinstance(function, Region) and id(function) not in owned for function in functions)
+
+
+def refuse_parts(found: FoundBlocks) -> None:
+    """Raise `OwnerConflictError` where the blocks belong to a larger model whose plan is enabled."""
+    if driven_by_the_whole(found):
+        raise OwnerConflictError(
+            f"{found.model} is part (or a copy of a part) of a larger model whose plan is enabled on the same blocks; "
+            "install on that one, or uninstall it first; call gradient_checkpointing_disable() on a copy."
+        )
+
+
+def adopt(base: nn.Module, record: Installation, spec: Spec, plan: Plan) -> None:
+    """Make `plan` the one that the record will put on next, with new functions that count from 0.
+
+    A plan that is on the blocks now is taken off first.
+    """
+    if record.enabled:
+        take_off(base, record)
+    if record.planned is not None and plan != record.planned.plan:
+        record.planned = None
+    record.spec, record.plan, record.heads.in_graph = spec, plan, False
+    segments: dict[str, Segment] = {}
+    for _, names in plan.segments():
+        segments.update(dict.fromkeys(names, Segment(tuple(names))))
+    mover = Mover(None if spec.host_budget is None else parse_bytes(spec.host_budget))
+    # Backward begins with the last block of a stack, so nothing would be gained by moving what that block needs.
+    last = {pairs[-1][0].name for pairs in plan.stacks().values()}
+    known = blocks_of_known_code(find_blocks(base))
+    record.regions = {
+        name: make(
+            Request(
+                name,
+                action,
+                engine=spec.engine,
+                # `auto` always preserves it: on the CPU, keeping the state is lost in the noise of a recomputation,
+                # while looking for an active dropout takes 12 us (plain model) to 160 us (LoRA) a block.
+                preserve_rng_state=spec.preserve_rng_state is not False,
+                determinism_check=spec.determinism_check,
+                segment=segments.get(name),
+                mover=None if name in last else mover,
+                known=name in known,
+            )
+        )
+        for name, action in plan.active().items()
+    }
+
+
+def exchange(base: compat.PreTrainedModel, record: Installation, spec: Spec, plan: Plan) -> None:
+    """Put another plan on in the middle of a training. Whatever observed the old functions observes the new ones."""
+    observers = {name: region.observer for name, region in record.regions.items()}
+    watched = next(iter(observers.values()), None)
+    adopt(base, record, spec, plan)
+    for name, region in record.regions.items():
+        region.observer = observers.get(name, watched)
+    put_on(base, record)
+
+
+def put_on(base: compat.PreTrainedModel, record: Installation) -> None:
+    """Enable the record's plan: put functions and flags on the blocks, and register the hooks that engines need."""
+    if record.enabled:
+        take_off(base, record)
+    for name, module in carriers(base).items():
+        record.before.setdefault(name, read_switches(module))
+        if name in record.regions:
+            write_switches(module, {FLAG: GATE, FUNCTION: record.regions[name]})
+        else:
+            switch_off(module, record.before[name])
+    found = find_blocks(base)
+    if record.spec.is_planned:
+        _put_on_batch_hooks(found, record)
+    if record.plan.head != "full":
+        _put_on_head(found, record)
+    _put_on_parts(found)
+    if record.regions:
+        _drop_input_gradients(base, record)
+        for owner in {id(owner): owner for owner in found.owners}.values():
+            record.handles.append(owner.register_forward_pre_hook(StackHook(owner), with_kwargs=True))
+        for module, hook, when, with_kwargs in hooks_for(record.regions, found):
+            if when == "before":
+                record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs))
+            elif when == "after":
+                record.handles.append(module.register_forward_hook(hook))
+            else:
+                record.handles.append(_always_after(module, hook))
+    record.enabled = True
+
+
+def _put_on_batch_hooks(found: FoundBlocks, record: Installation) -> None:
+    """Let the decider see every training batch, under `budget` and `auto`.
+
+    The hook goes on the model, which sees the inputs of all stacks at once, and also on what runs each stack, because
+    PEFT calls the model's `forward` method directly, past its hooks.
+    """
+    for module, stack in _model_and_stacks(found):
+        hook = BatchHook(found.base, stack)
+        record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+
+def _model_and_stacks(found: FoundBlocks) -> Iterator[tuple[nn.Module, str | None]]:
+    """Yield the base model with None, and then every other module that runs a stack with the stack's name."""
+    yield found.base, None
+    stacks = dict.fromkeys(block.stack for block in found.blocks)
+    for stack, owner in zip(stacks, found.owners, strict=True):
+        if owner is not found.base:
+            yield owner, stack
+
+
+def _always_after(module: nn.Module, hook: Callable[..., Any]) -> Any:
+    """Register a forward hook that is also called when the module raises an error."""
+    with compat.same_hook_number(module._forward_hooks):
+        return module.register_forward_hook(hook, always_call=True)
+
+
+def take_off(base: compat.PreTrainedModel, record: Installation) -> None:
+    """Disable the record's plan. The record, and the hooks in place of the enable and disable methods, stay."""
+    for name, module in carriers(base).items():
+        switch_off(module, record.before.get(name, {}))
+    for handle in record.handles:
+        handle.remove()
+    record.handles = []
+    for module in base.modules():  # not only the head as it is now: adapters may have wrapped it since
+        if isinstance(vars(module).get("forward"), HeadForward):
+            del vars(module)["forward"]
+        for name in compat.ENABLE_NAMES:
+            if isinstance(vars(module).get(name), PartHook):
+                del vars(module)[name]
+    for name in _INPUT_GRADIENT_NAMES:
+        if isinstance(vars(base).get(name), SkippedHook):
+            del vars(base)[name]
+    for _ in range(record.input_gradient_hooks):
+        base.enable_input_require_grads()
+    record.input_gradient_hooks = 0
+    record.enabled = False
+
+
+def _put_on_parts(found: FoundBlocks) -> None:
+    """Let models inside this one that hold blocks of it leave the plan alone when they are enabled by themselves."""
+    blocks = set(found.modules.values())
+    for part in found.base.modules():
+        inner = isinstance(part, compat.PreTrainedModel) and part is not found.base
+        for name in compat.ENABLE_NAMES if inner and not blocks.isdisjoint(part.modules()) else ():
+            vars(part).setdefault(name, PartHook(part, found.base, name))
+
+
+def _put_on_head(found: FoundBlocks, record: Installation) -> None:
+    """Let the head run in chunks, or warn why it cannot."""
+    base = found.base
+    head = vocabulary_head(base)
+    if head is None:
+        warn_plain_head(type(base).__name__, "it has no projection onto a vocabulary")
+    elif "forward" in vars(head):
+        warn_plain_head(type(base).__name__, "something else has replaced its forward")
+    else:
+        vars(head)["forward"] = HeadForward(base, head, record.plan.head, record.heads)
+        record.handles.append(found.owners[-1].register_forward_pre_hook(MissedHead(base, record.heads)))
+
+
+def _drop_input_gradients(base: compat.PreTrainedModel, record: Installation) -> None:
+    """Take off the hook that makes the embeddings' output require gradients, and keep PEFT and TRL from adding it.
+
+    The hook exists for reentrant checkpointing. Non-reentrant checkpointing needs no input that requires gradients, and
+    the hook makes frozen blocks below the first adapter save, recompute and run backward.
+    https://github.com/huggingface/transformers/issues/21381
+    """
+    for module in base.modules():
+        found = [key for key, hook in module._forward_hooks.items() if compat.makes_inputs_require_gradients(hook)]
+        for key in found:  # not by handle: a second enable call loses the handle of the first
+            del module._forward_hooks[key]
+        record.input_gradient_hooks = max(record.input_gradient_hooks, len(found))
+    for name in _INPUT_GRADIENT_NAMES:
+        if hasattr(base, name):
+            vars(base)[name] = SkippedHook(name)
+
+
+class EnableHook(ModelHook):
+    """`model.gradient_checkpointing_enable` and `model.activation_checkpointing_enable` of an installed model."""
+
+    # PEFT looks for a parameter of exactly this name before it passes its keyword arguments.
+    def __call__(
+        self,
+        gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool | str = False,
+        *,
+        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Enable the plan, or another one where the keyword arguments ask for it.
+
+        Args:
+            gradient_checkpointing_kwargs: keys of a spec. Keys that choose blocks or a policy replace the plan; None,
+                an empty dict or only other keys keep it.
+            every_n_layers: transformers' own option, read as the key of the spec with this name.
+            offload: transformers' own option, read as the key of the spec with this name.
+            activation_checkpointing_kwargs: the new name of `gradient_checkpointing_kwargs`.
+
+        Raises `SpecError` for keys that are refused, and `OwnerConflictError` where accelerate's FSDP plugin is set to
+        checkpoint as well.
+        """
+        asked = gradient_checkpointing_kwargs or activation_checkpointing_kwargs or {}
+        if not isinstance(asked, Mapping):
+            raise SpecError([f"the checkpointing kwargs must be a dict, but are {asked!r} instead"])
+        if compat.accelerate_owns_checkpointing():
+            raise OwnerConflictError(
+                "accelerate's FSDP plugin is set to checkpoint activations too (`fsdp_activation_checkpointing: true`)"
+                ", and it recomputes without preserving random state. Set it to false: checkpointing needs one owner."
+            )
+        base = self.base
+        record = installation(base)
+        assert record is not None, "the hook outlived its record"
+        # transformers takes these two out of the kwargs and passes them beside.
+        asked = {"every_n_layers": every_n_layers, "offload": offload, **asked}
+        decided = None if record.decider is None else record.decider.asked(base, record, asked)
+        if decided is not None:
+            adopt(base, record, *decided)
+        put_on(base, record)
+        count_enable_call()
+
+
+class DisableHook(ModelHook):
+    """`model.gradient_checkpointing_disable` and `model.activation_checkpointing_disable` of an installed model."""
+
+    def __call__(self) -> None:
+        """Take the plan off the blocks. The record keeps it, so that an enable call puts it on again."""
+        record = installation(self.base)
+        assert record is not None, "the hook outlived its record"
+        take_off(self.base, record)
+
+
+class BatchHook(ModelHook):
+    """Forward pre-hook under `budget` and `auto`, on the model and on what runs each of its stacks.
+
+    The decider sees every training batch before it is run, and may give another plan for it.
+    """
+
+    def __init__(self, base: nn.Module, stack: str | None) -> None:
+        super().__init__(base)
+        self.stack = stack
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Ask the decider about a training forward, and put on the plan that it gives, if it gives one.
+
+        Returns the inputs as the hooks of the new plan leave them, or None where the plan stays.
+        """
+        if compat.is_compiling() or not (torch.is_grad_enabled() and module.training):
+            return None
+        base = self.base
+        record = installation(base)
+        if record is None or not record.enabled or record.decider is None:
+            return None
+        decided = record.decider.batch(base, record, self.stack, args, kwargs)
+        if decided is None:
+            return None
+        plan, record.planned = decided
+        exchange(base, record, record.spec, plan)
+        # torch goes on with the hooks that this module had when its forward began, which are those of the old plan.
+        for hook in list(module._forward_pre_hooks.values()):
+            if isinstance(hook, StackHook):
+                args, kwargs = hook(module, args, kwargs) or (args, kwargs)
+        return args, kwargs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchHook:
+        return type(self)(memo.get(id(self.base), self.base), self.stack)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.base, self.stack)

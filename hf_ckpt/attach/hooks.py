@@ -1,0 +1,244 @@
+"""The hooks and replaced methods that stay on a model while a plan is enabled.
+
+They are classes and not closures, so that they pickle, and refer to the copy after a model was copied by `deepcopy`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.attach.record import FUNCTION, HeadCalls, installation
+from hf_ckpt.engines.head.logits import Logits, chunked, has_dropout
+from hf_ckpt.engines.region import Region
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.logs import warn_once
+from hf_ckpt.models.blocks import refuse_other_owner
+from hf_ckpt.versions import LAST_DEEPSPEED_WITH_EMPTY_SHAPES
+
+log = logging.getLogger(__name__)
+
+
+def warn_plain_head(model: str, reason: str) -> None:
+    """Warn once that the head of a model (by class name) runs as a whole, although the plan has it run in chunks."""
+    warn_once(log, "hf_ckpt: the head of %s is not run in chunks, because %s.", model, reason)
+
+
+class StackHook:
+    """Forward pre-hook of a module that runs a stack.
+
+    It warns when the plan cannot act because the module is in eval mode. At the first training forward it refuses
+    another owner of checkpointing that came after the plan was enabled, and a DeepSpeed that cannot recompute. It keeps
+    the stack from building a cache in a forward that will be recomputed, for this call only: the config keeps what the
+    user wrote.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.takes_use_cache = compat.wants_use_cache(owner)
+        self.checked = False
+
+    def __call__(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        # Without keywords torch calls a hook that was removed after this forward began: see `BatchHook`.
+        if kwargs is None or not torch.is_grad_enabled():
+            return None
+        if not compat.is_compiling():
+            self._check(owner, kwargs)
+        if self.takes_use_cache and owner.training and kwargs.get("past_key_values") is None:
+            return args, {**kwargs, "use_cache": False}
+        return None
+
+    def _check(self, owner: nn.Module, kwargs: dict[str, Any]) -> None:
+        """Raise `HfCkptError` for a training forward that cannot be recomputed, and warn of eval mode."""
+        if not owner.training:
+            if is_trained(owner):
+                _warn_eval_mode(type(owner).__name__)
+            return
+        cached = compat.cached_tokens(kwargs.get("past_key_values"))
+        if cached:
+            raise HfCkptError(
+                f"the training forward of {type(owner).__name__} was given past_key_values that hold {cached} tokens, "
+                "which blocks that are recomputed cannot see (prefix tuning works this way). Train without "
+                "checkpointing, or use another adapter: `with hf_ckpt.paused(model)` turns the plan off for a while."
+            )
+        if not self.checked:
+            refuse_other_owner(owner)
+            stay = compat.parameters_stay(owner)
+            empty = None if stay else compat.deepspeed_with_empty_shapes(owner)
+            for module in owner.modules():
+                region = vars(module).get(FUNCTION)
+                if not isinstance(region, Region):
+                    continue
+                if empty is not None and region.runs_block_again:
+                    raise HfCkptError(
+                        f"DeepSpeed {empty} cannot recompute blocks with frozen parameters under ZeRO-3 (training "
+                        "would stop with a CheckpointError: recomputed shape [0]). Install a DeepSpeed after "
+                        f"{LAST_DEEPSPEED_WITH_EMPTY_SHAPES}, use ZeRO-2, or train without checkpointing."
+                    )
+                region.told_of_parameters(stay, type(owner).__name__)
+            self.checked = True
+
+
+def is_trained(owner: nn.Module) -> bool:
+    """Return whether any parameter of a module requires gradients."""
+    return any(parameter.requires_grad for parameter in owner.parameters())
+
+
+def _warn_eval_mode(owner: str) -> None:
+    warn_once(
+        log,
+        "%s runs in eval mode with gradients on: blocks are checkpointed in train mode only, so every activation is "
+        "kept. Call model.train() to train, or use torch.no_grad() to evaluate.",
+        owner,
+    )
+
+
+class ModelHook:
+    """Base of the callables that are attributes or hooks of a model.
+
+    It refers to the model weakly, so that the model can be freed. A copy of the model gets a copy of the hook that
+    refers to the copy.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        self._base = weakref.ref(base)
+
+    @property
+    def base(self) -> Any:
+        """The model. Raises `HfCkptError` when it no longer exists."""
+        base = self._base()
+        if base is None:
+            raise HfCkptError("the model this hook belonged to no longer exists.")
+        return base
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHook:
+        return type(self)(memo.get(id(self.base), self.base))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.base,)
+
+
+class PartHook(ModelHook):
+    """The enable methods of a model that is part of another one, whose plan is enabled.
+
+    They leave that plan alone. Without this, transformers would take the blocks over: sentence-transformers, for one,
+    calls the enable method of every module of a model.
+    """
+
+    def __init__(self, part: nn.Module, whole: nn.Module | None, name: str) -> None:
+        super().__init__(part)
+        self._whole = None if whole is None else weakref.ref(whole)
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        part = self.base
+        whole = None if self._whole is None else self._whole()
+        record = None if whole is None else installation(whole)
+        if whole is not None and record is not None and record.enabled and part in set(whole.modules()):
+            say_part(part)
+            return
+        for name in compat.ENABLE_NAMES:
+            if isinstance(vars(part).get(name), PartHook):
+                del vars(part)[name]
+        getattr(part, self.name)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartHook:
+        whole = None if self._whole is None else self._whole()
+        return type(self)(memo.get(id(self.base), self.base), memo.get(id(whole)), self.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.base, None, self.name)  # a part may be pickled by itself
+
+
+def say_part(part: nn.Module) -> None:
+    """Log that an enable call of `part` changes nothing, because a plan of the whole model is enabled."""
+    log.info("%s is part of a model whose plan is enabled already; that plan stays.", type(part).__name__)
+
+
+class HeadForward(ModelHook):
+    """The `forward` of the head while a plan is enabled that has it run in chunks.
+
+    In training forwards it runs the head in chunks; elsewhere, and where chunks are not possible, as a whole.
+    """
+
+    def __init__(self, base: nn.Module, head: nn.Module, asked: int | str, counter: HeadCalls) -> None:
+        super().__init__(base)
+        self._head = weakref.ref(head)
+        self.asked, self.counter = asked, counter
+        self.plain: str | None = None
+        """Why the head cannot run in chunks; None where nothing is against it."""
+        self.checked = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the logits [..., vocabulary] of hidden states [..., hidden size]."""
+        head = self._head()
+        assert head is not None, "the forward of a module outlived it"
+        run = functools.partial(type(head).forward, head)
+        if not (torch.is_grad_enabled() and head.training) or kwargs or len(args) != 1:
+            return run(*args, **kwargs)
+        if compat.is_compiling():
+            self.counter.in_graph = True
+            return run(*args)
+        self.counter.missed = 0
+        if not self.checked:
+            self.checked = True
+            if not compat.parameters_stay(self.base):
+                self.plain = "its parameters are sharded or moved (FSDP, ZeRO-3, tensor parallelism, device maps)"
+        plain = self.plain or ("it has an active dropout, whose draws would be others" if has_dropout(head) else None)
+        if plain is not None:
+            warn_plain_head(type(self.base).__name__, plain)
+            return run(*args)
+        result = chunked(head, run, *args, self.asked)
+        self.counter.calls += isinstance(result, Logits)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeadForward:
+        head: Any = self._head()
+        base = memo.get(id(self.base), self.base)
+        return HeadForward(base, memo.get(id(head), head), self.asked, copy.deepcopy(self.counter, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.base, self._head(), self.asked, self.counter)
+
+
+class MissedHead(ModelHook):
+    """Forward pre-hook of the module that runs the last stack.
+
+    It warns when the head is planned to run in chunks, but no training forward calls it.
+    """
+
+    def __init__(self, base: nn.Module, counter: HeadCalls) -> None:
+        super().__init__(base)
+        self.counter = counter
+
+    def __call__(self, owner: nn.Module, args: tuple[Any, ...]) -> None:
+        if compat.is_compiling() or not (torch.is_grad_enabled() and owner.training) or compat.is_replica(owner):
+            return
+        if self.counter.missed == 2:  # not the first: a forward may have failed on its way to the head
+            warn_plain_head(
+                type(self.base).__name__,
+                "nobody calls it: the loss is computed from its weight somewhere else (TRL does, in tiles of its own)",
+            )
+        self.counter.missed += 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MissedHead:
+        return type(self)(memo.get(id(self.base), self.base), copy.deepcopy(self.counter, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.base, self.counter)
+
+
+class SkippedHook:
+    """Does nothing in place of `enable_input_require_grads` and its undoing, while a plan is enabled."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self) -> None:
+        log.info("%s skipped: non-reentrant checkpointing needs no input that requires gradients.", self.name)

@@ -1,0 +1,174 @@
+"""The record that hf_ckpt keeps on a model, and the two attributes by which transformers switches checkpointing.
+
+Every module of transformers that can be checkpointed carries a flag and a function. A planned block gets hf_ckpt's own
+function, and a flag that is on while gradients are recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.engines.region import Region
+from hf_ckpt.models.blocks import base_model, plain_modules
+from hf_ckpt.spec.plan import Plan
+from hf_ckpt.spec.spec import Spec
+
+RECORD = "_hf_ckpt"
+"""Name of the attribute of the base model that holds its `Installation`."""
+FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+"""Names of the two attributes that transformers' modules look at: whether to checkpoint, and the function to call."""
+
+
+class _Gate(enum.Enum):
+    """The value of a planned block's flag. It is true while gradients are recorded, and false under `no_grad`.
+
+    Under `no_grad` a block must run as if it were not checkpointed, or `generate()` in train mode loses its cache and
+    returns other tokens. The layer drops the cache before it calls hf_ckpt's function, so the function cannot decide
+    this; the flag has to.
+    """
+
+    WHILE_GRADIENTS_ARE_ON = "on while gradients are recorded"
+
+    def __bool__(self) -> bool:
+        return torch.is_grad_enabled()
+
+
+class Absent(enum.Enum):
+    """Stands for the value of an attribute that an object does not have itself."""
+
+    ABSENT = "no such attribute"
+
+
+GATE = _Gate.WHILE_GRADIENTS_ARE_ON
+"""The only value of `_Gate`, which is put on every planned block."""
+Saved = dict[str, dict[str, Any]]
+"""Module name -> attribute name -> its value, or `Absent.ABSENT`."""
+GIVEN_PLAN = "(given as a Plan object)"
+"""What `Spec.plan` says where the plan was given as an object, and so has no path."""
+
+
+class Decider(Protocol):
+    """Decides which plan a model gets. The hooks on the model ask it, and it is pickled with them.
+
+    The planner has the one implementation (`planner.install`); this room knows only what it is asked.
+    """
+
+    def asked(
+        self, base: compat.PreTrainedModel, record: Installation, asked: Mapping[str, Any]
+    ) -> tuple[Spec, Plan] | None:
+        """Return the spec and the plan after an enable call with the arguments `asked`; None keeps both as they are."""
+
+    def batch(
+        self,
+        base: compat.PreTrainedModel,
+        record: Installation,
+        stack: str | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Plan, Any] | None:
+        """Return the plan for the batch that a forward is given, and what to keep as `Installation.planned`.
+
+        Returns None where the present plan will do. `stack` names the stack whose forward is called with `args` and
+        `kwargs`; it is None for the forward of the whole model.
+        """
+
+
+@dataclasses.dataclass
+class HeadCalls:
+    """What has become of a head that is planned to run in chunks."""
+
+    calls: int = 0
+    """Calls that ran in chunks."""
+    in_graph: bool = False
+    """Whether the head ran as a whole in a graph of torch.compile."""
+    missed: int = 0
+    """Training forwards of the stack below the head since the head was called last."""
+
+
+@dataclasses.dataclass
+class Installation:
+    """The record that hf_ckpt keeps on a model: what was asked, what is planned, and how to undo it."""
+
+    spec: Spec
+    """What was asked for."""
+    plan: Plan
+    """The plan that is applied, or will be when checkpointing is enabled."""
+    enabled: bool = False
+    """Whether the plan is on the blocks now."""
+    regions: dict[str, Region] = dataclasses.field(default_factory=dict)
+    """Block name -> its checkpointing function, for every block whose action is not `keep`."""
+    before: Saved = dataclasses.field(default_factory=dict)
+    """Module name -> the values of `FLAG` and `FUNCTION` before installation."""
+    input_gradient_hooks: int = 0
+    """How many hooks that make the embeddings' output require gradients were taken off when the plan was enabled."""
+    handles: list[Any] = dataclasses.field(default_factory=list)
+    """Handles of the hooks that were registered with torch when the plan was enabled."""
+    decider: Decider | None = None
+    """Asked by enable calls, and by forwards under `budget` and `auto`; None where the plan is fixed."""
+    planned: Any = None
+    """The decider's own record of the batch it has planned for, once it has seen one. It has an attribute `plan`."""
+    heads: HeadCalls = dataclasses.field(default_factory=lambda: HeadCalls())
+    """What has become of the head, where the plan has it run in chunks."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What was planned for a batch depends on this process and its memory.
+        return {**vars(self), "planned": None}
+
+
+def installation(model: nn.Module) -> Installation | None:
+    """Return the record on a model, or None where nothing is installed. Raises `NoBlocksError` as `base_model` does."""
+    found: Installation | None = vars(base_model(model)).get(RECORD)
+    return found
+
+
+def carriers(base: nn.Module) -> dict[str, nn.Module]:
+    """Return every module with a checkpointing flag, by name: blocks, but also stacks and T5's attention modules."""
+    return {name: module for name, module in plain_modules(base) if hasattr(module, FLAG)}
+
+
+def is_on(module: nn.Module) -> bool:
+    """Return whether a module's flag is on in a training forward."""
+    with torch.enable_grad():  # our own flag is true only then
+        return bool(getattr(module, FLAG))
+
+
+def read_switches(module: nn.Module) -> dict[str, Any]:
+    """Return the module's own `FLAG` and `FUNCTION`, with `Absent.ABSENT` for one that only its class has."""
+    return {name: vars(module).get(name, Absent.ABSENT) for name in (FLAG, FUNCTION)}
+
+
+def write_switches(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Set a module's `FLAG` and `FUNCTION` to what `read_switches` returned; delete those that were absent."""
+    for name, value in attributes.items():
+        if value is Absent.ABSENT:
+            vars(module).pop(name, None)
+        else:
+            setattr(module, name, value)
+
+
+def switch_off(module: nn.Module, before: Mapping[str, Any]) -> None:
+    """Restore a module's `FLAG` and `FUNCTION` from `before`, and then switch the flag off if that has left it on."""
+    write_switches(module, before)
+    if getattr(module, FLAG):
+        setattr(module, FLAG, False)
+
+
+_enable_calls = 0
+
+
+def count_enable_call() -> None:
+    """Count one more enable call that hf_ckpt has answered, on any model of this process."""
+    global _enable_calls
+    _enable_calls += 1
+
+
+def enable_calls() -> int:
+    """Return how many enable calls hf_ckpt has answered in this process, over all models."""
+    return _enable_calls

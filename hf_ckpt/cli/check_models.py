@@ -1,0 +1,92 @@
+"""Making the models that `hf-ckpt check` verifies: one that is loaded by name, or a small random one of each family."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import transformers
+
+from hf_ckpt import compat
+from hf_ckpt.errors import HfCkptError, SpecError
+from hf_ckpt.models.blocks import find_blocks, vocabulary_head
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.spec.spec import Spec
+from hf_ckpt.training.verify import Verification, verify
+
+log = logging.getLogger(__name__)
+
+
+def check_families(
+    spec: Spec, *, batch: int, tokens: int, dtype: torch.dtype = torch.float32
+) -> list[tuple[str, Verification]]:
+    """Verify a spec on a small random model of every family, with dropout, and return (model, result) pairs.
+
+    Args:
+        spec: what to verify. Families that lack a stack or layers that it names are left out with a warning.
+        batch: sequences.
+        tokens: tokens of a sequence.
+        dtype: type of the weights.
+
+    Raises `SpecError` when the spec fits no family.
+    """
+    rows, refused = [], []
+    for family in FAMILIES:
+        model = tiny_model(family, dropout=0.1, dtype=dtype)
+        if spec.head != "full" and vocabulary_head(model) is None:
+            log.warning("not checked on %s: its head is no projection onto a vocabulary", family)
+            continue
+        inputs = tiny_batch(family, batch=batch, tokens=tokens)
+        try:
+            rows.append((f"{family} (random)", verify(model, inputs, spec)))
+        except SpecError as error:
+            log.warning("not checked on %s: %s", family, "; ".join(error.problems))
+            refused.append(error)
+    if not rows:
+        raise refused[0]
+    return rows
+
+
+def check_model(
+    name: str, spec: Spec, *, batch: int, tokens: int, dtype: torch.dtype = torch.float32
+) -> tuple[str, Verification]:
+    """Verify a spec on a model from a hub id or folder, with random tokens, and return the name and the result.
+
+    The model's own head is used where its config names a class. Raises `HfCkptError` when the model cannot be loaded.
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+        model = _auto_class(config).from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise HfCkptError(f"cannot load a model from {name!r}: {error}") from error
+    device = compat.accelerator_type() or "cpu"
+    model = model.to(device).train()
+    inputs = {key: value.to(device) for key, value in _random_batch(model, batch, tokens).items()}
+    if spec.head != "full":  # a head in chunks computes a loss of labels, and no logits
+        inputs["labels"] = inputs["input_ids"].clone()
+        return name, verify(model, inputs, spec)
+    return name, verify(model, inputs, spec, loss_fn=_loss)
+
+
+def _auto_class(config: Any) -> Any:
+    """Return the model class that the weights were saved from, or that of causal language models."""
+    names = getattr(config, "architectures", None) or []
+    saved = getattr(transformers, names[0], None) if names else None
+    return saved or transformers.AutoModelForCausalLM
+
+
+def _random_batch(model: Any, batch: int, tokens: int) -> dict[str, torch.Tensor]:
+    """Make random token ids and an attention mask [batch, tokens], with the ids for the decoder where there is one."""
+    torch.manual_seed(0)
+    ids = torch.randint(model.config.get_text_config().vocab_size, (batch, tokens))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if {block.stack for block in find_blocks(model).blocks} >= {"encoder", "decoder"}:
+        inputs["decoder_input_ids"] = ids.clone()
+    return inputs
+
+
+def _loss(outputs: Any) -> torch.Tensor:
+    """Return a loss without labels: the mean square of the logits, or of the last hidden states without a head."""
+    scores: torch.Tensor = outputs.logits if "logits" in outputs else outputs[0]
+    return scores.float().square().mean()

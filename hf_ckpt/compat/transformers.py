@@ -1,0 +1,183 @@
+"""What depends on the version or private names of transformers, above all the methods that switch checkpointing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Container, Iterator
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import PreTrainedModel as PreTrainedModel
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
+
+from hf_ckpt.errors import MissingDependencyError
+
+ENABLE_NAMES = tuple(
+    name
+    for name in ("gradient_checkpointing_enable", "activation_checkpointing_enable")
+    if hasattr(PreTrainedModel, name)
+)
+"""The methods of a model that enable checkpointing, the newest last. The second is the first one's new name since
+transformers 5.23, and the first goes in version 6. Both are replaced where both exist."""
+DISABLE_NAMES = tuple(name.replace("_enable", "_disable") for name in ENABLE_NAMES)
+"""The methods of a model that disable checkpointing, in the order of `ENABLE_NAMES`."""
+HAS_OWN_OFFLOAD = "offload" in inspect.signature(getattr(PreTrainedModel, ENABLE_NAMES[-1])).parameters
+"""Whether transformers itself can keep the inputs of blocks in host memory."""
+HAS_EVERY_N_LAYERS = "every_n_layers" in inspect.signature(getattr(PreTrainedModel, ENABLE_NAMES[-1])).parameters
+"""Whether transformers itself can checkpoint every n-th layer."""
+
+CAPTURING_FLAG = "_output_capturing_hooks_installed"
+"""The attribute by which transformers 5 marks a model with its hooks that capture hidden states or router logits."""
+
+Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+"""The contexts of a forward and of its recomputation, as a `context_fn` of torch's checkpoint returns them."""
+
+
+def is_cache(value: object) -> bool:
+    """Whether `value` is a key/value cache, which a block that is recomputed would write a second time."""
+    return isinstance(value, (Cache, EncoderDecoderCache))
+
+
+def gguf_arguments() -> dict[str, Any]:
+    """Return the keyword arguments with which `from_pretrained(gguf_file=...)` gives plain dense weights.
+
+    transformers 5 keeps GGUF weights packed unless told otherwise; before, they were always unpacked. Raises
+    `MissingDependencyError` where gguf is not installed.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingDependencyError("gguf", "reading GGUF weights", "pip install 'hf-ckpt[demo]'")
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
+
+
+def forward_parameters(module: nn.Module) -> set[str]:
+    """Return the names of the arguments that the forward of `module` takes."""
+    return set(inspect.signature(module.forward).parameters)
+
+
+def wants_use_cache(module: nn.Module) -> bool:
+    """Whether the forward of `module` takes `use_cache`."""
+    return "use_cache" in forward_parameters(module)
+
+
+def makes_inputs_require_gradients(hook: object) -> bool:
+    """Whether a forward hook of an embedding is that of `enable_input_require_grads`, or PEFT's copy of it."""
+    name = str(getattr(hook, "__qualname__", ""))
+    return name.endswith(("make_inputs_require_grads", "make_inputs_require_grad"))
+
+
+def cached_tokens(value: Any) -> int:
+    """Return how many tokens a key/value cache holds; 0 for None and for an empty one."""
+    if isinstance(value, (tuple, list)):  # the format before caches were classes
+        return int(value[0][0].shape[-2]) if value and value[0] else 0
+    return int(value.get_seq_length()) if is_cache(value) else 0
+
+
+def trainer_class() -> Any:
+    """Return `transformers.Trainer`, the class that every other Trainer inherits from."""
+    return transformers.Trainer
+
+
+def callback_handler_of(callback: object) -> Any | None:
+    """Return the Trainer's callback handler that is calling `callback` right now; None outside of an event.
+
+    transformers gives callbacks no way to reach the handler, and calls users' callbacks after those that report, so
+    figures that a callback adds to the logs would never be reported. The handler is found in the caller's frame.
+    """
+    from transformers.trainer_callback import CallbackHandler
+
+    frame = sys._getframe(1)
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and any(found is callback for found in handler.callbacks):
+            return handler
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def uninitialised() -> contextlib.AbstractContextManager[None]:
+    """Have transformers make models without initialising their weights, inside this context."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # transformers 4
+        from transformers.modeling_utils import no_init_weights
+    context: contextlib.AbstractContextManager[None] = no_init_weights()
+    return context
+
+
+@contextlib.contextmanager
+def fake_values_count() -> Iterator[None]:
+    """Have transformers look at the values of fake tensors as it does at real ones, inside this context.
+
+    Whether a mask masks anything decides which attention kernel runs. transformers 4 does not tell them apart anyway.
+    """
+    from transformers.utils import import_utils
+
+    name = "is_fake_tensor"
+    original = getattr(import_utils, name, None)
+    if original is None:
+        yield
+        return
+    setattr(import_utils, name, lambda value: False)
+    try:
+        yield
+    finally:
+        setattr(import_utils, name, original)
+
+
+@contextlib.contextmanager
+def own_checkpointing(
+    model: PreTrainedModel,
+    *,
+    context_fn: Callable[[], Contexts] | None = None,
+    only: Container[nn.Module] | None = None,
+    **options: Any,
+) -> Iterator[Callable[[], int]]:
+    """Checkpoint a model by transformers alone, inside this context; its hooks on the embedding are removed, too.
+
+    Args:
+        context_fn: as `torch.utils.checkpoint.checkpoint` takes it.
+        only: the blocks to checkpoint; None for all.
+        options: further arguments of the enable call.
+
+    Yields a function that returns how often a block has been recomputed so far.
+    """
+    count = 0
+
+    @contextlib.contextmanager
+    def recomputing(inside: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        nonlocal count
+        count += 1
+        with inside:
+            yield
+
+    def contexts() -> Contexts:
+        first, again = (contextlib.nullcontext(), contextlib.nullcontext()) if context_fn is None else context_fn()
+        return first, recomputing(again)
+
+    arguments = {"use_reentrant": False, "context_fn": contexts}
+    getattr(model, ENABLE_NAMES[-1])(arguments, **options)
+    if only is not None:
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer) and module not in only:
+                module.gradient_checkpointing = False
+    try:
+        yield lambda: count
+    finally:
+        getattr(model, DISABLE_NAMES[-1])()
+        model.disable_input_require_grads()
+
+
+def checkpoints_beside_blocks(model: nn.Module) -> bool:
+    """Whether transformers' own switch also changes modules inside of blocks.
+
+    T5's attention then computes gradients of its position bias, which takes another kernel.
+    """
+    blocks_and_stacks = GradientCheckpointingLayer, PreTrainedModel
+    found = (module for module in model.modules() if hasattr(module, "gradient_checkpointing"))
+    return any(not isinstance(module, blocks_and_stacks) for module in found)

@@ -1,0 +1,298 @@
+"""Forward and backward of the head, and of what is done with its logits, a few tokens at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from hf_ckpt import compat
+from hf_ckpt.errors import HfCkptError
+
+RowOperation = Callable[[torch.Tensor], torch.Tensor]
+"""An operation on logits [tokens, vocabulary] that works on each row by itself."""
+
+
+class Source:
+    """One call of the head, and how to run it again.
+
+    Args:
+        module: the head.
+        run: its own forward.
+        tokens: number of tokens a chunk.
+        like: logits of no tokens, for their type and device.
+    """
+
+    def __init__(self, module: nn.Module, run: RowOperation, tokens: int, like: torch.Tensor) -> None:
+        self.dtype = like.dtype
+        self.run = run
+        self.tokens = tokens
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.versions = [(p, version_of(p)) for p in module.parameters()]
+        """All parameters, and how often each had been changed in place at the call."""
+        self.taken = False
+        """Whether a result was made from the logits whose graph they are no part of, so that their gradient is lost."""
+        self.linear = _plain_projection(module)
+        """The head, if it is a plain linear layer."""
+        self.device_type = like.device.type
+        self.autocast_dtype = compat.autocast_dtype(self.device_type)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Run the plain head on `hidden`, under the autocast that it was called under."""
+        with autocast(self.device_type, self.autocast_dtype):
+            return self.run(hidden)
+
+    def check(self) -> None:
+        """Raise `HfCkptError` if a parameter of the head was changed since it was called."""
+        if any(version_of(parameter) != version for parameter, version in self.versions):
+            raise HfCkptError(
+                "logits of a training forward were asked for after the parameters of the head had changed (by an "
+                "optimizer's step?), which the chunked head would compute with the new ones. Ask for them before, or "
+                'use "head": "full".'
+            )
+
+
+def _plain_projection(module: nn.Module) -> nn.Linear | None:
+    """Return the module if it is a linear layer that is neither reparametrised nor quantised; else None."""
+    if type(module) is not nn.Linear or {name for name, _ in module.named_parameters()} - {"weight", "bias"}:
+        return None
+    plain = isinstance(module._parameters.get("weight"), nn.Parameter) and type(module.weight.data) is torch.Tensor
+    return module if plain or compat.is_fake(module.weight.data) else None
+
+
+def autocast(device_type: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Make a context with autocast to `dtype` on this type of device; None for autocast off.
+
+    Casts of weights are cached only where gradients are recorded: others would have no gradient when used later.
+    """
+    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=torch.is_grad_enabled())
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor, or what it is a view of, was changed in place; 0 for inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def applied(operations: Sequence[RowOperation], values: torch.Tensor) -> torch.Tensor:
+    """Return what the operations, one after another, make of `values`."""
+    for operation in operations:
+        values = operation(values)
+    return values
+
+
+class Job:
+    """What is done with the logits of each chunk.
+
+    Args:
+        source: the call of the head that makes them.
+        operations: what is done with each row first.
+        work: what is done then: (logits, rows of `beside`) -> a row of results for each token.
+        beside: one row for each token, such as its label; None without any.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        operations: Sequence[RowOperation],
+        work: Callable[..., torch.Tensor],
+        beside: torch.Tensor | None,
+    ) -> None:
+        self.source = source
+        self.operations = tuple(operations)
+        self.work = work
+        self.beside = beside
+        self.autocast_dtype = compat.autocast_dtype(source.device_type)
+        self.result: torch.dtype | None = None
+        """Type of the results; None before the first chunk."""
+        self.needs_scale = source.dtype == torch.float16
+        """Whether gradients can be taken only once the scale of the loss is known: in float16 they would underflow."""
+
+    def chunks(self, rows: int) -> Iterator[slice]:
+        """Yield the rows of each chunk; one empty chunk if there are no rows."""
+        for start in range(0, max(rows, 1), self.source.tokens):
+            yield slice(start, min(start + self.source.tokens, rows))
+
+    def of(self, logits: torch.Tensor, chunk: slice) -> torch.Tensor:
+        """Do the work on the logits of one chunk, under the autocast that it was asked for under."""
+        with autocast(self.source.device_type, self.autocast_dtype):
+            found = self.work(applied(self.operations, logits), None if self.beside is None else self.beside[chunk])
+        self.result = found.dtype
+        return found
+
+
+class Gradients:
+    """Gradients of the head's input and parameters, the latter summed over chunks, in float32 at least.
+
+    Raises `HfCkptError` if a parameter was changed since the head was called.
+    """
+
+    def __init__(self, job: Job, hidden: torch.Tensor, wants_input: bool) -> None:
+        job.source.check()
+        self.job = job
+        self.hidden = torch.zeros_like(hidden) if wants_input else None
+        self.sums: dict[int, torch.Tensor] = {}
+        """Gradients by number of the parameter in `Source.parameters`."""
+        self.weights: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        """(weight, bias) of a plain linear layer, in the type that it computes in; None for other heads."""
+        linear = job.source.linear
+        if linear is not None:
+            dtype = job.source.autocast_dtype or linear.weight.dtype
+            self.weights = linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
+
+    def add(self, rows: torch.Tensor, chunk: slice, gradient: torch.Tensor | None) -> torch.Tensor:
+        """Run a chunk and add its gradients; returns the results of its rows.
+
+        Args:
+            rows: the head's input for the chunk, [tokens, hidden size].
+            chunk: the place of these rows among all rows.
+            gradient: the gradient of the results: one number for all of them, or one for each; None for 1.
+        """
+        source = self.job.source
+        if self.weights is not None:
+            rows = rows.to(self.weights[0].dtype)
+            logits = functional.linear(rows, *self.weights).requires_grad_()
+            wanted = [logits]
+        else:
+            given = rows.detach().requires_grad_(self.hidden is not None)
+            with torch.enable_grad():
+                logits = source.logits(given)
+            wanted = [*([given] if self.hidden is not None else []), *source.parameters]
+        with torch.enable_grad():
+            result = self.job.of(logits, chunk)
+        down = torch.ones_like(result) if gradient is None else gradient.to(result.dtype).expand_as(result)
+        found = list(torch.autograd.grad(result, wanted, down, allow_unused=True))
+        if self.weights is not None:
+            self._through(rows, chunk, found[0])
+        else:
+            if self.hidden is not None:
+                self.hidden[chunk] = found.pop(0)
+            memory: set[int] = set()
+            for number, value in enumerate(found):
+                if value is not None:  # autograd may return one tensor for two parameters, or an expanded one
+                    key = value.untyped_storage()._cdata
+                    self._sum(number, value if key not in memory and value.is_contiguous() else value.clone())
+                    memory.add(key)
+        return result.detach()
+
+    def _through(self, rows: torch.Tensor, chunk: slice, gradient: torch.Tensor) -> None:
+        """Backward through a plain linear layer; the gradient of its weight is summed in place."""
+        linear, weights = self.job.source.linear, self.weights
+        assert linear is not None
+        assert weights is not None
+        if self.hidden is not None:
+            self.hidden[chunk] = torch.mm(gradient, weights[0])
+        for number, parameter in enumerate(self.job.source.parameters):
+            if parameter is not linear.weight:
+                self._sum(number, gradient.sum(0))
+            elif gradient.dtype.itemsize < 4:  # in pieces, because the product has 16 bits and the sum has 32
+                if number not in self.sums:
+                    self.sums[number] = torch.zeros_like(parameter, dtype=torch.float32)
+                for piece in _pieces(self.sums[number]):
+                    self.sums[number][piece] += torch.mm(gradient[:, piece].t(), rows)
+            elif number in self.sums:
+                self.sums[number].addmm_(gradient.t(), rows)
+            else:
+                self.sums[number] = torch.mm(gradient.t(), rows)
+
+    def _sum(self, number: int, value: torch.Tensor) -> None:
+        if number in self.sums:
+            self.sums[number] += value
+        else:
+            self.sums[number] = value.float() if value.dtype.itemsize < 4 else value
+
+    def done(self) -> None:
+        """End the sums: no more chunks come, so the weights in the computing type are let go."""
+        self.weights = None
+
+    def of_parameters(self) -> list[torch.Tensor | None]:
+        """Return the gradient of each of `Source.parameters`, in their order; None for one without."""
+        return [self.sums.get(number) for number in range(len(self.job.source.parameters))]
+
+
+def _scaled(gradient: torch.Tensor | None, by: torch.Tensor, wanted: torch.dtype) -> torch.Tensor | None:
+    """Return `gradient * by` in type `wanted`: in place if it has that type already, and else made piece by piece."""
+    if gradient is None:
+        return None
+    if gradient.dtype == wanted:
+        return gradient.mul_(by)
+    made = torch.empty_like(gradient, dtype=wanted)
+    for piece in _pieces(gradient):
+        made[piece] = gradient[piece] * by
+    return made
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[slice]:
+    """Yield runs of rows of about four million values each."""
+    rows = max(1, 2**22 * len(tensor) // max(1, tensor.numel()))
+    return (slice(start, start + rows) for start in range(0, len(tensor), rows))
+
+
+class Total(torch.autograd.Function):
+    """The sum of the losses of all rows, in float32 at least. Gradients are taken while each chunk exists."""
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, hidden: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.job, ctx.gradients = job, None
+        ctx.save_for_backward(hidden, *parameters)
+        if any(ctx.needs_input_grad) and not job.needs_scale:
+            total, ctx.gradients = _differentiated(job, hidden, ctx.needs_input_grad[1])
+            return total
+        chunks = (job.of(job.source.logits(hidden[chunk]), chunk) for chunk in job.chunks(len(hidden)))
+        return _added(_sum_of(losses) for losses in chunks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        hidden, *parameters = ctx.saved_tensors
+        # If no token has a label, the mean is 0 / 0, so its gradient is no number. The plain head's is 0 then.
+        gradient = torch.where(gradient.isfinite(), gradient, 0.0) if not len(hidden) else gradient
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:  # a second backward, or one that needs the scale (float16)
+            _, gradients = _differentiated(ctx.job, hidden, ctx.needs_input_grad[1], gradient)
+            gradient = torch.ones_like(gradient)
+        found = zip([gradients.hidden, *gradients.of_parameters()], [hidden, *parameters], strict=True)
+        return None, *(_scaled(value, gradient, like.dtype) for value, like in found)
+
+
+def _differentiated(
+    job: Job, hidden: torch.Tensor, wants_input: bool, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, Gradients]:
+    """Return the sum of the losses of all rows, and its gradients times `scale` (None for 1)."""
+    gradients = Gradients(job, hidden, wants_input)
+    total = _added(_sum_of(gradients.add(hidden[chunk], chunk, scale)) for chunk in job.chunks(len(hidden)))
+    gradients.done()
+    return total, gradients
+
+
+def _sum_of(losses: torch.Tensor) -> torch.Tensor:
+    return losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
+
+
+def _added(parts: Iterator[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(torch.add, parts)
+
+
+class Rows(torch.autograd.Function):
+    """A row of results for every token; the chunks are recomputed in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, hidden: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.job = job
+        ctx.save_for_backward(hidden, *parameters)
+        return torch.cat([job.of(job.source.logits(hidden[chunk]), chunk) for chunk in job.chunks(len(hidden))])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        hidden, *parameters = ctx.saved_tensors
+        gradients = Gradients(ctx.job, hidden, ctx.needs_input_grad[1])
+        for chunk in ctx.job.chunks(len(hidden)):
+            gradients.add(hidden[chunk], chunk, gradient[chunk])
+        found = zip(gradients.of_parameters(), parameters, strict=True)
+        return None, gradients.hidden, *(None if value is None else value.to(p.dtype) for value, p in found)

@@ -1,0 +1,331 @@
+"""The head in chunks: logits of the whole batch never exist.
+
+The head returns `Logits`, a tensor that knows its shape and how its values are computed. A loss turns each token's row
+of logits into one number, so the functions that do this (`cross_entropy`, `nll_loss`, and `gather`, `sum` and
+`logsumexp` over the vocabulary) work through a few tokens at a time, by the rules in `rules.py`. Any other function
+computes all values, once, with the plain head and its ordinary graph.
+
+If the loss ends in one number, the gradients of each chunk are taken while the chunk exists and scaled in backward, so
+that no product is computed twice (Hsu et al., 2024, https://arxiv.org/abs/2410.10989). Otherwise chunks are recomputed
+in backward.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from hf_ckpt import compat
+from hf_ckpt.engines.head.chunks import Gradients, Job, RowOperation, Source, applied, autocast, version_of
+from hf_ckpt.engines.head.rules import RULES, WATCHING, describes, is_alias, name_of
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.logs import warn_once
+
+log = logging.getLogger(__name__)
+
+AUTO_PIECES, AUTO_LEAST = 8, 256
+AUTO_MOST_FROZEN, AUTO_MOST = 1024, 4096
+"""Chunks of `auto`, in tokens: an eighth of the batch, but enough to keep a device busy, and not more than that takes.
+Each chunk of a trained head reads and writes the whole gradient of its weight, so those chunks may be larger."""
+
+
+def tokens_per_chunk(asked: int | str, tokens: int, *, trained: bool) -> int:
+    """Return how many tokens the head takes at a time.
+
+    Args:
+        asked: that number, or `auto`.
+        tokens: number of tokens that need logits.
+        trained: whether the head has trained parameters.
+    """
+    if isinstance(asked, int):
+        return asked
+    piece = -(-tokens // AUTO_PIECES)
+    return max(AUTO_LEAST, min(-(-piece // 128) * 128, AUTO_MOST if trained else AUTO_MOST_FROZEN))
+
+
+class Alias:
+    """Logits that would share memory if they were plain ones, so that changing one in place would change the others."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        """Values that were computed, and how often each had been changed in place then."""
+
+    def add(self, values: torch.Tensor) -> None:
+        """Note values that were computed just now."""
+        self.made.append((weakref.ref(values), version_of(values)))
+
+    def check(self, own: torch.Tensor | None) -> None:
+        """Raise `HfCkptError` if values other than `own` have been changed in place since."""
+        for found, version in self.made:
+            values = found()
+            if values is not None and values is not own and version_of(values) != version:
+                raise HfCkptError(
+                    "logits were changed in place after a part of them was taken, which the chunked head cannot "
+                    'follow. Use "head": "full", or change a copy.'
+                )
+
+
+class Logits(torch.Tensor):
+    """Logits that are not computed yet, perhaps with some operations done on each token's row, such as a cast.
+
+    Shape [..., vocabulary]. In autograd's graph they stand where plain logits would.
+    """
+
+    source: Source
+    """The call of the head that they come from."""
+    hidden: torch.Tensor
+    """The head's input for these tokens, [..., hidden size]."""
+    version: int
+    """How often `hidden` had been changed in place when they were made."""
+    operations: tuple[RowOperation, ...]
+    """What is done with each row after the head, in this order."""
+    alias: Alias
+    """The logits that would share memory with these."""
+    node: Any
+    """Their `grad_fn` when they were made; None without a graph."""
+    computed: torch.Tensor | None
+    """All values, once something needed them; else None."""
+
+    @staticmethod
+    def __new__(
+        cls: type[Logits],
+        source: Source,
+        hidden: torch.Tensor,
+        operations: tuple[RowOperation, ...],
+        like: torch.Tensor,
+        alias: Alias,
+    ) -> Logits:
+        """Make logits with the type, the device and the last dimension of `like`."""
+        shape = (*hidden.shape[:-1], like.shape[-1])
+        made: Logits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        made.source, made.hidden, made.version, made.operations = source, hidden, version_of(hidden), operations
+        made.alias, made.node, made.computed = alias, None, None
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Logits(shape={tuple(self.shape)}, dtype={self.dtype}, computed={self.computed is not None})"
+
+    def chunk_bytes(self) -> int:
+        """Return the bytes of the logits of one chunk."""
+        return min(self.source.tokens, self.shape[:-1].numel()) * self.shape[-1] * self.element_size()
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """Return what the gradient of a result of these logits goes to: hidden states and parameters of the head."""
+        if self.node is None or not torch.is_grad_enabled():
+            return (self.hidden.detach(),)
+        self.source.taken = True
+        return (self.hidden, *self.source.parameters)
+
+    def in_its_place(self) -> bool:
+        """Whether gradients go straight to `hidden`, not first through an autograd function that was put between."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.grad_fn is self.node
+
+    def check(self) -> None:
+        """Raise `HfCkptError` if the values would no longer be those of plain logits, because something has changed."""
+        self.alias.check(self.computed)
+        if self.computed is None:
+            self.source.check()
+            if version_of(self.hidden) != self.version:
+                raise HfCkptError('the input of the chunked head was changed in place after it. Use "head": "full".')
+
+    def values(self) -> torch.Tensor:
+        """Return all values, which the plain head computes at the first call, with its ordinary graph.
+
+        Raises `HfCkptError` if something has changed since the head was called; see `check`.
+        """
+        self.check()
+        if self.computed is None:
+            own = self.in_its_place()
+            with torch.inference_mode(False), torch.set_grad_enabled(own and self.node is not None):
+                values = self._compute()
+            with torch.inference_mode(False), torch.enable_grad():
+                self.computed = values if own else _Attached.apply(self, values)  # type: ignore[no-untyped-call]
+            self.alias.add(self.computed)
+        return self.computed
+
+    def bare_values(self) -> torch.Tensor:
+        """Return all values without a graph, for where none can be made. Raises `HfCkptError` as `values` does."""
+        self.check()
+        return self._compute() if self.computed is None else self.computed.detach()
+
+    def _compute(self) -> torch.Tensor:
+        return applied(self.operations, self.source.logits(self.hidden))
+
+    def derived(self, hidden: torch.Tensor, *operations: RowOperation, copied: bool = False) -> Logits:
+        """Make logits of other tokens (`hidden`), or with more operations done on each row.
+
+        `copied` says whether plain logits would then have memory of their own.
+        """
+        chain = (*self.operations, *operations)
+        empty = self._no_tokens(operations)
+        alias = Alias() if copied else self.alias
+        self.inputs()  # notes that something was made from these logits
+        return lazily(self.source, hidden, chain, empty, alias, graph=self.node is not None)
+
+    def without_graph(self) -> Logits:
+        """Make the same logits, detached from the graph."""
+        return lazily(self.source, self.hidden, self.operations, self._no_tokens(()), self.alias, graph=False)
+
+    def _no_tokens(self, operations: Sequence[RowOperation]) -> torch.Tensor:
+        """Return what the operations make of a batch without tokens, for its type, device and last dimension."""
+        with torch.no_grad():
+            empty = torch.empty(0, self.shape[-1], dtype=self.dtype, device=self.device)
+            return applied(operations, empty)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Logits) and first.computed is None:
+            if describes(func):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            handler = RULES.get(func)
+            if handler is not None and first.in_its_place():
+                first.check()
+                found = handler(func, *args, **kwargs)
+                if found is not NotImplemented:
+                    return found
+        if isinstance(first, Logits) and func in WATCHING and first.source.taken:
+            raise HfCkptError(
+                "the gradient of logits cannot be watched with the chunked head once something was made of them (a "
+                'loss?). Watch it before, or use "head": "full".'
+            )
+        return _on_real_ones(func, args, kwargs, Logits.values)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # Only what bypasses `__torch_function__` comes here: autograd's own functions, C++. The graph is known already.
+        first = args[0] if args else None
+        with torch.no_grad():
+            if isinstance(first, Logits) and first.computed is None and is_alias(func, first, args):
+                return Logits(first.source, first.hidden.detach(), first.operations, first._no_tokens(()), first.alias)
+            if isinstance(first, Logits) and func._schema.is_mutable:
+                raise HfCkptError(f'`{func}` changes logits in place, which needs "head": "full".')
+            return _on_real_ones(func, args, kwargs or {}, Logits.bare_values)
+
+
+class _Attached(torch.autograd.Function):
+    """Gives computed values the place in the graph that their logits have."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Logits, values: torch.Tensor) -> torch.Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+def _on_real_ones(func: Any, args: Any, kwargs: Any, values: Callable[[Logits], torch.Tensor]) -> Any:
+    """Call `func` with `values(logits)` in the place of all logits among its arguments."""
+
+    def real(value: Any) -> Any:
+        if isinstance(value, Logits):
+            if value.computed is None:
+                _tell(name_of(func))
+            return values(value)
+        if type(value) in (list, tuple):
+            return type(value)(map(real, value))
+        return value
+
+    return func(*map(real, args), **{key: real(value) for key, value in kwargs.items()})
+
+
+def _tell(operation: str) -> None:
+    warn_once(
+        log,
+        "hf_ckpt: `%s` asked for the logits of a training forward, which the chunked head does not compute, so they "
+        'were computed as a whole there. Set "head": "full" if this is meant.',
+        operation,
+    )
+
+
+def lazily(
+    source: Source,
+    hidden: torch.Tensor,
+    operations: tuple[RowOperation, ...],
+    like: torch.Tensor,
+    alias: Alias,
+    *,
+    graph: bool = True,
+) -> Logits:
+    """Make `Logits` that stand in the graph where plain ones would; in none without `graph`, or under `no_grad`."""
+    if not (graph and torch.is_grad_enabled()):
+        return Logits(source, hidden.detach(), operations, like, alias)
+    made: Logits = _Promise.apply(source, operations, like, alias, hidden, *source.parameters)  # type: ignore[no-untyped-call]
+    made.node = made.grad_fn
+    return made
+
+
+class _Promise(torch.autograd.Function):
+    """Gives `Logits` their place in the graph. Its backward serves what uses them past `__torch_function__`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        source: Source,
+        operations: tuple[RowOperation, ...],
+        like: torch.Tensor,
+        alias: Alias,
+        hidden: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> Logits:
+        ctx.source, ctx.operations = source, operations
+        ctx.save_for_backward(hidden, *parameters)
+        return Logits(source, hidden, operations, like, alias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        hidden, *parameters = ctx.saved_tensors
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        job = Job(ctx.source, ctx.operations, lambda values, _: values, None)
+        gradients = Gradients(job, flat, ctx.needs_input_grad[4])
+        downs = gradient.reshape(len(flat), -1)
+        for chunk in job.chunks(len(flat)):
+            gradients.add(flat[chunk], chunk, downs[chunk])
+        given = None if gradients.hidden is None else gradients.hidden.reshape(hidden.shape)
+        found = zip(gradients.of_parameters(), parameters, strict=True)
+        return None, None, None, None, given, *(None if value is None else value.to(p.dtype) for value, p in found)
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a head has active dropout, which would draw other random numbers in chunks."""
+    return any(isinstance(inner, nn.Dropout) and inner.p and inner.training for inner in module.modules())
+
+
+def has_computed_weights(module: nn.Module) -> bool:
+    """Whether weights of a head are computed from others, as the hooks of `weight_norm` do.
+
+    Their graph could not be gone through again for each chunk.
+    """
+    values = (value for inner in module.modules() for value in vars(inner).values())
+    return any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in values)
+
+
+def chunked(module: nn.Module, run: RowOperation, hidden: torch.Tensor, asked: int | str) -> torch.Tensor:
+    """Run a head in chunks: return `Logits`, or plain ones if there is only one chunk.
+
+    Args:
+        module: the head.
+        run: its own forward.
+        hidden: its input, [..., hidden size].
+        asked: tokens a chunk, or `auto`.
+    """
+    trained = any(parameter.requires_grad for parameter in module.parameters())
+    count = math.prod(hidden.shape[:-1])
+    tokens = tokens_per_chunk(asked, count, trained=trained)
+    if count <= tokens or has_computed_weights(module):
+        return run(hidden)
+    with torch.no_grad(), autocast(hidden.device.type, compat.autocast_dtype(hidden.device.type)):
+        like = run(hidden.reshape(-1, hidden.shape[-1])[:0])
+    return lazily(Source(module, run, tokens, like), hidden, (), like, Alias())

@@ -1,0 +1,281 @@
+"""How torch's functions act on logits that are not computed yet: `RULES` has a rule for each such function.
+
+A rule is called as `rule(func, logits, *args, **kwargs)` in place of `func(logits, *args, **kwargs)`. It returns what
+`func` would return without making all values of the logits, or `NotImplemented` for arguments with which it cannot.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from hf_ckpt import compat
+from hf_ckpt.engines.head.chunks import Job, Rows, Total, autocast
+
+if TYPE_CHECKING:
+    from hf_ckpt.engines.head.logits import Logits
+_DESCRIBING = frozenset(
+    (
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+        *(
+            getattr(torch.Tensor, name)
+            for name in (
+                *("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex"),
+                *("get_device", "is_contiguous", "stride", "storage_offset", "__len__", "__hash__"),
+            )
+        ),
+    )
+)
+"""Functions that need a tensor's shape, type, device or graph only."""
+_GETTERS = (
+    *("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "is_leaf", "layout", "output_nr", "names"),
+    *("is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mps", "is_xpu"),
+    *("itemsize", "nbytes", "version_of", "retains_grad", "grad"),
+)
+"""Attributes that need no values, either."""
+_DESCRIPTORS = {id(getattr(torch.Tensor, name)) for name in _GETTERS if hasattr(torch.Tensor, name)}
+_DESCRIPTOR_TYPES = (type(torch.Tensor.shape), property)
+WATCHING = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
+"""Functions by which a user watches the gradient of a tensor."""
+
+
+def describes(func: Any) -> bool:
+    """Whether a function or attribute only describes a tensor (its shape, type, device, graph), without any values."""
+    owner = getattr(func, "__self__", None)
+    return func in _DESCRIBING or (id(owner) in _DESCRIPTORS and func.__name__ == "__get__")
+
+
+def is_alias(func: Any, logits: Logits, args: Any) -> bool:
+    """Whether an operation only makes an alias of its input, as autograd does where a function returns its input."""
+    aten = torch.ops.aten
+    return func in (aten.detach.default, aten.alias.default) or (
+        func is aten.view.default and list(args[1]) == list(logits.shape)
+    )
+
+
+def name_of(func: Any) -> str:
+    """Return the name of a function, or of the attribute that it reads."""
+    attribute = getattr(func, "__self__", None)  # the attribute `data`, where `func` is `torch.Tensor.data.__get__`
+    return str(getattr(attribute if type(attribute) in _DESCRIPTOR_TYPES else func, "__name__", func))
+
+
+def _viewed(func: Any, logits: Logits, *shape: Any, **kwargs: Any) -> Any:
+    """`view` and `reshape` to a shape whose last dimension is still the vocabulary."""
+    sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape) if not kwargs else []
+    if not sizes or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    known = math.prod(size for size in sizes if size != -1)
+    sizes = [logits.numel() // known if size == -1 and known else size for size in sizes]
+    if sizes[-1] != logits.shape[-1] or math.prod(sizes) != logits.numel():
+        return NotImplemented
+    return logits.derived(logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1]))
+
+
+def _flattened(func: Any, logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    """`flatten` of dimensions before the vocabulary."""
+    last = logits.dim() - 1
+    start, end = start_dim % logits.dim(), end_dim % logits.dim()
+    return NotImplemented if end >= last or start > end else logits.derived(logits.hidden.flatten(start, end))
+
+
+def _indexed(func: Any, logits: Logits, index: Any) -> Any:
+    """Indexing that selects tokens, and takes the whole vocabulary of each."""
+    parts = index if isinstance(index, tuple) else (index,)
+    plain = [part for part in parts if not isinstance(part, torch.Tensor)]
+    if not all(type(part) in (int, slice, type(Ellipsis)) for part in plain):
+        return NotImplemented
+    taken = len(parts) - plain.count(Ellipsis)
+    taken += sum(part.dim() - 1 for part in parts if isinstance(part, torch.Tensor) and part.dtype == torch.bool)
+    reaches_last = taken >= logits.dim() or (Ellipsis in plain and parts[-1] is not Ellipsis)
+    if reaches_last and not (type(parts[-1]) is slice and parts[-1] == slice(None)):
+        return NotImplemented
+    return logits.derived(logits.hidden[index])
+
+
+def _unbound(func: Any, logits: Logits, dim: int = 0) -> Any:
+    """`unbind` of the first dimension, which iteration uses, too."""
+    if dim != 0 or logits.dim() < 2:
+        return NotImplemented
+    return tuple(logits.derived(hidden) for hidden in logits.hidden.unbind(0))
+
+
+def _split(func: Any, logits: Logits, size: Any, dim: int = 0) -> Any:
+    """`split` along a dimension before the vocabulary."""
+    if dim not in range(logits.dim() - 1):
+        return NotImplemented
+    return tuple(logits.derived(hidden) for hidden in logits.hidden.split(size, dim))  # type: ignore[no-untyped-call]
+
+
+def _same(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
+    """`contiguous`, which returns the logits themselves."""
+    return NotImplemented if args or kwargs else logits
+
+
+def _cloned(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
+    """`clone`: the same logits, which share no memory with these."""
+    return NotImplemented if args or kwargs else logits.derived(logits.hidden, copied=True)
+
+
+def _detached(func: Any, logits: Logits) -> Logits:
+    """`detach`: the same logits without a graph."""
+    return logits.without_graph()
+
+
+def _pointwise(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
+    """Casts, scaling, capping: what is done to each value by itself, or with one number for each word (BART's bias)."""
+    args = tuple(_row_for_all(value, logits) for value in args) if func not in _CASTING else args
+    if any(value is None for value in args) or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+        return NotImplemented
+    given = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor)]
+    given = [value for value in given if value != logits.device]
+    dtypes = [value for value in given if isinstance(value, torch.dtype)]
+    if not all(isinstance(value, (int, float, torch.dtype)) for value in given):
+        return NotImplemented
+    if (func is torch.Tensor.type and not dtypes) or not all(dtype.is_floating_point for dtype in dtypes):
+        return NotImplemented
+    copied = func not in _CASTING or dtypes not in ([], [logits.dtype])
+    return logits.derived(logits.hidden, lambda values: func(values, *args, **kwargs), copied=copied)
+
+
+def _row_for_all(value: Any, logits: Logits) -> Any:
+    """Return an operand as it can be used with any chunk of tokens; None if it cannot.
+
+    A tensor can if it is one number, or a row with one number for each word, and needs no gradient. It is copied.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, type(logits)):
+        return None
+    row = value.dim() == 0 or value.numel() == value.shape[-1] == logits.shape[-1]
+    if not row or value.dim() > logits.dim() or value.requires_grad or value.device != logits.device:
+        return None
+    return value.detach().clone().reshape(value.shape[-1:])
+
+
+def _log_softmax(
+    func: Any, logits: Logits, dim: int | None = None, *more: Any, dtype: Any = None, **kwargs: Any
+) -> Any:
+    """`log_softmax` over the vocabulary, under the autocast of the call."""
+    if dim not in (-1, logits.dim() - 1):
+        return NotImplemented
+    dtype = more[-1] if more and isinstance(more[-1], torch.dtype) else dtype  # after `_stacklevel`
+    around = functools.partial(autocast, logits.source.device_type, compat.autocast_dtype(logits.source.device_type))
+
+    def softened(values: torch.Tensor) -> torch.Tensor:
+        with around():
+            return functional.log_softmax(values, -1, dtype=dtype)
+
+    return logits.derived(logits.hidden, softened, copied=True)
+
+
+def _loss(
+    func: Any,
+    logits: Logits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """`cross_entropy` and `nll_loss` of logits [tokens, vocabulary] with one label for each token, chunk by chunk."""
+    if logits.dim() != 2 or target.dim() != 1 or target.is_floating_point() or isinstance(target, type(logits)):
+        return NotImplemented
+    if weight is not None or size_average is not None or reduce is not None or len(target) != len(logits):
+        return NotImplemented
+    options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "none"}
+    if label_smoothing:
+        options["label_smoothing"] = label_smoothing
+
+    def losses(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return func(values, targets, **options)  # type: ignore[no-any-return]
+
+    if reduction == "none":
+        return _row_by_row(logits, losses, target)
+    hidden, *parameters = logits.inputs()
+    hidden, targets, rows = _labelled(hidden, target, ignore_index)
+    job = Job(logits.source, logits.operations, losses, targets)
+    total = Total.apply(job, hidden, *parameters)  # type: ignore[no-untyped-call]
+    if reduction == "mean":
+        total = total / rows
+    return total.to(job.result)
+
+
+def _labelled(hidden: torch.Tensor, target: torch.Tensor, ignore: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Return hidden states, labels and number of the tokens that have a label: others add nothing to the loss."""
+    if compat.is_fake(target):  # without values, so all tokens are taken: the most there can be
+        return hidden, target, len(target)
+    if compat.is_capturing():  # the graph is used again, with other labels
+        return hidden, target, (target != ignore).sum()
+    has_label = target != ignore
+    count = int(has_label.sum())
+    if count == len(target):
+        return hidden, target, count
+    places = has_label.nonzero().squeeze(-1)
+    return hidden.index_select(0, places), target.index_select(0, places), count
+
+
+def _gathered(func: Any, logits: Logits, dim: int, index: torch.Tensor, **kwargs: Any) -> Any:
+    """`gather` of some words' values for each token."""
+    if kwargs or dim not in (-1, logits.dim() - 1) or index.shape[:-1] != logits.shape[:-1]:
+        return NotImplemented
+    return _row_by_row(logits, lambda values, places: values.gather(-1, places), index)
+
+
+def _reduced(
+    func: Any, logits: Logits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **more: Any
+) -> Any:
+    """`sum`, `logsumexp` and `argmax` over the vocabulary."""
+    if more or dim not in (-1, logits.dim() - 1, (-1,), [-1]):
+        return NotImplemented
+    options = {"keepdim": keepdim} | ({} if dtype is None else {"dtype": dtype})
+    return _row_by_row(logits, lambda values, _: func(values, -1, **options), None)
+
+
+def _row_by_row(logits: Logits, work: Callable[..., torch.Tensor], beside: torch.Tensor | None) -> torch.Tensor:
+    """Return what `work(values, beside)` makes of each token's values, usually one number, with a graph."""
+    lead = logits.shape[:-1]
+    hidden, *parameters = logits.inputs()
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    flat = None if beside is None else beside.reshape(len(hidden), *beside.shape[len(lead) :])
+    job = Job(logits.source, logits.operations, work, flat)
+    found: torch.Tensor = Rows.apply(job, hidden, *parameters)  # type: ignore[no-untyped-call]
+    return found.reshape((*lead, *found.shape[1:]))
+
+
+_CASTING = frozenset(getattr(torch.Tensor, name) for name in ("float", "double", "half", "bfloat16", "to", "type"))
+RULES: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.view: _viewed,
+    torch.Tensor.reshape: _viewed,
+    torch.reshape: _viewed,
+    torch.Tensor.flatten: _flattened,
+    torch.flatten: _flattened,
+    torch.Tensor.__getitem__: _indexed,
+    torch.Tensor.unbind: _unbound,
+    **dict.fromkeys((torch.Tensor.split, torch.split), _split),
+    torch.Tensor.contiguous: _same,
+    **dict.fromkeys((torch.Tensor.clone, torch.clone), _cloned),
+    torch.Tensor.detach: _detached,
+    **dict.fromkeys((functional.log_softmax, torch.log_softmax, torch.Tensor.log_softmax), _log_softmax),
+    **dict.fromkeys((functional.cross_entropy, functional.nll_loss), _loss),
+    **dict.fromkeys((torch.gather, torch.Tensor.gather), _gathered),
+    **dict.fromkeys((torch.sum, torch.Tensor.sum, torch.logsumexp, torch.Tensor.logsumexp), _reduced),
+    **dict.fromkeys((torch.argmax, torch.Tensor.argmax), _reduced),
+    **{
+        getattr(owner, name): _pointwise
+        for owner, names in (
+            (torch.Tensor, ("float", "double", "half", "bfloat16", "to", "type", "mul", "div", "neg", "tanh")),
+            (torch.Tensor, ("add", "sub", "__add__", "__radd__", "__sub__")),
+            (torch.Tensor, ("__mul__", "__rmul__", "__truediv__", "__neg__", "true_divide")),
+            (torch, ("add", "sub", "mul", "div", "neg", "tanh", "true_divide")),
+        )
+        for name in names
+    },
+}
+"""Function, as `__torch_function__` receives it -> its rule."""

@@ -1,0 +1,263 @@
+"""The operations that the rebuild engine can run again, as a table: one row for each kind of autograd node.
+
+The engine finds the operands of a node; the row reads the node's constants, and says how to run the operation again.
+Results of operations without a row are kept, so a row must give the very same bits, or not be there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+LINEAR, ATTENTION = "linear", "attention"
+"""The classes of operations that `save` may name."""
+VIEW = "view"
+"""The class of operations that only look at their operand in another way."""
+
+Function = Callable[..., torch.Tensor]
+"""An operation, to be called with its operands."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """How the results of one kind of autograd node are rebuilt."""
+
+    op_class: str
+    """Its class: `linear` and `attention` may be named by `save`, `view` costs nothing, and others are for reports."""
+    prepare: Callable[[Any, Any], Function | None]
+    """Reads the constants of an operation: (node, metadata of the result) -> the operation on its operands, or None if
+    this one has to be kept. The metadata are shape, dtype and device."""
+    constants: tuple[str, ...] = ()
+    """For each operand, the name under which the node saves it (`_saved_<name>`), for operands without a gradient."""
+    seen: str = "cpu, torch 2.13"
+    """Where the row was last seen to give the very same bits. Empty for a row from torch's source that never ran."""
+
+
+def _plainly(operation: Function) -> Callable[[Any, Any], Function]:
+    """The `prepare` of an operation without constants."""
+    return lambda node, metadata: operation
+
+
+def _signed(value: int) -> int:
+    """Return the signed number of an attribute: nodes show negative dimensions as unsigned 64-bit numbers."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _gelu(node: Any, metadata: Any) -> Function:
+    return functools.partial(functional.gelu, approximate=node._saved_approximate)
+
+
+def _pow(node: Any, metadata: Any) -> Function:
+    exponent = node._saved_exponent
+    return lambda x: x.pow(exponent)
+
+
+def _leaky_relu(node: Any, metadata: Any) -> Function:
+    return functools.partial(functional.leaky_relu, negative_slope=node._saved_negative_slope)
+
+
+def _scaled(operation: Function) -> Callable[[Any, Any], Function]:
+    """The `prepare` of torch.add and torch.sub, which may have a factor for the second operand."""
+
+    def prepare(node: Any, metadata: Any) -> Function:
+        alpha = node._saved_alpha
+        return operation if alpha == 1 else functools.partial(operation, alpha=alpha)
+
+    return prepare
+
+
+def _div(node: Any, metadata: Any) -> Function:
+    return torch.div
+
+
+def _cast(node: Any, metadata: Any) -> Function | None:
+    dtype, device = metadata.dtype, metadata.device
+    return lambda x: x.to(device=device, dtype=dtype)
+
+
+def _cat(node: Any, metadata: Any) -> Function:
+    dim = _signed(node._saved_dim)
+    return lambda *parts: torch.cat(parts, dim)
+
+
+def _mean(node: Any, metadata: Any) -> Function | None:
+    dims = node._saved_dim
+    if dims is None:
+        return None
+    dims, keepdim = [_signed(dim) for dim in dims], node._saved_keepdim
+    dtype = metadata.dtype  # a mean can change it without a cast of its own
+    return lambda x: x.mean(dims, keepdim, dtype=dtype)
+
+
+def _softmax(node: Any, metadata: Any) -> Function:
+    dim, dtype = _signed(node._saved_dim), metadata.dtype
+    return lambda x: torch.softmax(x, dim, dtype=dtype)
+
+
+def _native_dropout(node: Any, metadata: Any) -> Function:
+    """Dropout with the mask that the node saved: nothing is drawn again.
+
+    As torch computes it in aten/src/ATen/native/Dropout.cpp and cuda/Dropout.cu.
+    """
+    mask, kept = node._saved_result1, 1.0 - node._saved_p
+    if metadata.device.type == "cpu":
+        return lambda x: x * (mask.to(x.dtype) * (1.0 / kept))
+    # CUDA computes x * mask * scale in float32, and the scale as well. Its backward kernel does the same.
+    scale = float(1.0 / torch.tensor(kept, dtype=torch.float32))
+    return lambda x: torch.ops.aten.native_dropout_backward(x, mask, scale)
+
+
+def _embedding(node: Any, metadata: Any) -> Function:
+    indices = node._saved_indices
+    return lambda weight: functional.embedding(indices, weight)
+
+
+def _addmm(node: Any, metadata: Any) -> Function:
+    alpha, beta = node._saved_alpha, node._saved_beta
+    return lambda bias, a, b: torch.addmm(bias, a, b, alpha=alpha, beta=beta)
+
+
+def _attention(name: str, *, mask: str | None, extra: Sequence[str] = ()) -> Callable[[Any, Any], Function | None]:
+    """The `prepare` of a kernel of scaled dot-product attention.
+
+    With dropout its result is kept: rebuilding it would need the kernel's own random state.
+
+    Args:
+        name: the kernel's name in `torch.ops.aten`.
+        mask: the keyword of its mask, which the node saves; None for a kernel without one.
+        extra: keywords that are set to True.
+    """
+
+    def prepare(node: Any, metadata: Any) -> Function | None:
+        operation = getattr(torch.ops.aten, name, None)
+        if operation is None or node._saved_dropout_p:
+            return None
+        keywords: dict[str, Any] = {"dropout_p": 0.0, "is_causal": node._saved_is_causal, "scale": node._saved_scale}
+        if mask is not None:
+            keywords[mask] = getattr(node, f"_saved_{mask}")
+        keywords |= dict.fromkeys(extra, True)
+        return lambda q, k, v, *bias: operation(q, k, v, **keywords)[0]
+
+    return prepare
+
+
+def _view(node: Any, metadata: Any) -> Function:
+    shape = list(metadata.shape)
+    return lambda x: x.reshape(shape)  # not `view`: a rebuilt tensor may have other strides at first
+
+
+def _expand(node: Any, metadata: Any) -> Function:
+    shape = list(metadata.shape)
+    return lambda x: x.expand(shape)
+
+
+def _transpose(node: Any, metadata: Any) -> Function:
+    first, second = _signed(node._saved_dim0), _signed(node._saved_dim1)
+    return lambda x: x.transpose(first, second)
+
+
+def _permute(node: Any, metadata: Any) -> Function:
+    dims = [_signed(dim) for dim in node._saved_dims]
+    return lambda x: x.permute(dims)
+
+
+def _unsqueeze(node: Any, metadata: Any) -> Function:
+    dim = _signed(node._saved_dim)
+    return lambda x: x.unsqueeze(dim)
+
+
+def _slice(node: Any, metadata: Any) -> Function:
+    dim, start, end, step = (_signed(getattr(node, f"_saved_{name}")) for name in ("dim", "start", "end", "step"))
+    return lambda x: torch.ops.aten.slice(x, dim, start, end, step)
+
+
+def _select(node: Any, metadata: Any) -> Function:
+    dim, index = _signed(node._saved_dim), _signed(node._saved_index)
+    return lambda x: x.select(dim, index)
+
+
+# `prepare` by name of the node: activations, pointwise operations of one or two operands, and views.
+UNARY = {
+    "SiluBackward0": _plainly(functional.silu),
+    "GeluBackward0": _gelu,
+    "ReluBackward0": _plainly(torch.relu),
+    "LeakyReluBackward0": _leaky_relu,
+    "TanhBackward0": _plainly(torch.tanh),
+    "SigmoidBackward0": _plainly(torch.sigmoid),
+    "MishBackward0": _plainly(functional.mish),
+    "ErfBackward0": _plainly(torch.erf),
+}
+POINTWISE = {
+    "MulBackward0": _plainly(torch.mul),
+    "DivBackward0": _div,
+    "NegBackward0": _plainly(torch.neg),
+    "PowBackward0": _pow,
+    "RsqrtBackward0": _plainly(torch.rsqrt),
+    "SqrtBackward0": _plainly(torch.sqrt),
+    "AbsBackward0": _plainly(torch.abs),
+    "AddBackward0": _scaled(torch.add),
+    "SubBackward0": _scaled(torch.sub),
+}
+VIEWS = {
+    "ViewBackward0": _view,
+    "UnsafeViewBackward0": _view,
+    "ReshapeAliasBackward0": _view,
+    "AliasBackward0": _plainly(torch.Tensor.detach),
+    "TBackward0": _plainly(torch.t),
+    "TransposeBackward0": _transpose,
+    "PermuteBackward0": _permute,
+    "ExpandBackward0": _expand,
+    "UnsqueezeBackward0": _unsqueeze,
+    "SliceBackward0": _slice,
+    "SelectBackward0": _select,
+}
+
+OPS: dict[str, Op] = {
+    **{name: Op("activation", prepare) for name, prepare in UNARY.items()},
+    **{name: Op("pointwise", prepare, ("self", "other")) for name, prepare in POINTWISE.items()},
+    **{name: Op(VIEW, prepare) for name, prepare in VIEWS.items()},
+    "ToCopyBackward0": Op("cast", _cast),
+    "CloneBackward0": Op("copy", _plainly(lambda x: x.clone(memory_format=torch.contiguous_format))),
+    "CatBackward0": Op("copy", _cat),
+    "MeanBackward1": Op("reduction", _mean),
+    "NativeDropoutBackward0": Op("dropout", _native_dropout, seen="cpu, torch 2.13 (torch.native_dropout)"),
+    "EmbeddingBackward0": Op("embedding", _embedding),
+    "MmBackward0": Op(LINEAR, _plainly(torch.mm), ("self", "mat2")),
+    "AddmmBackward0": Op(LINEAR, _addmm, ("", "mat1", "mat2")),
+    "BmmBackward0": Op(ATTENTION, _plainly(torch.bmm), ("self", "mat2")),
+    "SoftmaxBackward0": Op(ATTENTION, _softmax),
+    "ScaledDotProductFlashAttentionForCpuBackward0": Op(
+        ATTENTION,
+        _attention("_scaled_dot_product_flash_attention_for_cpu", mask="attn_mask"),
+        ("query", "key", "value"),
+    ),
+    "ScaledDotProductFlashAttentionBackward0": Op(
+        ATTENTION,
+        _attention("_scaled_dot_product_flash_attention", mask=None),
+        ("query", "key", "value"),
+        seen="",
+    ),
+    "ScaledDotProductEfficientAttentionBackward0": Op(
+        ATTENTION,
+        _attention("_scaled_dot_product_efficient_attention", mask="attn_bias", extra=("compute_log_sumexp",)),
+        ("query", "key", "value"),
+        seen="",
+    ),
+    "ScaledDotProductCudnnAttentionBackward0": Op(
+        ATTENTION,
+        _attention("_scaled_dot_product_cudnn_attention", mask="attn_bias", extra=("compute_log_sumexp",)),
+        ("query", "key", "value"),
+        seen="",
+    ),
+}
+"""The rows, by name of the autograd node."""
+
+
+def ops_for(save: Sequence[str]) -> dict[str, Op]:
+    """Return the rows that may be used when results of the classes in `save` are to be kept."""
+    return {name: row for name, row in OPS.items() if row.op_class not in save}

@@ -1,0 +1,215 @@
+"""`selective` by rebuilding: drop every saved tensor that can be made again cheaply from what stays.
+
+While a block's forward runs, saved-tensor hooks see each tensor that autograd saves, together with the node that made
+it. If `ops.OPS` has a row for that node and its operands are known, a `Rebuilt` value is saved in the tensor's place;
+otherwise the tensor is kept. Small modules that the family names (norms, activations of several operations) are run
+again as a whole. In backward a dropped tensor is rebuilt once for all who need it, and freed after the last of them.
+
+No random state is saved or restored, because dropout masks are operands.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.engines.host import Group
+from hf_ckpt.engines.offload import EndOfStack, Mover
+from hf_ckpt.engines.rebuild.ops import ops_for
+from hf_ckpt.engines.rebuild.tape import Tape, enter_module, hand_to_first_block, leave_module, running
+from hf_ckpt.engines.rebuild.values import Work, unpack
+from hf_ckpt.engines.region import Hook, Observer, Region, Request
+from hf_ckpt.engines.sac import SacRegion
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.models.blocks import FoundBlocks, cheap_modules, embedding_norms
+
+log = logging.getLogger(__name__)
+
+
+class RebuildRegion(Region):
+    """The checkpointing function of a block whose cheap results are rebuilt in backward.
+
+    Args:
+        block: name of the block.
+        save: classes of operations whose results are kept.
+        compiled: takes over under torch.compile, where there is no graph of autograd nodes; None raises an error there.
+        mover: moves what is kept to host memory; None if it stays on the device.
+        fallback: recomputes a block of unknown code as a whole. The first forward of such a block is a trial, which
+            holds all tensors until the block has ended. If one of them cannot be rebuilt, `fallback` takes over from
+            the next forward on. None for a block of known code.
+    """
+
+    runs_block_again = False
+
+    def __init__(
+        self,
+        block: str,
+        *,
+        save: tuple[str, ...],
+        compiled: SacRegion | None = None,
+        mover: Mover | None = None,
+        fallback: FullRegion | None = None,
+    ) -> None:
+        self.block = block
+        self.fallback = fallback
+        self.trial = fallback is not None
+        """Whether the trial is still to come."""
+        self.failed = False
+        """Whether the trial has failed."""
+        self.mover = mover
+        self.moved_bytes = 0
+        self.compiled = compiled
+        self.save = save
+        self.work = Work(block)
+        self.rows = ops_for(save)
+        self.forwards = 0
+        self.dropped: dict[str, int] = {}
+        self.kept: dict[str, int] = {}
+        self.kept_to_rebuild: dict[str, int] = {}
+        self.reaches_back = False
+        """Whether the block may rebuild its own input, where that is a norm or an embedding of something that stays. It
+        may not if parameters are sharded: in the backward of this block, those of others are gone."""
+
+    def told_of_parameters(self, stay: bool, owner: str) -> None:
+        """Allow the block to rebuild its input from what earlier blocks keep, if all parameters stay (`stay`)."""
+        self.reaches_back = stay
+
+    @property
+    def recomputed(self) -> int:  # type: ignore[override]
+        """How often operations and modules, or the whole block, were run again in backward."""
+        return self.work.rebuilt + (self.fallback.recomputed if self.fallback is not None else 0)
+
+    @property
+    def in_graph(self) -> bool:  # type: ignore[override]
+        """Whether the block was called from a graph of torch.compile, where nothing can be counted."""
+        return self.compiled is not None and self.compiled.in_graph
+
+    @property
+    def observer(self) -> Observer | None:
+        """Makes a context that is entered around all rebuilding; set by measurements, else None."""
+        return self.work.observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self.work.observer = observer
+        if self.fallback is not None:
+            self.fallback.observer = observer
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Run `fn(*args)`, the block's own forward, with values in the graph in the place of its cheap results.
+
+        Raises `HfCkptError` under torch.compile if `engine` is `rebuild`.
+        """
+        if not torch.is_grad_enabled():
+            return fn(*args)
+        if compat.is_compiling():
+            if self.compiled is None:
+                raise HfCkptError('"engine": "rebuild" cannot work under torch.compile; "auto" takes SAC there.')
+            return self.compiled(fn, *args)
+        args = tuple(None if compat.is_cache(arg) else arg for arg in args)
+        self.forwards += 1
+        self.moved_bytes = 0
+        untried = self.trial and compat.top_saved_tensor_hooks() is not None  # a trial would prove nothing
+        if (self.failed or untried) and self.fallback is not None:
+            self.dropped, self.kept, self.kept_to_rebuild = {}, {}, {}
+            return self.fallback(fn, *args)
+        group = self._open_group(args)
+        if group is None:
+            return self._run(fn, args)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(group.pack, group.unpack):
+                output = self._run(fn, args)
+        except BaseException:
+            group.abandon()
+            raise
+        group.close_late()
+        self.moved_bytes = group.moved_bytes
+        return output
+
+    def _open_group(self, args: tuple[Any, ...]) -> Group | None:
+        """Make a group for what this forward moves to host memory; None if nothing is to be moved."""
+        if self.mover is None or self.trial or not args or not isinstance(args[0], torch.Tensor):
+            return None
+        lane = self.mover.lane(args[0])
+        return None if lane is None else self.mover.open(self.block, lane, args[0])
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run the block's forward with a tape of its own."""
+        tape = Tape(self, args)
+        outer, running.tape = running.tape, tape
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
+                output = fn(*args)
+            if tape.on_trial is None or self._stands(tape):
+                tape.hand_over(output)
+            return output
+        finally:
+            running.tape = outer
+            tape.close()
+
+    def _stands(self, tape: Tape) -> bool:
+        """Whether all tensors that the trial dropped can be rebuilt. If not, this forward drops nothing after all."""
+        on_trial = tape.on_trial or []
+        wrong = next((held for held in reversed(on_trial) if not self.work.tried(held)), None)
+        # A forward of a frozen block saves nothing and so proves nothing: the trial is still to come.
+        self.trial, self.failed = not (tape.kept or tape.dropped), wrong is not None
+        done: set[Any] = set()
+        for held in on_trial:
+            if wrong is None:
+                held.believe(done)
+            else:
+                held.keep()
+        if wrong is not None:
+            tape.count_as_kept()
+            log.warning(
+                "hf_ckpt: block %r cannot make again what %s made, most likely because it works in place%s. All is "
+                "kept there in this step, and the block is recomputed as a whole (`full`) from the next one on.",
+                self.block,
+                wrong.made_by,
+                tape.changed_by(),
+            )
+        return wrong is None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "rows"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, rows=ops_for(state["save"]))
+
+
+def make(request: Request) -> Region:
+    """The engine of `selective`: rebuilding, or SAC if the spec asks for it; `auto` has SAC under torch.compile."""
+    save = request.action.save
+    sac = SacRegion(request.block, save=save, **request.options)
+    if request.engine == "sac":
+        return sac
+    return RebuildRegion(
+        request.block,
+        save=save,
+        compiled=sac if request.engine == "auto" else None,
+        mover=request.mover if request.action.moved else None,
+        fallback=None if request.known else FullRegion(request.block, **request.options),
+    )
+
+
+def hooks(regions: Mapping[str, Region], found: FoundBlocks, owners: Sequence[nn.Module]) -> Iterator[Hook]:
+    """Yield the hooks on small modules that are run again as a whole.
+
+    Where tensors are moved to host memory, there is a hook on each module that runs a stack, too.
+    """
+    rebuilding = {name: region for name, region in regions.items() if isinstance(region, RebuildRegion)}
+    movers = {id(region.mover): region.mover for region in rebuilding.values() if region.mover is not None}
+    for mover, owner in itertools.product(movers.values(), owners):
+        yield Hook(owner, EndOfStack(mover), "always")
+    for module in cheap_modules(found, rebuilding):
+        yield Hook(module, enter_module, "before", with_kwargs=True)
+        yield Hook(module, leave_module, "always")
+    for norm in embedding_norms(found) if rebuilding else ():
+        yield Hook(norm, hand_to_first_block, "after")

@@ -1,0 +1,496 @@
+"""The tape of one forward of a block: how to have the tensor of each edge of autograd's graph again.
+
+An edge is an autograd node and the number of one of its outputs. The tape finds a value for each tensor that autograd
+saves, and counts what is dropped and what stays. It ends with the forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hf_ckpt import compat
+from hf_ckpt.engines.full import changed_by
+from hf_ckpt.engines.rebuild.ops import VIEW, Op
+from hf_ckpt.engines.rebuild.values import (
+    NO_GRAPH,
+    Inside,
+    Kept,
+    KeptByUser,
+    Rebuilt,
+    Replay,
+    TrialValue,
+    Value,
+    View,
+    Work,
+)
+from hf_ckpt.logs import warn_once
+
+if TYPE_CHECKING:
+    from hf_ckpt.engines.rebuild.region import RebuildRegion
+
+log = logging.getLogger(__name__)
+
+_Edge = tuple[Any, int]
+"""An autograd node, and the number of one of its outputs."""
+
+
+class _Handed(NamedTuple):
+    """How the next block can rebuild its input, which a norm has made."""
+
+    version: int
+    """How often the input had been changed in place when it was handed over."""
+    replay: Callable[[], Replay | None]
+    """Returns the call of the norm; None once the graph that holds what it needs is gone."""
+
+
+class Running(threading.local):
+    """The tape of the block that this thread runs: replicas of a model may run in threads of their own."""
+
+    tape: Tape | None = None
+
+
+running = Running()
+_handed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Outputs of norms that the next block can rebuild -> `_Handed`."""
+
+
+def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a small module that may be run again as a whole: have the tape of the block note its call."""
+    tape = None if compat.is_compiling() else running.tape
+    if tape is None or tape.replay is not None or kwargs or len(args) != 1 or not torch.is_grad_enabled():
+        return
+    # Another hook may change what goes in or comes out, so operations of such a module are rebuilt one by one.
+    if len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1 and isinstance(args[0], torch.Tensor):
+        tape.enter(module, args[0])
+
+
+def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forward hook of a small module that may be run again: its output can be rebuilt from here on."""
+    tape = None if compat.is_compiling() else running.tape
+    if tape is not None and tape.replay is not None and tape.replay.module is module:
+        tape.leave(output)
+
+
+def hand_to_first_block(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forward hook of an embedding's norm, whose input stays, so that the first block can rebuild the output."""
+    if compat.is_compiling() or compat.top_saved_tensor_hooks() is not None:  # hooks may keep it in another form
+        return
+    if running.tape is None and len(args) == 1 and isinstance(output, torch.Tensor) and output.grad_fn is not None:
+        work = Work(type(module).__name__)
+        replay = Replay(work, module, Kept(args[0], work.block), args[0], checked=False)
+        _handed[output] = _Handed(output._version, lambda: replay)
+
+
+class Tape:
+    """What is known about the tensors of one forward of a block, while it runs.
+
+    Args:
+        region: the block's function, which is told at the end what was dropped and kept.
+        args: what the block is given.
+    """
+
+    def __init__(self, region: RebuildRegion, args: tuple[Any, ...]) -> None:
+        self.region = region
+        self.work = region.work
+        self.rows = region.rows
+        self.first = compat.next_autograd_sequence_number()
+        """Autograd nodes of this block have this sequence number or a larger one."""
+        self.outer = compat.top_saved_tensor_hooks()
+        """The user's saved-tensor hooks around the model, if there are any."""
+        self.values: dict[_Edge, Value | None] = {}
+        """Value of each edge that was met; None if it cannot be rebuilt."""
+        self.given: dict[_Edge, tuple[torch.Tensor, int]] = {}
+        """The block's inputs that have a graph, and how often each had been changed in place at the beginning."""
+        self.replay: Replay | None = None
+        """The call of the small module that runs now, if any."""
+        self.names: dict[Kept | KeptByUser, str] = {}
+        """Tensors that stay if anything needs them -> name of the node that made them. Parameters are left out."""
+        self.saved: set[Any] = set()
+        """What autograd holds: roots of values, and edges inside small modules."""
+        self.needed: set[Any] = set()
+        """Roots that are needed for those in `saved`, and storages of the tensors that stay among them."""
+        self.extra: dict[Any, tuple[str, int]] = {}
+        """Storages that stay only to rebuild from, as autograd has not saved them -> (name of the node, bytes)."""
+        self.dropped: dict[str, int] = {}
+        """Bytes that were dropped, by class of the operation or module."""
+        self.kept: dict[str, int] = {}
+        """Bytes that stay, by name of the node that made them."""
+        self.constants: dict[Any, Kept | KeptByUser] = {}
+        """Values of tensors without a graph, by what tells these tensors apart; under the user's hooks only."""
+        self.ungraphed: list[tuple[torch.Tensor, Value | None]] = []
+        """Inputs, and outputs of norms, without a graph, because nothing below them is trained. A cast of one of them
+        is found by its values."""
+        self.on_trial: list[TrialValue] | None = None
+        """The values packed in a trial; None outside of one."""
+        self.seen: list[tuple[torch.Tensor, int]] = []
+        """In a trial: tensors, and how often each had been changed in place when it was first seen."""
+        if region.trial and self.outer is None and not any(map(compat.is_fake, filter(torch.is_tensor, args))):
+            self.on_trial = []
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                self._take(arg)
+
+    def _take(self, arg: torch.Tensor) -> None:
+        """Note an input of the block, and how to rebuild it if that is possible."""
+        node = arg.grad_fn
+        if node is None:
+            if arg.is_floating_point() and not arg.is_inference():
+                self.ungraphed.append((arg, None))
+            return
+        value: Value | None = None
+        if self.region.reaches_back:
+            handed: _Handed | None = _handed.pop(arg, None) if _handed.data else None  # type: ignore[no-untyped-call]
+            replay = handed.replay() if handed is not None and handed.version == arg._version else None
+            if replay is not None:
+                value = Rebuilt(self.work, type(replay.module).__name__, replay, [])
+            # The indices are read from a node before the block, which would ask the user's hooks for them.
+            embeds = self.outer is None and node.name() == "EmbeddingBackward0" and not arg._version
+            if embeds and type(self.resolve(node.next_functions[0])) is Kept:
+                value = self._make(self.rows[node.name()], node, arg.output_nr)
+        if value is None:
+            self.given[node, arg.output_nr] = arg, arg._version
+        else:
+            self.values[node, arg.output_nr] = value
+
+    def hand_over(self, outputs: Any) -> None:
+        """Let the next block rebuild this block's output, if that is a norm of something that stays."""
+        for output in outputs if isinstance(outputs, tuple) else (outputs,):
+            if not isinstance(output, torch.Tensor) or output._version:  # changed in place since the norm made it
+                continue
+            rebuilt = self.values.get((output.grad_fn, output.output_nr))
+            if type(rebuilt) is Rebuilt and type(rebuilt.operation) is Replay:
+                replay = rebuilt.operation
+                if type(replay.source.root) is not Rebuilt:
+                    _handed[output] = _Handed(output._version, weakref.ref(replay))
+
+    def close(self) -> None:
+        """End the tape: tell the region what was dropped and kept, and forget every node.
+
+        Autograd holds the hooks, and they hold the tape, so a tape with nodes would be a reference cycle.
+        """
+        for value in self.names if self.outer is not None else ():
+            if type(value) is KeptByUser:
+                value.original = None
+        self.values.clear()
+        self.given.clear()
+        self.names.clear()
+        self.constants.clear()
+        self.saved.clear()
+        self.needed.clear()
+        self.ungraphed.clear()
+        self.seen.clear()
+        self.on_trial = None
+        self.replay = None
+        self.region.dropped, self.region.kept = self.dropped, self.kept
+        extra: dict[str, int] = {}
+        self.region.kept_to_rebuild = extra
+        for name, nbytes in self.extra.values():
+            extra[name] = extra.get(name, 0) + nbytes
+        self.extra.clear()
+        if self.kept.keys() - {NO_GRAPH} and not self.dropped:
+            compiled = any(name.startswith("CompiledFunction") for name in self.kept)
+            _warn_nothing_dropped(self.region.save, compiled)
+
+    @compat.untraced  # compiled parts of a block call it
+    def pack(self, tensor: torch.Tensor) -> Value | Inside | TrialValue:
+        """Saved-tensor hook: return what autograd is to hold in the place of `tensor`."""
+        value = self._packed(tensor)
+        if self.on_trial is None or type(value) is Kept:
+            return value
+        self._look_at(tensor)
+        held = TrialValue(value, tensor, self.work.block)
+        self.on_trial.append(held)
+        return held
+
+    def _look_at(self, tensor: torch.Tensor) -> None:
+        """In a trial, note the tensor and how often it was changed in place so far."""
+        if self.on_trial is not None and not tensor.is_inference():
+            self.seen.append((tensor, tensor._version))
+
+    def changed_by(self) -> str:
+        """Name the operations that changed tensors in place during a trial, in parentheses; empty if none is known."""
+        names = sorted({changed_by(found) for found, version in self.seen if found._version != version})
+        return f" ({', '.join(names)})" if names else ""
+
+    def count_as_kept(self) -> None:
+        """Count all tensors of a failed trial as kept, because none is dropped after all."""
+        self.dropped.clear()
+        self.extra.clear()
+        storages = {held.storage(): held for held in self.on_trial or ()}
+        for (_, nbytes), held in storages.items():
+            self.kept[held.made_by] = self.kept.get(held.made_by, 0) + nbytes
+
+    def _packed(self, tensor: torch.Tensor) -> Value | Inside:
+        """Find the value of a tensor that autograd saves, and count it."""
+        replay = self.replay
+        if replay is not None:
+            return self._inside(tensor, replay)
+        leaf = tensor if type(tensor) is nn.Parameter else tensor._base
+        if type(leaf) is nn.Parameter and leaf.is_leaf:
+            return Kept(tensor, self.work.block, with_graph=True)
+        value = self.value_of(tensor)
+        root = value.root
+        if type(root) is Rebuilt and value is root:
+            root.stride = tensor.stride()
+        if root not in self.saved:
+            self._count(root, tensor.nbytes)
+        if type(value) is not Kept:
+            root.expect()
+        return value
+
+    def value_of(self, tensor: torch.Tensor) -> Value:
+        """Return the value of a tensor: a known one, an operation that rebuilds it, or else the tensor itself, kept."""
+        node, version = tensor.grad_fn, tensor._version
+        base = tensor._base
+        if base is not None and not version:
+            known = self._of_base(base, tensor)
+            if known is not None:
+                return known
+        if node is None:
+            return self._from_ungraphed(tensor) or self._constant(tensor)
+        edge = node, tensor.output_nr
+        value = self.resolve(edge) or self._small(edge, tensor)
+        if value is None:
+            return self._keep(edge, tensor)
+        root = value.root
+        if isinstance(root, Rebuilt):
+            if version:  # changed in place: the graph may not tell all that was done to it
+                return self._keep(edge, tensor)
+        elif not root.copied:
+            if value is root:
+                if root.version != version:  # changed in place, without a graph, since it was first seen
+                    return self._keep(edge, tensor)
+            elif type(root) is Kept:  # a view of what stays needs no operation
+                value = self.values[edge] = self._another(root, tensor)
+        return value
+
+    def _of_base(self, base: torch.Tensor, tensor: torch.Tensor) -> Value | None:
+        """Return the value of a view whose `base` has a value already, without walking the graph; else None."""
+        node = base.grad_fn
+        value = self.values.get((node, base.output_nr)) if node is not None else None
+        if type(value) is Kept:
+            return None if value.copied else self._another(value, tensor)
+        if type(value) is not Rebuilt or not base.is_contiguous():
+            return None
+        if tensor.dtype is not base.dtype or tensor.is_conj() or tensor.is_neg():  # `as_strided` cannot make these
+            return None
+        value.stride = base.stride()
+        size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset() - base.storage_offset()
+        return View(value, lambda x: x.as_strided(size, stride, x.storage_offset() + offset))
+
+    def _another(self, kept: Kept, tensor: torch.Tensor) -> Kept:
+        """Return the value of another view of a tensor that stays."""
+        view = Kept(tensor, self.work.block)
+        if kept in self.names:  # which parameters are not
+            self.names[view] = self.names[kept]
+        return view
+
+    def resolve(self, edge: _Edge) -> Value | None:
+        """Return the value of an edge: a known one, or an operation that rebuilds it; None if there is neither."""
+        values = self.values
+        if edge in values:
+            return values[edge]
+        if edge in self.given:
+            arg, version = self.given[edge]
+            return self._keep(edge, arg) if arg._version == version else None
+        node, number = edge
+        name = node.name()
+        row = self.rows.get(name)
+        value: Value | None = None
+        if row is not None:
+            if node._sequence_nr() >= self.first:  # nothing from before this block is run again
+                value = self._make(row, node, number)
+        elif name == "torch::autograd::AccumulateGrad":
+            value = Kept(node.variable, self.work.block)
+        values[edge] = value
+        return value
+
+    def _make(self, row: Op, node: Any, number: int) -> Value | None:
+        """Return the value that rebuilds output `number` of a node by its row; None if an operand is not known."""
+        values, operands = self.values, []
+        for place, source in enumerate(node.next_functions):
+            if source in values:
+                operand = values[source]
+            elif source[0] is not None:
+                operand = self.resolve(source)
+            else:
+                operand = self._constant_operand(row, node, place)
+            if operand is None:
+                return None
+            operands.append(operand)
+        operation = row.prepare(node, node._input_metadata[number])
+        if operation is None:
+            return None
+        if row.op_class == VIEW:
+            return View(operands[0], operation)
+        return Rebuilt(self.work, row.op_class, operation, operands)
+
+    def _constant_operand(self, row: Op, node: Any, place: int) -> Value | None:
+        """Return the value of an operand that needs no gradient, if the node has saved it; else None."""
+        name = row.constants[place] if place < len(row.constants) else ""
+        if not name:  # the row knows of no saved operand, so it is not known
+            return None
+        found = getattr(node, f"_saved_{name}", None)
+        if not isinstance(found, torch.Tensor):
+            return None
+        return self._constant(found) if found.dim() else Kept(found, self.work.block)  # numbers are not counted
+
+    def _small(self, edge: _Edge, tensor: torch.Tensor) -> Value | None:
+        """Keep a float32 tensor that was cast up from 16 bits as those 16 bits: exact, and half the size. Else None."""
+        node, _ = edge
+        if tensor.dtype != torch.float32 or node.name() != "ToCopyBackward0" or not tensor.is_contiguous():
+            return None
+        (source,) = node.next_functions
+        if source[0] is None or node._sequence_nr() < self.first or tensor._version:
+            return None
+        dtype = source[0]._input_metadata[source[1]].dtype
+        if dtype not in (torch.bfloat16, torch.float16):
+            return None
+        with torch.no_grad():
+            small = self._stays(tensor.detach().to(dtype), node.name(), copied=True)
+        self.values[source] = small
+        value = self.values[edge] = self._make(self.rows[node.name()], node, 0)
+        return value
+
+    def _keep(self, edge: _Edge, tensor: torch.Tensor) -> Kept | KeptByUser:
+        """Keep the tensor of an edge as it is."""
+        value = self.values[edge] = self._stays(tensor, edge[0].name())
+        return value
+
+    def _stays(self, tensor: torch.Tensor, name: str, *, copied: bool = False) -> Kept | KeptByUser:
+        """Return the value of an activation that stays, in the form that the user's hooks give it, if there are any."""
+        value = (
+            Kept(tensor, self.work.block, copied=copied)
+            if self.outer is None
+            else KeptByUser(tensor, self.outer, copied=copied)
+        )
+        self.names[value] = name
+        self._look_at(tensor)
+        return value
+
+    def _from_ungraphed(self, tensor: torch.Tensor) -> Value | None:
+        """Return the value of a tensor that is one of `ungraphed`, or the float32 cast of one; else None.
+
+        Such a cast is the input of a LoRA adapter in the first block. Without a graph only its values tell that it is
+        one, so they are compared; on the CPU only, because an accelerator would have to be waited for.
+        """
+        for number, (source, value) in enumerate(self.ungraphed):
+            if source.numel() != tensor.numel() or not tensor.is_contiguous() or source._version:
+                continue
+            if source.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+                if not isinstance(value, Rebuilt) or source.dtype is not tensor.dtype:
+                    return None
+                return View(value, functools.partial(_shaped, tensor.shape))
+            if _is_cast(tensor, source):
+                if value is None:
+                    value = self._constant(source)
+                    self.ungraphed[number] = source, value
+                return Rebuilt(self.work, "cast", functools.partial(_shaped, tensor.shape, dtype=tensor.dtype), [value])
+        return None
+
+    def _constant(self, tensor: torch.Tensor) -> Kept | KeptByUser:
+        """Return the value of a tensor without a graph, such as a mask or a parameter, which stays."""
+        if isinstance(tensor, nn.Parameter):
+            return Kept(tensor, self.work.block)
+        if self.outer is None:
+            return self._stays(tensor, NO_GRAPH)
+        # A tensor may be saved, and also be read from a node as an operand: it is given to the user's hooks once.
+        key = tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype, tensor._version
+        if key not in self.constants:
+            self.constants[key] = self._stays(tensor, NO_GRAPH)
+        return self.constants[key]
+
+    def enter(self, module: nn.Module, tensor: torch.Tensor) -> None:
+        """Note that a small module begins, which is given `tensor`."""
+        self.replay = Replay(self.work, module, self.value_of(tensor), tensor)
+
+    def leave(self, output: Any) -> None:
+        """Note that the small module has ended with this output, which can be rebuilt from here on."""
+        replay, self.replay = self.replay, None
+        if replay is None or not isinstance(output, torch.Tensor):
+            return
+        rebuilt = Rebuilt(self.work, type(replay.module).__name__, replay, [])
+        if output.grad_fn is None:
+            self.ungraphed.append((output, rebuilt))
+        else:
+            self.values[output.grad_fn, output.output_nr] = rebuilt
+
+    def _inside(self, tensor: torch.Tensor, replay: Replay) -> Inside:
+        """Count a tensor that autograd saves inside a small module, and return what stands for it."""
+        if not replay.saved:
+            self._need(replay.source.root)
+        node, name = tensor.grad_fn, type(replay.module).__name__
+        if node is not None:
+            edge = node, tensor.output_nr
+            if edge in self.values:  # the module's input
+                value = self.values[edge]
+                if value is not None and value.root not in self.saved:
+                    self._count(value.root, tensor.nbytes)
+            elif edge not in self.saved:
+                self.saved.add(edge)
+                self.dropped[name] = self.dropped.get(name, 0) + tensor.nbytes
+        elif not isinstance(tensor, nn.Parameter):
+            self.dropped[name] = self.dropped.get(name, 0) + tensor.nbytes
+        return Inside(replay)
+
+    def _count(self, root: Kept | KeptByUser | Rebuilt, nbytes: int) -> None:
+        """Note that autograd holds `root` from now on, in the place of a tensor of `nbytes` bytes."""
+        self.saved.add(root)
+        self._need(root)
+        if type(root) is Rebuilt:
+            self.dropped[root.op_class] = self.dropped.get(root.op_class, 0) + nbytes
+        elif root in self.names:
+            self.extra.pop(root.storage()[0], None)
+
+    def _need(self, root: Kept | KeptByUser | Rebuilt) -> None:
+        """Count the tensors that have to stay for `root`: itself, or the operands that it is rebuilt from."""
+        if root in self.needed:
+            return
+        self.needed.add(root)
+        if type(root) is Rebuilt:
+            if type(root.operation) is Replay:
+                self._need(root.operation.source.root)
+            for operand in root.operands:
+                self._need(operand.root)
+        elif root in self.names:
+            storage, nbytes = root.storage()
+            if storage not in self.needed:
+                self.needed.add(storage)
+                name = self.names[root]
+                self.kept[name] = self.kept.get(name, 0) + nbytes
+                self.extra[storage] = name, nbytes
+
+
+def _shaped(shape: torch.Size, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return `x` in another shape and, if given, another type."""
+    return x.to(dtype).view(shape) if dtype is not None else x.view(shape)
+
+
+def _warn_nothing_dropped(save: tuple[str, ...], compiled: bool) -> None:
+    warn_once(
+        log,
+        "`selective` with save %s found nothing in a block that can be rebuilt, so every activation is kept there. %s",
+        list(save),
+        "It is compiled in itself: compile the whole model instead, or replace each block by `torch.compile(block)`; "
+        "or use `full`."
+        if compiled
+        else "Use `full` for such blocks.",
+    )
+
+
+def _is_cast(tensor: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether `tensor` holds the values of the 16-bit `source` in float32."""
+    if tensor.device.type != "cpu" or tensor.dtype != torch.float32 or source.dtype.itemsize != 2:
+        return False
+    found, wanted = tensor.reshape(-1), source.detach().reshape(-1)
+    few = slice(0, 64)  # most tensors that are no cast differ in these
+    return torch.equal(found[few], wanted[few].float()) and torch.equal(found, wanted.float())

@@ -1,0 +1,119 @@
+"""What every engine provides: the function that a block calls in place of its forward, and hooks beside it.
+
+`make` and `hooks_for` find the engine of an action by the names in its record in `spec.actions.ACTIONS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from hf_ckpt.models.blocks import FoundBlocks
+from hf_ckpt.spec.actions import ACTIONS, Action
+
+if TYPE_CHECKING:
+    from hf_ckpt.engines.offload import Mover
+    from hf_ckpt.engines.segments import Segment
+
+Observer = Callable[[], contextlib.AbstractContextManager[None]]
+"""Makes a context that is entered around everything that is run again in backward; measurements set it."""
+
+
+class Region:
+    """The checkpointing function of one block, called as `region(fn, *args)` with the block's own forward `fn`.
+
+    It counts what it did. It holds neither the block nor the model.
+    """
+
+    block: str
+    """Qualified name of the block."""
+    forwards: int
+    """Number of calls that were checkpointed."""
+    recomputed: int
+    """How often the block, or operations and modules inside it, were run again in backward."""
+    in_graph: bool
+    """Whether it was called from a graph of torch.compile, where nothing can be counted."""
+    observer: Observer | None
+    """Makes a context that is entered around every recomputation; set by measurements, else None."""
+    runs_block_again: bool = True
+    """Whether backward runs the block's own forward again."""
+    moved_bytes: int = 0
+    """Bytes that the last forward moved to host memory."""
+    dropped: Mapping[str, int] = {}
+    """Bytes that the last forward dropped, by class of the operations or modules that made them."""
+    kept: Mapping[str, int] = {}
+    """Bytes that the last forward kept, by name of the autograd node that made them; parameters are left out."""
+    kept_to_rebuild: Mapping[str, int] = {}
+    """The part of `kept` that is there only to rebuild other tensors from: autograd itself would not hold it."""
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Run `fn(*args)`, the block's own forward, and return its outputs. Every engine has its own way to do so."""
+        raise TypeError(f"{type(self).__name__} is no engine: it has no __call__ of its own.")
+
+    def told_of_parameters(self, stay: bool, owner: str) -> None:
+        """Take note of how parameters are held; called at the first forward of the stack.
+
+        `stay` says whether all parameters lie whole on their device throughout a step, and `owner` is the class name of
+        the module that runs the stack.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What an engine is told about the block that it makes a function for."""
+
+    block: str
+    """Qualified name of the block."""
+    action: Action
+    """What is to happen to its activations."""
+    engine: str = "auto"
+    """`Spec.engine`: `auto`, `rebuild` or `sac`."""
+    preserve_rng_state: bool = True
+    """Whether a recomputation draws the same random numbers; `torch.utils.checkpoint` has the argument."""
+    determinism_check: str = "default"
+    """How a recomputation is compared with the forward; `torch.utils.checkpoint` has the argument."""
+    segment: Segment | None = None
+    """The neighbouring blocks that the block is recomputed with, if its action names a segment."""
+    mover: Mover | None = None
+    """Moves tensors to host memory and back. None for the last block of a stack, whose backward comes at once."""
+    known: bool = True
+    """Whether it is known what the block changes in place; see `models.blocks.blocks_of_known_code`."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that are handed on to `torch.utils.checkpoint`."""
+        return {"preserve_rng_state": self.preserve_rng_state, "determinism_check": self.determinism_check}
+
+
+class Hook(NamedTuple):
+    """A forward hook that an engine needs on a module."""
+
+    module: nn.Module
+    """The module that the hook is registered on."""
+    function: Callable[..., Any]
+    """The hook itself."""
+    when: str
+    """`before` the forward, `after` it, or `always` after it, even if it raises an error."""
+    with_kwargs: bool = False
+    """Whether the hook is given the keyword arguments of the forward, too."""
+
+
+def make(request: Request) -> Region:
+    """Make the checkpointing function of a block, with the engine that the record of its action names."""
+    made: Region = pkgutil.resolve_name(ACTIONS[request.action.kind].engine)(request)
+    return made
+
+
+def hooks_for(regions: Mapping[str, Region], found: FoundBlocks) -> Iterator[Hook]:
+    """Yield the hooks that the engines of these regions (block name -> region) need on the modules of a model."""
+    owners = list({id(owner): owner for owner in found.owners}.values())
+    for record in ACTIONS.values():
+        if record.hooks:
+            wanted: Callable[[Mapping[str, Region], FoundBlocks, Sequence[nn.Module]], Iterable[Hook]]
+            wanted = pkgutil.resolve_name(record.hooks)
+            yield from wanted(regions, found, owners)

@@ -1,0 +1,20 @@
+"""Warnings that are given once a process, however often their cause comes back."""
+
+from __future__ import annotations
+
+import logging
+
+_given: set[tuple[str, ...]] = set()
+
+
+def warn_once(log: logging.Logger, message: str, *args: object) -> None:
+    """Log a warning, unless the same one, with the same arguments, was logged before."""
+    key = (log.name, message, *map(str, args))  # as text, because a list has no hash
+    if key not in _given:
+        _given.add(key)
+        log.warning(message, *args)
+
+
+def forget_warnings() -> None:
+    """Forget which warnings were given, so that each may be given once more, as tests need it."""
+    _given.clear()

@@ -1,0 +1,113 @@
+"""The only file that reads clocks: wall time of training steps, and time spent running blocks again in backward."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from hf_ckpt import compat
+
+
+class TrainingClock:
+    """Wall time of training steps.
+
+    It counts between `resume` and `pause`. The callback pauses it for evaluation and saving, so that loading of data is
+    included and those are not.
+    """
+
+    def __init__(self) -> None:
+        self._running_since: float | None = None
+        self._seconds = 0.0
+        self._steps = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether time is being counted now."""
+        return self._running_since is not None
+
+    @property
+    def steps(self) -> int:
+        """Steps that were counted since the last `take`."""
+        return self._steps
+
+    def resume(self) -> None:
+        """Count time from here on, if that is not done already."""
+        if self._running_since is None:
+            self._running_since = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stop counting time until `resume`."""
+        if self._running_since is not None:
+            self._seconds += time.perf_counter() - self._running_since
+            self._running_since = None
+
+    def count_step(self) -> None:
+        """Count one training step, which has just ended."""
+        self._steps += 1
+
+    def take(self) -> tuple[float, int]:
+        """Return (seconds, steps) since the last `take`, and start again at zero. The accelerator is waited for."""
+        device_type = compat.accelerator_type()
+        if device_type is not None:
+            compat.synchronize(device_type)
+        was_running = self.running
+        self.pause()
+        taken = self._seconds, self._steps
+        self._seconds, self._steps = 0.0, 0
+        if was_running:
+            self.resume()
+        return taken
+
+
+class RecomputeClock:
+    """Time spent running blocks again in backward: a context that the engines enter around each recomputation.
+
+    On an accelerator the time is taken by its own events, so that nothing waits for the device before `take`.
+    """
+
+    def __init__(self) -> None:
+        self._device_type = compat.accelerator_type()
+        self._seconds = 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        if self._device_type is None:
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._seconds += time.perf_counter() - start
+            return
+        begin, end = compat.timing_event(self._device_type), compat.timing_event(self._device_type)
+        begin.record()
+        try:
+            yield
+        finally:
+            end.record()
+            self._events.append((begin, end))
+
+    def take(self) -> float:
+        """Return the seconds since the last `take`. The caller must have waited for the accelerator before."""
+        seconds: float = self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
+        self._seconds, self._events = 0.0, []
+        return seconds
+
+
+@contextlib.contextmanager
+def stopwatch() -> Iterator[list[float]]:
+    """Time a block of code: `with stopwatch() as seconds: ...` leaves its seconds in `seconds[0]`.
+
+    The accelerator is waited for before and after.
+    """
+    device_type = compat.accelerator_type()
+    if device_type is not None:
+        compat.synchronize(device_type)
+    seconds: list[float] = []
+    start = time.perf_counter()
+    yield seconds
+    if device_type is not None:
+        compat.synchronize(device_type)
+    seconds.append(time.perf_counter() - start)

@@ -1,0 +1,251 @@
+"""Finding the blocks of a model, stack by stack, and other parts of it: its head, its frozen blocks, its small modules.
+
+PEFT, DDP, FSDP, DeepSpeed and torch.compile wrap models and rename their modules; everything here sees through that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.errors import NoBlocksError, OwnerConflictError
+from hf_ckpt.models.families import CHEAP_EVERYWHERE, FAMILIES, GENERIC, Family, family_of
+from hf_ckpt.spec.plan import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundBlocks:
+    """The blocks of a model, and the modules that they belong to."""
+
+    base: compat.PreTrainedModel
+    """The base model: the outermost PreTrainedModel inside whatever wraps it."""
+    family: str
+    """Name of the model's family, or `generic`."""
+    blocks: tuple[Block, ...]
+    """Every block, stack after stack, in the order that they run."""
+    modules: dict[str, nn.Module]
+    """Block name -> module."""
+    owners: tuple[nn.Module, ...]
+    """The module whose forward runs the stack, for each stack in order."""
+
+    @property
+    def model(self) -> str:
+        """Class name of the base model."""
+        return compat.plain_class(self.base).__name__
+
+
+def base_model(model: nn.Module) -> compat.PreTrainedModel:
+    """Return the PreTrainedModel inside PEFT, DDP, FSDP, DeepSpeed and torch.compile wrappers.
+
+    Raises `NoBlocksError` when there is none, or when there are several side by side.
+    """
+    if not isinstance(model, nn.Module):
+        raise NoBlocksError(f"a model must be a torch.nn.Module, but is {type(model).__name__} instead.")
+    found = list({id(inner): inner for inner in _outermost(model)}.values())
+    if len(found) == 1:
+        return found[0]
+    if found:
+        kinds = ", ".join(type(inner).__name__ for inner in found)
+        raise NoBlocksError(f"{type(model).__name__} holds {len(found)} models ({kinds}); install on each by itself.")
+    raise NoBlocksError(f"{type(model).__name__} is no Hugging Face PreTrainedModel and holds none. {_known()}")
+
+
+def find_blocks(model: nn.Module) -> FoundBlocks:
+    """Find the blocks of a model, stack by stack.
+
+    Every outermost `GradientCheckpointingLayer` is a block, and every list of them is a stack. The stacks of a model
+    are named by the row of its family, and those of a model without a row by their paths.
+
+    Raises `NoBlocksError` where there are no blocks, and `OwnerConflictError` where torch's checkpoint wrapper already
+    sits around one.
+    """
+    base = base_model(model)
+    model_type = str(getattr(base.config, "model_type", ""))
+    row = family_of(base.config)
+    refuse_other_owner(base)
+    containers: dict[str, list[tuple[str, nn.Module]]] = {}
+    for name, module in _plain_blocks(base):
+        containers.setdefault(name.rpartition(".")[0], []).append((name, module))
+    if not containers:
+        raise NoBlocksError(
+            f"{type(base).__name__} (model_type {model_type!r}) has no blocks built on GradientCheckpointingLayer. "
+            f"{_known()}"
+        )
+    stack_of = _name_stacks(list(containers), row)
+    ordered = sorted(containers, key=lambda container: _stack_order(stack_of[container], row))
+    blocks: list[Block] = []
+    modules: dict[str, nn.Module] = {}
+    for container in ordered:
+        for index, (name, module) in enumerate(containers[container]):
+            blocks.append(Block(name, stack_of[container], index, _kind(module)))
+            modules[name] = module
+    plain = dict(plain_modules(base))
+    owners = tuple(plain[_owner_name(container, plain)] for container in ordered)
+    return FoundBlocks(base, row.name if row else GENERIC, tuple(blocks), modules, owners)
+
+
+def plain_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module with its qualified name, without the segments that wrappers add.
+
+    A wrapper and the module in it have the same name then; only the innermost is yielded.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in base.named_modules():
+        found[plain_name(name)] = module  # wrappers come before what they wrap, so the innermost stays
+    yield from found.items()
+
+
+def plain_name(name: str) -> str:
+    """Return a qualified name without the segments that wrappers add."""
+    return ".".join(segment for segment in name.split(".") if segment not in compat.WRAPPER_SEGMENTS)
+
+
+def refuse_other_owner(model: nn.Module) -> None:
+    """Raise `OwnerConflictError` when torch's checkpoint wrapper sits around a block of `model`."""
+    for name, module in model.named_modules():
+        if isinstance(module, compat.GradientCheckpointingLayer) and compat.FOREIGN_OWNER_SEGMENT in name.split("."):
+            raise OwnerConflictError(
+                f"block {name!r} is already wrapped by torch's checkpoint wrapper, most likely by "
+                "`activation_checkpointing: true` in the FSDP settings. Set it to false: checkpointing needs one owner."
+            )
+
+
+def frozen_prefix(model: nn.Module, found: FoundBlocks) -> tuple[str, ...]:
+    """Return the names of the blocks below the first trainable parameter of `model`; autograd saves nothing in them.
+
+    Parameters count in the order in which they are registered, which for these models is the order of their use.
+    """
+    inside = {id(parameter) for parameter in found.base.parameters()}
+    if any(parameter.requires_grad and id(parameter) not in inside for parameter in model.parameters()):
+        return ()  # something outside gives the base model inputs that are trained, as in prompt tuning
+    frozen: list[str] = []
+    parameters = [(plain_name(name), parameter) for name, parameter in found.base.named_parameters()]
+    first = next((place for place, (_, parameter) in enumerate(parameters) if parameter.requires_grad), len(parameters))
+    for block in found.blocks:
+        places = [place for place, (name, _) in enumerate(parameters) if name.startswith(f"{block.name}.")]
+        if places and max(places) < first:
+            frozen.append(block.name)
+    return tuple(frozen)
+
+
+def blocks_of_known_code(found: FoundBlocks) -> frozenset[str]:
+    """Return the names of the blocks of which it is known what they change in place.
+
+    They are those whose class is transformers' own, in a model of a family that has a row.
+    """
+    if found.family == GENERIC:
+        return frozenset()
+    return frozenset(name for name, module in found.modules.items() if _known_class(module))
+
+
+def cheap_modules(found: FoundBlocks, blocks: Collection[str]) -> tuple[nn.Module, ...]:
+    """Return the small modules inside the named blocks that `selective` may run again as a whole, each once."""
+    names = _cheap_names(found)
+    inside = (module for name in blocks for module in found.modules[name].modules() if _kind(module) in names)
+    return tuple({id(module): module for module in inside}.values())
+
+
+def embedding_norms(found: FoundBlocks) -> tuple[nn.Module, ...]:
+    """Return the small modules of the embeddings that may be run again; their output can be the input of a block."""
+    names = _cheap_names(found)
+    modules = (module for name, module in plain_modules(found.base) if "embeddings" in name.split("."))
+    return tuple(module for module in modules if _kind(module) in names)
+
+
+def _cheap_names(found: FoundBlocks) -> set[str]:
+    """Return the class names of modules that may be run again, for the family of a model."""
+    row = FAMILIES.get(found.family)
+    return {*CHEAP_EVERYWHERE, *(row.cheap if row else ())}
+
+
+def vocabulary_head(base: nn.Module) -> nn.Module | None:
+    """Return a model's projection onto the vocabulary; None for models that have none, as classifiers."""
+    found = getattr(base, "get_output_embeddings", lambda: None)()
+    return found if isinstance(found, nn.Module) else None
+
+
+def head_module(base: nn.Module, family: str) -> nn.Module | None:
+    """Return a model's projection onto the vocabulary or the labels, whose output can make the peak of a step.
+
+    None where it is not known: `family` has no row, or its row names no head.
+    """
+    embeddings = vocabulary_head(base)
+    if embeddings is not None:
+        return embeddings
+    row = FAMILIES.get(family)
+    ending = row.head if row else ""
+    return next((module for name, module in plain_modules(base) if ending and name.endswith(ending)), None)
+
+
+def _outermost(model: nn.Module) -> Iterator[compat.PreTrainedModel]:
+    """Yield every PreTrainedModel in a module that is not inside another one."""
+    if isinstance(model, compat.PreTrainedModel):
+        yield model
+        return
+    for child in model.children():
+        yield from _outermost(child)
+
+
+def _plain_blocks(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every GradientCheckpointingLayer that is not inside another one, with its plain name."""
+    seen: list[str] = []
+    for name, module in base.named_modules():
+        if not isinstance(module, compat.GradientCheckpointingLayer):
+            continue
+        if not any(name.startswith(f"{outer}.") for outer in seen):
+            seen.append(name)
+            yield plain_name(name), module
+
+
+def _name_stacks(containers: list[str], row: Family | None) -> dict[str, str]:
+    """Return the name of the stack for the name of each module that holds blocks."""
+    names: dict[str, str] = {}
+    for container in containers:
+        rows = row.stacks if row else ()
+        named = [stack for stack, ending in rows if f".{container}".endswith(f".{ending}")]
+        names[container] = named[0] if named else _generic_stack(container, containers)
+    return names
+
+
+def _generic_stack(container: str, containers: list[str]) -> str:
+    """Name a stack that no family names: `encoder` or `decoder` if only its path says so, and else by its path."""
+    for word in ("encoder", "decoder"):
+        if word in container.split(".") and sum(word in other.split(".") for other in containers) == 1:
+            return word
+    return container or "blocks"
+
+
+def _stack_order(stack: str, row: Family | None) -> int:
+    """Return a stack's place in the row of the family; stacks that the row does not name come last."""
+    names = [name for name, _ in row.stacks] if row else []
+    return names.index(stack) if stack in names else len(names)
+
+
+def _owner_name(container: str, modules: dict[str, nn.Module]) -> str:
+    """Return the name of the module that runs the blocks of a container: the nearest one that is no list itself."""
+    name = container
+    while isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _kind(module: nn.Module) -> str:
+    """Return a module's class name, as it was before FSDP2 gave the module a class of its own."""
+    return compat.plain_class(module).__name__
+
+
+def _known_class(module: nn.Module) -> bool:
+    """Return whether a module's class comes from transformers itself."""
+    return compat.plain_class(module).__module__.startswith("transformers.models.")
+
+
+def _known() -> str:
+    """Say which models hf_ckpt works with, for errors."""
+    rows = "; ".join(f"{family.name}: {', '.join(family.model_types)}" for family in FAMILIES.values())
+    return (
+        f"Known families: {rows}. Any other PreTrainedModel works if its layers derive from "
+        "transformers.modeling_layers.GradientCheckpointingLayer; see hf_ckpt.register_family."
+    )

@@ -1,0 +1,228 @@
+"""The families: one row of data for each group of models that share a structure.
+
+The row says which models belong to the family, where their stacks and their head are, how a config counts their blocks,
+which small modules may be run again, and how a small random model is made. Nothing else in hf_ckpt names a family.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Depths = Mapping[str, tuple[str, ...]]
+"""Stack name -> the keys of a config that may say how many blocks the stack has, in the order of looking."""
+
+_DEPTH_OF_ALL = ("num_hidden_layers", "num_layers", "n_layer")
+GENERIC_DEPTHS: Depths = {
+    "encoder": ("encoder_layers", *_DEPTH_OF_ALL),
+    "decoder": ("num_decoder_layers", "decoder_layers", *_DEPTH_OF_ALL),
+}
+"""The keys for models of no known family. For stacks with other names, the keys of `_DEPTH_OF_ALL` are looked at."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyModel:
+    """How to make a small random model of a family."""
+
+    config: str
+    """Name of its config class in transformers."""
+    model: str
+    """Name of its model class in transformers, which decides the task."""
+    keys: Callable[[int, int, float], dict[str, Any]]
+    """Returns the keys of the config, from the blocks in each stack, the hidden size, and the dropout probability."""
+    labels: str = "tokens"
+    """What the labels are: `tokens` of the input, a class for each `sequence`, or the tokens of a `target` sequence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What hf_ckpt knows of a group of models that share a structure. `hf_ckpt.register_family` adds one."""
+
+    name: str
+    """Name of the family, as plans write it."""
+    model_types: tuple[str, ...]
+    """Values of `config.model_type` that belong to the family."""
+    stacks: tuple[tuple[str, str], ...]
+    """(stack name, ending of the qualified name of the list that holds its blocks), in the order the stacks run."""
+    head: str = ""
+    """Ending of the qualified name of the head's projection; empty where the models have none."""
+    cheap: tuple[str, ...] = ()
+    """Class names of small modules that `selective` may run again as a whole, beside those of `CHEAP_EVERYWHERE`. They
+    take one tensor and return one, draw no random numbers, and change nothing in place."""
+    notes: str = ""
+    """What else is worth knowing of these models, for people."""
+    depths: Depths = dataclasses.field(default_factory=lambda: GENERIC_DEPTHS)
+    """The keys of a config that say how many blocks each stack has."""
+    learned_positions: tuple[str, ...] = ()
+    """The model types whose position embeddings are learned, so that `max_position_embeddings` limits a sequence."""
+    tiny: TinyModel | None = None
+    """How to make a small random model, for `hf-ckpt check` and for tests; None where that is not known."""
+
+
+GENERIC = "generic"
+"""The family of models that have no row."""
+# Norms, and activations that consist of several operations; single operations have rows in `engines/rebuild/ops.py`.
+CHEAP_EVERYWHERE = (
+    "LayerNorm",
+    "RMSNorm",
+    "NewGELUActivation",
+    "FastGELUActivation",
+    "QuickGELUActivation",
+    "AccurateGELUActivation",
+    "ReLUSquaredActivation",
+)
+"""Class names of small modules that `selective` may run again in models of every family; see `Family.cheap`."""
+
+FAMILIES: dict[str, Family] = {}
+"""Family name -> its row."""
+
+
+def register_family(family: Family) -> None:
+    """Add the row of a family, or replace the one of the same name.
+
+        hf_ckpt.register_family(
+            hf_ckpt.Family("opt", model_types=("opt",), stacks=(("decoder", "decoder.layers"),), head="lm_head")
+        )
+
+    Raises `ValueError` when one of its model types already belongs to another family.
+    """
+    for other in FAMILIES.values():
+        taken = set(other.model_types) & set(family.model_types)
+        if other.name != family.name and taken:
+            raise ValueError(f"model types {sorted(taken)} already belong to the family {other.name!r}.")
+    FAMILIES[family.name] = family
+
+
+def families() -> tuple[Family, ...]:
+    """Return the rows of all families."""
+    return tuple(FAMILIES.values())
+
+
+def family_of(config: Any) -> Family | None:
+    """Return the row that a config belongs to by its `model_type`; None for models of no known family."""
+    model_type = str(getattr(config, "model_type", ""))
+    return next((family for family in FAMILIES.values() if model_type in family.model_types), None)
+
+
+def depth_keys(config: Any, stack: str | None = None) -> list[str]:
+    """Return the keys of this config that say how many blocks a stack has; the first of them is the one that counts.
+
+    Without a stack, the keys of all stacks are returned.
+    """
+    family = family_of(config)
+    depths = GENERIC_DEPTHS if family is None else family.depths
+    keys = depths.get(stack, _DEPTH_OF_ALL) if stack is not None else itertools.chain(*depths.values(), _DEPTH_OF_ALL)
+    return [key for key in dict.fromkeys(keys) if isinstance(getattr(config, key, None), int)]
+
+
+def learned_positions(config: Any) -> int | None:
+    """Return how many positions a model has learned embeddings for; None where it computes them, or is not known."""
+    family = family_of(config)
+    most = getattr(config, "max_position_embeddings", None)
+    if family is None or config.model_type not in family.learned_positions or not isinstance(most, int):
+        return None
+    return most
+
+
+for _row in (
+    Family(
+        name="llama",
+        model_types=("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"),
+        stacks=(("decoder", "layers"),),
+        head="lm_head",
+        cheap=(
+            "LlamaRMSNorm",
+            "MistralRMSNorm",
+            "Qwen2RMSNorm",
+            "Qwen3RMSNorm",
+            "Gemma2RMSNorm",
+            "Gemma3RMSNorm",
+        ),
+        depths={"decoder": ("num_hidden_layers",)},
+        tiny=TinyModel(
+            "LlamaConfig",
+            "LlamaForCausalLM",
+            lambda layers, hidden, dropout: {
+                "hidden_size": hidden,
+                "intermediate_size": 2 * hidden,
+                "num_hidden_layers": layers,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "attention_dropout": dropout,
+                "max_position_embeddings": 512,
+            },
+        ),
+    ),
+    Family(
+        name="gpt2",
+        model_types=("gpt2", "gpt_neo", "gptj"),
+        stacks=(("decoder", "h"),),
+        head="lm_head",
+        depths={"decoder": ("n_layer", "num_layers")},
+        learned_positions=("gpt2", "gpt_neo"),
+        tiny=TinyModel(
+            "GPT2Config",
+            "GPT2LMHeadModel",
+            lambda layers, hidden, dropout: {
+                "n_embd": hidden,
+                "n_layer": layers,
+                "n_head": 4,
+                "n_positions": 512,
+                "attn_pdrop": dropout,
+                "embd_pdrop": dropout,
+                "resid_pdrop": dropout,
+            },
+        ),
+    ),
+    Family(
+        name="bert",
+        model_types=("bert", "roberta", "electra", "camembert", "xlm-roberta"),
+        stacks=(("encoder", "encoder.layer"),),
+        head="decoder",
+        notes="One stack, called `encoder`; a BERT used as a decoder is counted the same way.",
+        depths={"encoder": ("num_hidden_layers",)},
+        learned_positions=("bert", "roberta", "electra", "camembert", "xlm-roberta"),
+        tiny=TinyModel(
+            "BertConfig",
+            "BertForSequenceClassification",
+            lambda layers, hidden, dropout: {
+                "hidden_size": hidden,
+                "intermediate_size": 2 * hidden,
+                "num_hidden_layers": layers,
+                "num_attention_heads": 4,
+                "attention_probs_dropout_prob": dropout,
+                "hidden_dropout_prob": dropout,
+                "num_labels": 2,
+            },
+            labels="sequence",
+        ),
+    ),
+    Family(
+        name="t5",
+        model_types=("t5", "mt5", "umt5", "longt5"),
+        stacks=(("encoder", "encoder.block"), ("decoder", "decoder.block")),
+        head="lm_head",
+        cheap=("T5LayerNorm", "MT5LayerNorm", "UMT5LayerNorm", "LongT5LayerNorm"),
+        notes="Block 0 returns the position bias that all blocks share; attention modules carry a flag of their own.",
+        depths={"encoder": ("num_layers",), "decoder": ("num_decoder_layers",)},
+        tiny=TinyModel(
+            "T5Config",
+            "T5ForConditionalGeneration",
+            lambda layers, hidden, dropout: {
+                "d_model": hidden,
+                "d_ff": 2 * hidden,
+                "d_kv": hidden // 4,
+                "num_layers": layers,
+                "num_decoder_layers": layers,
+                "num_heads": 4,
+                "dropout_rate": dropout,
+                "feed_forward_proj": "gated-gelu",
+                "decoder_start_token_id": 0,
+            },
+            labels="target",
+        ),
+    ),
+):
+    register_family(_row)

@@ -1,0 +1,161 @@
+"""Predicts what a plan is compared with: what transformers offers, other policies, and plans for other budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from hf_ckpt.planner.budgets import lowest_of, plan_of, plan_within, several_of
+from hf_ckpt.prediction.costs import BlockCost, Choice, Costs, Phase
+from hf_ckpt.prediction.offload import OFFLOADED, with_offloading
+from hf_ckpt.prediction.timeline import segmented_peak, step_nanoseconds, worst_timeline
+from hf_ckpt.spec.actions import FULL, SELECTIVE
+from hf_ckpt.spec.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """Another way to run a step, with what it is predicted to cost."""
+
+    name: str
+    """As tables print it: a policy, or words."""
+    plan: Plan | None
+    """The plan that does it; None for what only transformers itself can do, and for segments."""
+    peak_bytes: int
+    """Most bytes of tensors alive at any moment of a step."""
+    step_seconds: float
+    """Seconds of one optimizer step with all its micro-steps."""
+
+
+def usual_options(costs: Costs, host_bandwidth: float, own: Costs | None = None) -> list[Alternative]:
+    """What transformers itself offers: no checkpointing, every n-th block (one counter for all stacks), `full`, and
+    `offload`.
+
+    Of the n above 8 that come to the same number of blocks, only the smallest is listed.
+
+    Args:
+        costs: traced with the action `full`.
+        host_bandwidth: bytes a second of copies to host memory.
+        own: the costs of transformers' own checkpointing, where they differ from those of `full`.
+
+    Raises `ValueError` for costs without the action `full`.
+    """
+    found = [_option("none", costs, costs.uniform(0))]
+    costs = own or costs
+    full = next((number for number, action in enumerate(costs.actions) if action == FULL), None)
+    if full is None:
+        raise ValueError("the costs have no action `full` to compare with")
+    blocks = sum(len(stack.blocks) for stack in costs.stacks)
+    by_count = {-(-blocks // every): every for every in range(blocks - 1, 8, -1)}
+    for every in [*by_count.values(), *range(min(8, blocks - 1), 1, -1)]:
+        counter = itertools.count()
+        choice = tuple(
+            tuple(full if next(counter) % every == 0 and full in stack.choices[kind] else 0 for kind in stack.kinds)
+            for stack in costs.stacks
+        )
+        found.append(_option(f"every_n_layers: {every}", costs, choice))
+    found.append(_option("full", costs, costs.uniform(full)))
+    moved = _offloaded(costs, full, host_bandwidth)
+    worst = worst_timeline(moved, costs.uniform(full))
+    return [*found, Alternative("offload (transformers)", None, worst.peak_bytes, worst.nanoseconds / 1e9)]
+
+
+def frontier(ways: Costs | Sequence[Costs], points: int = 24) -> list[Alternative]:
+    """The fastest plans for budgets from the lowest peak to that of no checkpointing, in even steps.
+
+    Args:
+        ways: the costs to plan with, or several candidates.
+        points: how many budgets; plans that are no faster than the one before are left out.
+    """
+    candidates = several_of(ways)
+    low = worst_timeline(*lowest_of(candidates)).peak_bytes
+    high = max(low, worst_timeline(candidates[0], candidates[0].uniform(0)).peak_bytes)
+    found: list[Alternative] = []
+    for number in range(points):
+        limit = low + (high - low) * number // max(points - 1, 1)
+        option = _of_plan("planned", plan_within(candidates, limit))
+        if not found or option.step_seconds < found[-1].step_seconds:
+            found.append(option)
+    return found
+
+
+def further_options(costs: Costs, chunked: Costs | None, host_bandwidth: float, launch: int) -> list[Alternative]:
+    """What hf_ckpt offers beside a plan for the blocks: `full` and `selective` with what they keep in host memory, and
+    the head in chunks with `full` or `offload`.
+
+    Args:
+        costs: traced.
+        chunked: `costs` with the head in chunks; None where it cannot run so.
+        host_bandwidth: bytes a second of copies to pinned host memory; 0 where there is no host beside the device.
+        launch: nanoseconds to start an operation.
+    """
+
+    def offloading(found: Costs) -> Costs:
+        return with_offloading(found, host_bandwidth, launch)[0] if host_bandwidth else found
+
+    wanted = [("offload", OFFLOADED[FULL], costs), ("selective, saved in host memory", OFFLOADED[SELECTIVE], costs)]
+    if chunked is not None:
+        wanted += [("full, head in chunks", FULL, chunked), ("offload, head in chunks", OFFLOADED[FULL], chunked)]
+    priced = [(name, action, offloading(found)) for name, action, found in wanted]
+    return [
+        _option(name, found, found.uniform(found.actions.index(action)))
+        for name, action, found in priced
+        if action in found.actions
+    ]
+
+
+def _option(name: str, costs: Costs, choice: Choice) -> Alternative:
+    return _of_plan(name, plan_of(costs, choice))
+
+
+def _of_plan(name: str, plan: Plan) -> Alternative:
+    assert plan.prediction is not None
+    return Alternative(name, plan, plan.prediction.peak_bytes, plan.prediction.step_seconds)
+
+
+def _offloaded(costs: Costs, full: int, host_bandwidth: float) -> Costs:
+    """`costs` with `full` as transformers offloads it: blocks' inputs are copied to host memory and back on the stream
+    that computes, so that nothing else runs meanwhile."""
+
+    def back(phase: Phase, size: int) -> Phase:
+        points = tuple((other + size, done) for other, done in phase.points)
+        return dataclasses.replace(
+            phase, points=points, nanoseconds=phase.nanoseconds + round(size / host_bandwidth * 1e9)
+        )
+
+    def moved(cost: BlockCost) -> BlockCost:
+        size, forward = cost.output_bytes, cost.forward
+        gone = (*forward.points, (forward.net - size, forward.gradients))
+        nanoseconds = forward.nanoseconds + round(size / host_bandwidth * 1e9)
+        return BlockCost(
+            dataclasses.replace(forward, points=gone, nanoseconds=nanoseconds), back(cost.backward, size), size
+        )
+
+    stacks = tuple(
+        dataclasses.replace(
+            stack,
+            costs={pair: moved(cost) if pair[1][1] == full else cost for pair, cost in stack.costs.items()},
+            last_backward={
+                key: back(phase, max(cost.output_bytes for pair, cost in stack.costs.items() if pair[1] == key))
+                if key[1] == full
+                else phase
+                for key, phase in stack.last_backward.items()
+            },
+        )
+        for stack in costs.stacks
+    )
+    return dataclasses.replace(costs, stacks=stacks)
+
+
+def segmented_options(costs: Costs) -> list[Alternative]:
+    """`full` with segments: pairs of blocks, and as many segments as the square root of a stack's blocks.
+
+    They are put together from the costs of `keep` and `full`. Source: https://arxiv.org/abs/1604.06174.
+    """
+    full = next(number for number, action in enumerate(costs.actions) if action == FULL)
+    found = []
+    for name, length in (("segments of 2", 2), ("segments: sqrt", 0)):
+        peak = max(segmented_peak(costs, full, length, mode) for mode in costs.modes)
+        found.append(Alternative(name, None, peak, step_nanoseconds(costs, costs.uniform(full)) / 1e9))
+    return found

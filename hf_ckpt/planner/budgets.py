@@ -1,0 +1,138 @@
+"""Makes the fastest plan that fits into a budget, or the one with the lowest peak. Pure functions, free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_ckpt.errors import InfeasibleError
+from hf_ckpt.planner.solver import fastest, smallest
+from hf_ckpt.prediction.costs import Choice, Costs
+from hf_ckpt.prediction.timeline import step_nanoseconds, worst_timeline
+from hf_ckpt.spec.plan import Plan, Prediction
+from hf_ckpt.units import format_bytes
+
+GAIN = 0.01
+"""Share of time that a later candidate has to save over earlier ones: these run the head as a whole, so that gradients
+are bit-equal to those without checkpointing."""
+
+
+def plan_within(ways: Costs | Sequence[Costs], budget_bytes: int, device: str = "", hints: Sequence[str] = ()) -> Plan:
+    """The fastest plan whose predicted peak is at most `budget_bytes`.
+
+    Args:
+        ways: the costs to plan with, or several candidates, of which earlier ones are preferred (see `GAIN`).
+        budget_bytes: the peak that is allowed.
+        device: name of the row whose speed was assumed.
+        hints: further advice for the error, in words, as a batch size that fits.
+
+    Raises `InfeasibleError` where no plan fits, with what fills the lowest peak and what would lower it.
+    """
+    plan, least = None, 0.0
+    for costs in (candidates := several_of(ways)):
+        choice = fastest(costs, budget_bytes)
+        nanoseconds = step_nanoseconds(costs, choice) if choice is not None else 0
+        if choice is not None and (plan is None or nanoseconds < least * (1 - GAIN)):
+            plan, least = plan_of(costs, choice, budget_bytes, device), nanoseconds
+    if plan is None:
+        raise _infeasible(lowest_of(candidates)[0], budget_bytes, hints)
+    return plan
+
+
+def plan_of_least(ways: Costs | Sequence[Costs], budget_bytes: int | None = None, device: str = "") -> Plan:
+    """The plan with the lowest peak.
+
+    Args:
+        ways: the costs to plan with, or several candidates.
+        budget_bytes: the peak that was allowed, for the plan's record.
+        device: name of the row whose speed was assumed.
+    """
+    costs, choice = lowest_of(several_of(ways))
+    return plan_of(costs, choice, budget_bytes, device)
+
+
+def peak_of_least(ways: Costs | Sequence[Costs]) -> int:
+    """The lowest peak that any plan has, in bytes."""
+    return worst_timeline(*lowest_of(several_of(ways))).peak_bytes
+
+
+def several_of(ways: Costs | Sequence[Costs]) -> Sequence[Costs]:
+    """The candidates as a sequence, also where they are the costs alone."""
+    return (ways,) if isinstance(ways, Costs) else ways
+
+
+def lowest_of(several: Sequence[Costs]) -> tuple[Costs, Choice]:
+    """The candidate with the lowest peak, and the choice of actions that has it."""
+    found = [(costs, smallest(costs)) for costs in several]
+    return min(found, key=lambda pair: worst_timeline(*pair).peak_bytes)
+
+
+def costs_behind(ways: Sequence[Costs], plan: Plan) -> tuple[Costs, Choice]:
+    """The candidate that has a plan's actions and its head, and the plan's choice by the numbers of that candidate.
+
+    Raises `ValueError` where no candidate has them.
+    """
+    for costs in ways:
+        numbers = {action: number for number, action in enumerate(costs.actions)}
+        if costs.head_tokens == plan.head and all(action in numbers for _, action in plan.actions):
+            return costs, tuple(tuple(numbers[action] for _, action in pairs) for pairs in plan.stacks().values())
+    raise ValueError("the plan was made from none of these costs")
+
+
+def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, device: str = "") -> Plan:
+    """The plan that gives every block the action chosen for it, with what it is predicted to cost.
+
+    Args:
+        costs: traced.
+        choice: the action of every block.
+        budget_bytes: the peak that was allowed; None where none was asked for.
+        device: name of the row whose speed was assumed.
+    """
+    worst = worst_timeline(costs, choice)
+    prediction = Prediction(
+        peak_bytes=worst.peak_bytes,
+        step_seconds=worst.nanoseconds / 1e9,
+        tokens=costs.tokens * costs.accumulation,
+        parts=tuple(worst.parts().items()),
+        budget_bytes=budget_bytes,
+        device=device,
+    )
+    pairs = (
+        (block, costs.actions[action])
+        for stack, chosen in zip(costs.stacks, choice, strict=True)
+        for block, action in zip(stack.blocks, chosen, strict=True)
+    )
+    return Plan(costs.family, costs.model, tuple(pairs), prediction, costs.head_tokens)
+
+
+def _infeasible(costs: Costs, budget_bytes: int, hints: Sequence[str]) -> InfeasibleError:
+    """The error for a budget below the lowest peak of `costs`."""
+    worst = worst_timeline(costs, smallest(costs))
+    parts = worst.parts()
+    shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    found = [*hints]
+    if costs.static.always + costs.static.gradients > budget_bytes:
+        weights = costs.static.parameters + costs.static.gathered
+        found.append(
+            f"weights {format_bytes(weights)}, optimizer state {format_bytes(costs.static.optimizer)} "
+            f"and gradients {format_bytes(costs.static.gradients)} alone need more: use LoRA, an optimizer with a "
+            "smaller state, or shard them over more devices"
+        )
+    else:
+        found.append("a smaller batch with as many more accumulated steps, or shorter sequences")
+    if worst.is_heads:
+        chunks = 'the head in chunks ("head": "auto"), or ' if costs.head_tokens == "full" else ""
+        size = format_bytes(parts[f"work of {worst.worst.label}"])
+        found.append(f"the head and its loss are the peak, with {size}: {chunks}fewer tokens a micro-step")
+    kept = parts["kept for backward"]
+    if kept and not any(stack.instead for stack in costs.stacks):
+        found.append(f"what blocks keep is {format_bytes(kept)} of it: a `host_budget`, for host memory to hold that")
+    elif kept and any(room < len(stack.blocks) - 1 for stack in costs.stacks for room in stack.movable.values()):
+        found.append(f"what blocks keep is {format_bytes(kept)} of it: a larger `host_budget`")
+    return InfeasibleError(
+        budget_bytes,
+        worst.peak_bytes,
+        parts,
+        found,
+        f"no plan fits into {format_bytes(budget_bytes)}: the lowest peak is {format_bytes(worst.peak_bytes)} "
+        f"({shown}), {format_bytes(worst.peak_bytes - budget_bytes)} too much. What would lower it:",
+    )

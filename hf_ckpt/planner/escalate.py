@@ -1,0 +1,107 @@
+"""Puts a plan on a model that needs less memory than the one before, after a step that ran out of it or came close."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.attach.attach import exchange, put_on
+from hf_ckpt.attach.record import GIVEN_PLAN, Installation, carriers, installation, is_on
+from hf_ckpt.engines.offload import lane_of
+from hf_ckpt.models.blocks import base_model, vocabulary_head
+from hf_ckpt.planner.install import install_one
+from hf_ckpt.planner.live import Planned, tightened
+from hf_ckpt.planner.policies import fit_plan, tighter_plan
+from hf_ckpt.spec.plan import Plan
+from hf_ckpt.spec.spec import Spec
+from hf_ckpt.units import format_bytes
+
+SMALLER = 0.1
+"""Share of its predicted peak by which a plan of `budget` or `auto` is lowered after a step ran out of memory."""
+
+
+def tighten(model: nn.Module, excess_bytes: int) -> Plan | None:
+    """Plan again with `excess_bytes` less than was allowed, and put that plan on. To be called between two steps.
+
+    Larger batches that come later are planned for within the lower limit, too.
+
+    Returns the new plan; None where no plan of `budget` or `auto` is enabled.
+    """
+    base = base_model(model)
+    record = installation(base)
+    if record is None or record.planned is None or not record.enabled:
+        return None
+    _carry_out(base, record, tightened(record.planned, excess_bytes))
+    return record.plan
+
+
+def _carry_out(base: compat.PreTrainedModel, record: Installation, planned: Planned) -> None:
+    """Put a plan of `budget` or `auto` on, and remember what it was made from."""
+    blocks = [block for block, _ in record.plan.actions]
+    record.planned = planned
+    exchange(base, record, record.spec, fit_plan(planned.plan, blocks, record.plan.family, record.plan.model))
+
+
+def step_down(model: nn.Module, *, exact: bool = False) -> str | None:
+    """Put the next plan on that needs less memory. To be called between two attempts at a step.
+
+    A plan of `budget` or `auto` is first made again for less. After that, as for every other plan, one action gives way
+    at a time: `keep` to `selective`, that to `full`, and that to `offload`, on a device with host memory beside it; the
+    head runs in chunks where it can. A plan that is installed but not enabled is enabled first. With nothing installed,
+    `selective` comes first, or what follows `full` where transformers' own checkpointing was on.
+
+    Args:
+        model: a PreTrainedModel, plain or wrapped.
+        exact: never run the head in chunks, whose gradients are not bit-equal.
+
+    Returns what was changed, in words; None where no plan needs less, so that the present one stays.
+    """
+    base = base_model(model)
+    record = installation(base)
+    if record is None:
+        kept = not any(is_on(module) for module in carriers(base).values())
+        install_one(base, "none" if kept else "full")
+        record = installation(base)
+        assert record is not None
+    elif not record.enabled and (record.plan.active() or record.plan.head != "full"):
+        put_on(base, record)
+        return f"the installed plan (`{record.spec.policy}`)"
+    changed = _plan_again(base, record)
+    if changed is not None:
+        return changed
+    head = None if exact else vocabulary_head(base)
+    chunks = head is not None and "forward" not in vars(head) and compat.parameters_stay(base)
+    offload = lane_of(next(base.parameters()).device) is not None
+    head_first = head is not None and _head_weighs_more(head, record)
+    tighter = tighter_plan(record.plan, chunks=chunks, offload=offload, head_first=head_first)
+    if tighter is None:
+        return None
+    plan, name = tighter
+    keys = ("engine", "preserve_rng_state", "determinism_check", "host_budget")
+    spec = Spec(plan=GIVEN_PLAN, head=plan.head, **{key: getattr(record.spec, key) for key in keys})
+    exchange(base, record, spec, plan)
+    return name
+
+
+def _plan_again(base: compat.PreTrainedModel, record: Installation) -> str | None:
+    """Put a plan of `budget` or `auto` on that is made for less; None where there is no such plan, or no other one."""
+    if record.planned is not None and record.planned.plan.prediction is not None:
+        peak = record.planned.plan.prediction.peak_bytes
+        less = tightened(record.planned, record.planned.limit_bytes - round(peak * (1 - SMALLER)))
+        if less.plan != record.planned.plan:
+            _carry_out(base, record, less)
+            fits = less.plan.prediction is not None and less.plan.prediction.peak_bytes <= less.limit_bytes
+            return (
+                f"a plan for {format_bytes(less.limit_bytes)}" if fits else "the plan that is predicted to need least"
+            )
+    return None
+
+
+def _head_weighs_more(head: nn.Module, record: Installation) -> bool:
+    """Whether the logits of a token, their float32 copy and its gradient have more elements than the token's hidden
+    states in all blocks."""
+    weight: Any = head.weight
+    vocabulary, hidden = weight.shape
+    return bool(3 * vocabulary > len(record.plan.actions) * hidden)

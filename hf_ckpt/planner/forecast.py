@@ -1,0 +1,338 @@
+"""Answers `hf_ckpt.predict` and `hf-ckpt plan`: what a training would need and take, before it is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hf_ckpt.attach.attach import own_trial, paused
+from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.measure.machine import device_memory
+from hf_ckpt.models.blocks import find_blocks, vocabulary_head
+from hf_ckpt.models.families import learned_positions
+from hf_ckpt.planner.alternatives import Alternative, frontier, further_options, segmented_options, usual_options
+from hf_ckpt.planner.budgets import costs_behind, peak_of_least, plan_within
+from hf_ckpt.planner.options import cost_options, transformers_costs
+from hf_ckpt.prediction.batches import sizes_of_batch, step_of_workload
+from hf_ckpt.prediction.costs import Costs
+from hf_ckpt.prediction.devices import Device, device_named
+from hf_ckpt.prediction.machine import this_device
+from hf_ckpt.prediction.skeleton import Skeleton, skeleton_of
+from hf_ckpt.prediction.timeline import Timeline, worst_timeline
+from hf_ckpt.prediction.timings import ShallowModels, depths_of, measured
+from hf_ckpt.prediction.trace import Step, chunked_head, trace_costs
+from hf_ckpt.prediction.workload import Workload, skeleton_of_workload
+from hf_ckpt.spec.plan import Plan
+from hf_ckpt.units import parse_bytes, parse_fraction
+
+Progress = Callable[[str], None]
+"""Called with a few words before everything that takes a while."""
+DEFAULT_SHARE = 0.9
+"""Share of the device's memory that is the budget where none is given; the rest is for what no tensor shows."""
+_UNITS = {"batch": "sequences", "tokens": "tokens"}
+MOST = 2**20
+"""Most sequences or tokens that are tried in search of the largest that fit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a forecast is made for beside the workload, and what else it shall answer."""
+
+    device: str | None = None
+    """Name of a row of the device table; None for this machine's."""
+    budget: str | None = None
+    """The peak that is allowed, as "20GiB" or as a share of the device, "80%"; None for `DEFAULT_SHARE`."""
+    frontier: bool = False
+    """Also find the fastest plans for other budgets."""
+    max_batch: bool = False
+    """Also find the most sequences of a micro-step that fit into the budget."""
+    max_tokens: bool = False
+    """Also find the longest sequences that fit into the budget."""
+    measure: bool = False
+    """Measure times on this machine, in place of those that the device table predicts."""
+    head: int | str = "full"
+    """As `Spec.head`: `auto` lets the plan run the head in chunks."""
+    host_budget: str | None = None
+    """Host memory that offloading may use, as "64GiB"; None for no offloading."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """What a training step is predicted to need and to take, and the plan for it."""
+
+    workload: Workload
+    device: Device
+    """Whose memory and speed are assumed."""
+    budget_bytes: int
+    """The peak that was allowed."""
+    costs: Costs
+    """The costs that the plan was made from."""
+    plan: Plan
+    """The fastest plan within the budget."""
+    timeline: Timeline
+    """The memory of the step under the plan, for the micro-step with the largest peak."""
+    usual: tuple[Alternative, ...]
+    """What transformers itself offers, and `segments`."""
+    further: tuple[Alternative, ...] = ()
+    """What offloading and a head in chunks would need and take."""
+    frontier: tuple[Alternative, ...] = ()
+    """The fastest plans for other budgets, where they were asked for."""
+    max_batch: int | None = None
+    """Most sequences of a micro-step that fit into the budget; None where that was not asked."""
+    max_tokens: int | None = None
+    """Most tokens of a sequence that fit into the budget; None where that was not asked."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The plan's predicted peak: most bytes of tensors alive at any moment of the step."""
+        return self.timeline.peak_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of one optimizer step under the plan, with all its micro-steps."""
+        return self.timeline.nanoseconds / 1e9
+
+    def to_dict(self) -> dict[str, Any]:
+        """The forecast in numbers, texts, lists and dicts, which JSON can hold; costs and timeline are left out."""
+        return {
+            "workload": dataclasses.asdict(self.workload),
+            "device": dataclasses.asdict(self.device),
+            "budget_bytes": self.budget_bytes,
+            "static_bytes": dataclasses.asdict(self.costs.static),
+            "plan": self.plan.to_dict(),
+            "tokens_per_second": self.plan.prediction.tokens_per_second if self.plan.prediction else None,
+            "usual": [_row(option) for option in self.usual],
+            "further": [_row(option) for option in self.further],
+            "frontier": [_row(option) for option in self.frontier],
+            "max_batch": self.max_batch,
+            "max_seq": self.max_tokens,
+        }
+
+
+def _row(option: Alternative) -> dict[str, Any]:
+    return {"name": option.name, "peak_bytes": option.peak_bytes, "step_seconds": option.step_seconds}
+
+
+def predict(
+    model: str | Path | nn.Module | Any,
+    batch: int | Mapping[str, Any] = 1,
+    *,
+    device: str | None = None,
+    budget: str | None = None,
+    head: int | str = "full",
+    host_budget: str | None = None,
+    frontier: bool = False,
+    on_progress: Progress | None = None,
+    **workload: Any,
+) -> Forecast:
+    """Predict what a training step needs and takes, and find the fastest plan for it that fits: as `hf-ckpt plan` does.
+
+        forecast = hf_ckpt.predict("llama-3.1-8b", 4, tokens=4096, lora=16, device="h100", budget="60GiB")
+        hf_ckpt.install(model, forecast.plan)
+
+    Args:
+        model: a preset, a folder, a hub id, the path of a `config.json`, a transformers config, or a live model, plain
+            or wrapped. Weights are neither needed nor read.
+        batch: sequences of a micro-step, or one batch of the training: keyword arguments of the forward, of which only
+            the shapes ([sequences, tokens] of `input_ids` and `labels`) and the attention mask count.
+        device: a row of the device table; by default this machine's.
+        budget: the peak that is allowed, as "20GiB", or as a share of the device ("80%"); by default 90 %.
+        head: as `Spec.head`: `auto` lets the plan run the head in chunks.
+        host_budget: host memory that offloading may use, as "64GiB"; None for no offloading.
+        frontier: whether to also find the fastest plans for budgets from the lowest peak to that of no checkpointing.
+        on_progress: called with a few words before everything that takes a while.
+        workload: further fields of `Workload`, as `tokens`, `lora`, `dtype`, `autocast`, `optimizer`, `accumulation`.
+
+    Raises `InfeasibleError` where no plan fits into the budget, and `HfCkptError` for a model or device that cannot be
+    found, for a model that cannot be traced, and for adapters or types that are asked of a live model, which has its
+    own.
+    """
+    request = Request(device=device, budget=budget, head=head, host_budget=host_budget, frontier=frontier)
+    if isinstance(batch, Mapping):
+        workload = {**sizes_of_batch(batch), **workload}
+    else:
+        workload["batch"] = batch
+    if isinstance(model, nn.Module):
+        fixed = sorted({"lora", "dtype", "attention", "architecture"} & workload.keys())
+        if fixed:
+            raise HfCkptError(f"a live model has its own {', '.join(fixed)}: leave these out, or give its config.")
+        asked = Workload(model=find_blocks(model).model, **workload)
+        with paused(model):
+            return _Forecaster(asked, request, skeleton_of(model), on_progress).forecast()
+    if isinstance(model, (str, Path)):
+        return forecast(Workload(model=str(model), **workload), request, on_progress=on_progress)
+    return forecast(Workload(model=str(model.model_type), **workload), request, config=model, on_progress=on_progress)
+
+
+def forecast(
+    workload: Workload, asked: Request, *, config: Any = None, on_progress: Progress | None = None
+) -> Forecast:
+    """Plan for a workload, and answer what else is asked.
+
+    Args:
+        workload: what is trained.
+        asked: device, budget, and further questions.
+        config: of the model, in place of the one that the workload names.
+        on_progress: called with a few words before everything that takes a while.
+
+    Raises `InfeasibleError` where no plan fits into the budget, with the largest batch and the longest sequences that
+    would, where these are asked for; and `HfCkptError` for a model or device that cannot be found, and for a model that
+    cannot be traced.
+    """
+    if on_progress is not None:
+        on_progress("reading the model")
+    return _Forecaster(workload, asked, skeleton_of_workload(workload, config), on_progress).forecast()
+
+
+class _Forecaster:
+    """Answers the questions about one workload, with what is the same for all of them."""
+
+    def __init__(self, workload: Workload, asked: Request, skeleton: Skeleton, tell: Progress | None) -> None:
+        self.workload, self.asked, self.skeleton = workload, asked, skeleton
+        self.tell: Progress = tell or (lambda text: None)
+        self.device = device_named(asked.device) if asked.device else this_device()
+        self.budget = _budget_bytes(asked.budget, self.device)
+        self.host_limit = None if asked.host_budget is None else parse_bytes(asked.host_budget)
+
+    def forecast(self) -> Forecast:
+        """Everything that was asked for."""
+        step = step_of_workload(self.workload, self.skeleton)
+        costs = self._costs(self.workload, "tracing")
+        by_transformers = transformers_costs(costs, self.skeleton, step, self.device)
+        if self.asked.measure:
+            costs, by_transformers = self._measured(costs, by_transformers)
+        candidates = self._candidates(costs, self.workload)
+        max_batch = self._largest("batch") if self.asked.max_batch else None
+        max_tokens = self._largest("tokens") if self.asked.max_tokens else None
+        found = (("--batch", max_batch), ("--seq", max_tokens))
+        plan = self._plan(candidates, [f"{name} {number} fits" for name, number in found if number])
+        self.tell("comparing")
+        made_from, chosen = costs_behind(candidates, plan)
+        return Forecast(
+            workload=self.workload,
+            device=self.device,
+            budget_bytes=self.budget,
+            costs=made_from,
+            plan=plan,
+            timeline=worst_timeline(made_from, chosen),
+            usual=(*usual_options(costs, self.device.host_bandwidth, by_transformers), *segmented_options(costs)),
+            further=_further(costs, candidates, self.skeleton, step, self.device),
+            frontier=tuple(frontier(candidates)) if self.asked.frontier else (),
+            max_batch=max_batch,
+            max_tokens=max_tokens,
+        )
+
+    def _costs(self, workload: Workload, what: str) -> Costs:
+        self.tell(what)
+        return trace_costs(self.skeleton, step_of_workload(workload, self.skeleton), self.device)
+
+    def _candidates(self, costs: Costs, workload: Workload) -> tuple[Costs, ...]:
+        step = step_of_workload(workload, self.skeleton)
+        head, host_limit = self.asked.head, self.host_limit
+        return cost_options(costs, self.skeleton, step, self.device, head=head, host_limit=host_limit)
+
+    def _measured(self, costs: Costs, by_transformers: Costs) -> tuple[Costs, Costs]:
+        """Both with times measured on this machine. `by_transformers` are the costs of transformers' own checkpointing,
+        or `costs` where they do not differ."""
+        models, apart = ShallowModels(self.workload), by_transformers is not costs
+        time = functools.partial(
+            measured,
+            on_progress=self.tell,
+            depths=depths_of(costs),
+            optimizer_seconds=models.optimizer_seconds,
+        )
+        costs = time(costs, models.step_seconds)
+        step_seconds = functools.partial(models.step_seconds, put_on=own_trial)
+        return costs, time(by_transformers, step_seconds) if apart else costs
+
+    def _peak_with(self, name: str, number: int) -> int:
+        """The lowest peak that any plan has with another batch size or sequence length, in bytes."""
+        changes: dict[str, Any] = {name: number}
+        changed = dataclasses.replace(self.workload, **changes)
+        return peak_of_least(self._candidates(self._costs(changed, f"trying {number} {_UNITS[name]}"), changed))
+
+    def _largest(self, name: str) -> int:
+        """The largest `batch` or `tokens` that fits into the budget, 0 where none does."""
+        most = (learned_positions(self.skeleton.base.config) or MOST) if name == "tokens" else MOST
+        start = getattr(self.workload, name)
+        return largest(lambda number: self._peak_with(name, number), self.budget, start, most)
+
+    def _plan(self, candidates: Sequence[Costs], hints: list[str]) -> Plan:
+        """The fastest plan that fits into the budget. Where none does, the error names a smaller batch that would."""
+        batch, accumulation = self.workload.batch, self.workload.accumulation
+        try:
+            return plan_within(candidates, self.budget, self.device.name, hints)
+        except InfeasibleError:
+            if hints or batch == 1:
+                raise
+            fitting = largest(lambda number: self._peak_with("batch", number), self.budget, 1, batch - 1)
+            steps = -(-batch * accumulation // max(fitting, 1))
+            hints = [f"--batch {fitting} --accum {steps} fits"] if fitting else []
+            return plan_within(candidates, self.budget, self.device.name, hints)
+
+
+def _budget_bytes(text: str | None, device: Device) -> int:
+    """A budget that is given as bytes, as a share of the device, or not at all."""
+    if text is not None and not text.strip().endswith("%"):
+        return parse_bytes(text)
+    share = DEFAULT_SHARE if text is None else parse_fraction(text)
+    memory = device.memory_bytes
+    if memory is None:  # a CPU
+        memory = device_memory(0).total_bytes
+    return int(share * memory)
+
+
+def _further(
+    costs: Costs, candidates: Sequence[Costs], skeleton: Skeleton, step: Step, device: Device
+) -> tuple[Alternative, ...]:
+    """What offloading and a head in chunks would need and take.
+
+    `costs` have neither; where one of `candidates` has the head in chunks, it is not traced again.
+    """
+    in_chunks = next((found for found in candidates if found.head_tokens != "full"), None)
+    if in_chunks is None and vocabulary_head(skeleton.base) is not None:
+        in_chunks = chunked_head(costs, skeleton, step, device, "auto")
+    chunked = None
+    if in_chunks is not None:
+        chunked = dataclasses.replace(costs, head=in_chunks.head, head_tokens=in_chunks.head_tokens)
+    bandwidth = device.host_bandwidth if device.name != "cpu" else 0.0
+    return tuple(further_options(costs, chunked, bandwidth, device.launch_nanoseconds))
+
+
+def largest(peak_of: Callable[[int], int], budget: int, start: int, most: int = MOST) -> int:
+    """The largest number whose peak is within the budget, 0 where that of 1 is not.
+
+    Peaks grow nearly in proportion with the number, so that the next guess lies on the line through the last two. The
+    peaks of plans do not always, since plans fill the budget: where a guess left more than half of the range, the next
+    one halves it.
+
+    Args:
+        peak_of: gives the peak of a number, in bytes.
+        budget: the peak that is allowed, in bytes.
+        start: the first guess.
+        most: the largest number to try.
+    """
+    halved = True
+    low, low_peak = 0, 0
+    high = min(start, most)
+    while (high_peak := peak_of(high)) <= budget:
+        low, low_peak = high, high_peak
+        if high == most:
+            return most
+        high = min(2 * high, most)
+    while high - low > 1:
+        width = high - low
+        share = (budget - low_peak) / max(1, high_peak - low_peak) if low and halved else 0.5
+        middle = min(max(low + 1, low + int((high - low) * share)), high - 1)
+        found = peak_of(middle)
+        if found <= budget:
+            low, low_peak = middle, found
+        else:
+            high, high_peak = middle, found
+        halved = 2 * (high - low) <= width
+    return low

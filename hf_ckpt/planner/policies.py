@@ -1,0 +1,191 @@
+"""Makes the plans of fixed policies from a spec and the blocks of a model. Pure functions, free of torch."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+
+from hf_ckpt.errors import PlanMismatchError, SpecError
+from hf_ckpt.spec.actions import ACTIONS, KEEP, OFFLOAD, Action, ActionKind
+from hf_ckpt.spec.plan import Block, Plan, run_lengths
+from hf_ckpt.spec.reading import parse_layers
+from hf_ckpt.spec.spec import PLANNED_POLICIES, Spec
+
+Stacks = dict[str, list[Block]]
+"""Name of a stack -> its blocks."""
+
+
+def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> Plan:
+    """The plan that a spec means for the blocks of a model: one action for every block.
+
+    For `budget` and `auto` every block gets `full`, until the first batch is seen (`live`).
+
+    Args:
+        spec: what was asked for.
+        blocks: of the model, stack by stack.
+        family: the family row that the blocks were found by.
+        model: class name of the model.
+
+    Raises `SpecError` with every reason why the spec does not fit these blocks (an unknown stack, a layer out of range,
+    a choice that matches no block), and `PlanMismatchError` where it names a saved plan of another model.
+    """
+    if spec.plan is not None:
+        plan = fit_plan(Plan.load(spec.plan), blocks, family, model, spec.plan)
+        return plan if spec.head == "full" else dataclasses.replace(plan, head=spec.head)
+    stacks = _by_stack(blocks)
+    problems: list[str] = []
+    actions = dict.fromkeys(blocks, KEEP)
+    if spec.segments is not None:
+        for blocks_of_one in stacks.values():
+            actions.update(_in_segments(spec.segments, blocks_of_one, problems))
+    else:
+        base = _action(spec.policy, spec.save, spec.offload)
+        actions.update(dict.fromkeys(_base_selection(spec, stacks, problems), base))
+    for number, rule in enumerate(spec.rules):
+        chosen = _select(rule.layers, rule.stack, stacks, f"`rules`[{number}]", problems)
+        actions.update(dict.fromkeys(chosen, _action(rule.policy, rule.save or spec.save, spec.offload)))
+    if problems:
+        raise SpecError(problems)
+    return Plan(family=family, model=model, actions=tuple(actions.items()), head=spec.head)
+
+
+def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, source: str = "the plan") -> Plan:
+    """A plan that was made elsewhere, for the blocks of this model.
+
+    Args:
+        plan: saved or given.
+        blocks: of this model, stack by stack.
+        family: the family row that the blocks were found by.
+        model: class name of the model.
+        source: what an error calls the plan.
+
+    Raises `PlanMismatchError` unless the plan names exactly these blocks, and where blocks of one segment are no
+    neighbours.
+    """
+    theirs = {block.name: block.kind for block, _ in plan.actions}
+    ours = {block.name: block.kind for block in blocks}
+    if theirs != ours:
+        differing = [name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)]
+        raise PlanMismatchError(
+            f"{source} is for another model: it was made for {plan.model} with {len(theirs)} blocks, this is {model} "
+            f"with {len(ours)}; first difference at {min(differing)!r}."
+        )
+    planned = {block.name: action for block, action in plan.actions}
+    actions = tuple((block, planned[block.name]) for block in blocks)
+    fitted = Plan(family=family, model=model, actions=actions, prediction=plan.prediction, head=plan.head)
+    apart = [name for name, times in collections.Counter(name for name, _ in fitted.segments()).items() if times > 1]
+    if apart:
+        raise PlanMismatchError(f"{source} spreads {', '.join(apart)} over blocks that are no neighbours.")
+    return fitted
+
+
+def _in_segments(segments: int | str, blocks: Sequence[Block], problems: list[str]) -> dict[Block, Action]:
+    """`full` for every block, in segments of neighbours: their lengths differ by one at most, the longer come first."""
+    count = round(len(blocks) ** 0.5) if isinstance(segments, str) else segments
+    if count > len(blocks):
+        problems.append(f"`segments` is {count}, but stack {blocks[0].stack!r} has {len(blocks)} blocks.")
+        return {}
+    numbers = [number for number, length in enumerate(run_lengths(len(blocks), count)) for _ in range(length)]
+    return {block: Action("full", segment=number) for block, number in zip(blocks, numbers, strict=True)}
+
+
+def _by_stack(blocks: Iterable[Block]) -> Stacks:
+    stacks: Stacks = {}
+    for block in blocks:
+        stacks.setdefault(block.stack, []).append(block)
+    return stacks
+
+
+def _action(policy: str, save: tuple[str, ...], offload: bool | str) -> Action:
+    """The action that a policy gives a block."""
+    if policy == "none":
+        return KEEP
+    if policy == "selective":
+        return Action(policy, save, moved=offload == "saved")
+    if policy in PLANNED_POLICIES:  # until the first batch is known, the action that keeps the least
+        policy = "full"
+    return Action("offload" if offload is True else policy)
+
+
+def _base_selection(spec: Spec, stacks: Stacks, problems: list[str]) -> list[Block]:
+    if spec.policy == "none":
+        return []
+    if spec.layers is None:
+        # Each stack is counted by itself: transformers' own `every_n_layers` runs one counter through all of them.
+        return [block for blocks in stacks.values() for block in blocks if block.index % spec.every_n_layers == 0]
+    if isinstance(spec.layers, str):
+        return _select(spec.layers, None, stacks, "`layers`", problems)
+    return [block for stack, text in spec.layers for block in _select(text, stack, stacks, "`layers`", problems)]
+
+
+def _select(text: str, stack: str | None, stacks: Stacks, where: str, problems: list[str]) -> list[Block]:
+    """The blocks that `text`, as "0-15,-1", names in one stack, or in every stack where `stack` is None.
+
+    What is wrong with it is added to `problems`, with `where` as the place in the spec.
+    """
+    if stack is not None and stack not in stacks:
+        near = difflib.get_close_matches(stack, stacks, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        problems.append(f"{where} names the stack {stack!r}, but this model has {', '.join(map(repr, stacks))}{hint}")
+        return []
+    chosen: list[Block] = []
+    for name in stacks if stack is None else [stack]:
+        blocks = stacks[name]
+        for first, last in parse_layers(text):
+            low, high = (index + len(blocks) if index < 0 else index for index in (first, last))
+            if not (0 <= low < len(blocks) and 0 <= high < len(blocks)):
+                shown = first if first == last else f"{first}-{last}"
+                problems.append(
+                    f"{where} names {shown}, but stack {name!r} has blocks 0 to {len(blocks) - 1} "
+                    f"(or -{len(blocks)} to -1)."
+                )
+            elif low > high:
+                problems.append(f"{where} names {first}-{last}, which matches no block of stack {name!r}.")
+            else:
+                chosen += blocks[low : high + 1]
+    return chosen
+
+
+def tighter_plan(
+    plan: Plan, *, chunks: bool, offload: bool = True, head_first: bool = False
+) -> tuple[Plan, str] | None:
+    """The next plan that needs less memory, and what it changes, in words; None where there is none.
+
+    One action a call gives way to the one that its record names as the next: `keep` to `selective`, that to `full`, and
+    that to `offload`; at the end the head runs in chunks.
+
+    Args:
+        plan: any plan.
+        chunks: whether the head can run in chunks.
+        offload: whether there is host memory beside the device's.
+        head_first: whether the head runs in chunks before anything is offloaded.
+    """
+    kinds = {action.kind for _, action in plan.actions}
+    chunks = chunks and plan.head == "full"
+    in_chunks = dataclasses.replace(plan, head="auto", prediction=None), "the head in chunks"
+    for record in ACTIONS.values():
+        if record.name not in kinds or record.next is None:
+            continue
+        if record.next == OFFLOAD and chunks and head_first:
+            return in_chunks
+        if record.next != OFFLOAD or offload:
+            return _stepped_down(plan, record)
+    return in_chunks if chunks else None
+
+
+def _stepped_down(plan: Plan, record: ActionKind) -> tuple[Plan, str]:
+    """The plan with the next action for all blocks that have this one, and what changes, in words.
+
+    Blocks that keep their tensors in host memory go on to do so.
+    """
+    following = record.next
+    assert following is not None
+    theirs = [action for _, action in plan.actions if action.kind == record.name]
+    actions = tuple(
+        (block, (OFFLOAD if action.moved else following) if action.kind == record.name else action)
+        for block, action in plan.actions
+    )
+    words = ACTIONS["full"].next_in_words if all(action.moved for action in theirs) else record.next_in_words
+    return dataclasses.replace(plan, actions=actions, prediction=None), words

@@ -1,0 +1,134 @@
+"""The batches and the loss that a model is traced and timed with, made from a workload or from sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.models.blocks import base_model, find_blocks
+from hf_ckpt.prediction.skeleton import Skeleton
+from hf_ckpt.prediction.trace import Step
+from hf_ckpt.prediction.workload import DTYPES, Workload
+
+
+def batch_for(model: nn.Module, sizes: Mapping[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """Zeros in the shapes that `model` trains on: input ids and attention mask, and labels where it takes them.
+
+    Shapes are [sequences, tokens]; labels of classifiers are [sequences], and a model for multiple choice gets one
+    choice: [sequences, 1, tokens].
+
+    Args:
+        model: whose class decides what goes into it.
+        sizes: stack -> (sequences, tokens) that go into the stack.
+    """
+    base = base_model(model)
+    first = next(iter(sizes.values()))
+    found = {name: torch.zeros(first, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+    last = sizes["decoder"] if len(sizes) > 1 and "decoder" in sizes else first
+    name = type(base).__name__
+    per_sequence = name.endswith(("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction"))
+    if name.endswith("ForMultipleChoice"):  # one choice for every sequence
+        found = {key: value[:, None] for key, value in found.items()}
+    if _takes_labels(base):
+        found["labels"] = torch.zeros(last[0] if per_sequence else last, dtype=torch.long)
+    elif len(sizes) > 1:
+        found["decoder_input_ids"] = torch.zeros(last, dtype=torch.long)
+    return found
+
+
+def real_inputs(workload: Workload, model: nn.Module, device: str, seed: int = 0) -> dict[str, Any]:
+    """Random inputs of one micro-step of `workload`, as keyword arguments of the forward of a model that has weights.
+
+    Nothing is masked unless the workload is padded: then the last quarter of the last sequence is padding, without
+    labels there.
+
+    Args:
+        workload: sizes of the batch, and whether it is padded.
+        model: plain or wrapped.
+        device: where the tensors go, as `cuda`.
+        seed: of the random values.
+    """
+    base = base_model(model)
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, Any] = {}
+    for name, shaped in step_of_model(workload, model).batch.items():
+        most = _labels(base) if name == "labels" else base.config.vocab_size
+        found[name] = torch.randint(most, shaped.shape, generator=generator)
+    found["attention_mask"] = torch.ones_like(found["attention_mask"])
+    if workload.padded:
+        padding = -(-workload.tokens // 4)
+        found["attention_mask"][-1, ..., -padding:] = 0
+        if found.get("labels", found["input_ids"]).shape == found["input_ids"].shape and "labels" in found:
+            found["labels"][-1, ..., -padding:] = -100
+    if compat.wants_use_cache(base):
+        found["use_cache"] = False
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+
+
+def _labels(base: nn.Module) -> int:
+    """How many values a label may take: one a class, or one a token of the vocabulary."""
+    name = type(base).__name__
+    if name.endswith("ForMultipleChoice"):
+        return 1  # there is one choice: see `batch_for`
+    config: Any = base.config
+    return int(config.num_labels if name.endswith("Classification") else config.vocab_size)
+
+
+def _takes_labels(base: nn.Module) -> bool:
+    return "labels" in compat.forward_parameters(base)
+
+
+def loss_for(model: nn.Module) -> Callable[[Any], torch.Tensor] | None:
+    """The function that makes a loss from the outputs of a model; None where the model computes its own from labels."""
+    return None if _takes_labels(base_model(model)) else _mean_square
+
+
+def _mean_square(outputs: Any) -> torch.Tensor:
+    scores: torch.Tensor = outputs.logits if "logits" in outputs else outputs[0]
+    return scores.float().square().mean()
+
+
+def step_of_workload(workload: Workload, skeleton: Skeleton) -> Step:
+    """The micro-step of `workload` on a skeleton, to be traced."""
+    return _step(workload, skeleton.base, [stack.name for stack in skeleton.stacks])
+
+
+def step_of_model(workload: Workload, model: nn.Module) -> Step:
+    """The micro-step of `workload` on a model with weights, to be timed."""
+    return _step(workload, model, list(dict.fromkeys(block.stack for block in find_blocks(model).blocks)))
+
+
+def _step(workload: Workload, model: nn.Module, stacks: Sequence[str]) -> Step:
+    sizes = dict.fromkeys(stacks, (workload.batch, workload.tokens))
+    if len(sizes) > 1 and "decoder" in sizes and workload.target_tokens is not None:
+        sizes["decoder"] = workload.batch, workload.target_tokens
+    return Step(
+        batch=batch_for(model, sizes),
+        padded=workload.padded,
+        autocast=DTYPES[workload.autocast] if workload.autocast else None,
+        accumulation=workload.accumulation,
+        optimizer=workload.optimizer,
+        loss=loss_for(model),
+    )
+
+
+def sizes_of_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `Workload` that a batch tells: its sequences, its tokens, and whether anything is masked.
+
+    Raises `HfCkptError` where the batch has no `input_ids` of shape [sequences, tokens].
+    """
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        raise HfCkptError("the batch needs `input_ids` of shape [batch, tokens] to tell its size.")
+    found: dict[str, Any] = {"batch": ids.shape[0], "tokens": ids.shape[1]}
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    if isinstance(mask, torch.Tensor):
+        found["padded"] = bool((mask == 0).any())
+    if isinstance(labels, torch.Tensor) and labels.dim() == 2:
+        found["target_tokens"] = labels.shape[1]
+    return found

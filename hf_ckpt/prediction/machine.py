@@ -1,0 +1,27 @@
+"""Finds the row of the device table for the machine that this process runs on."""
+
+from __future__ import annotations
+
+import logging
+
+from hf_ckpt import compat
+from hf_ckpt.measure.machine import device_name
+from hf_ckpt.prediction.devices import DEVICES, Device, device_like
+
+log = logging.getLogger(__name__)
+
+
+def this_device() -> Device:
+    """The row of this machine's accelerator, or of the CPU where there is none.
+
+    An accelerator without a row gets that of an 80 GB A100, with a warning.
+    """
+    if compat.accelerator_type() is None:
+        return DEVICES["cpu"]
+    found = device_like(device_name())
+    if found is None:
+        log.warning(
+            "hf_ckpt has no figures for %s and takes those of an A100; see hf-ckpt plan --measure.", device_name()
+        )
+        return DEVICES["a100-80"]
+    return found

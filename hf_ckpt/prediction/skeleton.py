@@ -1,0 +1,341 @@
+"""Makes a skeleton of a model: without weights and without depth, with one block of every kind, on fake tensors.
+
+It is made from a live model (plain or wrapped) or from a config. A skeleton knows how deep the model really is and
+which kind each of its blocks has; `Skeleton.assembled` makes a model with any sequence of blocks out of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_ckpt import compat
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks, frozen_prefix, plain_modules
+from hf_ckpt.models.families import depth_keys
+from hf_ckpt.spec.plan import Block
+
+# Attributes that wrappers and hf_ckpt put on modules of a live model. A copy must run the class's own forward.
+_PUT_ON = (
+    *("forward", "_old_forward", "_hf_hook", "_hf_ckpt", "_compiled_call_impl"),
+    *("enable_input_require_grads", "disable_input_require_grads", *compat.ENABLE_NAMES, *compat.DISABLE_NAMES),
+    compat.CAPTURING_FLAG,
+)
+# Hooks that a copy goes without: FSDP's refer to process groups, which cannot be copied. A model without weights is
+# neither saved nor loaded, so that the hooks for state dicts go, too.
+_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The sizes of the parameters of one part of a model."""
+
+    tensors: tuple[tuple[int, int, bool], ...]
+    """For each parameter: (elements, bytes of an element, whether it is trainable)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all these parameters."""
+        return sum(elements * size for elements, size, _ in self.tensors)
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the gradients of the trainable parameters."""
+        return sum(elements * size for elements, size, trainable in self.tensors if trainable)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockKind:
+    """A kind of block: blocks of one stack are of one kind where nothing differs that memory or time depend on."""
+
+    module: nn.Module
+    """A block of this kind, on fake tensors."""
+    weights: Weights
+    buffers: int
+    """Bytes of the buffers of one block."""
+    frozen: bool
+    """Whether these blocks come before the first trainable parameter, so that they save nothing."""
+    layer_type: str | None
+    """What `config.layer_types` says of these blocks; None where the config has no such list."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StackShape:
+    """One stack: its real blocks, and the kind of each of them."""
+
+    name: str
+    container: str
+    """Qualified name of the list that holds its blocks."""
+    owner: str
+    """Qualified name of the module whose forward runs its blocks."""
+    blocks: tuple[Block, ...]
+    row: tuple[int, ...]
+    """The kind of each block, as a position in `kinds`."""
+    kinds: tuple[BlockKind, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Skeleton:
+    """A model without weights and without depth, to be traced; see `skeleton_of` and `skeleton_from_config`."""
+
+    fake: FakeTensorMode
+    """The mode that its tensors belong to."""
+    base: compat.PreTrainedModel
+    """The model on fake tensors; its stacks are empty except within `assembled`."""
+    family: str
+    """The family row that its blocks were found by, or `generic`."""
+    model: str
+    """Class name of the model."""
+    stacks: tuple[StackShape, ...]
+    outside: Weights
+    """Parameters outside the blocks."""
+    outside_buffers: int
+    """Bytes of buffers outside the blocks."""
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of all buffers of the real model."""
+        return self.outside_buffers + sum(stack.kinds[kind].buffers for stack in self.stacks for kind in stack.row)
+
+    @property
+    def weights(self) -> Weights:
+        """The sizes of all parameters of the real model."""
+        inside = (stack.kinds[kind].weights.tensors for stack in self.stacks for kind in stack.row)
+        return Weights(tuple(itertools.chain(self.outside.tensors, *inside)))
+
+    @contextlib.contextmanager
+    def assembled(self, rows: Sequence[Sequence[int]]) -> Iterator[compat.PreTrainedModel]:
+        """The model with other blocks than the real one has, in train mode, as a context.
+
+        Args:
+            rows: for each stack, the kinds of the blocks that it gets, as positions in `StackShape.kinds`.
+        """
+        modules = dict(plain_modules(self.base))
+        configs = {id(module.config): module.config for module in modules.values() if hasattr(module, "config")}
+        before = {key: copy.deepcopy(vars(config)) for key, config in configs.items()}
+        try:
+            for stack, row in zip(self.stacks, rows, strict=True):
+                container: Any = modules[stack.container]
+                with self.fake, torch.no_grad():
+                    container.extend(_twin(stack.kinds[kind].module, self.model) for kind in row)
+                owner = modules[stack.owner]
+                _set_depth(getattr(owner, "config", self.base.config), [stack.kinds[kind] for kind in row])
+            yield self.base.train()
+        finally:
+            for stack in self.stacks:
+                _empty(modules[stack.container])
+            # transformers puts hooks on the blocks that are there, and believes that it has done so for all later ones.
+            _strip(self.base)
+            for key, config in configs.items():
+                vars(config).clear()
+                vars(config).update(before[key])
+
+
+def skeleton_of(model: nn.Module) -> Skeleton:
+    """The skeleton of a live model, plain or wrapped. Its weights are not read. A plan that is on it must be paused.
+
+    Raises `NoBlocksError` where no blocks are found, and `HfCkptError` where a model cannot be copied without its
+    weights.
+    """
+    found = find_blocks(model)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    memo: dict[int, Any] = {}
+    live = dict(plain_modules(found.base))
+    shards = [shard for unit in compat.shard_units(model) for shard in unit.shards]
+    dtypes = {id(shard.parameter): shard.compute for shard in shards}
+    with fake, torch.no_grad():
+        for module in (found.base, *found.modules.values()):
+            _fake_tensors(module, memo, dtypes)
+        for name in {block.name.rpartition(".")[0] for block in found.blocks}:
+            memo[id(live[name])] = nn.ModuleList()
+        base = _strip(_copied(found.base, memo, found.model))
+        stacks = _stacks(model, found, lambda module: _strip(_copied(module, memo, found.model)))
+        for kind in (kind for stack in stacks for kind in stack.kinds) if shards else ():
+            vars(kind.module)[compat.GATHERED] = True
+    inside = {id(parameter) for module in found.modules.values() for parameter in module.parameters()}
+    outside = _weights(parameter for parameter in model.parameters() if id(parameter) not in inside)
+    held = {id(buffer) for module in found.modules.values() for buffer in module.buffers()}
+    buffers = _nbytes(buffer for buffer in model.buffers() if id(buffer) not in held)
+    return Skeleton(fake, base, found.family, found.model, tuple(stacks), outside, buffers)
+
+
+def skeleton_from_config(
+    config: Any, make: Callable[[Any], nn.Module], prepare: Callable[[nn.Module], nn.Module] | None = None
+) -> Skeleton:
+    """The skeleton of a model that does not exist yet, from its config. Only the first few blocks are made: as many as
+    show every kind.
+
+    Args:
+        config: of the whole model.
+        make: makes a model from a config; called with a shallower one, on the meta device.
+        prepare: changes the model that was made, on the meta device, as by adding adapters or freezing, and returns it.
+
+    Raises what `skeleton_of` raises.
+    """
+    types = getattr(config, "layer_types", None)
+    period = 2 if types is None else max(2, *(types.index(kind) + 1 for kind in types))
+    shallow = at_depth(config, period)
+    with torch.device("meta"), compat.uninitialised():
+        model = make(shallow)
+        base_model(model).tie_weights()  # transformers leaves it out together with filling the weights in
+        if prepare is not None:
+            model = prepare(model)
+    made = skeleton_of(model)
+    stacks = []
+    for stack in made.stacks:
+        depth, first = _depth(config, stack), stack.blocks[0]
+        row = tuple(stack.row[_like(index, len(stack.row), types)] for index in range(depth))
+        blocks = tuple(Block(f"{stack.container}.{index}", stack.name, index, first.kind) for index in range(depth))
+        stacks.append(dataclasses.replace(stack, blocks=blocks, row=row))
+    return dataclasses.replace(made, stacks=tuple(stacks))
+
+
+def at_depth(config: Any, depth: int) -> Any:
+    """A copy of a config that describes a model with at most `depth` blocks in every stack."""
+    shallow = copy.deepcopy(config)
+    shallow.update({name: min(getattr(config, name), depth) for name in depth_keys(config)})
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        shallow.update({"layer_types": list(types[:depth])})
+    return shallow
+
+
+def _depth(config: Any, stack: StackShape) -> int:
+    """How many blocks a stack has by the config; where the config does not say, as many as were made."""
+    keys = depth_keys(config, stack.name)
+    return int(getattr(config, keys[0])) if keys else len(stack.row)
+
+
+def _like(index: int, made: int, types: Sequence[str] | None) -> int:
+    """Which of the first `made` blocks of a stack is of the kind of block `index`."""
+    if index < made:
+        return index
+    return made - 1 if types is None else list(types[:made]).index(types[index])
+
+
+def _set_depth(config: Any, row: Sequence[BlockKind]) -> None:
+    """Let a config describe a stack of these blocks. Models cut their lists of blocks to the depth that it says."""
+    config.update(dict.fromkeys(depth_keys(config), len(row)))
+    if getattr(config, "layer_types", None) is not None:
+        config.update({"layer_types": [kind.layer_type for kind in row]})
+
+
+def _stacks(model: nn.Module, found: FoundBlocks, fake_block: Callable[[nn.Module], nn.Module]) -> list[StackShape]:
+    """The stacks of a live model, with one block of every kind that `fake_block` has copied."""
+    frozen = set(frozen_prefix(model, found))
+    types = getattr(found.base.config, "layer_types", None)
+    names = {id(module): name for name, module in plain_modules(found.base)}
+    owners = dict(zip(dict.fromkeys(block.stack for block in found.blocks), found.owners, strict=True))
+    stacks = []
+    for stack, owner in owners.items():
+        blocks = tuple(block for block in found.blocks if block.stack == stack)
+        numbers: dict[Any, int] = {}
+        kinds: list[BlockKind] = []
+        row = []
+        for block in blocks:
+            module = found.modules[block.name]
+            layer_type = types[block.index] if types is not None and block.index < len(types) else None
+            look = (
+                [(name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters()],
+                [type(part) for part in module.modules()],
+            )
+            key = repr(look), layer_type, block.name in frozen
+            if key not in numbers:
+                numbers[key] = len(kinds)
+                weights, buffers = _weights(module.parameters()), _nbytes(module.buffers())
+                kinds.append(BlockKind(fake_block(module), weights, buffers, block.name in frozen, layer_type))
+            row.append(numbers[key])
+        container = blocks[0].name.rpartition(".")[0]
+        stacks.append(StackShape(stack, container, names[id(owner)], blocks, tuple(row), tuple(kinds)))
+    return stacks
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _weights(parameters: Iterable[nn.Parameter]) -> Weights:
+    return Weights(tuple((p.numel(), p.element_size(), p.requires_grad) for p in parameters))
+
+
+def _fake_tensors(module: nn.Module, memo: dict[int, Any], dtypes: Mapping[int, torch.dtype] | None = None) -> None:
+    """Fill `memo` with a fake tensor for every parameter and buffer, of the whole shape where they are sharded.
+
+    Args:
+        module: whose tensors are to be replaced in a copy.
+        memo: as `copy.deepcopy` takes it: id of an object -> what stands in its place.
+        dtypes: id of a parameter that is cast when it is gathered -> the type it is cast to.
+    """
+    for parameter in module.parameters():
+        if id(parameter) not in memo:
+            fake = torch.empty(parameter.shape, dtype=(dtypes or {}).get(id(parameter), parameter.dtype))
+            memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    plain = (value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor))
+    for tensor in (*module.buffers(), *plain):
+        memo.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype))
+
+
+def _twin(module: nn.Module, model: str) -> nn.Module:
+    """A copy of a fake block, with fake parameters of its own."""
+    memo: dict[int, Any] = {}
+    _fake_tensors(module, memo)
+    return _copied(module, memo, model)
+
+
+def _copied(module: nn.Module, memo: dict[int, Any], model: str) -> nn.Module:
+    """A copy with the objects of `memo` in place of the originals, and with the classes from before FSDP2 swapped them.
+
+    Raises `HfCkptError` where copying fails: the code that runs then is not ours, and may raise anything.
+    """
+    try:
+        swapped = []
+        for inner in list(_reached(module, memo)):
+            for name, value in vars(inner).items():
+                if name in _HOOKS or name.startswith(compat.COMPOSABLE_STATE):
+                    memo[id(value)] = type(value)()
+            plain = compat.plain_class(inner)
+            if type(inner) is not plain:
+                memo[id(inner)] = plain.__new__(plain)
+                swapped.append(inner)
+        for inner in swapped:
+            vars(memo[id(inner)]).update(copy.deepcopy(vars(inner), memo))
+        copied: nn.Module = copy.deepcopy(module, memo)
+        return copied
+    except Exception as error:
+        raise HfCkptError(
+            f"{model} cannot be planned for, because a copy of its {type(module).__name__} without weights cannot be "
+            f"made: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _reached(module: nn.Module, memo: Mapping[int, Any]) -> Iterator[nn.Module]:
+    """The modules that a copy is made of: `module` and those below it, except those that `memo` replaces."""
+    if id(module) not in memo:
+        yield module
+        for child in module.children():
+            yield from _reached(child, memo)
+
+
+def _strip(copied: nn.Module) -> nn.Module:
+    """Take off hooks, replaced forwards and hf_ckpt's record, so that only the classes' own behaviour is left."""
+    for module in copied.modules():
+        for name in _PUT_ON:
+            vars(module).pop(name, None)
+        for name in _HOOKS:
+            vars(module)[name] = type(vars(module)[name])()
+    return copied
+
+
+def _empty(container: Any) -> None:
+    del container[:]

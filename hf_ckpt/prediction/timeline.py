@@ -1,0 +1,271 @@
+"""Puts the memory of a training step together from traced parts, moment by moment. Exact integers, free of torch.
+
+A step is: what runs before the blocks, the blocks' forwards, the head and the loss with their backward, the blocks'
+backwards in reverse, the backward of what runs before them, and the optimizer's step. `Costs` has each part once for
+every kind of block, every action and every action of the block before it, so that a timeline of any depth needs no more
+tracing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from hf_ckpt.prediction.costs import Choice, Costs, Key, Phase, StackCosts
+from hf_ckpt.spec.plan import Block, run_lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """One phase of a timeline, with the bytes that are alive when it begins."""
+
+    label: str
+    """What runs, in words: `embedding`, `forward of decoder 3`, `head and loss, backward`."""
+    block: str | None
+    """Qualified name of the block that runs; None outside the blocks."""
+    backward: bool
+    """Whether it is a part of the backward."""
+    start_bytes: int
+    """Bytes alive when it begins."""
+    static_bytes: int
+    """Bytes among these that are there all the time: weights, buffers, optimizer state and batch."""
+    gradient_bytes: int
+    """Bytes among these that are finished gradients."""
+    kept_bytes: int
+    """Bytes among these that are kept for the backward; in the head, those that everything before it keeps."""
+    phase: Phase
+    accumulated: bool
+    """Whether it belongs to a micro-step that adds to the gradients of earlier ones."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive while it runs."""
+        return self.start_bytes + self.phase.peak(self.accumulated)
+
+    def levels(self) -> Iterator[tuple[int, int]]:
+        """For each operation: (bytes alive after it, bytes of finished gradients among them)."""
+        for other, done in self.phase.points:
+            new = 0 if self.accumulated else done
+            yield self.start_bytes + other + new, self.gradient_bytes + new
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """The memory of one micro-step under a choice of actions, and the optimizer's step."""
+
+    moments: tuple[Moment, ...]
+    """In the order in which they come."""
+    nanoseconds: int
+    """Time of one optimizer step with all its micro-steps."""
+    accumulated: bool
+    """Whether the micro-step adds to the gradients of earlier ones."""
+
+    @property
+    def worst(self) -> Moment:
+        """The moment with the peak."""
+        return max(self.moments, key=lambda moment: moment.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at any moment."""
+        return self.worst.peak_bytes
+
+    @property
+    def is_heads(self) -> bool:
+        """Whether the peak lies in the head and its loss, whose own memory no action of a block lowers."""
+        return self.worst.block is None and "head" in self.worst.label
+
+    def parts(self) -> dict[str, int]:
+        """What fills the peak: name -> bytes. The bytes add up to `peak_bytes`."""
+        worst = self.worst
+        saved = worst.kept_bytes
+        level, gradients = max(((worst.start_bytes, worst.gradient_bytes), *worst.levels()))
+        return {
+            "weights and optimizer state": worst.static_bytes,
+            "gradients": gradients,
+            "kept for backward": saved,
+            f"work of {worst.label}": level - worst.static_bytes - gradients - saved,
+        }
+
+
+def step_nanoseconds(costs: Costs, choice: Choice) -> int:
+    """Predicted nanoseconds of one optimizer step with all its micro-steps."""
+    total = sum(phase.nanoseconds for phase in _phases(costs, choice))
+    return total * costs.accumulation + costs.optimizer_nanoseconds
+
+
+def timeline(costs: Costs, choice: Choice, accumulated: bool = False) -> Timeline:
+    """One micro-step under a choice of actions, and the optimizer's step.
+
+    Args:
+        costs: traced.
+        choice: the action of every block.
+        accumulated: whether the micro-step adds to the gradients of earlier ones.
+    """
+    builder = _Builder(costs, choice, accumulated)
+    builder.add_forwards()
+    builder.add_head()
+    builder.add_backwards()
+    builder.add_optimizer()
+    return Timeline(tuple(builder.moments), step_nanoseconds(costs, choice), accumulated)
+
+
+class _Builder:
+    """Puts the moments of a timeline together, in the order of its methods."""
+
+    def __init__(self, costs: Costs, choice: Choice, accumulated: bool) -> None:
+        self.costs, self.choice, self.accumulated = costs, choice, accumulated
+        self.static = costs.static.always
+        self.resident = costs.static.gradients if accumulated else 0
+        """Bytes of gradients that are there from the beginning."""
+        self.moments: list[Moment] = []
+        self.level = self.static + self.resident
+        """Bytes alive behind the forwards so far."""
+        self.after: list[list[int]] = []
+        """For each stack: bytes that last before it, and after the forward of each of its blocks."""
+        self.lent, self.last_lent = 0, 0
+        """Bytes of all blocks, and of the last one, that are freed when the forward ends."""
+        self.last: Key | None = None
+        """Key of the last block of the last stack so far."""
+        self.done = 0
+        """Bytes of the gradients that the backwards so far finish."""
+
+    def add_forwards(self) -> None:
+        for stack, chosen in zip(self.costs.stacks, self.choice, strict=True):
+            phase = stack.before[self.last]
+            self._add(_before(stack, self.costs), phase, self.level, self.resident)
+            self.level += phase.net
+            self.after.append([self.level - self.lent])
+            previous: Key | None = None
+            for block, key in zip(stack.blocks, stack.keys(chosen), strict=True):
+                cost = stack.costs[previous, key]
+                label = f"forward of {stack.name} {block.index}"
+                self._add(label, cost.forward, self.level, self.resident, block.name)
+                self.level += cost.forward.net
+                self.lent += cost.lent_bytes
+                self.after[-1].append(self.level - self.lent)
+                previous = key
+            assert previous is not None
+            self.last_lent = stack.lent_by(previous)
+            self.last = previous
+
+    def add_head(self) -> None:
+        assert self.last is not None
+        forward, backward = self.costs.head[self.last]
+        self._add("head and loss", forward, self.level, self.resident)
+        self.level -= self.lent
+        start = self.level + self.last_lent + forward.net
+        self._add("head and loss, backward", backward, start, self.resident, back=True)
+        self.done = backward.gradients
+
+    def add_backwards(self) -> None:
+        for stack, chosen, levels in zip(
+            reversed(self.costs.stacks), reversed(self.choice), reversed(self.after), strict=True
+        ):
+            keys = stack.keys(chosen)
+            for place in range(len(keys) - 1, -1, -1):
+                key, block = keys[place], stack.blocks[place]
+                cost = stack.costs[keys[place - 1] if place else None, key]
+                at_end = place == len(keys) - 1
+                phase = stack.last_backward[key] if at_end else cost.backward
+                start = levels[place + 1] + stack.turn_bytes - cost.output_bytes + (0 if at_end else stack.shared_bytes)
+                new = 0 if self.accumulated else self.done
+                label = f"backward of {stack.name} {block.index}"
+                self._add(label, phase, start + new, self.resident + new, block.name, True)
+                self.done += stack.gradients[key[0]]
+            new = 0 if self.accumulated else self.done
+            start = levels[0] + stack.before_turn_bytes + new
+            label = f"{_before(stack, self.costs)}, backward"
+            self._add(label, stack.before_backward, start, self.resident + new, None, True)
+            self.done += stack.before_gradients
+
+    def add_optimizer(self) -> None:
+        static = self.costs.static
+        step = Phase(((static.step_bytes, 0), (0, 0)), self.costs.optimizer_nanoseconds)
+        self._add("optimizer step", step, self.static + static.gradients, static.gradients)
+
+    def _add(
+        self, label: str, phase: Phase, start: int, gradients: int, block: str | None = None, back: bool = False
+    ) -> None:
+        kept = start - self.static - gradients
+        if label.startswith("head"):
+            kept = self.level - self.static - self.resident
+        self.moments.append(Moment(label, block, back, start, self.static, gradients, kept, phase, self.accumulated))
+
+
+def worst_timeline(costs: Costs, choice: Choice) -> Timeline:
+    """The timeline of the micro-step with the largest peak."""
+    return max((timeline(costs, choice, mode) for mode in costs.modes), key=lambda found: found.peak_bytes)
+
+
+def segmented_peak(costs: Costs, full: int, length: int, accumulated: bool = False) -> int:
+    """Most bytes alive when runs of neighbouring blocks are recomputed as one region.
+
+    Of a run only the first block's input stays. The backward of a run first runs all its blocks again, as `keep`.
+    Blocks that may not have the action `full` are taken for blocks that may.
+
+    Args:
+        costs: traced with `keep`, as the first action, and `full`.
+        full: the position of `full` in `Costs.actions`.
+        length: blocks in a run; 0 for as many runs as the square root of the blocks of a stack.
+        accumulated: whether the micro-step adds to the gradients of earlier ones.
+    """
+    under_full = {moment.label: moment for moment in timeline(costs, costs.uniform(full), accumulated).moments}
+    kept = {(m.block, m.backward): m.phase for m in timeline(costs, costs.uniform(0), accumulated).moments if m.block}
+    named = {(moment.block, moment.backward): moment for moment in under_full.values() if moment.block}
+    peak = under_full["optimizer step"].peak_bytes
+    gone = 0
+    """Bytes of inputs that `full` keeps and that the runs so far do not."""
+    runs: list[tuple[int, Sequence[Block]]] = []
+    for stack in costs.stacks:
+        before = _before(stack, costs)
+        peak = max(peak, *(under_full[label].peak_bytes - gone for label in (before, f"{before}, backward")))
+        for run in _runs(stack.blocks, length):
+            at_end = len(run) > 1 and run[-1] == stack.blocks[-1]  # what the stack shares begins in it
+            runs.append((gone + (stack.shared_bytes if at_end else 0), run))
+            for place, block in enumerate(run):
+                moment = named[block.name, False]
+                peak = max(peak, moment.peak_bytes - gone)
+                gone += max(0, moment.phase.net) if place else 0
+    peak = max(peak, *(moment.peak_bytes - gone for label, moment in under_full.items() if label.startswith("head")))
+    for less, run in runs:
+        first, last = named[run[0].name, True], named[run[-1].name, True]
+        level = first.start_bytes - first.gradient_bytes + last.gradient_bytes - less
+        for block in run:
+            peak = max(peak, level + kept[block.name, False].peak(True))
+            level += kept[block.name, False].net
+        for block in reversed(run):
+            phase = kept[block.name, True]
+            peak = max(peak, level + phase.peak(accumulated))
+            level += phase.net + (0 if accumulated else phase.gradients)
+    return peak
+
+
+def _runs(blocks: Sequence[Block], length: int) -> Iterator[Sequence[Block]]:
+    """The runs of a stack; see `segmented_peak` for `length`."""
+    total, start = len(blocks), 0
+    lengths = [length] * -(-total // length) if length else run_lengths(total, round(total**0.5))
+    for each in lengths:
+        yield blocks[start : start + each]
+        start += each
+
+
+def _before(stack: StackCosts, costs: Costs) -> str:
+    """What the part before a stack is called."""
+    return "embedding" if stack is costs.stacks[0] else f"between {costs.stacks[0].name} and {stack.name}"
+
+
+def _phases(costs: Costs, choice: Choice) -> Iterator[Phase]:
+    """All phases of one micro-step."""
+    last: Key | None = None
+    for stack, chosen in zip(costs.stacks, choice, strict=True):
+        yield stack.before[last]
+        yield stack.before_backward
+        previous: Key | None = None
+        for key in stack.keys(chosen):
+            yield stack.costs[previous, key].forward
+            yield stack.costs[previous, key].backward
+            previous = key
+        last = previous
+    assert last is not None
+    yield from costs.head[last]

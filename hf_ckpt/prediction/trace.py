@@ -1,0 +1,266 @@
+"""Traces what every action costs each kind of block: bytes through a step, operations and time, on fake tensors.
+
+A few short models are run, forward and backward, whose blocks together show every action behind every other action,
+at the beginning and at the end of their stack (`walks`). What happens in each block is cut out of the run (`tracer`),
+and `timeline` puts it together at any depth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.attach.attach import trial
+from hf_ckpt.errors import HfCkptError, InPlaceError
+from hf_ckpt.models.blocks import FoundBlocks, find_blocks
+from hf_ckpt.prediction.costs import Costs, StackCosts, Static
+from hf_ckpt.prediction.devices import Device
+from hf_ckpt.prediction.optimizers import optimizer_state
+from hf_ckpt.prediction.runs import Run, stack_costs, ways_of
+from hf_ckpt.prediction.skeleton import Skeleton
+from hf_ckpt.prediction.tracer import Answers, Tracer
+from hf_ckpt.prediction.walks import Walk, walks_of
+from hf_ckpt.spec.actions import KEEP, Action, candidates
+from hf_ckpt.spec.plan import Plan
+
+PutOn = Callable[[nn.Module, Plan], contextlib.AbstractContextManager[None]]
+"""Puts a plan on a model for a while: `trial` by hf_ckpt, `own_trial` by transformers' own checkpointing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One micro-step, and what a prediction must know of the step around it."""
+
+    batch: Mapping[str, Any]
+    """Keyword arguments of the model's forward: tensors, of which only shapes and types count, and plain values."""
+    padded: bool = False
+    """Whether an attention mask masks anything."""
+    autocast: torch.dtype | None = None
+    """The type that autocast computes in; None without autocast."""
+    accumulation: int = 1
+    """Micro-steps of one optimizer step."""
+    optimizer: str = "adamw"
+    """Its name, as `optimizer_state` knows it."""
+    optimizer_bytes: int | None = None
+    """Bytes of the optimizer's state, where they are known; else they are estimated by `optimizer`."""
+    loss: Callable[[Any], torch.Tensor] | None = None
+    """Makes the loss from the outputs of a model that computes none itself."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the micro-step: sequences times tokens of the largest integer input of [sequences, tokens]."""
+        sizes = [value.numel() for value in self.batch.values() if _is_ids(value)]
+        return max(sizes, default=0)
+
+
+def trace_costs(
+    skeleton: Skeleton,
+    step: Step,
+    device: Device,
+    *,
+    actions: Sequence[Action] | None = None,
+    put_on: PutOn = trial,
+    on_progress: Callable[[str], None] | None = None,
+) -> Costs:
+    """Trace what a model costs under every action, for one batch shape.
+
+    Args:
+        skeleton: of the model.
+        step: the micro-step to run.
+        device: whose row says how long operations take.
+        actions: those to trace, `actions_for(skeleton)` unless given. Blocks below the first trainable parameter, which
+            save nothing, get the first of them.
+        put_on: puts a plan on a model for a while.
+        on_progress: called with a few words before each short model is run.
+
+    Raises `HfCkptError` where the model cannot run on fake tensors.
+    """
+    actions = actions_for(skeleton) if actions is None else actions
+    stacks = skeleton.stacks
+    choices = [_choices(kinds_frozen, len(actions)) for kinds_frozen in ([k.frozen for k in s.kinds] for s in stacks)]
+    walks = [walks_of(stack.row, choice) for stack, choice in zip(stacks, choices, strict=True)]
+    runs: list[Run] = []
+    for number in range(max(map(len, walks))):
+        if on_progress is not None:
+            on_progress(f"tracing {number + 1} of {max(map(len, walks))}")
+        chosen = [found[min(number, len(found) - 1)] for found in walks]
+        runs.append(_trace(skeleton, chosen, step, device, actions, put_on))
+    for number in range(len(stacks)):  # what no block ever keeps is freed under every plan
+        always = min(run.released[number] for run in runs)
+        for run in runs:
+            run.released[number] -= always
+    made = _stacks(skeleton, choices, runs)
+    head = {run.walks[-1][-1]: (run.behind("head", len(stacks) - 1), run.phase("head back", 0, 0)) for run in runs}
+    static = _static(skeleton, step)
+    moved = 2 * (static.optimizer + static.gradients) + static.gradients
+    return Costs(
+        family=skeleton.family,
+        model=skeleton.model,
+        actions=tuple(actions),
+        stacks=tuple(made),
+        head=head,
+        static=static,
+        tokens=step.tokens,
+        accumulation=step.accumulation,
+        optimizer_nanoseconds=device.nanoseconds(0, moved, 4),
+    )
+
+
+def chunked_head(costs: Costs, skeleton: Skeleton, step: Step, device: Device, head: int | str) -> Costs:
+    """`costs` with the head and its loss in chunks.
+
+    The blocks hardly matter to it, so that it is traced on one short model under `keep`.
+
+    Args:
+        costs: traced of `skeleton` and `step`, with the head as a whole.
+        skeleton: of the model.
+        step: the micro-step to run.
+        device: whose row says how long operations take.
+        head: `auto`, or how many tokens a chunk has.
+
+    Raises `HfCkptError` where the model cannot run on fake tensors.
+    """
+    walks = [tuple((kind, 0) for kind in dict.fromkeys(stack.row)) for stack in skeleton.stacks]
+    plain, chunked = (_trace(skeleton, walks, step, device, [KEEP], head=how) for how in ("full", head))
+    forward, backward = chunked.phase("head", 0, 0), chunked.phase("head back", 0, 0)
+    # `costs` count what is freed behind the last stack for the blocks, this trace counts it for the head.
+    known = next(iter(costs.head.values()))
+    less = plain.phase("head", 0, 0).net - known[0].net
+    forward = dataclasses.replace(forward, points=tuple((other - less, done) for other, done in forward.points))
+    # The times in `costs` may be measured, those of this trace are the table's.
+    table = sum(plain.phase(name, 0, 0).nanoseconds for name in ("head", "head back"))
+    ratio = sum(phase.nanoseconds for phase in known) / max(1, table)
+    forward, backward = (
+        dataclasses.replace(phase, nanoseconds=round(phase.nanoseconds * ratio)) for phase in (forward, backward)
+    )
+    return dataclasses.replace(costs, head=dict.fromkeys(costs.head, (forward, backward)), head_tokens=head)
+
+
+def actions_for(skeleton: Skeleton) -> tuple[Action, ...]:
+    """The actions that a plan for this model chooses from.
+
+    Those that run attention again are among them only for eager attention, which holds its weights.
+    """
+    return candidates(eager_attention=getattr(skeleton.base.config, "_attn_implementation", None) == "eager")
+
+
+def _choices(frozen: Sequence[bool], actions: int) -> tuple[tuple[int, ...], ...]:
+    """Kind -> its actions: only the first one for a kind that saves nothing."""
+    return tuple((0,) if nothing else tuple(range(actions)) for nothing in frozen)
+
+
+def _trace(
+    skeleton: Skeleton,
+    walks: Sequence[Walk],
+    step: Step,
+    device: Device,
+    actions: Sequence[Action],
+    put_on: PutOn = trial,
+    *,
+    head: int | str = "full",
+) -> Run:
+    """Run the short model whose stacks follow `walks`, forward and backward."""
+    rows = [[kind for kind, _ in walk] for walk in walks]
+    with skeleton.assembled(rows) as model, contextlib.ExitStack() as stack:
+        found = find_blocks(model)
+        numbers = [action for walk in walks for _, action in walk]
+        pairs = zip(found.blocks, (actions[number] for number in numbers), strict=True)
+        plan = Plan(found.family, found.model, tuple(pairs), head=head)
+        stack.enter_context(put_on(model, plan))
+        try:
+            with skeleton.fake, compat.fake_values_count():
+                return _run(model, found, walks, step, device)
+        except InPlaceError as error:
+            raise HfCkptError(
+                f"{skeleton.model} cannot be planned for, because its blocks work in place on their hidden states. "
+                "`full` and `selective` need no plan."
+            ) from error
+        except HfCkptError:
+            raise
+        except Exception as error:
+            raise HfCkptError(_unplannable(skeleton.model, error)) from error
+        finally:
+            for parameter in model.parameters():
+                parameter.grad = None
+
+
+def _run(model: nn.Module, found: FoundBlocks, walks: Sequence[Walk], step: Step, device: Device) -> Run:
+    inputs = {name: _fake(value) for name, value in step.batch.items()}
+    if compat.wants_use_cache(model):
+        inputs["use_cache"] = False
+    tracer = Tracer(device, found.blocks, found.modules, model, inputs)
+    with tracer, Answers(padded=step.padded, casts=device.name == "cpu"):
+        autocast = functools.partial(torch.autocast, "cpu", dtype=step.autocast)
+        with autocast() if step.autocast is not None else contextlib.nullcontext():
+            loss = _loss(model, inputs, step)
+        tracer.begin("head back", 0, 0, backward=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        tracer.finish()
+    return Run(walks, tracer)
+
+
+def _stacks(
+    skeleton: Skeleton, choices: Sequence[tuple[tuple[int, ...], ...]], runs: Sequence[Run]
+) -> list[StackCosts]:
+    """The costs of all stacks, as the runs showed them; `choices` are kind -> actions, stack by stack."""
+    made: list[StackCosts] = []
+    for number, stack in enumerate(skeleton.stacks):
+        gradients = [kind.weights.gradients for kind in stack.kinds]
+        found = StackCosts(
+            name=stack.name,
+            blocks=stack.blocks,
+            kinds=stack.row,
+            choices=choices[number],
+            **stack_costs(number, runs, gradients, stack.row, choices[number]),
+        )
+        made.append(found)
+        for run in runs:
+            run.lent_before += sum(found.costs[pair].lent_bytes for pair in ways_of(run.walks[number]))
+    return made
+
+
+def _static(skeleton: Skeleton, step: Step) -> Static:
+    everything = skeleton.weights
+    state = step.optimizer_bytes
+    optimizer = optimizer_state(everything, step.optimizer) if state is None else state
+    return Static(
+        parameters=everything.nbytes,
+        buffers=skeleton.buffers,
+        optimizer=optimizer,
+        gradients=everything.gradients,
+        batch=sum(value.nbytes for value in step.batch.values() if isinstance(value, torch.Tensor)),
+    )
+
+
+def _unplannable(model: str, error: Exception) -> str:
+    """What to tell of a model that failed on fake tensors."""
+    reason = f"it does not run without its weights: {type(error).__name__}: {error}"
+    if compat.depends_on_values(error):  # experts that are called one by one
+        reason = (
+            f"how large its tensors are depends on their values ({error}). If that is how tokens find their experts, "
+            'load the model with experts_implementation="grouped_mm" or "batched_mm"'
+        )
+    return f"{model} cannot be planned for, because {reason}. `selective`, `full` and other policies need no plan."
+
+
+def _loss(model: nn.Module, inputs: Mapping[str, Any], step: Step) -> torch.Tensor:
+    """Run the forward, in a function of its own so that its outputs are freed before the backward, as in a Trainer."""
+    outputs = model(**inputs)
+    loss: torch.Tensor = step.loss(outputs) if step.loss is not None else outputs.loss
+    return loss
+
+
+def _fake(value: Any) -> Any:
+    """A tensor of the same shape and type, fake where fake tensors are on; other values as they are."""
+    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()

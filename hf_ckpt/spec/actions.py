@@ -1,0 +1,151 @@
+"""The actions: what may happen to the activations of one block, with one record for each.
+
+A new action is a record here and an engine file that the record names. Specs, plans, the planner, the tables and the
+pictures read these records; nothing else lists the actions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+SAVE_CLASSES = ("linear", "attention")
+"""Classes of operations whose results `selective` may save."""
+DEFAULT_SAVE = ("linear", "attention")
+"""The classes that `selective` saves where nothing is said."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Action:
+    """What happens to the activations of one block: the name of an action, and its options."""
+
+    kind: str = "keep"
+    """`keep`, `selective`, `full` or `offload`: the name of a record in `ACTIONS`."""
+    save: tuple[str, ...] = ()
+    """For `selective`: the classes of operations whose results stay."""
+    segment: int | None = None
+    """For `full`: neighbouring blocks with the same number are recomputed as one region."""
+    moved: bool = False
+    """For `selective`: whether what is saved lies in host memory until backward."""
+
+    def __str__(self) -> str:
+        if self.segment is not None:
+            return f"{self.kind} (segment {self.segment})"
+        where = " in host memory" if self.moved else ""
+        return f"{self.kind} (save {', '.join(self.save)}{where})" if self.save else self.kind
+
+
+KEEP = Action("keep")
+SELECTIVE = Action("selective", DEFAULT_SAVE)
+FULL = Action("full")
+OFFLOAD = Action("offload")
+
+
+@dataclasses.dataclass(frozen=True)
+class ActionKind:
+    """All that hf_ckpt knows of one action, apart from the code of its engine."""
+
+    name: str
+    """Name of the action in specs and plans."""
+    keeps: str
+    """What stays of a block's activations from its forward to its backward, in words."""
+    engine: str = ""
+    """`module:function` that makes a block's checkpointing function from an `engines.region.Request`; empty where the
+    block runs as it is."""
+    hooks: str = ""
+    """`module:function` that lists the forward hooks which the engine needs beside the blocks' functions; empty where
+    it needs none."""
+    options: tuple[str, ...] = ()
+    """Fields of `Action`, beside `kind`, that this action may have."""
+    candidates: tuple[Action, ...] = ()
+    """The forms of this action that a plan for a budget chooses from. Their costs are found by tracing them."""
+    eager_candidates: tuple[Action, ...] = ()
+    """Further candidates, for models whose attention holds its weights (`attn_implementation="eager"`)."""
+    offloads: Mapping[Action, Action] = dataclasses.field(default_factory=dict)
+    """Form of this action that holds tensors in host memory -> the action that keeps the same tensors on the device.
+    The costs of the first are those of the second and the time of the copies."""
+    next: Action | None = None
+    """What a block with this action gets when a step has run out of memory; it needs less. None where nothing does."""
+    next_in_words: str = ""
+    """How messages describe the change to `next`."""
+    colours: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Printed form of the action -> its colour in pictures."""
+
+
+# Name -> record, in the order of how much they keep.
+ACTIONS: dict[str, ActionKind] = {
+    record.name: record
+    for record in (
+        ActionKind(
+            "keep",
+            keeps="everything that autograd saves",
+            candidates=(KEEP,),
+            next=SELECTIVE,
+            next_in_words="`selective` for blocks that kept everything",
+            colours={"keep": "#4c72b0"},
+        ),
+        ActionKind(
+            "selective",
+            keeps="the results of the operations that `save` names, and what is needed to make the others again",
+            engine="hf_ckpt.engines.rebuild.region:make",
+            hooks="hf_ckpt.engines.rebuild.region:hooks",
+            options=("save", "moved"),
+            candidates=(SELECTIVE, Action("selective", ("attention",))),
+            eager_candidates=(Action("selective", ("linear",)),),
+            offloads={dataclasses.replace(SELECTIVE, moved=True): SELECTIVE},
+            next=FULL,
+            next_in_words="`full` for `selective` blocks",
+            colours={
+                "selective (save linear, attention)": "#55a868",
+                "selective (save attention)": "#b5d99c",
+                "selective (save linear)": "#8fbf9f",
+                "selective (save linear, attention in host memory)": "#da8bc3",
+            },
+        ),
+        ActionKind(
+            "full",
+            keeps="the block's inputs",
+            engine="hf_ckpt.engines.segments:make",
+            hooks="hf_ckpt.engines.segments:hooks",
+            options=("segment",),
+            candidates=(FULL,),
+            next=OFFLOAD,
+            next_in_words="hidden states in host memory",
+            colours={"full": "#dd8452"},
+        ),
+        ActionKind(
+            "offload",
+            keeps="the block's inputs, of which the hidden states lie in host memory",
+            engine="hf_ckpt.engines.offload:make",
+            offloads={OFFLOAD: FULL},
+            colours={"offload": "#8172b3"},
+        ),
+    )
+}
+
+
+def candidates(*, eager_attention: bool) -> tuple[Action, ...]:
+    """Return the actions that a plan for a budget chooses from; those that keep most come first.
+
+    `eager_attention` says whether the model's attention holds its weights. Only then does it pay to save the results of
+    linear layers alone, and to run attention again.
+    """
+    found: list[Action] = []
+    for record in ACTIONS.values():
+        found += [*record.candidates, *(record.eager_candidates if eager_attention else ())]
+    return tuple(found)
+
+
+def offloads() -> dict[Action, Action]:
+    """Return, for actions that keep tensors on the device, the action that holds the same tensors in host memory.
+
+    The action that keeps least comes first: of plans that are equally fast, the first one found is taken.
+    """
+    records = reversed(ACTIONS.values())
+    return {kept: moved for record in records for moved, kept in record.offloads.items()}
+
+
+def colour_of(action: Action | str) -> str:
+    """Return an action's colour in pictures, by its printed form; grey where it has none of its own."""
+    colours = {shown: colour for record in ACTIONS.values() for shown, colour in record.colours.items()}
+    return colours.get(str(action), "0.5")

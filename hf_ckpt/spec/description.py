@@ -1,0 +1,82 @@
+"""`Description`: the plan that is installed on a model, and what it has done so far. `hf_ckpt.describe` returns it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_ckpt.spec.plan import Plan
+from hf_ckpt.units import format_bytes, format_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """A plan that is installed on a model, and what it has done so far. `print` shows it."""
+
+    plan: Plan
+    """One action for every block."""
+    spec: dict[str, Any]
+    """The spec that the plan was made from, as `Spec.to_dict`."""
+    enabled: bool
+    """Whether the plan is on the blocks now."""
+    frozen: tuple[str, ...]
+    """Planned blocks below the first trainable parameter: they save nothing and are not recomputed."""
+    forwards: dict[str, int]
+    """Block name -> checkpointed forward calls so far."""
+    recomputed: dict[str, int]
+    """Block name -> recomputations so far, of the whole block or (with `selective`) of operations inside it."""
+    dropped: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Class of an operation, or of a module that is run again -> bytes of its results that `selective` dropped in the
+    last forward, summed over the blocks."""
+    kept: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Name of an autograd node -> bytes of its results that `selective` kept in the last forward, summed over the
+    blocks; parameters are left out."""
+    kept_to_rebuild: dict[str, int] = dataclasses.field(default_factory=dict)
+    """The part of `kept` that autograd itself would not hold. Without `selective`, autograd would hold the rest of
+    `kept`, and all of `dropped`."""
+    moved: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Block name -> bytes that its last forward moved to host memory."""
+    chunked_heads: int = 0
+    """Calls of the head that ran in chunks so far."""
+    in_graphs: tuple[str, ...] = ()
+    """Planned blocks that were called from a graph of torch.compile, where no call is counted."""
+    head_in_graph: bool = False
+    """Whether the head is planned to run in chunks, but ran as a whole in a graph of torch.compile."""
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a JSON or YAML file, as `Plan.save` does."""
+        self.plan.save(path)
+
+    def __str__(self) -> str:
+        state = "enabled" if self.enabled else "installed, not enabled (call model.gradient_checkpointing_enable())"
+        lines = [f"hf_ckpt: {state}; spec {json.dumps(self.spec)}", str(self.plan)]
+        predicted = self.plan.prediction
+        if predicted is not None:
+            within = "" if predicted.budget_bytes is None else f" within {format_bytes(predicted.budget_bytes)}"
+            seconds = format_seconds(predicted.step_seconds)
+            lines.append(f"  predicted: peak {format_bytes(predicted.peak_bytes)}{within}, step {seconds}")
+        if self.frozen:
+            lines.append(
+                f"  kept in effect: {len(self.frozen)} blocks below the first trainable parameter save nothing"
+            )
+        if any(self.forwards.values()):
+            lines.append(
+                f"  so far: {sum(self.forwards.values())} checkpointed block calls, "
+                f"{sum(self.recomputed.values())} recomputations"
+            )
+        if self.in_graphs:
+            lines.append(f"  in graphs of torch.compile, where nothing is counted: {len(self.in_graphs)} blocks")
+        if self.head_in_graph:
+            lines.append("  in a graph of torch.compile, where it runs as a whole: the head")
+        if self.moved:
+            moved = format_bytes(sum(self.moved.values()))
+            lines.append(f"  moved to host memory in the last forward: {moved} of {len(self.moved)} blocks")
+        if self.chunked_heads:
+            lines.append(f"  so far: {self.chunked_heads} calls of the head in chunks")
+        for verb, parts in (("dropped, to be rebuilt", self.dropped), ("kept", self.kept)):
+            if parts:
+                shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+                lines.append(f"  {verb} in the last forward: {format_bytes(sum(parts.values()))} ({shown})")
+        return "\n".join(lines)

@@ -1,0 +1,227 @@
+"""`Plan`: one action for every block of a model, with what it is predicted to cost.
+
+A plan names blocks by their qualified names, so that it can be saved, read by people, and given to another run of the
+same model. This file holds records only, and needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_ckpt.errors import PlanMismatchError
+from hf_ckpt.spec.actions import ACTIONS, SAVE_CLASSES, Action
+from hf_ckpt.spec.files import load_yaml
+
+FORMAT_VERSION = 1
+"""Version of the format of saved plans, which they carry."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One repeated transformer layer."""
+
+    name: str
+    """Qualified name inside the base model, without the segments that wrappers add: `model.layers.0`."""
+    stack: str
+    """Name of the stack that the block is counted in."""
+    index: int
+    """Position in the stack, from 0."""
+    kind: str
+    """Class name of the layer, as `LlamaDecoderLayer`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What a plan is predicted to cost."""
+
+    peak_bytes: int
+    """The most bytes of tensors alive at any moment of a training step."""
+    step_seconds: float
+    """Seconds of one optimizer step with all its micro-steps."""
+    tokens: int
+    """Tokens trained on in one optimizer step; 0 where they are not counted."""
+    parts: tuple[tuple[str, int], ...]
+    """What fills the peak, as (name, bytes)."""
+    budget_bytes: int | None = None
+    """The peak that was allowed, where the plan was made for a budget."""
+    device: str = ""
+    """Name of the device whose speed was assumed."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens trained on in a second, as predicted; None where tokens are not counted."""
+        return self.tokens / self.step_seconds if self.tokens and self.step_seconds else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able dict, which `Prediction.from_dict` reads back."""
+        return {**dataclasses.asdict(self), "parts": dict(self.parts)}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Prediction:
+        """Read the dict that `to_dict` returns. Raises `KeyError`, `TypeError` or `ValueError` for any other."""
+        parts = tuple((str(name), int(size)) for name, size in given["parts"].items())
+        # Converted, because YAML reads 2e-05 as a text.
+        counts = {name: int(given[name]) for name in ("peak_bytes", "tokens")}
+        return cls(**{**given, **counts, "parts": parts, "step_seconds": float(given["step_seconds"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One action for every block of every stack."""
+
+    family: str
+    """Name of the family that the model belongs to, or `generic`."""
+    model: str
+    """Class name of the base model."""
+    actions: tuple[tuple[Block, Action], ...]
+    """Every block with its action, stack after stack, in the order that the blocks of a stack run."""
+    prediction: Prediction | None = dataclasses.field(default=None, compare=False)
+    """What the plan is predicted to cost, where that was computed. Plans are compared without it."""
+    head: int | str = "full"
+    """`full` where the head and its loss run as a whole; otherwise the number of tokens in a chunk, or `auto` where it
+    is chosen at each call."""
+
+    def stacks(self) -> dict[str, list[tuple[Block, Action]]]:
+        """Return the blocks with their actions by the name of their stack."""
+        groups = itertools.groupby(self.actions, key=lambda pair: pair[0].stack)
+        return {stack: list(pairs) for stack, pairs in groups}
+
+    def segments(self) -> list[tuple[str, list[str]]]:
+        """Return every run of neighbouring blocks that is recomputed as one region.
+
+        Each is a pair of a title (`segment 0 of decoder`) and the names of its blocks.
+        """
+        found: list[tuple[str, list[str]]] = []
+        for stack, pairs in self.stacks().items():
+            for segment, group in itertools.groupby(pairs, key=lambda pair: pair[1].segment):
+                if segment is not None:
+                    found.append((f"segment {segment} of {stack}", [block.name for block, _ in group]))
+        return found
+
+    def active(self) -> dict[str, Action]:
+        """Return the actions by block name, for the blocks whose action is not `keep`."""
+        return {block.name: action for block, action in self.actions if action.kind != "keep"}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able dict, which `Plan.from_dict` reads back to an equal plan."""
+
+        def row(block: Block, action: Action) -> dict[str, Any]:
+            return {"block": block.name, "kind": block.kind, "action": action.kind} | (
+                ({"save": list(action.save)} if action.save else {})
+                | ({"segment": action.segment} if action.segment is not None else {})
+                | ({"moved": True} if action.moved else {})
+            )
+
+        stacks = {stack: [row(*pair) for pair in pairs] for stack, pairs in self.stacks().items()}
+        found = {"hf_ckpt_plan": FORMAT_VERSION, "family": self.family, "model": self.model, "stacks": stacks}
+        found |= {"head": self.head} if self.head != "full" else {}
+        return found if self.prediction is None else {**found, "prediction": self.prediction.to_dict()}
+
+    @classmethod
+    def from_dict(cls, given: Any, source: str = "the plan") -> Plan:
+        """Read the dict that `to_dict` returns; `source` says in errors where it came from.
+
+        Raises `PlanMismatchError` when it is no plan of this format, or is damaged.
+        """
+        if not isinstance(given, Mapping) or given.get("hf_ckpt_plan") != FORMAT_VERSION:
+            raise PlanMismatchError(f"{source} is no plan of hf_ckpt (format {FORMAT_VERSION}): {str(given)[:120]!r}")
+        try:
+            actions = tuple(_read_rows(given["stacks"]))
+            predicted = given.get("prediction")
+            prediction = None if predicted is None else Prediction.from_dict(predicted)
+            return cls(str(given["family"]), str(given["model"]), actions, prediction, _read_head(given))
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+            raise PlanMismatchError(f"{source} is damaged: {error!r}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, or as YAML if the path ends in `.yaml` or `.yml`; folders are made as needed."""
+        path = Path(path)
+        if path.suffix in (".yaml", ".yml"):
+            import yaml
+
+            text = yaml.safe_dump(self.to_dict(), sort_keys=False)
+        else:
+            text = json.dumps(self.to_dict(), indent=1) + "\n"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a saved plan, JSON or YAML. Raises `PlanMismatchError` when the file cannot be read as a plan."""
+        try:
+            loaded = load_yaml(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise PlanMismatchError(f"cannot read a plan from {str(path)!r}: {error}") from error
+        return cls.from_dict(loaded, source=str(path))
+
+    def __str__(self) -> str:
+        lines = [f"{self.model} (family {self.family}), {len(self.active())} of {len(self.actions)} blocks planned"]
+        for stack, pairs in self.stacks().items():
+            chosen: dict[str, list[int]] = {}
+            for block, action in pairs:
+                chosen.setdefault(str(action), []).append(block.index)
+            kinds = ", ".join(dict.fromkeys(block.kind for block, _ in pairs))
+            parts = [f"{action} {_spans(indices)}" for action, indices in chosen.items()]
+            lines.append(f"  {stack} ({len(pairs)} x {kinds}): {'; '.join(parts)}")
+        if self.head != "full":
+            lines.append(f"  head: in chunks ({self.head if isinstance(self.head, str) else f'{self.head} tokens'})")
+        return "\n".join(lines)
+
+
+def run_lengths(blocks: int, runs: int) -> list[int]:
+    """Cut a number of blocks into a number of runs. The lengths differ by one at most, and the longer come first."""
+    each, longer = divmod(blocks, runs)
+    return [each + (number < longer) for number in range(runs)]
+
+
+def _spans(indices: list[int]) -> str:
+    """Write positions as text: `_spans([0, 1, 2, 5]) == "0-2, 5"`, and a long run of equal steps as "0, 2, ... 78"."""
+    steps = {later - earlier for earlier, later in itertools.pairwise(indices)}
+    if len(indices) > 4 and len(steps) == 1 and steps != {1}:
+        return f"{indices[0]}, {indices[1]}, ... {indices[-1]}"
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _read_head(given: Mapping[str, Any]) -> int | str:
+    """Read `Plan.head` from a saved plan. Raises `ValueError` where it is none."""
+    head = given.get("head", "full")
+    if head not in ("full", "auto") and not (type(head) is int and head >= 1):
+        raise ValueError(f"its head is {head!r}, which is neither a number of tokens nor `auto` nor `full`")
+    return head  # type: ignore[no-any-return]
+
+
+def _read_rows(stacks: Mapping[str, list[Mapping[str, Any]]]) -> Iterator[tuple[Block, Action]]:
+    """Read `Plan.actions` from a saved plan. Raises `KeyError` or `ValueError` where a row is not as it must be."""
+    for stack, rows in stacks.items():
+        for index, row in enumerate(rows):
+            block = Block(name=str(row["block"]), stack=str(stack), index=index, kind=str(row["kind"]))
+            yield block, _read_action(row)
+
+
+def _read_action(row: Mapping[str, Any]) -> Action:
+    kind, block = row["action"], row["block"]
+    if kind not in ACTIONS:
+        raise ValueError(f"{block} has the unknown action {kind!r}")
+    segment, moved, save = row.get("segment"), row.get("moved", False), row.get("save", [])
+    if segment is not None and type(segment) is not int:
+        raise ValueError(f"{block} has the segment {segment!r}, which must be a number")
+    if type(moved) is not bool:
+        raise ValueError(f"{block} has `moved` {moved!r}, which must be true or false")
+    if not isinstance(save, (list, tuple)) or any(name not in SAVE_CLASSES for name in save):
+        raise ValueError(f"{block} saves {save!r}, which must be a list out of {list(SAVE_CLASSES)}")
+    for option, given in (("segment", segment is not None), ("moved", moved), ("save", bool(save))):
+        if given and option not in ACTIONS[kind].options:
+            owners = " or ".join(f"`{record.name}`" for record in ACTIONS.values() if option in record.options)
+            raise ValueError(f"{block} has `{option}`, which goes with {owners}, but its action is `{kind}`")
+    return Action(kind, tuple(save), segment, moved)

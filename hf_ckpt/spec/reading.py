@@ -1,0 +1,241 @@
+"""Readers of the values in a spec, one for each key; `READERS` lists them.
+
+A reader returns the value as `Spec` holds it, or raises `ValueError` with what was given and what is needed. Its text
+continues a sentence that begins with the name of the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_ckpt.spec.actions import ACTIONS, SAVE_CLASSES
+from hf_ckpt.units import UnitError, parse_bytes, parse_fraction
+
+POLICIES = ("none", "full", *(kind for kind in ACTIONS if kind not in ("keep", "full")), "budget", "auto")
+ENGINES = ("auto", "rebuild", "sac")
+HEADS = ("full", "auto")
+
+LayerRange = tuple[int, int]
+"""First and last position of a range of blocks; a negative one counts from the end."""
+Layers = str | tuple[tuple[str, str], ...]
+"""A choice of blocks like "0-15,-1" for every stack, or (stack, such a choice) pairs."""
+
+_RANGE = re.compile(r"(-?\d+)(?:-(-?\d+))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One exception to the policy of a spec; of several rules that match a block, the last wins."""
+
+    layers: str
+    """The blocks that the rule is about, as in `Spec.layers`."""
+    policy: str
+    """What these blocks get: `none`, `full`, `selective` or `offload`."""
+    stack: str | None = None
+    """Name of the stack that the rule is about; None means every stack."""
+    save: tuple[str, ...] | None = None
+    """For `selective`: the classes of operations whose results are kept; None means those of the spec."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rule as a spec writes it."""
+        full = {
+            "stack": self.stack,
+            "layers": self.layers,
+            "policy": self.policy,
+            "save": self.save and list(self.save),
+        }
+        return {key: value for key, value in full.items() if value is not None}
+
+
+def parse_layers(text: str) -> tuple[LayerRange, ...]:
+    """Read a choice of blocks: `parse_layers("0-15,-1") == ((0, 15), (-1, -1))`.
+
+    Ranges include both ends, and negative numbers count from the end. Raises `ValueError` where the text is not a list
+    of numbers and ranges.
+    """
+    ranges = []
+    for part in text.replace(" ", "").split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise ValueError(f"must be a list like '0-15,-1', but is {text!r} instead")
+        first = int(match.group(1))
+        ranges.append((first, first if match.group(2) is None else int(match.group(2))))
+    return tuple(ranges)
+
+
+def unknown_key(key: object, known: Sequence[str] | Mapping[str, Any], reasons: Mapping[str, str] | None = None) -> str:
+    """Return a sentence about a key that is not in `known`: its entry in `reasons`, or the most similar known keys."""
+    if reasons and key in reasons:
+        return f"`{key}` {reasons[str(key)]}"
+    near = difflib.get_close_matches(str(key), list(known), n=2, cutoff=0.6)
+    hint = f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else f"; known: {', '.join(known)}."
+    return f"`{key}` is not a key of the spec{hint}"
+
+
+def one_of(*allowed: object) -> Callable[[Any], Any]:
+    """Return a reader that accepts these values only; it does not take 0 and 1 for False and True."""
+
+    def read(value: Any) -> Any:
+        for choice in allowed:
+            if value == choice and isinstance(value, bool) == isinstance(choice, bool):
+                return choice
+        near = difflib.get_close_matches(str(value), [str(choice) for choice in allowed], n=1, cutoff=0.6)
+        shown = ", ".join(json.dumps(choice) for choice in allowed)
+        raise ValueError(
+            f"must be one of {shown}, but is {value!r} instead{f'; did you mean {near[0]!r}?' if near else ''}"
+        )
+
+    return read
+
+
+def _read_reentrant(value: Any) -> bool:
+    if value is False:
+        return False
+    if value is True:
+        raise ValueError(
+            "must be false, but is True instead: reentrant checkpointing drops gradients of adapters whose input needs "
+            "none, ignores keyword inputs and cannot stop a recomputation early"
+        )
+    raise ValueError(f"must be false, but is {value!r} instead")
+
+
+def _read_every(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"must be a whole number of at least 1, but is {value!r} instead")
+    return value
+
+
+def _read_layer_text(value: Any) -> str:
+    """Read a choice of blocks in one stack: a number, a list of numbers, or a text like "0-15,-1"."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if isinstance(value, (list, tuple)) and value and all(type(index) is int for index in value):
+        value = ",".join(str(index) for index in value)
+    if not isinstance(value, str):
+        raise ValueError(f"must be a list like '0-15,-1', but is {value!r} instead")
+    parse_layers(value)
+    return value.replace(" ", "")
+
+
+def _read_layers(value: Any) -> Layers | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        return _read_layer_text(value)
+    if not value:
+        raise ValueError("must name at least one stack, but is empty")
+    return tuple((str(stack), _read_layer_text(text)) for stack, text in value.items())
+
+
+def _read_segments(value: Any) -> int | str | None:
+    if value is None or value == "sqrt":
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"must be a whole number of at least 1 or 'sqrt', but is {value!r} instead")
+    return value
+
+
+def _read_size(value: Any) -> int | str | None:
+    """Read a number of bytes or a text like "20GiB", which is kept as it was written."""
+    if value is not None:
+        try:
+            parse_bytes(value)
+        except UnitError as error:
+            raise ValueError(f"is no size: {error}".rstrip(".")) from None
+    return value  # type: ignore[no-any-return]
+
+
+def _read_budget(value: Any) -> int | float | str | None:
+    if isinstance(value, float) and not 0 < value <= 1:
+        raise ValueError(f"as a fraction must be above 0 and at most 1, but is {value!r} instead")
+    if isinstance(value, float):
+        return value
+    if isinstance(value, str) and value.strip().endswith("%"):
+        try:
+            parse_fraction(value)
+        except UnitError as error:
+            raise ValueError(f"is no share: {error}".rstrip(".")) from None
+        return value
+    return _read_size(value)
+
+
+def _read_head(value: Any) -> int | str:
+    if type(value) is int and value >= 1:
+        return value
+    return one_of(*HEADS, "a number of tokens of at least 1")(value)  # type: ignore[no-any-return]
+
+
+def _read_save(value: Any) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not names or not set(map(str, names)) <= set(SAVE_CLASSES):
+        raise ValueError(f"must be a list out of {list(SAVE_CLASSES)}, but is {value!r} instead")
+    return tuple(name for name in SAVE_CLASSES if name in names)
+
+
+def _read_rules(value: Any) -> tuple[Rule, ...]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"must be a list of mappings with `layers` and `policy`, but is {value!r} instead")
+    problems: list[str] = []
+    rules = [_read_rule(number, rule, problems) for number, rule in enumerate(value)]
+    if problems:
+        raise ValueError("; ".join(problem.rstrip(".") for problem in problems))
+    return tuple(rule for rule in rules if rule is not None)
+
+
+def _read_rule(number: int, given: Any, problems: list[str]) -> Rule | None:
+    """Read the rule in this place of the list. Where that fails, add to `problems` and return None."""
+    if not isinstance(given, Mapping):
+        problems.append(f"[{number}] must be a mapping, but is {given!r} instead")
+        return None
+    readers: dict[str, Callable[[Any], Any]] = {
+        "stack": lambda value: None if value is None else str(value),
+        "layers": _read_layer_text,
+        "policy": one_of(*(policy for policy in POLICIES if policy not in ("budget", "auto"))),
+        "save": _read_save,
+    }
+    values: dict[str, Any] = {}
+    before = len(problems)
+    for key, value in given.items():
+        try:
+            if key not in readers:
+                problems.append(f"[{number}] {unknown_key(key, readers)}")
+            else:
+                values[key] = readers[key](value)
+        except ValueError as error:
+            problems.append(f"[{number}].{key} {error}")
+    problems += [f"[{number}] needs `{key}`" for key in ("layers", "policy") if key not in given]
+    if values.get("save") and values.get("policy") not in (None, "selective"):
+        problems.append(f"[{number}].save goes with `policy: selective`, but policy is {values['policy']!r}")
+    return Rule(**values) if len(problems) == before else None
+
+
+def _read_plan(value: Any) -> str | None:
+    if value is not None and (not isinstance(value, (str, Path)) or not str(value)):
+        raise ValueError(f"must be the path of a saved plan, but is {value!r} instead")
+    return None if value is None else str(value)
+
+
+# Key of a spec -> its reader.
+READERS: dict[str, Callable[[Any], Any]] = {
+    "policy": one_of(*POLICIES),
+    "save": _read_save,
+    "every_n_layers": _read_every,
+    "layers": _read_layers,
+    "segments": _read_segments,
+    "budget": _read_budget,
+    "host_budget": _read_size,
+    "offload": one_of(False, True, "saved"),
+    "rules": _read_rules,
+    "engine": one_of(*ENGINES),
+    "preserve_rng_state": one_of("auto", True, False),
+    "determinism_check": one_of("default", "none"),
+    "use_reentrant": _read_reentrant,
+    "head": _read_head,
+    "plan": _read_plan,
+}

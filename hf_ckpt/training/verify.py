@@ -1,0 +1,235 @@
+"""`hf_ckpt.verify`: compare the loss and every gradient with and without a plan, from the same seed.
+
+It also counts recomputations, since equal gradients prove nothing where the plan was not carried out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.attach.attach import describe, paused
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.models.blocks import base_model
+from hf_ckpt.planner.install import trial
+from hf_ckpt.spec.plan import Plan
+from hf_ckpt.spec.spec import SpecLike
+
+Gradients = dict[str, torch.Tensor | None]
+"""Name of a trainable parameter -> its gradient, or None where it has none."""
+ROUNDING, ROUNDING_16 = 1e-5, 5e-2
+"""What a gradient may differ by where the head runs in chunks, in float32 and in 16-bit types: the norm of the
+difference over the norm of the gradient. The same sums are taken in another order, and a 16-bit gradient is as far from
+the exact one as that of the plain head is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How the gradient of one parameter differs between the run without the plan and the run with it."""
+
+    parameter: str
+    """Name of the parameter."""
+    max_abs: float | None
+    """Largest absolute difference of an element; None if one of the two runs had no gradient at all."""
+    max_rel: float | None
+    """`max_abs` over the largest absolute value in the gradient without the plan."""
+
+    def __str__(self) -> str:
+        if self.max_abs is None:
+            return f"{self.parameter} has a gradient in one run only"
+        return f"{self.parameter} differs by {self.max_abs:.3g} ({self.max_rel:.3g} of its largest value)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What `verify` found. As a condition it is true if everything is equal and the plan was really carried out."""
+
+    plan: Plan
+    """The plan that was verified."""
+    loss: float
+    """The loss without the plan."""
+    loss_difference: float
+    """Absolute difference of the two losses; 0.0 if they are bit-equal."""
+    parameters: int
+    """How many parameters had a gradient without the plan, and were compared."""
+    different: int
+    """How many parameters have gradients that are not bit-equal."""
+    first_difference: Difference | None
+    """The first of these parameters, in the model's order; None if there is none."""
+    recomputed: dict[str, int]
+    """Planned block -> how often it, or operations inside it, were recomputed."""
+    not_recomputed: tuple[str, ...]
+    """Planned blocks above the first trainable parameter that were not recomputed."""
+    largest_difference: float = 0.0
+    """The largest difference of a gradient or the loss: the norm of the difference over the norm without the plan, or
+    over 1 % of the largest gradient's norm where that is more."""
+    allowed_difference: float = 0.0
+    """What `largest_difference` may be: 0 (bit-equal) unless the head runs in chunks."""
+    chunked_heads: int = 0
+    """Calls of the head that ran in chunks."""
+    in_graphs: tuple[str, ...] = ()
+    """Planned blocks that were called from a graph of torch.compile, where no recomputation is counted."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the plan holds what it promises.
+
+        That is, gradients were compared, they and the loss are equal (with the head in chunks: up to rounding), every
+        planned block was recomputed, and the head ran in chunks if the plan says so.
+        """
+        if self.not_recomputed or not self.parameters:
+            return False
+        if self.plan.head == "full":
+            return not (self.loss_difference or self.different)
+        return self.chunked_heads > 0 and self.largest_difference <= self.allowed_difference
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able dict."""
+        return {"ok": self.ok, **dataclasses.asdict(self), "plan": self.plan.to_dict()}
+
+    def __str__(self) -> str:
+        lines = [
+            f"loss {self.loss:.6f}, "
+            + ("equal" if not self.loss_difference else f"differs by {self.loss_difference:.3g}"),
+            f"{self.parameters - self.different} of {self.parameters} gradients bit-equal"
+            + (f"; first difference: {self.first_difference}" if self.first_difference else ""),
+            f"{sum(self.recomputed.values())} recomputations of {len(self.plan.active())} planned blocks",
+        ]
+        if self.plan.head != "full":
+            lines.append(
+                f"head: {self.chunked_heads} calls in chunks; largest difference {self.largest_difference:.2g} of a "
+                f"gradient's norm, allowed {self.allowed_difference:g}"
+            )
+        if self.not_recomputed:
+            lines.append(f"planned but not recomputed: {', '.join(self.not_recomputed)}")
+        if self.in_graphs:
+            lines.append(
+                "torch.compile hides what is recomputed in its graphs: verify the model before it is compiled, or in "
+                "`with torch.compiler.set_stance('force_eager')`"
+            )
+        if not self.parameters:
+            lines.append("no parameter got a gradient: nothing was compared")
+        return "\n".join(lines)
+
+
+def verify(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    spec: SpecLike | Plan = None,
+    *,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    seed: int = 0,
+) -> Verification:
+    """Run one forward and backward without the plan and one with it, from the same seed, and compare their gradients.
+
+        result = hf_ckpt.verify(model, batch, {"policy": "full"})
+        assert result, result
+
+    Args:
+        model: a model in train mode. Its gradients, the random state, its plan and its installation are the same
+            afterwards as before.
+        batch: keyword arguments of the model's forward, on its device; with labels, unless `loss_fn` is given.
+        spec: what to verify, in any form that `install` takes. None is the plan that is installed, or else `full`.
+        loss_fn: returns a scalar loss from the model's outputs; by default their `loss`.
+        seed: seed of both runs.
+
+    Both runs have `use_cache=False`, because some transformers versions choose other kernels with a cache.
+    Raises `HfCkptError` when the model is in eval mode or returns no loss, and whatever `install` raises.
+    """
+    if not model.training:
+        raise HfCkptError("the model is in eval mode, where nothing is checkpointed; call model.train() first.")
+    base = base_model(model)
+    inputs = dict(batch) | ({"use_cache": False} if compat.wants_use_cache(base) else {})
+    with _gradients_and_random_state_kept(model), trial(model, spec):
+        with paused(model):
+            loss, gradients = _run(model, inputs, loss_fn, seed)
+        before = describe(model)
+        planned_loss, planned_gradients = _run(model, inputs, loss_fn, seed)
+        after = describe(model)
+    # `budget` makes its plan in the second run, and blocks may have had no function before.
+    recomputed = {name: count - before.recomputed.get(name, 0) for name, count in after.recomputed.items()}
+    unequal = [name for name in gradients if not _equal(gradients[name], planned_gradients[name])]
+    # A gradient that is 0 but for rounding (as that of a bias of keys) shares no digit with that of another run.
+    least = 0.01 * max((float(found.double().norm()) for found in gradients.values() if found is not None), default=0.0)
+    return Verification(
+        plan=after.plan,
+        loss=float(loss),
+        loss_difference=0.0 if torch.equal(loss, planned_loss) else abs(float(loss) - float(planned_loss)),
+        parameters=sum(gradient is not None for gradient in gradients.values()),
+        different=len(unequal),
+        first_difference=_difference(unequal[0], gradients, planned_gradients) if unequal else None,
+        recomputed=recomputed,
+        not_recomputed=tuple(name for name, count in recomputed.items() if not count and name not in after.frozen),
+        largest_difference=max(
+            [_gap(loss, planned_loss), *(_gap(gradients[name], planned_gradients[name], least) for name in unequal)]
+        ),
+        allowed_difference=0.0 if after.plan.head == "full" else _rounding(gradients.values()),
+        chunked_heads=after.chunked_heads - before.chunked_heads,
+        in_graphs=after.in_graphs,
+    )
+
+
+def _gap(one: torch.Tensor | None, other: torch.Tensor | None, least: float = 0.0) -> float:
+    """Return the norm of the difference over the norm of `one`, or over `least` where that norm is smaller."""
+    if one is None or other is None:
+        return float("inf")
+    gap, norm = float((one.double() - other.double()).norm()), max(least, float(one.double().norm()))
+    return gap / norm if norm else (float("inf") if gap else 0.0)
+
+
+def _rounding(gradients: Iterable[torch.Tensor | None]) -> float:
+    """Return what gradients of these types may differ by where the head runs in chunks."""
+    small = any(gradient.dtype.itemsize < 4 for gradient in gradients if gradient is not None)
+    return ROUNDING_16 if small or compat.autocast_is_on() else ROUNDING
+
+
+def _run(
+    model: nn.Module, inputs: Mapping[str, Any], loss_fn: Callable[[Any], torch.Tensor] | None, seed: int
+) -> tuple[torch.Tensor, Gradients]:
+    """Run a forward and backward, and return loss and gradients. Raises `HfCkptError` where there is no loss."""
+    torch.manual_seed(seed)
+    model.zero_grad(set_to_none=True)
+    outputs = model(**inputs)
+    loss = loss_fn(outputs) if loss_fn else getattr(outputs, "loss", None)
+    if loss is None:
+        raise HfCkptError("the model returned no loss; put `labels` into the batch or pass loss_fn=.")
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return loss.detach(), gradients
+
+
+@contextlib.contextmanager
+def _gradients_and_random_state_kept(model: nn.Module) -> Iterator[None]:
+    """Give a model its gradients back, and the process its random state, after the `with` block."""
+    kept = {name: parameter.grad for name, parameter in model.named_parameters()}
+    try:
+        with compat.forked_random_state():
+            yield
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.grad = kept[name]
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def _difference(name: str, gradients: Gradients, planned: Gradients) -> Difference:
+    """Measure how a parameter's gradient with the plan differs from that without it."""
+    one, other = gradients[name], planned[name]
+    if one is None or other is None:
+        return Difference(name, None, None)
+    gap = (one.double() - other.double()).abs().max().item()
+    largest = one.double().abs().max().item()
+    return Difference(name, gap, gap / largest if largest else float("inf"))

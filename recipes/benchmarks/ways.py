@@ -1,0 +1,208 @@
+"""Every way to run a training step with less memory that a user could pick, as rows of data: what transformers, torch,
+TRL and torch.compile offer, and what hf_ckpt does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import accelerate
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from hf_ckpt import compat
+from hf_ckpt.attach.attach import describe
+from hf_ckpt.engines.sac import looked_up
+from hf_ckpt.errors import HfCkptError, MissingDependencyError
+from hf_ckpt.models.blocks import base_model, vocabulary_head
+from hf_ckpt.planner.install import trial
+from hf_ckpt.spec.plan import Plan
+
+TRANSFORMERS, TORCH_SAC, TRL, COMPILED, OURS = "transformers", "torch SAC", "TRL", "torch.compile", "hf_ckpt"
+MATMULS = ("aten.mm.default", "aten.addmm.default")
+"""torchtitan counts and saves `mm`; `addmm` is the same with a bias, as Transformers' GPT-2 and BERT have it."""
+ATTENTION = (
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_attention_math.default",
+    "aten._scaled_dot_product_fused_attention_overrideable.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+)
+"""torchtitan's, and the CPU's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """A model with one of the ways turned on."""
+
+    forward: Callable[..., Any]
+    """In the place of the model's own call."""
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    """Entered for forward and backward."""
+    counts: Callable[[], dict[str, int] | None] = lambda: None
+    """How often each block has been run again so far, as a whole or in part, and how often a head in chunks was run;
+    None where nobody knows."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Way:
+    """One way to run a step."""
+
+    name: str
+    group: str
+    """Who offers it: one of the keys of `TURN_ON`."""
+    options: Mapping[str, Any] | Plan | None = None
+    """What it is given."""
+    to_host: bool = False
+    """Whether it moves tensors to host memory, so that it means nothing without an accelerator."""
+
+    @contextlib.contextmanager
+    def turned_on(self, model: nn.Module) -> Iterator[Running]:
+        """Raises `HfCkptError` where this machine or this model has nothing for it, and what it raises itself."""
+        if self.to_host and compat.accelerator_type() is None:
+            raise HfCkptError("needs an accelerator: a CPU has no host memory beside its own")
+        with TURN_ON[self.group](model, self.options) as running:
+            yield running
+
+
+@contextlib.contextmanager
+def _plain(model: nn.Module, options: None) -> Iterator[Running]:
+    yield Running(model)
+
+
+@contextlib.contextmanager
+def _transformers(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
+    if "every_n_layers" in options and not compat.HAS_EVERY_N_LAYERS:
+        raise HfCkptError("this version of transformers has no every_n_layers")
+    if "offload" in options and not compat.HAS_OWN_OFFLOAD:
+        raise HfCkptError("this version of transformers has no offload")
+    with compat.own_checkpointing(base_model(model), **options) as count:
+        yield Running(model, counts=lambda: {"all blocks": count()})
+
+
+@contextlib.contextmanager
+def _sac(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
+    """torch's own, by the `context_fn` that transformers hands on to it."""
+    with compat.own_checkpointing(base_model(model), context_fn=functools.partial(_contexts, **options)) as count:
+        yield Running(model, counts=lambda: {"all blocks": count()})
+
+
+def _contexts(save: tuple[str, ...], every: int = 1) -> compat.Contexts:
+    """The results of the operations `save` stay, but those of every `every`-th product of matrices in a block; 1 keeps
+    them all. Products are counted in forward and recomputation apart, as torchtitan does with its op list."""
+    stay, products = looked_up(save), looked_up(MATMULS)
+    counts = {False: itertools.count(1), True: itertools.count(1)}
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation not in stay:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if operation in products and every > 1 and next(counts[context.is_recompute]) % every == 0:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
+
+    made: compat.Contexts = create_selective_checkpoint_contexts(policy)
+    return made
+
+
+@contextlib.contextmanager
+def _trl(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
+    try:
+        from trl.models.activation_offloading import get_act_offloading_ctx_manager
+    except ImportError as error:
+        raise MissingDependencyError("trl", "TRL's activation offloading", "pip install trl") from error
+    accelerate.PartialState()  # a Trainer has made it; TRL's logger needs it
+    manager = get_act_offloading_ctx_manager(model)  # one for all steps, as TRL's trainers have it
+    with contextlib.ExitStack() as checkpointing:
+        if options["full"]:
+            checkpointing.enter_context(compat.own_checkpointing(base_model(model)))
+        yield Running(model, around=lambda: manager)
+
+
+@contextlib.contextmanager
+def _compiled(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
+    """At most this share of a graph's activations is kept for backward, and the others are recomputed."""
+    # A private name: torch.compile has no public option for this. https://pytorch.org/blog/activation-checkpointing-techniques/
+    from torch._functorch import config
+
+    with config.patch(activation_memory_budget=options["share"]):
+        yield Running(torch.compile(model))
+
+
+@contextlib.contextmanager
+def _ours(model: nn.Module, options: Mapping[str, Any] | Plan) -> Iterator[Running]:
+    head = options.head if isinstance(options, Plan) else options.get("head", "full")
+    if head != "full" and vocabulary_head(base_model(model)) is None:
+        raise HfCkptError(f"{type(base_model(model)).__name__} has no head over a vocabulary")
+    with trial(model, options):
+        yield Running(model, counts=functools.partial(_ours_so_far, model, head != "full"))
+
+
+def _ours_so_far(model: nn.Module, in_chunks: bool) -> dict[str, int]:
+    """Blocks below the first trainable parameter are left out: they have nothing to run again."""
+    found = describe(model)
+    blocks = {name: count for name, count in found.recomputed.items() if name not in found.frozen}
+    return {**blocks, "head": found.chunked_heads} if in_chunks else blocks
+
+
+TURN_ON: Mapping[str, Callable[[nn.Module, Any], contextlib.AbstractContextManager[Running]]] = {
+    "none": _plain,
+    TRANSFORMERS: _transformers,
+    TORCH_SAC: _sac,
+    TRL: _trl,
+    COMPILED: _compiled,
+    OURS: _ours,
+}
+
+NONE = Way("none", "none")
+EVERY = (2, 3, 4)
+SHARES = (0.3, 0.5, 0.7, 1.0)
+SELECTIVE: Mapping[str, tuple[str, ...]] = {
+    "selective": ("linear", "attention"),
+    "selective, save attention": ("attention",),
+    "selective, save linear": ("linear",),
+}
+PEERS = (
+    NONE,
+    Way("full (HF)", TRANSFORMERS, {}),
+    *(Way(f"every_n_layers: {every} (HF)", TRANSFORMERS, {"every_n_layers": every}) for every in EVERY),
+    Way("offload (HF)", TRANSFORMERS, {"offload": True}, to_host=True),
+    Way("SAC, all matmuls + attention", TORCH_SAC, {"save": (*MATMULS, *ATTENTION)}),
+    Way("SAC, every 2nd matmul + attention", TORCH_SAC, {"save": (*MATMULS, *ATTENTION), "every": 2}),
+    Way("SAC, attention", TORCH_SAC, {"save": ATTENTION}),
+    Way("activation offloading (TRL)", TRL, {"full": False}, to_host=True),
+    Way("full, activation offloading (TRL)", TRL, {"full": True}, to_host=True),
+    *(Way(f"compiled, budget {share:g}", COMPILED, {"share": share}) for share in SHARES),
+)
+"""What others offer; the first is what everything is compared with."""
+OUR_WAYS = (
+    *(Way(name, OURS, {"policy": "selective", "save": list(save)}) for name, save in SELECTIVE.items()),
+    Way("full", OURS, {"policy": "full"}),
+    Way("offload", OURS, {"policy": "offload"}, to_host=True),
+    Way("head in chunks", OURS, {"policy": "none", "head": "auto"}),
+    Way("full, head in chunks", OURS, {"policy": "full", "head": "auto"}),
+)
+"""What hf_ckpt does by a fixed spec. Plans come on top."""
+PLANNED = Way("planned", OURS, {"policy": "budget"})
+PLANNED_CHUNKED = Way("planned, head in chunks", OURS, {"policy": "budget", "head": "auto"})
+
+
+def known_ways(names: Sequence[str]) -> tuple[str, ...]:
+    """`names`, if each is that of a way or of a group of them; raises `HfCkptError` else."""
+    ways = (*PEERS, *OUR_WAYS, PLANNED, PLANNED_CHUNKED)
+    known = dict.fromkeys([*(way.group for way in ways), *(way.name for way in ways)])
+    for name in names:
+        if name not in known:
+            raise HfCkptError(f"a way must be one of {', '.join(known)}, but is {name!r} instead.")
+    return tuple(names)
+
+
+def wanted(only: Sequence[str], *further: Way) -> list[Way]:
+    """All ways, and `further` ones; if `only` names ways or groups, these alone, and `none`."""
+    ways = (*PEERS, *OUR_WAYS, *further)
+    return [way for way in ways if way is NONE or not only or way.name in only or way.group in only]

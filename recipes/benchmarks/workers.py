@@ -1,0 +1,136 @@
+"""A process for each thing that is measured, so that nothing of one is left for the next.
+
+Neither a `ProcessPoolExecutor` of one process nor a `BaseManager` would do: both hide the exit code of a process that
+was killed, neither can end one that takes too long but by private names, and an error that cannot be unpickled breaks
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from hf_ckpt.errors import HfCkptError
+
+START = "spawn" if sys.platform == "win32" else "forkserver"
+SECONDS = 1800.0
+"""How long an answer may take."""
+PRELOAD = ["transformers", "hf_ckpt.planner.forecast"]
+"""Imported once for all processes. Installed packages only: Python 3.11's fork server does not see scripts."""
+
+
+class WorkerError(HfCkptError, RuntimeError):
+    """Something failed in another process. `details` is its traceback."""
+
+    def __init__(self, shown: str, details: str = "") -> None:
+        self.details = details
+        super().__init__(shown)
+
+
+class Worker:
+    """An object that lives in a fresh process, and whose methods are called from here, one at a time.
+
+        with Worker(Thing, 1, 2) as thing:
+            thing.ask("method", 3)
+
+    Everything that goes there and back is pickled. Raises `WorkerError` for what is raised there, and when the process
+    ends by itself or takes longer than `seconds`.
+    """
+
+    def __init__(self, make: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> None:
+        context: Any = multiprocessing.get_context(START)
+        if START == "forkserver":
+            context.set_forkserver_preload(PRELOAD)
+        self._seconds = seconds
+        self._connection, theirs = context.Pipe()
+        handle, name = tempfile.mkstemp(prefix="hf_ckpt_", suffix=".log")
+        os.close(handle)
+        self._log = Path(name)
+        """What the process prints: libraries' chatter, which is of interest only when it ends by itself."""
+        self._process = context.Process(target=_serve, args=(theirs, name, make, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._made = False
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Call a method there, and wait for what it returns."""
+        if not self._made:
+            self._answer("making it")
+            self._made = True
+        try:
+            self._connection.send((name, arguments))
+        except OSError as error:
+            raise self._ended() from error
+        return self._answer(name)
+
+    def _answer(self, name: str) -> Any:
+        if not self._connection.poll(self._seconds):
+            self.close()
+            raise WorkerError(f"{name} took longer than {self._seconds:g} s")
+        try:
+            succeeded, value = self._connection.recv()
+        except (EOFError, ConnectionError) as error:
+            raise self._ended() from error
+        if not succeeded:
+            raise WorkerError(*value)
+        return value
+
+    def _ended(self) -> WorkerError:
+        self._process.join(timeout=10)
+        printed = self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
+        return WorkerError(f"its process ended with exit code {self._process.exitcode}", printed[-4000:])
+
+    def close(self) -> None:
+        """End the process. May be called again."""
+        self._connection.close()
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join(timeout=10)
+            if self._process.is_alive():
+                self._process.kill()
+        self._process.join()
+        self._log.unlink(missing_ok=True)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.close()
+
+
+def _serve(connection: Connection, log: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Make the object, then call its methods until nobody asks any more."""
+    printed = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(printed, stream)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore")
+    with contextlib.suppress(EOFError, OSError):
+        try:
+            found = make(*arguments)
+            connection.send((True, None))
+        except Exception as error:
+            connection.send((False, in_words(error)))
+            return
+        while True:
+            name, given = connection.recv()
+            try:
+                connection.send((True, getattr(found, name)(*given)))
+            except Exception as error:
+                connection.send((False, in_words(error)))
+
+
+def in_words(error: Exception) -> tuple[str, str]:
+    """An error in one line, and in full with its traceback."""
+    first = str(error).strip().partition("\n")[0]
+    shown = first if isinstance(error, HfCkptError) else f"{type(error).__name__}: {first}"
+    return shown, "".join(traceback.format_exception(error))

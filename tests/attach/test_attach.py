@@ -1,0 +1,226 @@
+"""The room that changes models, by itself: it takes plans and a decider from whoever has them, and knows no planner."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import torch
+from helpers.installed import ALL, active, flags, forward_hooks
+from helpers.processes import python
+from helpers.snapshots import snapshot
+from helpers.steps import assert_same, enable, step
+
+from hf_ckpt import compat
+from hf_ckpt.attach.attach import attach, describe, detach, put_on, take_off, trial
+from hf_ckpt.attach.record import GIVEN_PLAN, installation
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.spec.actions import FULL, KEEP, OFFLOAD, SELECTIVE
+from hf_ckpt.spec.plan import Plan
+from hf_ckpt.spec.spec import Spec
+
+pytestmark = pytest.mark.compat
+GIVEN = Spec(plan=GIVEN_PLAN)
+
+
+def plan_of(model, *actions):
+    found = find_blocks(model)
+    return Plan(found.family, found.model, tuple(zip(found.blocks, actions, strict=True)))
+
+
+WITHOUT_A_PLANNER = """
+import json, sys
+for room in ("planner", "prediction", "training", "doctor", "cli"):
+    sys.modules[f"hf_ckpt.{room}"] = None  # importing anything of it is an error
+import torch
+from hf_ckpt.attach.attach import attach, describe, detach, put_on, trial
+from hf_ckpt.attach.record import GIVEN_PLAN
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
+from hf_ckpt.spec.plan import Plan
+from hf_ckpt.spec.spec import Spec
+
+def weights_after(prepare):
+    model = tiny_model("llama", dropout=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepare(model)
+    torch.manual_seed(0)
+    for number in range(2):
+        model(**tiny_batch("llama", seed=number)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+def plan_of(model):
+    found = find_blocks(model)
+    return Plan(found.family, found.model, tuple(zip(found.blocks, (KEEP, SELECTIVE, FULL, FULL))))
+
+def with_plan(model):
+    put_on(model, attach(model, Spec(plan=GIVEN_PLAN), plan_of(model)))
+
+plain, ours = weights_after(lambda model: None), weights_after(with_plan)
+counts = describe(ours).recomputed
+detach(ours)
+with trial(ours, plan_of(ours)):
+    ours(**tiny_batch("llama")).loss.backward()
+    tried = describe(ours).recomputed
+same = all(torch.equal(one, ours.state_dict()[name]) for name, one in plain.state_dict().items())
+loaded = [name for name, module in sys.modules.items() if name.startswith("hf_ckpt.") and module]
+print(json.dumps({"same": same, "counts": counts, "tried": tried, "loaded": loaded}))
+"""
+
+
+def test_a_plan_is_attached_and_trained_where_there_is_no_planner(tmp_path):
+    done = python("-c", WITHOUT_A_PLANNER, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["same"]
+    assert [found["counts"][name] for name in ALL[2:]] == [2, 2]
+    assert found["counts"][ALL[1]] > 0  # operations, not runs of the block
+    assert found["tried"].keys() == found["counts"].keys() == set(ALL[1:])
+    assert min(found["tried"].values()) > 0
+    assert not {"hf_ckpt.planner", "hf_ckpt.prediction", "hf_ckpt.training"} & set(found["loaded"])
+
+
+def test_a_plan_by_hand_goes_on_and_comes_off():
+    """`attach` enables nothing, `put_on` and `take_off` do and undo, `detach` leaves no trace."""
+    model, plain = tiny_model("llama", dropout=0.1), tiny_model("llama", dropout=0.1)
+    before, hooks = snapshot(model), forward_hooks(model)
+    record = attach(model, GIVEN, plan_of(model, KEEP, FULL, KEEP, FULL))
+    assert record is installation(model)
+    assert record.decider is None
+    assert flags(model) == []
+    put_on(model, record)
+    assert active(model) == [ALL[1], ALL[3]]
+    enable(model, {"policy": "full"})  # nobody decides what that means, so the plan stays
+    assert_same(step(plain, tiny_batch("llama")), step(model, tiny_batch("llama")))
+    assert set(describe(model).recomputed) == {ALL[1], ALL[3]}
+    take_off(model, record)
+    assert flags(model) == []
+    assert installation(model) is record
+    detach(model)
+    model.zero_grad()
+    assert forward_hooks(model) == hooks
+    assert snapshot(model) == before
+
+
+def test_a_trial_of_a_plan():
+    model = tiny_model("llama")
+    before = snapshot(model)
+    with trial(model, plan_of(model, FULL, KEEP, KEEP, KEEP)):
+        assert describe(model).spec == {"plan": GIVEN_PLAN}
+        assert active(model) == [ALL[0]]
+        model.zero_grad()
+    assert snapshot(model) == before
+    with pytest.raises(HfCkptError, match="nothing is installed"):
+        describe(model)
+
+
+# --- whoever decides ------------------------------------------------------------------------------------------------
+
+
+class Deciding:
+    """Answers with what it was given, and remembers what it was asked."""
+
+    def __init__(self, spec=None, on_enable=None, on_batch=None):
+        self.spec, self.on_enable, self.on_batch = spec, on_enable, on_batch
+        self.enabled, self.batches = [], []
+
+    def asked(self, base, record, asked):
+        self.enabled.append((type(base).__name__, record.enabled, dict(asked)))
+        return None if self.on_enable is None else (self.spec, self.on_enable)
+
+    def batch(self, base, record, stack, args, kwargs):
+        self.batches.append((stack, tuple(kwargs["input_ids"].shape)))
+        return None if self.on_batch is None else (self.on_batch, self)
+
+    @property
+    def plan(self):
+        """The plan of what it has planned, where the record looks for it."""
+        return self.on_batch
+
+
+def test_every_enable_call_asks_the_decider():
+    model = tiny_model("llama")
+    decider = Deciding()
+    attach(model, GIVEN, plan_of(model, FULL, KEEP, KEEP, KEEP), decider)
+    for number, name in enumerate(compat.ENABLE_NAMES):
+        getattr(model, name)({"policy": "selective"}, offload=True)
+        asked = {"policy": "selective", "every_n_layers": 1, "offload": True}
+        assert decider.enabled[number] == ("LlamaForCausalLM", number > 0, asked)
+    assert active(model) == [ALL[0]]  # it answered None: the plan stays
+    decider.spec, decider.on_enable = Spec(policy="full"), plan_of(model, KEEP, FULL, FULL, KEEP)
+    enable(model)
+    assert len(decider.enabled) == len(compat.ENABLE_NAMES) + 1
+    assert active(model) == ALL[1:3]
+    assert describe(model).spec == {"policy": "full"}
+    assert decider.batches == []  # a fixed policy is not asked for every batch
+
+
+def test_every_training_batch_of_a_planned_policy_asks_the_decider():
+    model, batch = tiny_model("llama"), tiny_batch("llama")
+    decider = Deciding()
+    spec = Spec.parse({"policy": "budget", "budget": "1GiB"})
+    put_on(model, attach(model, spec, plan_of(model, *[FULL] * 4), decider))
+    assert active(model) == ALL
+    shape = tuple(batch["input_ids"].shape)
+    assert decider.batches == [(None, shape), ("decoder", shape)]  # the whole model's forward, and the stack's
+    decider.batches.clear()
+    with torch.no_grad():
+        model(**batch)
+    model.eval()(**batch)
+    assert decider.batches == []
+    model.train()
+    decider.on_batch = plan_of(model, KEEP, KEEP, FULL, KEEP)
+    step(model, batch)
+    assert installation(model).planned is decider
+    assert describe(model).plan == decider.on_batch
+    assert describe(model).spec == spec.to_dict()
+    decider.on_batch = None
+    assert active(model) == [ALL[2]]
+    enable(model)
+    assert installation(model).planned is not None
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_plan_that_comes_in_the_forward_of_a_stack(whole):
+    """Hooks of the model are not run where someone calls its `forward`, and where the model is the stack there are
+    hooks behind the one that asks: the new plan's own take their place in the same forward."""
+    model = tiny_model("llama") if whole else tiny_model("llama").model
+    blocks = [block.name for block in find_blocks(model).blocks]
+    decider = Deciding(on_batch=plan_of(model, KEEP, FULL, KEEP, FULL))
+    put_on(model, attach(model, Spec.parse("auto"), plan_of(model, *[FULL] * 4), decider))
+    ids = tiny_batch("llama")["input_ids"]
+    outputs = (model.forward if whole else model)(input_ids=ids, use_cache=True)
+    assert decider.batches == [("decoder" if whole else None, tuple(ids.shape))]
+    assert outputs.past_key_values is None  # a cache is not built in a forward that will be recomputed
+    outputs[0].square().mean().backward()
+    assert describe(model).recomputed == {blocks[1]: 1, blocks[3]: 1}
+
+
+def test_another_plan_takes_over_the_observer():
+    """Whoever watches recomputations goes on watching when a batch brings another plan in the middle of a training."""
+    model = tiny_model("llama")
+    decider = Deciding(on_batch=plan_of(model, KEEP, OFFLOAD, FULL, SELECTIVE))
+    put_on(model, attach(model, Spec.parse("auto"), plan_of(model, FULL, KEEP, KEEP, KEEP), decider))
+    seen = object()
+    installation(model).regions[ALL[0]].observer = seen
+    model(**tiny_batch("llama"))
+    regions = installation(model).regions
+    assert list(regions) == ALL[1:]
+    assert all(region.observer is seen for region in regions.values())
+
+
+def test_a_decider_travels_with_its_model():
+    model = tiny_model("llama")
+    attach(model, GIVEN, plan_of(model, FULL, KEEP, KEEP, KEEP), Deciding())
+    enable(model)
+    twin = pickle.loads(pickle.dumps(model))
+    enable(twin, {"layers": "1"})
+    assert isinstance(installation(twin).decider, Deciding)
+    assert len(installation(twin).decider.enabled) == 2
+    assert len(installation(model).decider.enabled) == 1

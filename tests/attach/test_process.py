@@ -1,0 +1,183 @@
+"""`install()` without a model: every model of the process, and models inside other models."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers.installed import ALL, active, flags
+from helpers.snapshots import snapshot
+from helpers.steps import assert_same, enable, recomputed, step
+from peft import LoraConfig, get_peft_model
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.attach.attach import lost_blocks
+from hf_ckpt.attach.process import enable_calls_since_hooked
+from hf_ckpt.attach.record import installation
+from hf_ckpt.errors import SpecError
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+pytestmark = pytest.mark.compat
+
+
+@pytest.mark.parametrize("name", compat.ENABLE_NAMES)
+def test_install_for_the_process_answers_every_enable(everywhere, name):
+    everywhere(spec={"layers": "0"})
+    early = tiny_model("llama")
+    assert enable_calls_since_hooked() == 0
+    getattr(early, name)()
+    assert active(early) == [ALL[0]]
+    late = tiny_model("llama")
+    getattr(late, name)({"layers": "1"})
+    assert active(late) == [ALL[1]]
+    getattr(late, name)()
+    assert active(late) == [ALL[1]]
+    assert enable_calls_since_hooked() == 3
+
+
+def test_uninstall_for_the_process_gives_everything_back(everywhere):
+    names = (*compat.ENABLE_NAMES, *compat.DISABLE_NAMES)
+    originals = {name: vars(compat.PreTrainedModel)[name] for name in names}
+    model = tiny_model("llama")
+    before = snapshot(model)
+    everywhere()
+    assert vars(compat.PreTrainedModel)[compat.ENABLE_NAMES[0]] is not originals[compat.ENABLE_NAMES[0]]
+    enable(model)
+    step(model, tiny_batch("llama"))
+    model.zero_grad()
+    hf_ckpt.uninstall()
+    assert {name: vars(compat.PreTrainedModel)[name] for name in names} == originals
+    assert snapshot(model) == before
+    hf_ckpt.uninstall()
+    enable(model, {"use_reentrant": False})  # transformers' own again
+    assert installation(model) is None
+    assert model.model.layers[0].gradient_checkpointing is True
+
+
+def test_installing_twice_for_the_process_undoes_once(everywhere):
+    original = vars(compat.PreTrainedModel)[compat.ENABLE_NAMES[0]]
+    everywhere(spec={"layers": "0"})
+    everywhere(spec={"layers": "1"})
+    model = tiny_model("llama")
+    enable(model)
+    assert active(model) == [ALL[1]]
+    hf_ckpt.uninstall()
+    assert vars(compat.PreTrainedModel)[compat.ENABLE_NAMES[0]] is original
+
+
+def test_a_model_installed_by_hand_keeps_its_plan(everywhere):
+    model = tiny_model("llama")
+    hf_ckpt.install(model, {"layers": "3"})
+    everywhere(spec={"layers": "0"})
+    enable(model)
+    assert active(model) == [ALL[3]]
+    hf_ckpt.uninstall()
+    assert active(model) == [ALL[3]]
+
+
+def test_a_refused_process_spec_hooks_nothing(everywhere):
+    originals = [vars(compat.PreTrainedModel)[name] for name in compat.ENABLE_NAMES]
+    with pytest.raises(SpecError):
+        everywhere(spec={"layrs": "0"})
+    assert [vars(compat.PreTrainedModel)[name] for name in compat.ENABLE_NAMES] == originals
+    everywhere(spec={"layers": "7"})  # a good spec that this model is too short for
+    model = tiny_model("llama")
+    before = snapshot(model)
+    with pytest.raises(SpecError, match="names 7"):
+        enable(model)
+    assert snapshot(model) == before
+    everywhere()
+    with pytest.raises(SpecError):
+        enable(model, {"layrs": "0"})
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "peft"])
+def test_enable_when_prepared(everywhere, wrapped):
+    """For scripts that never ask for checkpointing: `Accelerator.prepare` does."""
+    prepare = vars(Accelerator)["prepare"]
+    everywhere(spec={"layers": "0"}, enable_when_prepared=True)
+    model = tiny_model("llama")
+    if wrapped:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    frozen = tiny_model("llama").requires_grad_(False)
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad])
+    prepared, other, _ = Accelerator(cpu=True).prepare(model, frozen, optimizer)
+    assert active(prepared) == [ALL[0]]
+    assert installation(other) is None  # a reference model is not trained
+    assert enable_calls_since_hooked() == 1
+    hf_ckpt.uninstall()
+    assert vars(Accelerator)["prepare"] is prepare
+
+
+def test_a_call_on_a_part_keeps_the_plan_of_the_whole(everywhere):
+    """Scripts enable the model, then its backbone or language tower once more: the plan is not replaced in silence."""
+    everywhere()
+    model = tiny_model("llama")
+    before = snapshot(model)
+    enable(model, {"layers": "0"})
+    enable(model.model)
+    assert active(model) == [ALL[0]]
+    model.zero_grad()
+    hf_ckpt.uninstall()
+    assert snapshot(model) == before
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_a_call_on_every_part_keeps_the_plan_of_a_model_installed_by_hand(family):
+    """sentence-transformers enables every model inside a model, from the outside in."""
+    asked = {"rules": [{"layers": "0", "policy": "full"}]}
+    model, plain = tiny_model(family), tiny_model(family)
+    before = snapshot(model)
+    hf_ckpt.install(model)
+    parts = [part for part in model.modules() if isinstance(part, compat.PreTrainedModel)]
+    assert len(parts) == {"bert": 2, "t5": 3}[family]
+    for part in parts:
+        enable(part, asked)
+    assert lost_blocks(model) == ()
+    batch = tiny_batch(family)
+    assert_same(step(plain, batch), step(model, batch))
+    assert recomputed(model) == [block.name for block in find_blocks(model).blocks if block.index == 0]
+    enable(model, {"policy": "none"})
+    enable(parts[-1], {"policy": "none"})  # transformers would hand it on to torch
+    assert_same(step(plain, batch), step(model, batch))
+    model.zero_grad()
+    hf_ckpt.uninstall(model)
+    assert snapshot(model) == before
+
+
+@pytest.mark.compat
+def test_a_part_answers_for_itself_once_the_plan_is_off_or_it_is_a_copy():
+    model = tiny_model("bert")
+    hf_ckpt.install(model, {"layers": "0"})
+    enable(model)
+    copied, pickled = copy.deepcopy(model.bert), pickle.loads(pickle.dumps(model.bert))
+    again = copy.deepcopy(model)
+    getattr(model, compat.DISABLE_NAMES[-1])()
+    for part in (model.bert, copied, pickled):
+        enable(part, {"use_reentrant": False})
+        assert {layer.gradient_checkpointing for layer in part.encoder.layer} == {True}
+        assert not [name for name in vars(part) if name in compat.ENABLE_NAMES]
+    enable(again.bert, {"policy": "full"})  # a copy of the whole has parts of its own
+    assert lost_blocks(again) == ()
+    assert [*hf_ckpt.describe(again).forwards] == ["bert.encoder.layer.0"]
+
+
+def test_models_enabled_while_they_are_built_come_off_whole(everywhere):
+    """An old config key makes transformers enable checkpointing in the inner model's constructor."""
+    everywhere()
+    models = [tiny_model("llama", gradient_checkpointing=True) for _ in range(4)]
+    for model in models:
+        enable(model, {"layers": "1"})
+        assert active(model) == [ALL[1]]
+    hf_ckpt.uninstall()
+    ours = {"_hf_ckpt", *compat.ENABLE_NAMES}
+    for model in models:
+        assert flags(model) == []
+        assert not [name for name, module in model.named_modules() if vars(module).keys() & ours]

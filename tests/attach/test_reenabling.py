@@ -1,0 +1,180 @@
+"""Calls that other libraries make on an installed model: the plan stays, and what would break it is refused."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from helpers.installed import ALL
+from helpers.steps import assert_same, enable, input_gradient_hooks, recomputed, step
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.engines import full
+from hf_ckpt.errors import OwnerConflictError, SpecError
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+
+@pytest.mark.compat
+def test_the_plan_survives_generation_in_trl():
+    """The policy is silently replaced by plain full: TRL disables around generation and enables with its own kwargs."""
+    model = tiny_model("llama")
+    hf_ckpt.install(model, {"layers": "1"})
+    enable(model)
+    for again in ({"use_reentrant": False}, None, {}):
+        getattr(model, compat.DISABLE_NAMES[-1])()
+        model.generate(tiny_batch("llama")["input_ids"][:, :4], max_new_tokens=2)
+        enable(model, again)
+        step(model, tiny_batch("llama"))
+    assert recomputed(model) == ["model.layers.1"] * 3
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    "asked", [None, {}, {"use_reentrant": False}, {"determinism_check": "none"}, {"preserve_rng_state": True}], ids=str
+)
+def test_checkpointing_is_never_reentrant(monkeypatch, asked):
+    """`{}` or one unrelated key means reentrant to torch, which then ignores keyword inputs and frozen inputs."""
+    calls = []
+    real = full.checkpoint
+
+    def recorder(function, *args, **kwargs):
+        calls.append(kwargs)
+        return real(function, *args, **kwargs)
+
+    monkeypatch.setattr(full, "checkpoint", recorder)
+    model = tiny_model("llama")
+    hf_ckpt.install(model)
+    enable(model, asked)
+    step(model, tiny_batch("llama"))
+    assert len(calls) == 4
+    assert all(call["use_reentrant"] is False for call in calls)
+
+
+REFUSED = [
+    ({"use_reentrant": True}, "reentrant checkpointing drops gradients of adapters"),
+    *(
+        ({"every_n_layers": every}, "`every_n_layers` must be a whole number of at least 1")
+        for every in (0, -1, 1.5, "2", None)
+    ),
+    ({"determinism_chek": "none"}, "did you mean `determinism_check`"),
+    ({"preserve_rng": True}, "did you mean `preserve_rng_state`"),
+    ({"every_n_layer": 2}, "did you mean `every_n_layers`"),
+    ({"use_rentrant": False}, "did you mean `use_reentrant`"),
+    ({"ploicy": "full"}, "did you mean `policy`"),
+]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(("asked", "said"), REFUSED, ids=str)
+def test_what_others_accept_in_silence_is_refused_with_the_reason(asked, said):
+    """By every call. 0 layers divide by zero deep inside transformers, -1 and 1.5 and misspelt keys do nothing."""
+    model = tiny_model("llama")
+    with pytest.raises(SpecError, match=said):
+        hf_ckpt.install(model, asked)
+    hf_ckpt.install(model)
+    for name in compat.ENABLE_NAMES:
+        with pytest.raises(SpecError, match=said):
+            getattr(model, name)(asked)
+    assert not hf_ckpt.describe(model).enabled
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    "asked", [{"every_n_layers": 2}, {"policy": "full", "every_n_layers": 2, "offload": False}], ids=str
+)
+def test_every_n_layers_counts_each_stack(asked):
+    """T5, n=2: one counter through both stacks takes encoder 0 and 2, then decoder 1."""
+    model = tiny_model("t5", layers=3)
+    hf_ckpt.install(model)
+    enable(model, asked)
+    step(model, tiny_batch("t5"))
+    assert recomputed(model) == [f"{stack}.block.{index}" for stack in ("encoder", "decoder") for index in (0, 2)]
+    getattr(model, compat.ENABLE_NAMES[-1])(None, every_n_layers=3)  # as Trainer passes it, beside the kwargs
+    assert list(hf_ckpt.describe(model).plan.active()) == ["encoder.block.0", "decoder.block.0"]
+
+
+@pytest.mark.parametrize("of_the_process", [False, True], ids=["model", "process"])
+def test_accelerates_own_checkpointing_is_a_second_owner(monkeypatch, everywhere, of_the_process):
+    """accelerate's FSDP plugin checkpoints too, without preserving random state."""
+    model = tiny_model("llama")
+    everywhere(None if of_the_process else model)
+    for owns in (True, False):
+        plugin = FullyShardedDataParallelPlugin(activation_checkpointing=owns)
+        monkeypatch.setattr(AcceleratorState, "_shared_state", {"fsdp_plugin": plugin})
+        if owns:
+            with pytest.raises(OwnerConflictError, match=r"fsdp_activation_checkpointing: true.*needs one owner"):
+                enable(model)
+            assert not any(block.gradient_checkpointing for block in model.model.layers)
+        else:
+            enable(model)
+            assert hf_ckpt.describe(model).enabled
+
+
+# --- hooks on embeddings ----------------------------------------------------------------------------------------------
+
+
+def test_hooks_on_embeddings_do_not_pile_up():
+    """Three enables leave three embedding hooks; the first two have lost their handles."""
+    model = tiny_model("llama")
+    hf_ckpt.install(model)
+    for _ in range(3):
+        enable(model)
+        model.enable_input_require_grads()  # as PEFT and TRL call it
+    assert input_gradient_hooks(model) == 0
+    getattr(model, compat.DISABLE_NAMES[-1])()
+    hf_ckpt.uninstall(model)
+    assert input_gradient_hooks(model) == 0
+
+
+def test_hooks_on_embeddings_that_lost_their_handle_before_install():
+    """Scripts call `enable_input_require_grads` and enable on top of it; of two hooks only one still has a handle."""
+    model = tiny_model("llama")
+    embedding = model.get_input_embeddings()
+    model.enable_input_require_grads()
+    model.enable_input_require_grads()
+    before = dict(embedding._forward_hooks)
+    assert len(before) == 2
+    hf_ckpt.install(model)
+    enable(model)
+    assert len(embedding._forward_hooks) == 0
+    hf_ckpt.uninstall(model)
+    assert len(embedding._forward_hooks) == 2
+
+
+# --- eval mode --------------------------------------------------------------------------------------------------------
+
+
+def test_eval_mode_with_gradients_is_said_once(caplog):
+    """Adapters trained in eval mode run out of memory: blocks are checkpointed in train mode only."""
+    model = tiny_model("llama")
+    expected = step(model, tiny_batch("llama"))
+    hf_ckpt.install(model)
+    enable(model)
+    with caplog.at_level(logging.WARNING, "hf_ckpt"):
+        step(model, tiny_batch("llama"))
+        assert not caplog.records
+        model.eval()
+        for _ in range(2):
+            assert_same(expected, step(model, tiny_batch("llama")))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "LlamaModel runs in eval mode with gradients on" in caplog.text
+    assert recomputed(model) == ALL  # from the step in train mode
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluation_neither_warns_nor_recomputes(caplog, training):
+    """Validation in train mode recomputes, or warns."""
+    model = tiny_model("llama").train(training)
+    hf_ckpt.install(model)
+    enable(model)
+    with torch.no_grad():
+        model(**tiny_batch("llama"))
+    with torch.inference_mode():
+        model(**tiny_batch("llama"))
+    model.requires_grad_(False).eval()(**tiny_batch("llama"))  # a frozen model has nothing to train
+    assert not caplog.records
+    assert sum(hf_ckpt.describe(model).forwards.values()) == 0

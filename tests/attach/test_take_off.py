@@ -1,0 +1,241 @@
+"""A plan comes off without a trace, whatever others did to the model, and it can be paused and tried."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from helpers.installed import ALL, active, flags, forward_hooks
+from helpers.snapshots import snapshot
+from helpers.steps import assert_same, enable, input_gradient_hooks, recomputed, step
+from peft import LoraConfig, get_peft_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.attach.record import installation
+from hf_ckpt.errors import OwnerConflictError, SpecError
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.planner.install import trial
+
+pytestmark = pytest.mark.compat
+
+
+def checkpointed_before(model, how):
+    """Give a model a past: what someone did to it before hf_ckpt came."""
+    if how == "hf":
+        enable(model, {"use_reentrant": False})
+    if how == "hf, one block off":
+        enable(model, {"use_reentrant": False})
+        next(iter(find_blocks(model).modules.values())).gradient_checkpointing = False
+    if how == "input gradients":
+        model.enable_input_require_grads()
+    if how == "hf, off again":
+        enable(model)
+        getattr(model, compat.DISABLE_NAMES[-1])()
+    return model
+
+
+def comparable(model):
+    """`snapshot` without what transformers makes anew on each call: the embedding hook and its handle."""
+    return {
+        name: {
+            key: value for key, value in values.items() if key not in ("_require_grads_hooks", "_require_grads_hook")
+        }
+        | {"_forward_hooks": len(values["_forward_hooks"])}
+        for name, values in snapshot(model).items()
+    }
+
+
+@pytest.mark.parametrize("how", ["nothing", "hf", "hf, one block off", "hf, off again", "input gradients"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_uninstall_leaves_no_trace(family, how):
+    """`vars()` of every module and all hook counts, whatever happened in between."""
+    model = checkpointed_before(tiny_model(family), how)
+    batch = tiny_batch(family)
+    before, hooks, input_hooks = comparable(model), forward_hooks(model), input_gradient_hooks(model)
+    expected = step(model, batch)
+    model.zero_grad()
+    hf_ckpt.install(model)
+    enable(model)
+    assert_same(expected, step(model, batch))
+    assert recomputed(model) == [block.name for block in find_blocks(model).blocks]
+    enable(model, {"layers": "0"})
+    getattr(model, compat.DISABLE_NAMES[-1])()
+    enable(model)
+    with hf_ckpt.paused(model):
+        step(model, batch)
+    model.zero_grad()
+    hf_ckpt.uninstall(model)
+    assert comparable(model) == before
+    assert forward_hooks(model) == hooks
+    assert input_gradient_hooks(model) == input_hooks
+    hf_ckpt.uninstall(model)  # nothing there any more: nothing happens
+    assert comparable(model) == before
+    assert_same(expected, step(model, batch))
+
+
+def test_install_on_an_enabled_model_takes_over_at_once():
+    model = checkpointed_before(tiny_model("llama"), "hf")
+    theirs = model.model.layers[0]._gradient_checkpointing_func
+    assert hf_ckpt.install(model, {"layers": "1"}).enabled
+    assert active(model) == [ALL[1]]
+    assert flags(model) == [ALL[1]]
+    hf_ckpt.uninstall(model)
+    assert set(flags(model)) >= set(ALL)
+    assert model.model.layers[0]._gradient_checkpointing_func is theirs
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_uninstall_after_adapters_came(when):
+    """The base model is the same object; the modules PEFT put in have never been touched."""
+    model = tiny_model("llama")
+    if when == "before":
+        hf_ckpt.install(model)
+        enable(model)
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    if when == "after":
+        hf_ckpt.install(wrapped)
+        enable(wrapped)
+    assert input_gradient_hooks(model) == 0
+    hf_ckpt.uninstall(wrapped)
+    assert flags(wrapped) == []
+    ours = {"_hf_ckpt", *compat.ENABLE_NAMES, *compat.DISABLE_NAMES, "enable_input_require_grads"}
+    assert not [name for name, module in wrapped.named_modules() if vars(module).keys() & ours]
+
+
+def test_layers_dropped_since():
+    """Pruning shortens the list of blocks: the next enable plans the ones that are left."""
+    model = tiny_model("llama")
+    hf_ckpt.install(model)
+    enable(model)
+    model.model.layers = model.model.layers[:3]
+    before = snapshot(model)
+    enable(model)
+    assert active(model) == ALL[:3]
+    assert list(hf_ckpt.describe(model).plan.active()) == ALL[:3]
+    hf_ckpt.uninstall(model)
+    assert flags(model) == []
+    assert forward_hooks(model).keys() == before.keys()
+
+
+def test_uninstall_after_someone_wrapped_a_block():
+    """torch's checkpoint wrapper around a block after install: nothing of ours stays inside it."""
+    model = tiny_model("llama")
+    hf_ckpt.install(model)
+    enable(model)
+    block = model.model.layers[0]
+    model.model.layers[0] = checkpoint_wrapper(block)
+    with pytest.raises(OwnerConflictError):
+        enable(model)
+    hf_ckpt.uninstall(model)
+    assert not block.gradient_checkpointing
+    assert "_gradient_checkpointing_func" not in vars(block)
+
+
+@pytest.mark.parametrize("first_off", ["outer", "inner"])
+def test_an_inner_model_enabled_first_gives_way(first_off):
+    """Scripts enable `model.model` or a language tower, then the whole: one owner is left, and it comes off whole."""
+    model = tiny_model("llama")
+    before = snapshot(model)
+    hf_ckpt.install(model.model, {"layers": "0"})
+    enable(model.model)
+    assert hf_ckpt.install(model, {"layers": "1"}).enabled
+    assert active(model) == [ALL[1]]
+    for owner in (model, model.model) if first_off == "outer" else (model.model, model):
+        hf_ckpt.uninstall(owner)
+    model.zero_grad()
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("first_off", ["outer", "inner"])
+def test_a_part_of_an_installed_model(first_off):
+    """Refused, or it takes the blocks over: in both cases nothing of ours is left in the end, in whatever order."""
+    model = tiny_model("llama")
+    before = snapshot(model)
+    hf_ckpt.install(model, {"layers": "0"})
+    enable(model)
+    with contextlib.suppress(OwnerConflictError):
+        hf_ckpt.install(model.model, {"layers": "1"})
+    for owner in (model, model.model) if first_off == "outer" else (model.model, model):
+        hf_ckpt.uninstall(owner)
+    assert snapshot(model) == before
+
+
+# --- pausing and trying ---------------------------------------------------------------------------------------------
+
+
+def test_paused_turns_the_plan_off_and_on():
+    model = tiny_model("llama")
+    hf_ckpt.install(model, {"layers": "0"})
+    enable(model)
+    before = forward_hooks(model)
+    with hf_ckpt.paused(model):
+        assert flags(model) == []
+        assert active(model) == []
+        with hf_ckpt.paused(model):
+            assert active(model) == []
+        assert active(model) == []  # the inner block does not turn on what the outer turned off
+    assert active(model) == [ALL[0]]
+    assert forward_hooks(model) == before
+
+
+def test_paused_ends_with_an_exception_too():
+    model = tiny_model("llama")
+    hf_ckpt.install(model)
+    enable(model)
+    with pytest.raises(ZeroDivisionError), hf_ckpt.paused(model):
+        1 / 0  # noqa: B018
+    assert active(model) == ALL
+
+
+def test_paused_leaves_a_disabled_plan_disabled():
+    model = tiny_model("llama")
+    with hf_ckpt.paused(model):  # not even installed
+        assert installation(model) is None
+    hf_ckpt.install(model)
+    with hf_ckpt.paused(model):
+        assert flags(model) == []
+    assert flags(model) == []
+
+
+def test_uninstall_inside_paused_stays_uninstalled():
+    model = tiny_model("llama")
+    before = snapshot(model)
+    hf_ckpt.install(model)
+    enable(model)
+    with hf_ckpt.paused(model):
+        hf_ckpt.uninstall(model)
+    assert snapshot(model) == before
+
+
+def test_a_plan_chosen_inside_paused_is_the_one_that_comes_back():
+    model = tiny_model("llama")
+    hf_ckpt.install(model, {"layers": "0"})
+    enable(model)
+    with hf_ckpt.paused(model):
+        hf_ckpt.install(model, {"layers": "2"})
+    assert active(model) == [ALL[2]]
+
+
+@pytest.mark.parametrize("was", ["absent", "installed", "enabled"])
+def test_a_trial_leaves_model_and_counts_as_they_were(was):
+    model = tiny_model("llama")
+    if was != "absent":
+        hf_ckpt.install(model, {"layers": "0"})
+    if was == "enabled":
+        enable(model)
+        assert active(model) == [ALL[0]]
+    before = flags(model), forward_hooks(model)
+    with trial(model, {"layers": "1-2"}):
+        assert active(model) == ALL[1:3]
+    with trial(model):
+        assert active(model) == (ALL if was == "absent" else [ALL[0]])
+    with pytest.raises(SpecError), trial(model, {"layers": "99"}):
+        pytest.fail("a refused spec is tried")
+    assert (flags(model), forward_hooks(model)) == before
+    if was == "absent":
+        assert installation(model) is None
+    else:
+        assert hf_ckpt.describe(model).recomputed == {ALL[0]: int(was == "enabled")}

@@ -1,0 +1,40 @@
+"""Fixtures of the engines' tests."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.lanes import Delayed, lanes_of
+
+from hf_ckpt.engines.head.logits import Logits
+
+
+@pytest.fixture
+def lanes():
+    """The lanes that are made, instead of an accelerator's; nothing is too small to be moved."""
+    with lanes_of(Delayed) as made:
+        yield made
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """The logits of a head in chunks that were computed as a whole after all."""
+    found = []
+    values = Logits.values
+
+    def watched(logits):
+        found.append(logits)
+        return values(logits)
+
+    monkeypatch.setattr(Logits, "values", watched)
+    return found
+
+
+@pytest.fixture
+def dynamo():
+    """torch.compile without what earlier tests have compiled; its counters."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()

@@ -1,0 +1,275 @@
+"""The chunked head on models: the gradients of the plain head, within the rounding of sums taken in another order."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+import pickle
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from helpers.adapters import with_lora
+from helpers.heads import CHUNK, MODELS, adapted, batch_of, calls, each_model, error, on, trained
+from helpers.steps import assert_near, assert_same, enable, step, without_cache
+from torch.nn import functional
+
+import hf_ckpt
+from hf_ckpt.attach.hooks import HeadForward
+from hf_ckpt.engines.head.logits import Logits
+from hf_ckpt.models.blocks import base_model
+from hf_ckpt.models.tiny import VOCABULARY, tiny_batch, tiny_model
+
+
+def both(name, how="all", dtype=torch.float32, autocast=None, **keys):
+    """What a plain head gives, what one in chunks gives, and the model in float32; no logits were made as a whole."""
+    plain = adapted(MODELS[name](dtype, **keys), how)
+    ours = on(adapted(MODELS[name](dtype, **keys), how))
+    batch = batch_of(name)
+    expected, _ = trained(plain, batch, autocast)
+    got, outputs = trained(ours, batch, autocast)
+    assert calls(ours) == 1
+    assert type(outputs.logits) is Logits
+    assert outputs.logits.computed is None
+    assert got["loss"].dtype == expected["loss"].dtype
+    return expected, got, adapted(MODELS[name](dtype, **keys).float(), how)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@each_model
+def test_the_same_gradients(name, tied, whole):
+    expected, got, _ = both(name, tie_word_embeddings=tied)
+    assert_near(expected, got)
+    assert not whole
+
+
+@pytest.mark.parametrize("how", ["frozen head", "head only", "lora", "modules to save"])
+def test_the_same_gradients_whatever_is_trained(how, whole):
+    expected, got, _ = both("llama", how, tie_word_embeddings=False)
+    assert any("lm_head" in key for key in got) == (how != "frozen head")
+    assert_near(expected, got)
+    assert not whole
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["bf16", "autocast"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [*((name, "all") for name in MODELS), *(("llama", how) for how in ("frozen head", "head only", "lora"))],
+)
+def test_16_bit_gradients_are_no_worse(name, how, autocast, whole):
+    dtype = torch.bfloat16 if autocast is None else torch.float32
+    tied = {"tie_word_embeddings": False} if how != "all" else {}
+    expected, got, exact = both(name, how, dtype, autocast, **tied)
+    truth, _ = trained(exact, batch_of(name))
+    assert error(truth, got) <= 1.2 * error(truth, expected)
+    assert abs(got["loss"] - truth["loss"]) <= 1.2 * abs(expected["loss"] - truth["loss"]) + 1e-4
+    assert not whole
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_only_tokens_with_a_label_are_computed(name, monkeypatch):
+    rows = []
+    linear = functional.linear
+
+    def counted(given, weight, *bias):
+        rows.append(len(given) if len(weight) == VOCABULARY else 0)
+        return linear(given, weight, *bias)
+
+    model, batch = on(MODELS[name](torch.float32)), batch_of(name)
+    monkeypatch.setattr(functional, "linear", counted)
+    trained(model, batch)
+    labelled = int((batch["labels"] != -100).sum())
+    assert sum(rows) == labelled < batch["labels"].numel() / 2
+    assert max(rows) == CHUNK
+
+
+@pytest.mark.compat
+def test_logits_that_the_user_keeps():
+    """Logits that are kept can be used after the backward, and be saved."""
+    plain, ours = (tiny_model("llama", layers=1) for _ in range(2))
+    on(ours)
+    expected, got = (trained(model, batch_of("llama"))[1] for model in (plain, ours))
+    assert type(got.logits) is Logits
+    assert torch.equal(got.logits.argmax(-1), expected.logits.argmax(-1))
+    assert got.logits.computed is None
+    saved = io.BytesIO()
+    torch.save(got, saved)
+    saved.seek(0)
+    read = torch.load(saved, weights_only=False).logits
+    for found in (got.logits.detach().cpu(), got.logits, read, pickle.loads(pickle.dumps(got.logits.detach()))):
+        assert torch.equal(found + 0, expected.logits)
+    assert torch.equal(got.logits[:, -1, :5], expected.logits[:, -1, :5])
+    assert got.logits.detach().numpy().sum() == expected.logits.detach().numpy().sum()
+
+
+# --- on a model -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("take_off", ["uninstall", "disable", "another spec"])
+def test_what_was_put_on_comes_off(take_off):
+    model = tiny_model("llama", layers=1)
+    before = dict(vars(model.lm_head))
+    on(model)
+    enable(model)  # twice
+    step(model, batch_of("llama"))
+    assert vars(model.lm_head).keys() - before.keys() == {"forward"}
+    assert calls(model) == 1
+    if take_off == "uninstall":
+        hf_ckpt.uninstall(model)
+    elif take_off == "disable":
+        model.gradient_checkpointing_disable()
+    else:
+        hf_ckpt.install(model, {"policy": "none"})
+    assert vars(model.lm_head) == before
+    assert_same(step(tiny_model("llama", layers=1), batch_of("llama")), step(model, batch_of("llama")))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_go_on_by_themselves(copied, whole):
+    model = on(tiny_model("llama", layers=1))
+    expected, _ = trained(model, batch_of("llama"))
+    twin = copied(model)
+    assert calls(twin) == calls(model) == 1
+    assert vars(twin.lm_head)["forward"]._head() is twin.lm_head
+    got, _ = trained(twin, batch_of("llama"))
+    assert_same(expected, got)
+    assert (calls(twin), calls(model)) == (2, 1)
+    hf_ckpt.uninstall(twin)
+    assert "forward" not in vars(twin.lm_head)
+    trained(model, batch_of("llama"))
+    assert calls(model) == 2
+    assert not whole
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_adapters_around_the_head_after_enabling(again):
+    """After adapters came, only the head's base layer is in chunks, so logits are computed; enabling again helps."""
+    plain, ours = (tiny_model("llama", layers=1) for _ in range(2))
+    plain, ours = adapted(plain, "lora"), adapted(on(ours), "lora")
+    if again:
+        enable(ours)
+    expected, got = (trained(model, batch_of("llama")) for model in (plain, ours))
+    assert_near(expected[0], got[0])
+    assert (type(got[1].logits) is Logits) == again
+    assert calls(ours) == 1
+    hf_ckpt.uninstall(ours)
+    assert all("forward" not in vars(module) for module in base_model(ours).modules())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models_have_a_plain_head(backend):
+    torch._dynamo.reset()
+    expected, _ = trained(tiny_model("llama", layers=1), batch_of("llama"))
+    model = on(tiny_model("llama", layers=1))
+    compiled = torch.compile(model, backend=backend)
+    outputs = compiled(**without_cache(model, batch_of("llama")))
+    outputs.loss.backward()
+    got = {"loss": outputs.loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+    assert type(outputs.logits) is torch.Tensor
+    assert calls(model) == 0
+    trained(model, batch_of("llama"))
+    assert calls(model) == 1
+    assert_near(expected, got)
+
+
+# --- where the head stays plain ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", ["llama", "t5", "bert"])
+def test_evaluation_is_untouched(name):
+    plain, ours = MODELS[name](torch.float32), on(MODELS[name](torch.float32))
+    batch = without_cache(ours, batch_of(name))
+    trained(ours, batch)
+    for mode, context in ((True, torch.no_grad()), (False, torch.no_grad()), (False, contextlib.nullcontext())):
+        with context:
+            expected, got = (model.train(mode)(**batch) for model in (plain, ours))
+        assert type(got.logits) is torch.Tensor
+        assert torch.equal(expected.logits, got.logits)
+        assert torch.equal(expected.loss, got.loss)
+    if name != "bert":
+        keys = {"max_new_tokens": 4, "do_sample": False}
+        expected, got = (model.generate(batch["input_ids"][:, :8], **keys) for model in (plain, ours))
+        assert torch.equal(expected, got)
+    assert calls(ours) == 1
+
+
+def _dropout_in_the_head():
+    model = with_lora(tiny_model("llama", layers=1), "llama", targets=["lm_head"], lora_dropout=0.5)
+    return model, "an active dropout"
+
+
+def _hooked_by_accelerate():
+    model = tiny_model("llama", layers=1)
+    add_hook_to_module(model.model.layers[0], ModelHook())
+    return model, "sharded or moved"
+
+
+def _no_head():
+    return tiny_model("bert", layers=1), "no projection onto a vocabulary"
+
+
+def _foreign_forward():
+    model = tiny_model("llama", layers=1)
+    model.lm_head.forward = model.lm_head.forward
+    return model, "something else has replaced its forward"
+
+
+@pytest.mark.parametrize("make", [_dropout_in_the_head, _hooked_by_accelerate, _no_head, _foreign_forward])
+def test_plain_with_the_reason_said_once(make, caplog):
+    model, reason = make()
+    plain = copy.deepcopy(model)
+    batch = tiny_batch("bert" if make is _no_head else "llama")
+    on(model)
+    assert_same(step(plain, batch), step(model, batch))
+    step(model, batch)
+    enable(model)
+    assert calls(model) == 0
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [reason in message for message in said] == [True]
+    hf_ckpt.uninstall(model)
+    assert all(not isinstance(vars(module).get("forward"), HeadForward) for module in model.modules())
+
+
+def test_a_head_that_nobody_calls_is_said_once(caplog):
+    """A loss may be computed from the head's weight, as in TRL. A forward that fails before the head does not count."""
+    model = on(tiny_model("llama", layers=1))
+    batch = batch_of("llama")
+
+    def said():
+        return [record.getMessage() for record in caplog.records if "nobody calls it" in record.getMessage()]
+
+    def fails(module, args):
+        raise ZeroDivisionError
+
+    for _ in range(3):
+        handle = model.model.norm.register_forward_pre_hook(fails)
+        with pytest.raises(ZeroDivisionError):
+            step(model, batch)
+        handle.remove()
+        step(model, batch)
+        with torch.no_grad():
+            model.model(batch["input_ids"])
+        model.eval()
+        model.model(batch["input_ids"])
+        model.train()
+    assert calls(model) == 3
+    assert said() == []
+    for _ in range(5):
+        hidden = model.model(batch["input_ids"]).last_hidden_state
+        (hidden @ model.lm_head.weight.T).sum().backward()
+    assert len(said()) == 1
+    step(copy.deepcopy(model), batch)
+    assert calls(model) == 3
+
+
+def test_one_chunk_is_the_plain_head():
+    model = on(tiny_model("llama", layers=1), 46)
+    assert_same(step(tiny_model("llama", layers=1), batch_of("llama")), step(model, batch_of("llama")))
+    assert calls(model) == 0
+    hf_ckpt.install(model, {"policy": "none", "head": 45})
+    step(model, batch_of("llama"))
+    assert calls(model) == 1

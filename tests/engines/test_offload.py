@@ -1,0 +1,346 @@
+"""Offloading block by block: what leaves the device, when it comes back, and how many bytes that are."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from helpers.lanes import HIDDEN, Delayed, DeviceBytes, Eager
+from helpers.offloading import OFFLOAD, SAVED, each_family, each_kind, moved, mover, ours, said, same_steps
+from helpers.steps import assert_same, gradients, step, without_cache
+from torch import nn
+
+import hf_ckpt
+from hf_ckpt.attach.record import installation
+from hf_ckpt.engines import offload
+from hf_ckpt.engines.offload import Mover, OffloadRegion
+from hf_ckpt.engines.rebuild.region import RebuildRegion
+from hf_ckpt.errors import InPlaceError
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+
+@pytest.mark.compat
+@each_kind
+@each_family
+def test_steps_and_accumulation(family, spec, lanes):
+    """Buffers of host memory are used again in the next steps, and no more are taken."""
+    held = []
+
+    def run(model):
+        torch.manual_seed(0)
+        for seed in range(3):
+            (model(**without_cache(model, tiny_batch(family, seed=seed))).loss / 3).backward()
+            held.append(mover(model).held_bytes if installation(model) else 0)
+        return gradients(model)
+
+    same_steps(run, family, spec, dropout=0.1)
+    assert 0 < held[-3] == held[-2] == held[-1]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("spec", [OFFLOAD, {"policy": "full", "offload": True}, SAVED], ids=str)
+def test_on_the_cpu_it_is_full_and_said_once(spec, caplog):
+    model = ours(spec=spec)
+    for _ in range(2):
+        assert_same(step(tiny_model("llama"), tiny_batch("llama")), step(model, tiny_batch("llama")))
+    assert moved(model) == {}
+    (message,) = said(caplog)
+    assert "no host memory to offload to from 'cpu'" in message
+    if spec is not SAVED:
+        assert set(hf_ckpt.describe(model).recomputed.values()) == {2}
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+FIRST = {"llama": "input_layernorm", "gpt2": "ln_1", "bert": "attention.self.query", "t5": "layer.0.layer_norm"}
+
+
+def at_start_of_blocks(model, family, note):
+    """Call `note` with a block's number when its first module runs: hooks of the block itself may not run again."""
+    for number, block in enumerate(find_blocks(model).modules.values()):
+        first = block.get_submodule(FIRST[family])
+        first.register_forward_pre_hook(lambda *_, number=number: note(number))
+
+
+@each_family
+def test_hidden_states_leave_the_device(family, lanes, monkeypatch):
+    """Against `full` all of them but the last of each stack; and when a block is recomputed, its own and those of the
+    block before it are back."""
+    monkeypatch.setattr(offload, "lane_of", Eager)
+    stays, recomputing = [], []
+    batch = tiny_batch(family, tokens=64)
+    for spec in ("full", "offload"):
+        model = ours(family, {"policy": spec}, layers=6)
+        step(model, batch)
+        model.zero_grad(set_to_none=True)
+        with DeviceBytes(model) as live:
+            outputs = model(**without_cache(model, batch))
+            stays.append(live.current_bytes - live.start_bytes)
+            recomputing.append([])
+            at_start_of_blocks(model, family, lambda _, live=live: recomputing[-1].append(live.current_bytes))
+            outputs.loss.backward()
+    hidden = 4 * HIDDEN
+    away = [5, 3, 2, 1, 0, 0]  # of 5 that are moved; the block whose hidden states are not is recomputed first
+    if family == "t5":  # its decoder has half of the tokens
+        assert stays[0] - stays[1] == 5 * hidden + 5 * hidden // 2
+        away = [5 + 5 / 2, 5 + 3 / 2, 5 + 2 / 2, 5 + 1 / 2, 5, 4, 4, 3, 2, 1, 0, 0]
+    else:
+        assert stays[0] - stays[1] == 5 * hidden
+    assert [full - offloaded for full, offloaded in zip(*recomputing, strict=True)] == [few * hidden for few in away]
+
+
+@each_family
+def test_in_backward_no_more_than_two_hidden_states_are_back(family, lanes, monkeypatch):
+    alive = weakref.WeakSet()
+    most = []
+
+    class Counting(Eager):
+        def back(self, host):
+            made, copying = super().back(host)
+            alive.add(made.untyped_storage())
+            most.append(len(alive))
+            return made, copying
+
+    monkeypatch.setattr(offload, "lane_of", Counting)
+    model = ours(family, layers=6)
+    step(model, tiny_batch(family))
+    assert len(most) == len(moved(model))
+    assert max(most) == 2
+    assert not alive
+
+
+def test_a_copy_back_begins_one_block_ahead(lanes):
+    """Hidden states begin to come back before the block above is recomputed; the first ones when they are needed."""
+    model = ours(layers=5)
+    at_start_of_blocks(model, "llama", lambda number: lanes[0].log.append(number))
+    loss = model(**tiny_batch("llama")).loss
+    out, back = ("out", HIDDEN), ("back", HIDDEN)
+    assert lanes[0].log == [out, 0, out, 1, out, 2, out, 3, 4]
+    lanes[0].log.clear()
+    loss.backward()
+    assert lanes[0].log == [4, back, back, 3, back, 2, back, 1, 0]
+
+
+def test_what_is_needed_first_comes_back_first(lanes):
+    model = ours(spec=SAVED)
+    loss = model(**tiny_batch("llama")).loss
+    sent = [size for kind, size in lanes[0].log if kind == "out"]
+    lanes[0].log.clear()
+    loss.backward()
+    assert [size for kind, size in lanes[0].log if kind == "back"] == sent[::-1]
+
+
+def test_what_selective_keeps_is_moved_once(lanes):
+    """The block's input and its results are moved, and nothing else that it was given."""
+    weight, mask = torch.randn(4, 4, requires_grad=True), torch.randn(8, 4) * 1
+    pool = Mover()
+
+    def run(region, autocast=False):
+        x = torch.linspace(-1, 1, 32).view(8, 4).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            out = region(lambda hidden, mask: ((hidden @ weight).sin() * mask.exp() * mask).sum(), x * 1, mask * 1)
+        pool.end_of_block(None)
+        return torch.autograd.grad(out, [x, weight])
+
+    region = RebuildRegion("toy", save=("linear", "attention"), mover=pool)
+    for autocast, product in ((False, 128), (True, 64)):
+        expected = run(lambda function, *args: function(*args), autocast)
+        assert all(map(torch.equal, run(region, autocast), expected))
+        assert lanes[0].log == [("out", 128), ("out", product), ("back", product), ("back", 128)]
+        assert region.moved_bytes == 128 + product
+        lanes[0].log.clear()
+
+
+def test_copies_of_results_are_waited_for_one_block_later(lanes):
+    """Copies are waited for at the end of the next block or of the stack; a result changed before that is an error."""
+    pool = Mover()
+    regions = [RebuildRegion(name, save=("linear", "attention"), mover=pool) for name in ("one", "two")]
+    weights = [torch.randn(4, 4, requires_grad=True) for _ in regions]
+
+    def run():
+        hidden, ended = torch.linspace(-1, 1, 32).view(8, 4).requires_grad_() * 1, []
+        for region, weight in zip(regions, weights, strict=True):
+            hidden = region(lambda given, weight=weight: (given @ weight).sin(), hidden)
+            ended.append(len(lanes[0].queue))
+        return hidden, ended
+
+    expected = torch.autograd.grad((run()[0] * 1).sum(), weights)
+    lanes[0].log.clear()
+    pool.end_of_block(None)
+    out, ended = run()
+    assert all(ended)  # the copies of the block that has just ended are under way, and no others
+    assert ended[1] <= ended[0] + 1
+    pool.end_of_block(None)
+    assert not lanes[0].queue
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(), weights), expected))
+    out, _ = run()
+    saved = pool._last.open._open[-1]._tensor
+    with torch.no_grad():
+        saved.mul_(2)
+    with pytest.raises(InPlaceError, match="block 'two'"):
+        out.sum().backward()
+    with pytest.raises(InPlaceError, match="block 'two'"):
+        pool.end_of_block(None)
+
+
+def test_views_share_a_copy(lanes):
+    """Views of one tensor share its copy until the last of them is there again; another backward copies anew."""
+    lane, pool = Delayed(), Mover()
+    x = torch.linspace(-1, 1, 32).view(8, 4).requires_grad_() * 1
+    group = pool.open("block", lane, x)
+    y = x * 2
+    cast = nn.Parameter(torch.ones(8, 4)).to(torch.bfloat16)  # autocast lends it to all
+    tensors = [y, y[1:3], y.t(), y[:, 2], x, y.view(torch.int32), cast, y > 0]
+    packed = [group.pack(tensor) for tensor in tensors]
+    for left, tensor in zip(packed[5:], tensors[5:], strict=True):  # as it is, but without the graph that made it
+        assert left.tensor.data_ptr() == tensor.data_ptr()
+        assert left.tensor.grad_fn is None
+    expected = [tensor.clone() for tensor in tensors]
+    group.close()
+    assert lane.log == [("out", 128)] * 2 == [("out", y.nbytes), ("out", x.nbytes)]
+    for _ in range(2):
+        lane.log.clear()
+        for got, tensor, wanted in zip(map(group.unpack, packed), tensors, expected, strict=True):
+            assert torch.equal(got, wanted)
+            assert got.stride() == tensor.stride()
+        assert lane.log == [("back", 128)] * 2
+        assert all(entry.slot._arriving is None for entry in packed[:5])
+    changed = pool.open("block", lane, x)
+    one = changed.pack(x * 1)
+    with torch.no_grad():
+        one.slot._tensor.add_(1.0)
+    with pytest.raises(InPlaceError, match="block 'block'"):
+        changed.close()
+
+
+# --- hidden states of all kinds ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda x: x.transpose(0, 1), lambda x: x[:, :, :4], lambda x: x[:1].expand(3, 6, 8)])
+def test_hidden_states_that_are_not_contiguous(make, lanes):
+    """Hidden states come back with their strides; those that do not lie dense stay on the device."""
+    x = torch.randn(5, 6, 8, requires_grad=True)
+    weight = torch.randn(8, 8)
+    expected = torch.autograd.grad((make(x * 1).matmul(weight[: make(x).shape[-1]]).sin() ** 2).sum(), x)[0]
+    region = OffloadRegion("block", Mover())
+    seen = []
+
+    def block(hidden):
+        seen.append(hidden.stride())
+        return hidden.matmul(weight[: hidden.shape[-1]]).sin() ** 2
+
+    out = region(block, make(x * 1))
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected)
+    assert seen[0] == seen[1]
+    assert region.moved_bytes == (x.nbytes if make(x).numel() == x.numel() else 0)
+
+
+def test_what_would_stay_anyway_is_not_moved(lanes):
+    """Leaves, views of leaves, integers, empty tensors and subclasses stay, and no lane is made for them."""
+    weight = nn.Parameter(torch.randn(4))
+    for hidden in (
+        weight,
+        weight.view(2, 2),
+        torch.zeros(4, dtype=torch.long),
+        torch.zeros(0),
+        torch.zeros(4).as_subclass(type("Sub", (torch.Tensor,), {})),
+    ):
+        region = OffloadRegion("block", Mover())
+        region(lambda x: x * weight.sum(), hidden).sum().backward()
+        assert region.moved_bytes == 0
+        assert region.forwards == region.recomputed == 1
+    assert lanes == []
+
+
+def test_one_tensor_given_to_two_blocks(lanes):
+    def run(call):
+        x = torch.linspace(-1, 1, 12).requires_grad_()
+        hidden = x * 1
+        (call(torch.sin, hidden) * call(torch.tanh, hidden)).sum().backward()
+        return x.grad
+
+    pool = Mover()
+    blocks = iter([OffloadRegion("0", pool), OffloadRegion("1", pool)])
+    assert torch.equal(run(lambda function, x: function(x)), run(lambda function, x: next(blocks)(function, x)))
+    assert pool._in_use == 0
+
+
+def test_frozen_blocks_below_the_first_that_trains(lanes):
+    """Backward needs nothing of frozen blocks, so after the first forward they move nothing until they are unfrozen."""
+
+    def frozen(model, frozen=True):
+        for part in (model.model.embed_tokens, *model.model.layers[:3]):
+            part.requires_grad_(not frozen)
+        return model
+
+    plain, model = frozen(tiny_model("llama", layers=6)), frozen(ours(layers=6))
+    names = [f"model.layers.{number}" for number in range(5)]
+    for _ in range(2):
+        assert_same(step(plain, tiny_batch("llama")), step(model, tiny_batch("llama")))
+        assert list(moved(model)) == names[3:]
+    assert sum(kind == "out" for kind, _ in lanes[0].log) == 5 + 2
+    frozen(plain, False), frozen(model, False)
+    for _ in range(2):
+        assert_same(step(plain, tiny_batch("llama")), step(model, tiny_batch("llama")))
+    assert list(moved(model)) == names
+
+
+CHANGES = {
+    "scaled": lambda x, w: x.mul_(2.0) * w,
+    "added to": lambda x, w: x.add_(1.0).sin() * w,
+    "without a graph": lambda x, w: _scaled_quietly(x) * w,
+    "a view of it": lambda x, w: (x[:1].zero_(), x * w)[1],
+}
+
+
+def _scaled_quietly(x):
+    with torch.no_grad():
+        return x.mul_(2.0)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("kind", ["offload", "saved"])
+def test_hidden_states_changed_inside_a_block(name, kind, lanes):
+    """A change in place is an error with the block's name, or gives the same gradients; never other ones."""
+
+    def run(region):
+        weight = torch.linspace(0.5, 1, 16).view(4, 4).requires_grad_()
+        x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+        call = region or (lambda function, *args: function(*args))
+        call(lambda hidden: CHANGES[name](hidden, weight).square(), x * 1).sum().backward()
+        return {"x": x.grad, "weight": weight.grad}
+
+    pool = Mover()
+    region = OffloadRegion("toy", pool) if kind == "offload" else RebuildRegion("toy", save=("linear",), mover=pool)
+    expected = run(None)
+    if kind == "offload":
+        with pytest.raises(InPlaceError, match="block 'toy'"):
+            run(region)
+    else:
+        with contextlib.suppress(InPlaceError):
+            assert_same(expected, run(region))
+        pool.end_of_block(None)
+    gc.collect()
+    assert pool._in_use == 0
+
+
+def test_hidden_states_changed_after_the_block_are_no_matter(lanes):
+    """The copy of hidden states was done when the block ended, so they may be changed after it."""
+
+    def run(call):
+        x = torch.linspace(-1, 1, 8).requires_grad_()
+        hidden = x * 1
+        out = call(torch.sin, hidden)
+        with torch.no_grad():
+            hidden.mul_(3.0)
+        out.sum().backward()
+        return x.grad
+
+    expected = run(lambda function, x: function(x.clone()))
+    assert torch.equal(expected, run(OffloadRegion("block", Mover())))

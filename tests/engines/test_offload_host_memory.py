@@ -1,0 +1,264 @@
+"""Host memory that blocks are moved to, its budget, and the order of copies on a stream of the device."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import types
+
+import pytest
+import torch
+from helpers.lanes import Delayed, DeviceBytes, Eager, lanes_of
+from helpers.offloading import OFFLOAD, SAVED, each_spec, moved, mover, ours, said
+from helpers.steps import CACHED_BYTES, assert_same, step, without_cache
+
+from hf_ckpt.engines import offload
+from hf_ckpt.engines.offload import Mover, OffloadRegion, StreamLane
+from hf_ckpt.logs import forget_warnings
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(("tokens", "buffer"), [(16, 4096), (17, 8192), (32, 8192)])
+def test_a_host_budget_counts_powers_of_two(tokens, buffer, lanes, caplog):
+    batch = tiny_batch("llama", tokens=tokens)
+    for limit, count in ((3 * buffer, 3), (3 * buffer - 1, 2), (buffer, 1), (buffer - 1, 0)):
+        model = ours(spec={**OFFLOAD, "host_budget": limit})
+        caplog.clear()
+        forget_warnings()
+        for _ in range(2):
+            assert_same(step(tiny_model("llama"), batch), step(model, batch))
+            assert list(moved(model).values()) == [2 * tokens * 32 * 4] * count
+            assert mover(model).held_bytes == count * buffer
+        assert len(said(caplog)) == (count < 3)
+        assert all("`host_budget`" in message for message in said(caplog))
+
+
+@each_spec
+def test_whatever_the_host_budget_gradients_stay(spec, lanes):
+    expected = step(tiny_model("llama"), tiny_batch("llama"))
+    for limit in (1, 5000, 20_000, 50_000, 80_000):
+        model = ours(spec={**spec, "host_budget": limit})
+        for _ in range(2):
+            assert_same(expected, step(model, tiny_batch("llama")))
+            assert mover(model).held_bytes <= limit
+
+
+def test_longer_batches_get_buffers_of_their_own(lanes):
+    """A budget that shorter batches have used up serves longer ones too, and the other way round."""
+    model = ours(spec={**OFFLOAD, "host_budget": 3 * 8192})
+    counts = []
+    for tokens in (8, 16, 32, 16, 8, 32):
+        step(model, tiny_batch("llama", tokens=tokens))
+        counts.append(len(moved(model)))
+        assert mover(model).held_bytes <= 3 * 8192
+    step(model, tiny_batch("llama", tokens=256))
+    assert moved(model) == {}
+    assert counts[0] == counts[1] == counts[4] == 3
+    assert min(counts[2:]) >= 1
+
+
+def test_pools_of_a_mover():
+    lane, other = Delayed(), Delayed()
+    pool = Mover(limit_bytes=64, make_lane=Delayed)
+    assert [pool.take(lane, size).numel() for size in (1, 2, 3, 16, 17)] == [1, 2, 4, 16, 32]
+    assert pool.held_bytes == 55
+    assert pool.take(lane, 10) is None
+    small = pool.take(lane, 8)
+    pool.give(lane, small)
+    assert pool.take(other, 8) is None  # copies of the other lane may still read from it
+    assert pool.take(lane, 7) is small
+    pool = Mover(limit_bytes=64, make_lane=Delayed)
+    buffers = [pool.take(lane, 16) for _ in range(4)]
+    for buffer in buffers[:3]:
+        pool.give(lane, buffer)
+    assert pool.take(lane, 3) is not None  # in one that is larger than needed
+    assert pool.take(lane, 32) is None  # while others are in use
+    pool.give(lane, buffers[3])
+    assert pool.held_bytes == 64
+
+
+@pytest.mark.compat
+def test_memory_that_cannot_be_pinned(lanes, monkeypatch, caplog):
+    empty, asked = torch.empty, []
+
+    def refusing(*args, **options):
+        asked.append(options.get("pin_memory", False))
+        if asked[-1]:
+            raise RuntimeError(f"no more pages: {len(asked)}\nand a stack")
+        return empty(*args, **options)
+
+    pool = Mover()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refusing)
+        patch.setattr(offload.compat, "accelerator_type", lambda: "cuda")
+        for size in (5, 5, 9):
+            assert pool.take(Delayed(), size).device.type == "cpu"
+    assert asked == [True, False, False, False]
+    assert pool.held_bytes == 8 + 8 + 16
+    (message,) = said(caplog)
+    assert "cannot be pinned (no more pages: 1)" in message
+
+
+def test_buffers_are_of_the_cpu_whatever_the_default_device():
+    with torch.device("meta"):
+        assert Mover().take(Delayed(), 5).device.type == "cpu"
+
+
+def test_a_copy_that_fails_gives_its_buffer_back(lanes):
+    def fail(*_):
+        raise RuntimeError("no device")
+
+    pool = Mover()
+    region = OffloadRegion("block", pool)
+    x = torch.ones(4, requires_grad=True) * 1
+    region(torch.sin, x).sum().backward()
+    lanes[0].out = fail
+    with pytest.raises(RuntimeError, match="no device"):
+        region(torch.sin, x)
+    gc.collect()
+    assert pool._in_use == 0
+    assert pool.held_bytes == 16
+
+
+@pytest.mark.parametrize("how", ["no room", "too small"])
+def test_what_finds_no_room_in_host_memory_is_freed(how, monkeypatch):
+    """What stays on the device is freed after a forward without a backward, as in an evaluation with gradients on."""
+    least_bytes = offload.LEAST_BYTES
+    with lanes_of(Eager):
+        if how == "too small":
+            monkeypatch.setattr(offload, "LEAST_BYTES", least_bytes)
+        model = ours(spec={**SAVED, **({"host_budget": 2048} if how == "no room" else {})}, layers=2)
+        batch = without_cache(model, tiny_batch("llama"))
+        step(model, batch)
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        with DeviceBytes(model, batch) as live:
+            for _ in range(3):
+                model(**batch)
+            gc.collect()
+            left = live.current_bytes - live.start_bytes
+    assert left <= CACHED_BYTES
+
+
+# --- order on a stream ------------------------------------------------------------------------------------------------
+
+
+class FakeStream:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self):
+        event = f"event {sum('records' in entry for entry in self.log)}"
+        self.log.append(f"{self.name} records {event}")
+        return event
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
+
+
+class FakeDevice:
+    """A stand-in for the module of a device that `torch.get_device_module` returns."""
+
+    def __init__(self):
+        self.log = []
+        self.current = self.main = FakeStream(self.log, "main")
+
+    def Stream(self, device):
+        return FakeStream(self.log, "side")
+
+    def current_stream(self, device):
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+class Noting(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        if name in ("copy_", "empty_strided"):
+            self.device.log.append(f"{name} on {self.device.current.name}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def device(monkeypatch):
+    made = FakeDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: made)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda self, stream: made.log.append(f"guarded for {stream.name}")
+    )
+    with Noting(made):
+        yield made
+
+
+OUT = ["side waits for main", "copy_ on side", "side records event 0"]
+BACK = ["empty_strided on main", "side waits for main", "copy_ on side", "side records event 0"]
+
+
+@pytest.mark.compat
+def test_a_stream_lane_waits_where_it_must(device):
+    lane = StreamLane(torch.device("cpu"))
+    tensor, host = torch.ones(3, requires_grad=True), torch.empty(3)
+    copying = lane.out(tensor, host)
+    assert device.log == OUT
+    assert not host.requires_grad
+    lane.wait(copying)
+    assert device.log[3:] == ["main waits for event 0"]
+    device.log.clear()
+    made, copying = lane.back(host)
+    assert device.log == BACK
+    lane.wait(copying)
+    assert device.log[4:] == ["main waits for event 0"]  # and nothing that would keep the memory from being used again
+    assert torch.equal(made, tensor)
+
+
+def test_a_stream_lane_under_another_stream(device):
+    """Memory that is used on another stream is guarded for it; a copy nobody waited for ends before it is let go."""
+    lane = StreamLane(torch.device("cpu"))
+    _, copying = lane.back(torch.ones(3))
+    device.log.clear()
+    device.current = FakeStream(device.log, "another")
+    lane.wait(copying)
+    assert device.log == ["another waits for event 0", "guarded for another"]
+    device.log.clear()
+    lane.drop(copying)
+    assert device.log == ["main waits for event 0"]
+
+
+def test_a_block_on_a_stream(device):
+    """A copy is waited for when its block ends, also by an error; a copy back that nobody used, when it is let go."""
+    mover = Mover(make_lane=lambda device: StreamLane(device))
+    first, second = OffloadRegion("0", mover), OffloadRegion("1", mover)
+    x = torch.randn(4, 4, requires_grad=True) * 1
+    one = first(lambda hidden: hidden.sin(), x)
+    two = second(lambda hidden: hidden.sin(), one)
+    waits = ["main waits for event 0", "main waits for event 1"]
+    assert [entry for entry in device.log if entry.startswith("main waits")] == waits
+    device.log.clear()
+    torch.autograd.grad(two.sum(), one)  # the first block's hidden states come back for nothing
+    assert device.log.count("copy_ on side") == 2
+    assert [entry for entry in device.log if entry.startswith("main waits")] == waits[:1]
+    del one, two
+    assert device.log[-1] == "main waits for event 1"
+    device.log.clear()
+    with pytest.raises(ZeroDivisionError):
+        first(lambda hidden: 1 / 0, x)
+    assert device.log == [*OUT, "main waits for event 0"]
+
+
+def test_devices_without_streams_have_no_lane(monkeypatch):
+    assert offload.lane_of(torch.device("cpu")) is None
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace())
+    assert offload.lane_of(torch.device("mps")) is None

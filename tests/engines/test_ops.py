@@ -1,0 +1,222 @@
+"""Every row of `engines.rebuild.ops`: it is used, and it makes the very same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.steps import assert_same, step
+from helpers.toys import SAVES, SCALE, WEIGHT, plain_and_ours, same_toys
+from torch import nn
+from torch.nn import functional
+
+from hf_ckpt.attach.record import installation
+from hf_ckpt.engines.rebuild import ops
+from hf_ckpt.models.tiny import tiny_batch
+
+BIAS = nn.Parameter(torch.linspace(-1, 1, 16))
+
+
+def _qkv(x):
+    return [x.view(2, 8, 4, 4).transpose(1, 2) * factor for factor in (1.0, 0.5, 2.0)]
+
+
+# Node -> a function whose product saves the node's result, which must then be made again. `y` is saved by itself first.
+TOYS = {
+    "SiluBackward0": functional.silu,
+    "GeluBackward0": lambda y: functional.gelu(y, approximate="tanh"),
+    "ReluBackward0": lambda y: torch.relu(y) * 2.0,
+    "LeakyReluBackward0": lambda y: functional.leaky_relu(y, 0.2),
+    "TanhBackward0": lambda y: torch.tanh(y) * 2.0,
+    "SigmoidBackward0": lambda y: torch.sigmoid(y) * 2.0,
+    "MishBackward0": functional.mish,
+    "ErfBackward0": torch.erf,
+    "MulBackward0": lambda y: y * y.detach(),
+    "DivBackward0": lambda y: y / (y.detach().abs() + 1),
+    "NegBackward0": lambda y: -y,
+    "PowBackward0": lambda y: y.pow(3),
+    "RsqrtBackward0": lambda y: torch.rsqrt(y * y),
+    "SqrtBackward0": lambda y: torch.sqrt(y * y),
+    "AbsBackward0": torch.abs,
+    "AddBackward0": lambda y: torch.add(y, y, alpha=3),
+    "SubBackward0": lambda y: torch.sub(y, y * y, alpha=2),
+    "ToCopyBackward0": lambda y: y.to(torch.bfloat16),
+    "CloneBackward0": lambda y: y.transpose(0, 1).contiguous().transpose(0, 1),
+    "CatBackward0": lambda y: torch.cat([y[..., 8:], -y[..., :8]], -1),
+    "MeanBackward1": lambda y: y.mean(-1, keepdim=True),
+    "NativeDropoutBackward0": lambda y: torch.native_dropout(y, 0.25, True)[0],
+    "ViewBackward0": lambda y: (y * y).view(2, 8, 4, 4).view(2, 8, 16),
+    "UnsafeViewBackward0": lambda y: torch.ops.aten._unsafe_view(y * y, [2, 8, 16]),
+    "ReshapeAliasBackward0": lambda y: torch.ops.aten._reshape_alias(y * y, [2, 8, 16], [128, 16, 1]),
+    "AliasBackward0": lambda y: torch.ops.aten.alias(y * y),
+    "TBackward0": lambda y: (y * y).view(16, 16).t().view(2, 8, 16),
+    "TransposeBackward0": lambda y: (y * y).transpose(-1, -2).transpose(1, 2),
+    "PermuteBackward0": lambda y: (y * y).permute(0, 2, 1).permute(0, -1, 1),
+    "ExpandBackward0": lambda y: (y * y)[:, :1].expand(2, 8, 16),
+    "UnsqueezeBackward0": lambda y: (y * y).unsqueeze(1).view(2, 8, 16),
+    "SliceBackward0": lambda y: (y * y)[:, 2:6:2],
+    "SelectBackward0": lambda y: (y * y)[:, -1],
+    "MmBackward0": lambda y: torch.mm(y.view(16, 16), WEIGHT),
+    "AddmmBackward0": lambda y: torch.addmm(BIAS, y.view(16, 16), WEIGHT),
+    "BmmBackward0": lambda y: torch.bmm(y, y.transpose(1, 2)),
+    "SoftmaxBackward0": lambda y: torch.softmax(y, -1) * 2.0,
+    "ScaledDotProductFlashAttentionForCpuBackward0": lambda y: functional.scaled_dot_product_attention(*_qkv(y)),
+}
+
+
+# Rows that are exercised elsewhere, or cannot be here.
+ELSEWHERE = {"EmbeddingBackward0"}
+
+
+def test_every_row_that_was_seen_to_run_is_run():
+    seen = {name for name, row in ops.OPS.items() if row.seen}
+    assert seen == set(TOYS) | ELSEWHERE
+    unseen = {name for name, row in ops.OPS.items() if not row.seen}
+    assert unseen == {
+        "ScaledDotProductFlashAttentionBackward0",
+        "ScaledDotProductEfficientAttentionBackward0",
+        "ScaledDotProductCudnnAttentionBackward0",
+    }  # CUDA only
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("node", TOYS)
+def test_a_row_makes_the_same_bits(node, dtype, monkeypatch):
+    """The result is saved by a product with a parameter, so it is made again by the row."""
+    used = []
+    row = ops.OPS[node]
+
+    def prepare(found, metadata):
+        made = row.prepare(found, metadata)
+        return made and (lambda *operands: used.append(node) or made(*operands))
+
+    monkeypatch.setitem(ops.OPS, node, ops.Op(row.op_class, prepare, row.constants))
+    weight, bias = (nn.Parameter(tensor.detach().to(dtype)) for tensor in (WEIGHT, BIAS))
+    monkeypatch.setitem(globals(), "WEIGHT", weight)
+    monkeypatch.setitem(globals(), "BIAS", bias)
+    same_toys(lambda x: TOYS[node](x * x).float() * SCALE, save=(), dtype=dtype, parameters=(SCALE, weight, bias))
+    assert used, f"the row {node} was not used"
+
+
+def test_an_embedding_is_looked_up_again():
+    plain, model = plain_and_ours()
+    baseline = step(plain, tiny_batch("llama"))
+    assert_same(baseline, step(model, tiny_batch("llama")))
+    first = installation(model).regions["model.layers.0"]
+    assert first.reaches_back
+    assert "EmbeddingBackward0" not in first.kept
+    assert first.recomputed > 0
+
+
+def test_an_embedding_that_may_be_elsewhere_is_kept():
+    plain, model = plain_and_ours()
+    model.model.layers[0]._hf_hook = None  # as if something moved parameters in and out
+    assert_same(step(plain, tiny_batch("llama")), step(model, tiny_batch("llama")))
+    first = installation(model).regions["model.layers.0"]
+    assert not first.reaches_back
+    assert first.kept["EmbeddingBackward0"] == 2 * 16 * 32 * 4
+
+
+# --- what rows read off their nodes ---------------------------------------------------------------------------------
+
+# Each saves its result in a product with a parameter, and differs from a plain call by a constant that could get lost.
+CONSTANTS = {
+    "gelu, exact": functional.gelu,
+    "gelu, tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "leaky relu": lambda x: functional.leaky_relu(x, 0.3),
+    "power 0.5": lambda x: x.abs().pow(0.5),
+    "power -2": lambda x: (x.abs() + 1).pow(-2),
+    "power by a parameter": lambda x: x.abs().pow(SCALE),
+    "add, alpha": lambda x: torch.add(x, functional.silu(x), alpha=-2.5),
+    "sub, alpha": lambda x: torch.sub(functional.silu(x), x, alpha=3),
+    "times a number": lambda x: functional.silu(x) * 3.3,
+    "over a number": lambda x: functional.silu(x) / 3.3,
+    "a number times a parameter": lambda x: functional.silu(x) * (SCALE * 2.5),
+    "mean over two": lambda x: x.mean((0, -1), keepdim=True),
+    "mean over one, dropped": lambda x: x.mean(1),
+    "softmax in the middle": lambda x: torch.softmax(x, 1),
+    "cat in the middle": lambda x: torch.cat([x, -x], 1),
+    "to float64": lambda x: x.double(),
+    "to another layout": lambda x: x.transpose(1, 2).to(torch.float64, memory_format=torch.contiguous_format),
+    "clone of a transposed": lambda x: functional.silu(x).transpose(1, 2).clone().transpose(1, 2).view(2, 128),
+    "contiguous of a transposed": lambda x: functional.silu(x).transpose(1, 2).contiguous().view(2, 128),
+    "clone, then a product": lambda x: (x.transpose(0, 1).clone() * 1.5).transpose(0, 1).reshape(2, 128),
+    "slice with a step": lambda x: functional.silu(x)[:, -7:-1:3],
+    "select the last": lambda x: functional.silu(x)[:, -1],
+    "expand": lambda x: functional.silu(x)[:, :1].expand(2, 4, 16),
+    "unsqueeze the end": lambda x: functional.silu(x).unsqueeze(-1),
+    "permute": lambda x: functional.silu(x).permute(-1, 0, 1),
+    "addmm, alpha and beta": lambda x: torch.addmm(
+        WEIGHT[0].to(x.dtype), x.view(16, 16), WEIGHT.to(x.dtype), alpha=0.5, beta=2.0
+    ),
+    "native dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
+    "dropout": lambda x: functional.dropout(functional.silu(x), 0.3),
+    "causal attention": lambda x: functional.scaled_dot_product_attention(
+        *[(x @ WEIGHT.to(x.dtype) * factor).view(2, 8, 4, 4).transpose(1, 2) for factor in (1.0, 0.5, 2.0)],
+        is_causal=True,
+        scale=0.3,
+    ),
+    "masked attention": lambda x: functional.scaled_dot_product_attention(
+        *[(x * factor).view(2, 8, 4, 4).transpose(1, 2) for factor in (1.0, 0.5, 2.0)],
+        attn_mask=torch.linspace(-1, 1, 64, dtype=x.dtype).view(1, 1, 8, 8).expand(2, 4, 8, 8),
+    ),
+}
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_of_an_operation_are_read(name, dtype):
+    same_toys(lambda x: CONSTANTS[name](x) * SCALE, save=(), dtype=dtype)
+
+
+@pytest.mark.compat
+def test_a_mean_in_another_dtype_is_made_in_that_dtype():
+    same_toys(lambda x: WEIGHT * x.view(16, 16).mean(-1, keepdim=True, dtype=torch.float32), dtype=torch.bfloat16)
+
+
+@pytest.mark.compat
+def test_dropout_inside_attention_is_drawn_once():
+    """On the CPU such attention is single operations, whose mask is an operand."""
+
+    def block(x):
+        q, k, v = ((functional.silu(x) * factor).view(2, 8, 4, 4).transpose(1, 2) for factor in (1.0, 0.5, 2.0))
+        return functional.scaled_dot_product_attention(q, k, v, dropout_p=0.4) * SCALE
+
+    for save in ((), *SAVES):
+        same_toys(block, save=save)
+
+
+VIEWS_OF_A_RESULT = {
+    "as complex": lambda y: torch.view_as_real(torch.view_as_complex(y.view(2, 8, 8, 2)) * SCALE),
+    "conjugate": lambda y: torch.view_as_real(torch.view_as_complex(y.view(2, 8, 8, 2)).conj() * SCALE),
+    "imaginary part of a conjugate": lambda y: torch.view_as_complex(y.view(2, 8, 8, 2)).conj().imag * SCALE,
+    "negated view": lambda y: torch._neg_view(y) * SCALE,
+    "bits": lambda y: y * (y.detach().view(torch.int32) % 7) * SCALE,
+    "chunks": lambda y: [part * SCALE for part in y.chunk(3, -1)][1],
+    "unbound": lambda y: y.unbind(1)[3] * SCALE,
+    "diagonal": lambda y: torch.diagonal(y.view(2, 8, 16)[..., :8], dim1=1, dim2=2) * SCALE,
+    "unfold": lambda y: y.unfold(1, 3, 2) * SCALE,
+    "as_strided": lambda y: torch.as_strided(y, (2, 3), (1, 16), 5) * SCALE,
+    "expanded": lambda y: y[:, :1].expand(2, 5, 16) * SCALE,
+    "of an offset": lambda y: y[1:].view(8, 16)[2:].t() * SCALE,
+    "of a transposed copy": lambda y: y.transpose(1, 2).contiguous()[:, 3:].flatten() * SCALE,
+    "of a transposed": lambda y: torch.mul(y.transpose(1, 2), 2.0)[:, 3:] * SCALE,
+}
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", VIEWS_OF_A_RESULT)
+def test_a_view_of_what_is_made_again(name):
+    """The result is saved before its view, which is then taken without walking the graph, or after it."""
+
+    def first(x):
+        y = functional.silu(x)
+        return torch.cat([(y * SCALE).flatten(), VIEWS_OF_A_RESULT[name](y).flatten()])
+
+    def second(x):
+        y = functional.silu(x)
+        return torch.cat([VIEWS_OF_A_RESULT[name](y).flatten(), (y * SCALE).flatten()])
+
+    for block in (first, second):
+        for save in ((), *SAVES):
+            same_toys(block, save=save)

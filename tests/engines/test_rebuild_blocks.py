@@ -1,0 +1,289 @@
+"""What blocks are made of: modules, custom functions, routers, adapters, frozen parts, compiled parts; other models."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from helpers.adapters import with_lora
+from helpers.others import OTHERS, other_model
+from helpers.steps import assert_same, enable, step, without_cache
+from helpers.toys import SAVES, SCALE, SELECTIVE, Norm, each_family, plain_and_ours, rebuilt, same_steps, same_toys
+from torch import nn
+from torch.nn import functional
+
+import hf_ckpt
+from hf_ckpt.engines.rebuild.region import RebuildRegion
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+
+def test_a_norm_without_gradients_inside_a_block():
+    """A router or a target may look at a norm under `no_grad`."""
+    norm = Norm()
+
+    def block(x):
+        with torch.no_grad():
+            seen = norm(x)
+        return x * seen * SCALE
+
+    same_toys(block, parameters=(SCALE, norm.weight))
+
+
+def test_a_norm_that_raises_and_is_caught():
+    """A block may try one way, catch the error of a norm, and fall back on another way."""
+
+    def fall_back(layer):
+        norm, mlp = layer.post_attention_layernorm, layer.mlp
+        original, original_mlp, broken = norm.forward, mlp.forward, []
+
+        def forward(x):
+            y = original(x)
+            if broken:
+                raise ValueError
+            return y
+
+        def with_fallback(x):
+            broken.append(True)
+            with contextlib.suppress(ValueError):
+                norm(x)
+            broken.clear()
+            return original_mlp(x)
+
+        norm.forward, mlp.forward = forward, with_fallback
+
+    def run(model):
+        for layer in model.model.layers:
+            fall_back(layer)
+        return step(model, tiny_batch("llama"))
+
+    same_steps(run)
+
+
+def test_a_norm_called_twice():
+    norm = Norm()
+
+    def block(x):
+        x = x + norm(functional.silu(x))
+        return functional.silu(norm(x)) * norm(x)
+
+    region = same_toys(block, parameters=(norm.weight,))
+    assert region.dropped["Norm"] > 0
+
+
+def test_an_attribute_called_variable():
+    """Leaves of the graph have an attribute of this name, and a custom function's context may have one of its own."""
+
+    class Triple(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.variable = x.detach()
+            return x * 3
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 3
+
+    same_toys(lambda x: functional.silu(Triple.apply(functional.silu(x) * x)) * SCALE)
+
+
+class _Quantised4(nn.Parameter):
+    """Parameters of a class of their own, as those of bitsandbytes are."""
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, _Quantised4, None], ids=["parameter", "subclass", "leaf"])
+def test_views_of_leaves(kind):
+    leaf = torch.linspace(-1, 1, 256).view(16, 16).clone()
+    leaf = leaf.requires_grad_() if kind is None else kind(leaf)
+    with torch.no_grad():
+        leaf.mul_(2.0)  # initialised in place, as most are
+
+    def block(x):
+        return functional.silu((x @ leaf.t()) * leaf[3]) @ leaf.view(4, 4, 16).transpose(0, 1).reshape(16, 16)
+
+    for save in SAVES:
+        same_toys(block, save=save, parameters=(leaf,))
+
+
+def test_an_inference_tensor_goes_through():
+    with torch.inference_mode():
+        features = torch.randn(2, 4)
+    assert torch.equal(RebuildRegion("toy", save=())(lambda x: x * 2, features), features * 2)
+
+
+class _Quantised(torch.autograd.Function):
+    """Like bitsandbytes: saves a weight of another type, and returns a gradient for the input only."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x @ weight.float()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (weight,) = ctx.saved_tensors
+        return gradient @ weight.float().t(), None
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Like Liger's: a norm of its own, with its statistics saved."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        rstd = x.pow(2).mean(-1, keepdim=True).rsqrt()
+        ctx.save_for_backward(x, rstd, weight)
+        return x * rstd * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, rstd, weight = ctx.saved_tensors
+        scaled = gradient * weight
+        by_x = rstd * (scaled - x * rstd.pow(2) * (scaled * x).mean(-1, keepdim=True))
+        return by_x, (gradient * x * rstd).sum((0, 1))
+
+
+def test_custom_functions_are_kept():
+    weight, codes = nn.Parameter(torch.ones(16)), torch.arange(256, dtype=torch.int8).view(16, 16)
+
+    def block(x):
+        y = _FusedNorm.apply(functional.silu(x) * x, weight)
+        return functional.silu(_Quantised.apply(y, codes)) * y
+
+    region = same_toys(block, parameters=(weight,))
+    assert any("_FusedNorm" in name for name in region.kept)
+
+
+def test_routing_is_kept():
+    """A router's choice is made once and kept, so the same experts get the gradient."""
+    experts, router = nn.ModuleList(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 4)
+
+    def block(x):
+        weights, chosen = torch.topk(torch.softmax(router(functional.silu(x) * x), -1), 2)
+        parts = torch.stack([expert(x) for expert in experts], -2)
+        picked = torch.gather(parts, -2, chosen.unsqueeze(-1).expand(-1, -1, -1, 16))
+        return x + (picked * weights.unsqueeze(-1)).sum(-2)
+
+    same_toys(block, save=["attention"], parameters=[*experts.parameters(), *router.parameters()])
+
+
+# --- adapters and frozen parts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@each_family
+def test_adapters_merged_and_unmerged(family, dtype):
+    """One step before merging, one while merged (when norms train), and one after unmerging."""
+
+    def run(model):
+        model = with_lora(model, family)
+        found = step(model, tiny_batch(family))
+        model.merge_adapter()
+        for name, parameter in model.named_parameters():
+            if "norm" in name.lower() or "ln_" in name:
+                parameter.requires_grad_(True)
+        found |= {f"{name}, merged": value for name, value in step(model, tiny_batch(family)).items()}
+        model.unmerge_adapter()
+        return found | {f"{name}, after": value for name, value in step(model, tiny_batch(family)).items()}
+
+    for save in SAVES:
+        same_steps(run, family, save, dtype=dtype, dropout=0.1)
+
+
+FREEZING = {
+    "only norms": lambda place, name: "norm" in name.lower() or "ln_" in name,
+    "no norms": lambda place, name: not ("norm" in name.lower() or "ln_" in name),
+    "every other": lambda place, name: place % 2 == 1,
+    "every third": lambda place, name: place % 3 == 0,
+}
+
+
+@pytest.mark.parametrize("which", FREEZING)
+@each_family
+def test_parts_that_are_frozen(family, which):
+    """Operands that need no gradient are read off the nodes; where a node does not hold them, the result is kept."""
+
+    def run(model):
+        for place, (name, parameter) in enumerate(model.named_parameters()):
+            parameter.requires_grad_(FREEZING[which](place, name))
+        return step(model, tiny_batch(family))
+
+    for save in SAVES:
+        same_steps(run, family, save)
+
+
+# --- other models -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models(name):
+    if name.startswith("ViT"):
+        batch = {"pixel_values": torch.linspace(-1, 1, 1536).view(2, 3, 16, 16).sin(), "labels": torch.tensor([0, 1])}
+    else:
+        ids = tiny_batch("llama")["input_ids"]
+        batch = {"input_ids": ids, "labels": ids}
+    expected = step(other_model(name), batch)
+    for save in SAVES:
+        model = other_model(name)
+        hf_ckpt.install(model, {**SELECTIVE, "save": save})
+        enable(model)
+        assert_same(expected, step(model, batch), f"{name} {save}")
+        found = hf_ckpt.describe(model)
+        assert all(found.recomputed.values()), save
+        assert sum(found.dropped.values()) > 0
+
+
+# --- compiled parts ---------------------------------------------------------------------------------------------------
+
+
+# A part of every block: without a small module of ours inside, with one, and one by itself.
+PARTS = {
+    "llama": ["mlp", "input_layernorm"],
+    "gpt2": ["mlp", "ln_1"],
+    "bert": ["intermediate", "output"],
+    "t5": ["layer.0"],
+}
+PARTS_OF_FAMILIES = [
+    pytest.param(family, part, marks=[pytest.mark.slow] if family == "t5" else [])
+    for family, parts in PARTS.items()
+    for part in parts
+]
+
+
+@pytest.mark.parametrize(("family", "part"), PARTS_OF_FAMILIES)
+def test_a_compiled_part_of_a_block_is_kept(family, part, dynamo):
+    """What the compiler saves is not ours to make again; the rest of the block is."""
+
+    def run(model):
+        torch._dynamo.reset()
+        for block in find_blocks(model).modules.values():
+            block.get_submodule(part).compile(backend="aot_eager")
+        return step(model, tiny_batch(family))
+
+    for save in SAVES[:2]:
+        same_steps(run, family, save)
+    assert sum(dynamo["graph_break"].values()) == 0
+
+
+def test_compiled_and_then_not(dynamo):
+    """One model, one step compiled and one without: the region takes what fits each call."""
+    plain, model = plain_and_ours(attention="sdpa")
+    expected = step(plain, tiny_batch("llama"))
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(**without_cache(model, tiny_batch("llama"))).loss.backward()
+    assert rebuilt(model) == 0
+    assert_same(expected, step(model, tiny_batch("llama")))
+    assert rebuilt(model) > 0
+
+
+def test_engine_rebuild_refuses_to_be_compiled(dynamo):
+    model = tiny_model("llama", layers=1)
+    hf_ckpt.install(model, {**SELECTIVE, "engine": "rebuild"})
+    enable(model)
+    with pytest.raises(
+        (HfCkptError, torch._dynamo.exc.TorchDynamoException), match=r"cannot work under torch\.compile"
+    ):
+        torch.compile(model, backend="aot_eager")(**without_cache(model, tiny_batch("llama")))

@@ -1,0 +1,180 @@
+"""The user's hooks around the model, inside a block and on its modules; and the hooks that the engine needs itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.steps import assert_same, enable, outcome, step, without_cache
+from helpers.toys import SELECTIVE, WEIGHT, each_family, each_save, plain_and_ours, rebuilt, same_steps, same_toys, toy
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import hf_ckpt
+from hf_ckpt.engines.rebuild.region import RebuildRegion
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.tiny import tiny_batch
+
+
+def _moved_away():
+    """Saved-tensor hooks that turn activations into bytes, as `save_on_cpu` moves them to where nobody counts them."""
+    moved = []
+
+    def pack(tensor):
+        if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+            return tensor
+        moved.append(tensor.nbytes)
+        return tensor.detach().float().numpy().tobytes(), tensor.shape, tensor.stride(), tensor.dtype
+
+    def unpack(packed):
+        if isinstance(packed, torch.Tensor):
+            return packed
+        data, shape, stride, dtype = packed
+        plain = torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape)
+        if 0 in stride:
+            return plain.to(dtype)
+        return torch.empty_strided(shape, stride, dtype=dtype).copy_(plain)  # another layout rounds differently
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack), moved
+
+
+@each_save
+@each_family
+def test_hooks_around_the_model_get_what_stays(family, save):
+    """Activations that stay go through the user's hooks and nowhere else: nothing but the outputs is left behind."""
+    plain, ours = plain_and_ours(family, save)
+    expected = step(plain, tiny_batch(family, tokens=64))
+    left, through = [], []
+    for model in (plain, ours):
+        batch = without_cache(model, tiny_batch(family, tokens=64))
+        model.zero_grad()
+        torch.manual_seed(7)
+        hooks, moved = _moved_away()
+        with LiveBytes(model) as live:
+            with hooks:
+                loss = model(**batch).loss
+            left.append(live.current_bytes - live.start_bytes)
+            loss.backward()
+        assert_same(expected, outcome(model, loss))
+        through.append(sum(moved))
+    assert rebuilt(ours) > 0
+    assert 0 < through[1] < through[0]
+    assert left[1] <= left[0] + 10_000, "activations stay on the device beside their copies"
+
+
+@each_save
+@each_family
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_hooks_that_unpack_once_only(family, save, dropout):
+    """Hooks that give every tensor back once only are asked once, and never while the forward runs."""
+
+    def run(model):
+        store, asked = {}, []
+
+        def pack(tensor):
+            key = object()
+            store[key] = tensor
+            return key
+
+        def unpack(key):
+            asked.append(key)
+            return store.pop(key)
+
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            loss = model(**without_cache(model, tiny_batch(family))).loss
+        assert not asked
+        loss.backward()
+        return outcome(model, loss)
+
+    same_steps(run, family, save, dropout=dropout)
+
+
+@each_save
+def test_the_users_own_checkpoint_inside_a_block(save):
+    def block(x):
+        y = functional.silu(x) * x
+        y = checkpoint(lambda y: functional.gelu(y @ WEIGHT) * y, y, use_reentrant=False)
+        return functional.silu(y) * y
+
+    same_toys(block, save=save)
+
+
+@each_save
+def test_save_on_cpu_inside_and_around(save):
+    def block(x):
+        y = functional.silu(x) * x
+        with torch.autograd.graph.save_on_cpu():
+            y = functional.silu(y @ WEIGHT) * y
+        return functional.gelu(y) * y
+
+    def around(x):
+        with torch.autograd.graph.save_on_cpu():
+            return RebuildRegion("toy", save=tuple(save))(block, x)
+
+    same_toys(block, save=save)
+    assert_same(toy(block), toy(around))
+
+
+@each_family
+def test_the_users_hook_on_a_norm(family):
+    """Hooks that change what a norm is given, what it returns, or its gradient, are called in a rebuilt block too."""
+
+    def norms(model):
+        return [module for module in model.modules() if type(module).__name__.endswith(("Norm", "LayerNorm"))]
+
+    def before(model):
+        for module in norms(model):
+            module.register_forward_hook(lambda module, args, output: output * 1.5)
+        return step(model, tiny_batch(family))
+
+    def first(model):
+        for module in norms(model):
+            module.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,), prepend=True)
+        return step(model, tiny_batch(family))
+
+    def backward(model):
+        for module in norms(model):
+            module.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+        return step(model, tiny_batch(family))
+
+    for run in (before, first, backward):
+        same_steps(run, family, ["attention"])
+
+
+def test_the_users_hooks_around_the_model_see_what_stays():
+    packed, unpacked = [], []
+
+    def run(model):
+        packed.clear()
+        hooks = (lambda tensor: packed.append(tensor.shape) or tensor.clone(), lambda x: unpacked.append(1) or x)
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            return step(model, tiny_batch("llama"))
+
+    same_steps(run)
+    assert torch.Size([2, 16, 64]) in packed  # a block's gate projection
+    assert unpacked
+
+
+def test_the_users_hooks_inside_a_block():
+    def block(x):
+        y = functional.silu(x) * 2.0
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            y = functional.silu(y) * y
+        return functional.gelu(y) * y
+
+    same_toys(block)
+
+
+def test_another_policy_takes_the_hooks_off():
+    _, model = plain_and_ours("bert")
+    assert any(module._forward_hooks for module in model.modules())
+    for change in ({"policy": "full"}, {"policy": "selective", "engine": "sac"}, {"policy": "none"}):
+        hf_ckpt.install(model, change)
+        enable(model)
+        assert not any(module._forward_hooks for module in model.modules()), change
+    hf_ckpt.install(model, SELECTIVE)
+    enable(model)
+    with hf_ckpt.paused(model):
+        assert not any(module._forward_hooks for module in model.modules())
+    assert any(module._forward_hooks for module in model.modules())

@@ -1,0 +1,202 @@
+"""What the rebuild engine keeps and drops, to the byte, and that a graph without a backward frees everything."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from helpers.steps import assert_same, outcome, step, without_cache
+from helpers.toys import (
+    LAYERS,
+    SCALE,
+    WEIGHT,
+    Norm,
+    each_family,
+    each_save,
+    plain_and_ours,
+    rebuilt,
+    same_steps,
+    same_toys,
+)
+from torch import nn
+from torch.nn import functional
+
+import hf_ckpt
+from hf_ckpt.attach.record import installation
+from hf_ckpt.engines.rebuild.region import RebuildRegion
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch
+
+
+def test_an_exception_frees_everything():
+    """The user may catch an error inside a block, as when memory runs out, and go on."""
+    _, model = plain_and_ours()
+    batch = without_cache(model, tiny_batch("llama"))
+    expected = step(model, batch)
+    original = model.model.layers[1].mlp.down_proj.forward
+
+    def broken(x):
+        raise RuntimeError("out of memory")
+
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveBytes(model) as live:
+            model.model.layers[1].mlp.down_proj.forward = broken
+            with contextlib.suppress(RuntimeError):
+                model(**batch)
+            model.model.layers[1].mlp.down_proj.forward = original
+            assert live.current_bytes - live.start_bytes <= 256
+    finally:
+        gc.enable()
+    before = rebuilt(model)
+    assert_same(expected, step(model, batch))
+    assert rebuilt(model) == 2 * before > 0
+
+
+def test_a_parameter_that_is_written_with_a_graph_is_freed():
+    """A block may fill a frozen memory slot: that parameter has a graph then."""
+
+    def left(run):
+        x = torch.randn(4, 16, requires_grad=True)
+        slot = nn.Parameter(torch.zeros(4, 16), requires_grad=False)
+
+        def block(x):
+            slot.copy_(x)
+            return slot.exp_()
+
+        run(block, x * 1)
+        return weakref.ref(slot)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert left(lambda block, x: block(x))() is None
+        region = RebuildRegion("toy", save=("linear", "attention"))
+        assert left(region)() is None
+        assert region.kept
+    finally:
+        gc.enable()
+
+
+@each_save
+@each_family
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_kept_and_dropped_add_up(family, save, dtype):
+    """Without hf_ckpt autograd holds, to the byte, what is dropped and kept, less what is kept to rebuild from."""
+    plain, ours = plain_and_ours(family, save, dtype=dtype, dropout=0.1, attention="eager")
+    block, storages = find_blocks(plain).modules, {}
+    name, block = next((name, one) for name, one in block.items() if name.endswith("1"))
+
+    def pack(tensor):
+        if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage
+        return tensor
+
+    forward = block.forward
+
+    def watched(*args, **kwargs):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return forward(*args, **kwargs)
+
+    block.forward = watched
+    assert_same(step(plain, tiny_batch(family)), step(ours, tiny_batch(family)))
+    region = installation(ours).regions[name]
+    held, kept, dropped, instead = (
+        sum(parts)
+        for parts in (
+            [storage.nbytes() for storage in storages.values()],
+            *(found.values() for found in (region.kept, region.dropped, region.kept_to_rebuild)),
+        )
+    )
+    assert region.dropped
+    assert kept + dropped - instead == held
+
+
+@each_save
+def test_what_stays_alive_is_what_was_counted(save):
+    norm = Norm()
+
+    def block(x):
+        hidden = norm(x)
+        return x + functional.silu(hidden @ WEIGHT) * hidden @ WEIGHT
+
+    region = RebuildRegion("toy", save=tuple(save))
+    x = torch.randn(2, 64, 16).requires_grad_() * 1
+    with LiveBytes({"x": x}, norm, {"weight": WEIGHT}) as live:
+        out = region(block, x)
+        alive = live.current_bytes - live.start_bytes - out.nbytes
+    assert alive == sum(region.kept.values()) - x.nbytes  # which was there before
+    out.sum().backward()
+
+
+def test_hidden_states_that_the_user_keeps_hold_nothing_else():
+    """Hidden states that the model returns and the user holds after the backward hold no other tensors."""
+    for family in FAMILIES:
+        alive = []
+        for model in plain_and_ours(family, layers=4):
+            batch = without_cache(model, tiny_batch(family))
+            step(model, batch)
+            model.zero_grad(set_to_none=True)
+            with LiveBytes(model) as live:
+                outputs = model(**batch, output_hidden_states=True)
+                outputs.loss.backward()
+                model.zero_grad(set_to_none=True)
+                states = outputs.get("hidden_states") or outputs.get("decoder_hidden_states")
+                del outputs
+                alive.append(live.current_bytes - live.start_bytes)
+                assert states
+        assert alive[1] <= alive[0], family
+
+
+@pytest.mark.compat
+@each_save
+@each_family
+def test_bytes_fall_and_gradients_stay(family, save):
+    alive = []
+
+    def run(model):
+        batch = without_cache(model, tiny_batch(family, tokens=64))
+        with LiveBytes(model) as live:
+            loss = model(**batch).loss
+        alive.append(live.current_bytes - live.start_bytes)
+        loss.backward()
+        return outcome(model, loss)
+
+    same_steps(run, family, save)
+    assert alive[1] < 0.9 * alive[0]
+
+
+def test_describe_tells_bytes_by_class():
+    _, model = plain_and_ours()
+    step(model, tiny_batch("llama"))
+    found = hf_ckpt.describe(model)
+    tokens, hidden, inner = 2 * 16, 32, 64
+    assert found.dropped["activation"] == LAYERS * tokens * inner * 4  # silu's result
+    assert found.dropped["pointwise"] == LAYERS * tokens * inner * 4  # the product that goes into the last linear
+    assert found.kept["UnsafeViewBackward0"] >= LAYERS * 2 * tokens * inner * 4  # gate and up
+    assert found.dropped["LlamaRMSNorm"] >= LAYERS * 2 * tokens * hidden * 4
+    assert "dropped, to be rebuilt in the last forward" in str(found)
+
+
+def test_a_float32_upcast_is_kept_as_16_bits():
+    """The norm stands inside the block, of no known class, so its operations are rebuilt one by one."""
+
+    def block(x):
+        x = x.cumsum(-1)  # has no row, and saves nothing
+        wide = x.float()
+        return (wide.pow(2).mean(-1, keepdim=True).rsqrt() * wide).to(x.dtype) * SCALE
+
+    region = same_toys(block, dtype=torch.bfloat16)
+    assert region.kept["ToCopyBackward0"] == 2 * 8 * 16 * 2
+
+
+def test_nothing_to_drop_is_said_once(caplog):
+    for _ in range(2):
+        same_toys(lambda x: torch.cumprod(x, -1), save=["linear"], parameters=(), rebuilds=False)
+    assert sum("found nothing in a block that can be rebuilt" in record.message for record in caplog.records) == 1

@@ -1,0 +1,134 @@
+"""`selective` by PyTorch's selective checkpointing: which operations are matched, and when none is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.steps import assert_same, enable, step
+from helpers.toys import each_save
+from torch.nn import functional
+
+import hf_ckpt
+from hf_ckpt.attach.record import installation
+from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.engines.sac import OPERATIONS, SacRegion, operations
+from hf_ckpt.errors import NothingSavedError
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+SAC = {"policy": "selective", "engine": "sac"}
+LAYERS = 2
+
+
+def by_sac(spec, **options):
+    model = tiny_model("llama", layers=LAYERS, **options)
+    hf_ckpt.install(model, {**SAC, **spec})
+    enable(model)
+    return model
+
+
+def regions(model):
+    return list(installation(model).regions.values())
+
+
+@pytest.mark.compat
+def test_what_is_matched_is_counted_by_hand():
+    """LLaMA has seven linear layers a block; eager attention is two products and a softmax, sdpa one operation."""
+    for attention, save, wanted in [
+        ("eager", ["linear"], 7),
+        ("eager", ["attention"], 3),
+        ("sdpa", ["attention"], 1),
+        ("sdpa", ["linear", "attention"], 8),
+    ]:
+        model = by_sac({"save": save}, attention=attention)
+        for steps in (1, 2):
+            step(model, tiny_batch("llama"))
+            assert [region.matched for region in regions(model)] == [wanted * steps] * LAYERS, (attention, save)
+            assert [region.recomputed for region in regions(model)] == [steps] * LAYERS
+
+
+def test_what_stays_is_not_run_again():
+    """The matched operations run once; the same block under `full` runs them twice."""
+
+    def block(x):
+        return functional.silu(torch.mm(functional.silu(x), x.t())).mm(x)
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.products = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.products += func is torch.ops.aten.mm.default
+            return func(*args, **(kwargs or {}))
+
+    products = {}
+    for region in (SacRegion("toy", save=("linear",)), FullRegion("toy")):
+        out = region(block, torch.randn(4, 4).requires_grad_() * 1)
+        with Count() as backward:
+            out.sum().backward()
+        products[type(region)] = backward.products
+        assert region.recomputed == 1
+    assert products[FullRegion] == products[SacRegion] + 1  # the last product's result is needed by nobody
+
+
+@pytest.mark.compat
+@each_save
+def test_no_match_is_an_error_that_says_what_to_do(save):
+    sac = SacRegion("toy", save=save)
+    with pytest.raises(NothingSavedError, match=r"block 'toy'.*no such operation.*\"engine\": \"rebuild\"") as raised:
+        sac(lambda x: functional.silu(x) * x, torch.randn(4, 4).requires_grad_())
+    assert raised.value.save == tuple(save)
+    assert sac.matched == 0
+
+
+def test_a_block_without_attention_is_an_error_only_where_attention_is_to_stay():
+    def block(x):
+        return functional.silu(torch.mm(x, x))
+
+    x = torch.randn(4, 4).requires_grad_()
+    with pytest.raises(NothingSavedError, match="'attention'"):
+        SacRegion("toy", save=("attention",))(block, x)
+    for save in (("linear",), ("linear", "attention")):
+        region = SacRegion("toy", save=save)
+        region(block, x).sum().backward()
+        assert (region.matched, region.recomputed) == (1, 1)
+
+
+def test_without_gradients_nothing_is_asked():
+    sac = SacRegion("toy", save=("attention",))
+    with torch.no_grad():
+        sac(lambda x: functional.silu(x), torch.randn(4, 4))
+    assert (sac.matched, sac.forwards) == (0, 0)
+
+
+def test_dropout_is_drawn_anew_where_random_state_is_not_preserved():
+    """The user may give up random state; and this shows that comparisons of gradients can fail."""
+    expected = step(tiny_model("llama", layers=LAYERS, dropout=0.1), tiny_batch("llama"))
+    model = by_sac({"preserve_rng_state": False}, dropout=0.1)
+    got = step(model, tiny_batch("llama"))
+    assert [region.recomputed for region in regions(model)] == [1] * LAYERS
+    with pytest.raises(AssertionError, match="differs"):
+        assert_same(expected, got)
+
+
+def test_operations_are_looked_up_in_this_build():
+    """Names that this build of torch does not have are left out, and no name is misspelt beyond recognition."""
+    assert operations(("linear",)) >= {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+    assert operations(("attention",)) >= {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._softmax.default,
+    }
+    assert operations(("linear", "attention")) == operations(("linear",)) | operations(("attention",))
+    aten = [name for names in OPERATIONS.values() for name in names if name.startswith("aten.")]
+    found = {str(operation) for operation in operations(("linear", "attention"))}
+    assert len(set(aten) - found) <= 4, "names of operations that do not exist here"
+
+
+def test_engine_auto_holds_sac_for_the_compiler():
+    model = tiny_model("llama", layers=LAYERS)
+    for engine, has in (("auto", True), ("rebuild", False)):
+        hf_ckpt.install(model, {"policy": "selective", "engine": engine, "save": ["attention"]})
+        for region in regions(model):
+            assert (region.compiled is not None) == has
+            assert region.compiled is None or region.compiled.save == ("attention",)

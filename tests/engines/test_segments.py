@@ -1,0 +1,271 @@
+"""Several blocks recomputed as one region: the same gradients, only a segment's input kept, and nothing left open."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from helpers.others import other_model
+from helpers.steps import assert_same, enable, gradients, step, without_cache
+from helpers.toys import each_family
+from torch import nn
+
+import hf_ckpt
+from hf_ckpt.attach.record import installation
+from hf_ckpt.engines.segments import SegmentRegion, _open
+from hf_ckpt.errors import HfCkptError, PlanMismatchError, SpecError
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+
+def in_segments(family="llama", segments=2, model=None, **options):
+    model = tiny_model(family, **options) if model is None else model
+    hf_ckpt.install(model, {"segments": segments})
+    enable(model)
+    return model
+
+
+def regions(model):
+    return list(installation(model).regions.values())
+
+
+def ran_once(model, times=1):
+    """Every block belongs to a segment, and ran again so many times."""
+    found = regions(model)
+    assert all(type(region) is SegmentRegion for region in found)
+    assert [region.recomputed for region in found] == [times] * len(found)
+
+
+def same_steps(run, family="llama", segments=2, times=1, **options):
+    ours = in_segments(family, segments, **options)
+    assert_same(run(tiny_model(family, **options)), run(ours), f"{family} {segments}")
+    ran_once(ours, times)
+    return ours
+
+
+@each_family
+def test_only_the_input_of_a_segment_stays(family):
+    """Bytes at the end of the forward fall with every block that shares its segment."""
+    alive = {}
+    for spec in ({"policy": "full"}, {"segments": 4}, {"segments": 2}, {"segments": 1}):
+        model = tiny_model(family)
+        hf_ckpt.install(model, spec)
+        enable(model)
+        batch = without_cache(model, tiny_batch(family, tokens=64))
+        step(model, batch)
+        model.zero_grad(set_to_none=True)
+        with LiveBytes(model) as live:
+            outputs = model(**batch)
+            alive[str(spec)] = live.current_bytes - live.start_bytes
+            outputs.loss.backward()
+    every, four, two, one = alive.values()
+    hidden = 2 * 64 * 32 * 4
+    stacks = 1.5 if family == "t5" else 1  # its decoder has half of the tokens
+    assert four == every  # four blocks a stack: each alone
+    assert every - two == stacks * 2 * hidden
+    if family == "t5":  # a later segment is given the position bias that the first block made
+        assert two - one > stacks * hidden
+    else:
+        assert two - one == hidden
+
+
+def test_where_segments_are_cut():
+    def lengths(spec, layers, family="llama"):
+        model = tiny_model(family, layers=layers)
+        hf_ckpt.install(model, spec)
+        plan = installation(model).plan
+        assert "full (segment 0) 0" in str(plan)
+        return [len(names) for _, names in plan.segments()]
+
+    assert lengths({"segments": 3}, 8) == [3, 3, 2]
+    assert lengths({"segments": 1}, 5) == [5]
+    assert lengths({"segments": "sqrt"}, 9) == [3, 3, 3]
+    assert lengths({"segments": "sqrt"}, 1) == [1]
+    assert lengths({"segments": 2}, 3, "t5") == [2, 1, 2, 1]  # each stack apart
+    with pytest.raises(SpecError, match=r"`segments` is 5, but stack 'decoder' has 4 blocks"):
+        lengths({"segments": 5}, 4)
+
+
+def test_a_plan_whose_segment_is_torn_apart_is_refused():
+    given = hf_ckpt.describe(in_segments()).plan.to_dict()
+    rows = given["stacks"]["decoder"]
+    rows[1] = {key: value for key, value in rows[1].items() if key != "segment"} | {"action": "keep"}
+    rows[2]["segment"] = 0
+    with pytest.raises(PlanMismatchError, match="segment 0 of decoder over blocks that are no neighbours"):
+        hf_ckpt.install(tiny_model("llama"), hf_ckpt.Plan.from_dict(given))
+    rows[0]["action"] = "selective"
+    with pytest.raises(PlanMismatchError, match="goes with `full`"):
+        hf_ckpt.Plan.from_dict(given)
+
+
+# --- what users do around it ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_an_error_in_a_block_closes_its_segment(place):
+    model = in_segments()
+    expected = step(tiny_model("llama"), tiny_batch("llama"))
+    mlp = model.model.layers[place].mlp
+    original = mlp.forward
+
+    def broken(x):
+        raise RuntimeError("out of memory")
+
+    mlp.forward = broken
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step(model, tiny_batch("llama"))
+    assert _open.run is None
+    x = torch.ones(2, requires_grad=True)
+    (x * x).sum().backward()  # nobody's hooks are left on the stack
+    mlp.forward = original
+    assert_same(expected, step(model, tiny_batch("llama")))
+    ran_once(model)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_between_blocks_closes_the_segment(error):
+    """After an interrupt torch runs no forward hooks, so it is the next forward that closes the segment."""
+    model = in_segments(segments=1)
+    expected = step(tiny_model("llama"), tiny_batch("llama"))
+
+    def interrupt(module, args):
+        raise error
+
+    handle = model.model.layers[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(error):
+        step(model, tiny_batch("llama"))
+    assert (_open.run is None) == (error is RuntimeError)
+    handle.remove()
+    assert_same(expected, step(model, tiny_batch("llama")))
+    ran_once(model)
+
+
+def test_blocks_that_are_skipped_at_random():
+    """LayerDrop draws between the blocks, and may skip the first or the last of a segment."""
+
+    def make():
+        return other_model("BartForConditionalGeneration", layers=4, encoder_layerdrop=0.4, decoder_layerdrop=0.4)
+
+    ids = tiny_batch("llama")["input_ids"]
+    plain, model = make(), in_segments(model=make())
+    counts = set()
+    for seed in range(12):
+        found = []
+        for one in (plain, model):
+            one.zero_grad()
+            torch.manual_seed(seed)
+            loss = one(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            found.append({"loss": loss.detach(), **gradients(one)})
+        assert_same(*found, f"seed {seed}")
+        counts.add(tuple(region.forwards for region in regions(model)))
+    assert len(counts) == 12
+    ran = [(region.forwards, region.recomputed) for region in regions(model)]
+    assert all(forwards == recomputed for forwards, recomputed in ran)
+    assert 0 < min(forwards for forwards, _ in ran) < 12
+
+
+def test_what_happens_between_two_blocks_is_refused():
+    model = in_segments()
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
+    with pytest.raises(HfCkptError, match=r"block 'model.layers.1' is not given what block 'model.layers.0' returned"):
+        step(model, tiny_batch("llama"))
+    assert _open.run is None
+
+
+def test_hooks_between_two_segments_are_fine():
+    def run(model):
+        model.model.layers[1].register_forward_hook(lambda module, args, output: output * 1.5)
+        return step(model, tiny_batch("llama"))
+
+    same_steps(run)
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_blocks_below_the_first_trained_one_do_not_run_again(first):
+    def run(model):
+        model.requires_grad_(False)
+        for layer in model.model.layers[first:]:
+            layer.requires_grad_(True)
+        return step(model, tiny_batch("llama"))
+
+    model = in_segments(segments=1)
+    assert_same(run(tiny_model("llama")), run(model))
+    assert [region.recomputed for region in regions(model)] == [0] * first + [1] * (4 - first)
+
+
+def test_threads_have_segments_of_their_own():
+    model, barrier, losses = in_segments(), threading.Barrier(2), {}
+
+    def meet(module, args):
+        barrier.wait(timeout=20)
+
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(meet)
+
+    def run(seed):
+        losses[seed] = model(**without_cache(model, tiny_batch("llama", seed=seed))).loss
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for layer in model.model.layers:
+        layer.mlp._forward_pre_hooks.clear()
+    plain = tiny_model("llama")
+    for seed in range(2):
+        losses[seed].backward()
+        plain(**without_cache(plain, tiny_batch("llama", seed=seed))).loss.backward()
+    assert_same({"loss": losses[0].detach(), **gradients(plain)}, {"loss": losses[0].detach(), **gradients(model)})
+    ran_once(model, 2)
+
+
+def test_copies_have_segments_of_their_own():
+    model = in_segments()
+    step(model, tiny_batch("llama"))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        theirs, ours = regions(twin)[0].segment, regions(model)[0].segment
+        assert theirs is regions(twin)[1].segment is not ours
+    with hf_ckpt.paused(model):
+        step(model, tiny_batch("llama"))
+    ran_once(model)
+
+
+def test_parameters_that_come_and_go_are_refused():
+    model = in_segments()
+    model.model.layers[0]._hf_hook = None  # as accelerate marks what it moves
+    with pytest.raises(HfCkptError, match="`segments` recompute several blocks of LlamaModel at once"):
+        step(model, tiny_batch("llama"))
+
+
+def test_sharded_parameters_are_refused(tmp_path):
+    """FSDP2 frees a block's parameters after its own backward and gathers them before its own, not its neighbours'."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("this torch has no fully_shard (new in 2.6)")
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    try:
+        model = in_segments()
+        mesh = dist.init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            fsdp.fully_shard(layer, mesh=mesh)
+        fsdp.fully_shard(model, mesh=mesh)
+        with pytest.raises(HfCkptError, match=r"sharded or moved block by block"):
+            step(model, tiny_batch("llama"))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_generic_blocks():
+    plain = other_model("OPTForCausalLM", layers=4)
+    model = in_segments(model=copy.deepcopy(plain))
+    assert_same(step(plain, tiny_batch("llama")), step(model, tiny_batch("llama")))
+    ran_once(model)
+    assert isinstance(find_blocks(model).modules["model.decoder.layers.0"], nn.Module)

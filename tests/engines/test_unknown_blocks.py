@@ -1,0 +1,222 @@
+"""Blocks with code that nobody knows, which work in place: what trains without checkpointing trains with it.
+
+`selective` tries what it would drop in a first forward, and falls back to recomputing the block where that fails.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import unknown
+from helpers.offloading import OFFLOAD
+from helpers.steps import assert_same, enable, step
+from helpers.toys import SAVES
+from helpers.unknown import steps_of, working
+from torch.nn import functional
+
+import hf_ckpt
+from hf_ckpt.attach.record import installation
+from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.engines.rebuild import values
+from hf_ckpt.errors import HfCkptError, InPlaceError
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+SAC = {"policy": "selective", "engine": "sac"}
+
+
+def planned(work, spec, dtype=torch.float32):
+    """A model of such blocks, with a plan enabled."""
+    model = working(work, dtype)
+    hf_ckpt.install(model, spec)
+    enable(model)
+    return model
+
+
+def regions(model):
+    return list(installation(model).regions.values())
+
+
+# What a block does -> whether `selective` finds that it cannot rebuild, (float32, bfloat16); None: autograd refuses it.
+WORKING_IN_PLACE = {
+    unknown.adds_to_its_input: (False, False),
+    unknown.scales_its_input: (False, False),
+    unknown.adds_a_norm_to_its_input: (None, True),
+    unknown.adds_to_a_residual: (None, False),
+    unknown.relu_in_place: (False, False),
+    unknown.masks_scores: (False, False),
+    unknown.changes_an_operand: (False, False),
+    unknown.clamps_without_a_graph: (True, True),
+    unknown.writes_data: (True, True),
+    unknown.writes_data_of_a_norm: (True, True),
+    unknown.drops_in_place: (False, False),
+    unknown.adds_rows: (False, False),
+}
+CASES = [
+    pytest.param(work, dtype, falls_back, id=f"{work.__name__}-{name}")
+    for work, found in WORKING_IN_PLACE.items()
+    for (name, dtype), falls_back in zip((("fp32", torch.float32), ("bf16", torch.bfloat16)), found, strict=True)
+]
+
+
+@pytest.mark.parametrize(("work", "dtype", "falls_back"), CASES)
+def test_what_trains_without_checkpointing_trains_with_it(work, dtype, falls_back, caplog):
+    """In-place operations inside a block: other gradients in silence, or an error that names nothing."""
+    if falls_back is None:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            steps_of(working(work, dtype))
+        return
+    expected = steps_of(working(work, dtype))
+    for spec in ({"policy": "full"}, *({"policy": "selective", "save": save} for save in SAVES)):
+        model = planned(work, spec, dtype)
+        caplog.clear()
+        for before, after in zip(expected, steps_of(model), strict=True):
+            assert_same(before, after, f"{work.__name__} {spec} {dtype}")
+        said = [record.getMessage() for record in caplog.records if "cannot make again" in record.getMessage()]
+        if spec["policy"] == "full":
+            assert set(hf_ckpt.describe(model).recomputed.values()) == {3}
+            assert not said
+        elif falls_back:
+            assert [region.recomputed for region in regions(model)] == [2] * 3  # whole, from the second step on
+            assert [message.split("'")[1] for message in said] == ["layers.0", "layers.1", "layers.2"]
+            assert hf_ckpt.describe(model).dropped == {}
+        else:
+            assert not said
+            assert not any(region.failed or region.trial for region in regions(model))
+            assert all(region.kept or region.dropped for region in regions(model))
+            assert all(region.forwards == 3 for region in regions(model))
+
+
+def test_the_warning_names_block_and_operation(caplog):
+    model = planned(unknown.adds_a_norm_to_its_input, {"policy": "selective"}, torch.bfloat16)
+    steps_of(model, 1)
+    assert "block 'layers.1' cannot make again what " in caplog.text
+    assert "works in place (AddBackward0)" in caplog.text
+    assert sum(hf_ckpt.describe(model).kept.values()) > 0
+    steps_of(model, 1)
+    assert hf_ckpt.describe(model).kept == {}
+
+
+@pytest.mark.parametrize(
+    "spec", [{"policy": "full"}, {"policy": "selective"}, {"policy": "selective", "save": ["attention"]}], ids=str
+)
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda block, hidden: functional.silu(block.one(hidden)) * block.two(functional.gelu(hidden)),
+        unknown.drops_in_place,
+        unknown.adds_to_its_input,
+    ],
+    ids=["products", "dropout", "input"],
+)
+def test_a_trial_leaves_nothing_behind(work, spec):
+    """A first forward that looks closely holds no more, once its block has ended, than those after it."""
+    model = planned(work, spec)
+    inputs, held = torch.randn(2, 8, 16), []
+    for _ in range(3):
+        with LiveBytes(model) as live:
+            loss = model(inputs).sum()
+            held.append(live.current_bytes - live.start_bytes)
+            loss.backward()
+        model.zero_grad(set_to_none=True)
+    assert held[0] == held[1] == held[2] > 0
+    assert all(region.forwards == 3 for region in regions(model))
+
+
+@pytest.mark.parametrize(
+    ("work", "spec", "operation"),
+    [
+        (unknown.scales_its_input, SAC, "MulBackward0"),
+        (unknown.scales_its_input, {"policy": "full", "segments": 3}, "MulBackward0"),
+        (unknown.adds_to_its_input, {"policy": "full", "segments": 1}, "AddBackward0"),
+        (unknown.relu_in_place, SAC, None),  # of the result of a linear layer, which stays
+    ],
+)
+def test_what_cannot_be_helped_is_told_with_the_block(work, spec, operation):
+    """`one of the variables needed for gradient computation has been modified`, and no word of where."""
+    expected = steps_of(working(work), 1)  # it trains without
+    model = planned(work, spec)
+    with pytest.raises(InPlaceError, match=r"block 'layers\.[02]'.*was changed in place.*`full`") as raised:
+        steps_of(model, 1)
+    assert raised.value.operation == operation
+    enable(model, {"policy": "full"})
+    assert_same(expected[0], steps_of(model, 1)[0])
+
+
+def test_hidden_states_changed_behind_a_block_are_told():
+    """A block would be recomputed from what somebody has made of its input since."""
+    region, hidden = FullRegion("block"), torch.ones(4, requires_grad=True) * 1
+    output = region(torch.sin, hidden)
+    hidden.add_(1.0)
+    with pytest.raises(InPlaceError, match="block 'block'"):
+        output.sum().backward()
+
+
+def test_what_no_backward_needs_may_change_in_place():
+    output = FullRegion("block")(lambda hidden, other: other.add_(hidden), torch.ones(2), torch.ones(2))
+    assert output.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("work", [unknown.writes_data, unknown.clamps_without_a_graph])
+def test_under_the_users_hooks_nothing_can_be_proved(work):
+    """`selective` dropped what unknown blocks had changed behind autograd's back, where hooks hid that."""
+    models = (working(work), planned(work, "selective"))
+    found = []
+    for model in models:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
+            found.append(steps_of(model))
+    for expected, got in zip(*found, strict=True):
+        assert_same(expected, got)
+    assert min(hf_ckpt.describe(models[1]).recomputed.values()) > 0
+
+
+@pytest.mark.compat
+def test_what_is_changed_in_place_is_not_offloaded(lanes):
+    """What comes back from host memory would be what the block has made of its input."""
+    expected = steps_of(working(unknown.adds_to_its_input))
+    model = planned(unknown.adds_to_its_input, OFFLOAD)
+    for one, other in zip(expected, steps_of(model), strict=True):
+        assert_same(one, other)
+    assert set(hf_ckpt.describe(model).recomputed.values()) == {3}
+    assert not hf_ckpt.describe(model).moved
+    model = planned(unknown.writes_data, OFFLOAD)  # it leaves its input alone: from the second forward on that moves
+    steps_of(model, 1)
+    assert not hf_ckpt.describe(model).moved
+    steps_of(model, 1)
+    assert len(hf_ckpt.describe(model).moved) == 2
+
+
+def test_memory_that_runs_out_in_a_trial_is_no_proof(monkeypatch):
+    model = planned(unknown.writes_data_of_a_norm, "selective")
+
+    def runs_out(value):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(values, "_hand_out", runs_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        steps_of(model, 1)
+    assert not any(region.failed for region in regions(model))
+
+
+def test_nothing_to_save_is_an_error():
+    """No operation of the block is one that `save` names: that is `full`, at a higher price."""
+    model = planned(lambda block, hidden: functional.silu(hidden) * block.norm(hidden), {**SAC, "save": ["attention"]})
+    with pytest.raises(HfCkptError, match="the block ran no such operation, so this would be `full`"):
+        steps_of(model)
+
+
+def test_a_plan_for_blocks_that_work_in_place_is_refused_with_the_reason():
+    model = tiny_model("llama", layers=2)
+
+    class InPlace(type(model.model.layers[0])):
+        def forward(self, hidden_states, **kwargs):
+            return hidden_states.add_(self.mlp(self.input_layernorm(hidden_states.clone())))
+
+    for layer in model.model.layers:
+        layer.__class__ = InPlace
+    hf_ckpt.install(model, {"budget": "1GiB"})
+    enable(model)
+    with pytest.raises(HfCkptError, match="work in place on their hidden states") as raised:
+        step(model, tiny_batch("llama"))
+    assert "LlamaForCausalLM" in str(raised.value)

@@ -1,0 +1,1 @@
+"""What tests share: steps, toys, processes. No test module imports another."""

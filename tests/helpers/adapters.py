@@ -1,0 +1,37 @@
+"""LoRA adapters for the small models of every family."""
+
+from __future__ import annotations
+
+import torch
+from peft import LoraConfig, get_peft_model
+
+TARGETS = {
+    "llama": ["q_proj", "up_proj"],
+    "gpt2": ["c_attn", "c_fc"],
+    "bert": ["query", "dense"],
+    "t5": ["q", "wi"],
+}
+"""Linear layers of the attention and of the feed-forward part."""
+
+
+def lora_config(family, targets=None, **options):
+    """Adapters with random values: PEFT begins B with zeros, and then no gradient would reach A."""
+    return LoraConfig(
+        r=4,
+        init_lora_weights=False,
+        target_modules=targets or TARGETS[family],
+        fan_in_fan_out=family == "gpt2",
+        **options,
+    )
+
+
+def with_lora(model, family, *, hub=False, lora_dropout=0.1, **options):
+    """The model with adapters, always the same ones: wrapped by PEFT, or by `add_adapter` of the model itself."""
+    training = model.training
+    torch.manual_seed(1)
+    config = lora_config(family, lora_dropout=lora_dropout, **options)
+    if hub:
+        model.add_adapter(config)
+    else:
+        model = get_peft_model(model, config)
+    return model.train(training)

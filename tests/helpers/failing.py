@@ -1,0 +1,168 @@
+"""Allocators that fail on purpose, and steps and Trainers whose memory runs out."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import numpy
+import torch
+from datasets import Dataset
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer
+
+import hf_ckpt
+from helpers.steps import gradients, without_cache
+from helpers.trainers import FLAG, arguments
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
+SELECTIVE = "`selective` for blocks that kept everything"
+FULL = "`full` for `selective` blocks"
+OFFLOAD = "hidden states in host memory"
+HEAD = "the head in chunks"
+
+
+class Failing(TorchDispatchMode):
+    """Counts operations of steps, not those of a guard around them, and runs out of memory at some of them."""
+
+    def __init__(self, *at, inside=True):
+        super().__init__()
+        self.at, self.operations, self.inside = set(at), 0, inside
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.inside:
+            return func(*args, **(kwargs or {}))
+        self.operations += 1
+        if self.operations - 1 in self.at:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return func(*args, **(kwargs or {}))
+
+
+def under(allocator, step):
+    """The step, with the allocator at work in it."""
+
+    def run(*args):
+        allocator.inside = True
+        try:
+            return step(*args)
+        finally:
+            allocator.inside = False
+
+    return run
+
+
+class Limited(LiveBytes):
+    """Runs out of memory when more bytes are alive than allowed."""
+
+    def __init__(self, limit, *holders):
+        super().__init__(*holders)
+        self.limit = limit
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.current_bytes > self.limit:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return result
+
+
+def forward_and_backward(model, batch, share=0.5):
+    """A micro-step with a draw of its own from every source of random numbers."""
+    scale = 1 + 0.01 * (random.random() + float(numpy.random.rand()) + float(torch.rand(())))
+    loss = model(**without_cache(model, batch)).loss * scale * share
+    loss.backward()
+    return loss.detach()
+
+
+def bytes_of(model):
+    """Bytes that a model holds before its first step."""
+    return LiveBytes(model).start_bytes
+
+
+def seed(number=3):
+    """Seed every source of random numbers."""
+    random.seed(number)
+    numpy.random.seed(number)
+    torch.manual_seed(number)
+
+
+def draws():
+    """One draw from every source of random numbers."""
+    return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+
+def one_step(model, family, run=None, at=(), **sizes):
+    """Gradients of two micro-steps, what is drawn afterwards, and how many operations they took."""
+    run = run or (lambda step, *args: step(*args))
+    model.zero_grad(set_to_none=True)
+    seed()
+    batches = [tiny_batch(family, seed=number, **sizes) for number in range(2)]
+    with Failing(*at, inside=False) as allocator:
+        losses = [run(under(allocator, forward_and_backward), model, batch) for batch in batches]
+    found = {"loss": torch.stack(losses), **gradients(model)}
+    return found, draws(), allocator.operations
+
+
+@functools.cache
+def plain(family):
+    """Gradients of `one_step` without hf_ckpt, and what is drawn after it."""
+    return one_step(tiny_model(family, layers=2, dropout=0.1), family)[:2]
+
+
+ROWS = 24
+
+
+class FailsAt:
+    """A compute_loss that runs out of memory at some calls of it, before or after its forward."""
+
+    calls = 0
+    at: frozenset[int] = frozenset()
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        type(self).calls += 1
+        number = type(self).calls - 1
+        labels = inputs.pop("labels")  # as Trainer itself does for label smoothing
+        loss = super().compute_loss(model, {**inputs, "labels": labels}, *args, **kwargs)
+        if number in self.at:
+            if number % 2:  # in the backward, after some gradients
+                loss.register_hook(run_out) if number % 4 == 1 else model.get_input_embeddings().weight.register_hook(
+                    _once(run_out)
+                )
+            else:
+                run_out()
+        return loss
+
+
+def run_out(*_):
+    """Raise what an allocator without memory raises."""
+    raise torch.OutOfMemoryError(MESSAGE)
+
+
+def _once(function):
+    left = [0]
+
+    def hook(*args):
+        if left:
+            left.pop()
+            function(*args)
+
+    return hook
+
+
+def train(folder, bases, at=(), spec=None, **options):
+    """A Trainer of these classes after 6 steps that ran out of memory at some calls, its history, and its weights."""
+    kind = type("Tested", (*bases, FailsAt, Trainer), {"at": frozenset(at), "calls": 0})
+    rows = [{name: value[0] for name, value in tiny_batch("llama", batch=1, seed=n).items()} for n in range(ROWS)]
+    model = tiny_model("llama", dropout=0.1)
+    model.config.use_cache = False
+    if spec:
+        hf_ckpt.install(model, spec)
+    asked = {FLAG: spec is not None, f"{FLAG}_kwargs": None}
+    args = arguments(folder, max_steps=6, gradient_accumulation_steps=2, **asked, **options)
+    figures = hf_ckpt.MemoryTimeCallback(summary=False)
+    trainer = kind(model=model, args=args, train_dataset=Dataset.from_list(rows), callbacks=[figures])
+    trainer.train()
+    keys = ("loss", "grad_norm", "learning_rate", "epoch", "step")
+    history = [{key: row[key] for key in keys if key in row} for row in trainer.state.log_history]
+    return trainer, history, {name: value.clone() for name, value in model.state_dict().items()}

@@ -1,0 +1,111 @@
+"""Lanes that stand in for an accelerator's stream, where tests move tensors to host memory and back."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from unittest import mock
+
+import torch
+
+from hf_ckpt.engines import offload
+from hf_ckpt.measure.live import LiveBytes
+
+HIDDEN = 2 * 16 * 32 * 4
+"""Bytes of the hidden states of `tiny_batch` in float32."""
+
+
+class Delayed:
+    """A stream on which nothing happens before somebody waits for it.
+
+    Until then the host's buffer and what comes back hold NaN, and the source is held by nobody but the engine.
+    """
+
+    def __init__(self, device=None):
+        self.queue = []
+        self.log = []
+        """What was copied: ("out" or "back", bytes)."""
+        self.sources = []
+        """Weak references to the storages that were moved."""
+        self.dropped = 0
+
+    def out(self, tensor, host):
+        assert (host.dtype, host.stride()) == (tensor.dtype, tensor.stride())
+        assert not tensor.requires_grad, "a copy with a graph would hold the tensor"
+        host.fill_(math.nan)
+        self.log.append(("out", tensor.nbytes))
+        self.sources.append(weakref.ref(tensor.untyped_storage()))
+        return self._begin(weakref.ref(tensor), lambda source: host.copy_(source))
+
+    def back(self, host):
+        made = torch.full_like(host, math.nan)
+        self.log.append(("back", host.nbytes))
+        return made, self._begin(weakref.ref(made), lambda target: target.copy_(host))
+
+    def _begin(self, tensor, work):
+        copying = [tensor, work, False]
+        self.queue.append(copying)
+        return copying
+
+    def drain(self, count):
+        for copying in self.queue[:count]:
+            tensor, work, _ = copying
+            if tensor() is not None:
+                with torch.no_grad():
+                    work(tensor())
+            copying[2] = True
+        del self.queue[:count]
+
+    def wait(self, copying):
+        while not copying[2]:
+            assert self.queue, "two threads at once"
+            self.drain(1)
+
+    def drop(self, copying):
+        self.dropped += not copying[2]
+
+
+class Eager(Delayed):
+    """A stream whose copies are done as soon as they are asked for."""
+
+    def out(self, tensor, host):
+        copying = super().out(tensor, host)
+        self.wait(copying)
+        return copying
+
+    def back(self, host):
+        made, copying = super().back(host)
+        self.wait(copying)
+        return made, copying
+
+
+class DeviceBytes(LiveBytes):
+    """Counts live bytes without the host's buffers, which are the only `uint8` storages of a power of two."""
+
+    def __init__(self, *holders):
+        self.host = set()
+        super().__init__(*holders)
+
+    def _count(self, tensor):
+        size = tensor.untyped_storage().nbytes()
+        if tensor.dtype is torch.uint8 and size & (size - 1) == 0:
+            self.host.add(tensor.untyped_storage()._cdata)
+        return tensor.untyped_storage()._cdata not in self.host and super()._count(tensor)
+
+
+@contextlib.contextmanager
+def lanes_of(lane_class):
+    """Let this class stand in for the stream of every device, and nothing be too small to be moved; yields the lanes
+    that are made. With None everything stays as it is."""
+    made = []
+    if lane_class is None:
+        yield made
+        return
+
+    def lane_of(device):
+        made.append(lane_class())
+        return made[-1]
+
+    with mock.patch.object(offload, "lane_of", lane_of), mock.patch.object(offload, "LEAST_BYTES", 0):
+        yield made

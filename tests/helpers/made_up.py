@@ -1,0 +1,127 @@
+"""Costs that fit together and mean nothing, to plan with."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import strategies as st
+
+from hf_ckpt.planner.solver import smallest
+from hf_ckpt.prediction.costs import BlockCost, Costs, Phase, StackCosts, Static
+from hf_ckpt.prediction.timeline import worst_timeline
+from hf_ckpt.spec.actions import FULL, KEEP, Action
+from hf_ckpt.spec.plan import Block
+
+LADDERS = {
+    2: (KEEP, FULL),
+    3: (KEEP, Action("selective", ("linear",)), FULL),
+    4: (KEEP, Action("selective", ("linear", "attention")), Action("selective", ("attention",)), FULL),
+}
+"""How many actions -> which ones, the dearest in bytes first."""
+DEPTHS = {2: 6, 3: 5, 4: 4}
+"""How many actions -> how many blocks in all, so that every choice can be tried."""
+
+
+def blocks_of(name, count):
+    """So many blocks of one kind in a stack."""
+    return tuple(Block(f"{name}.layers.{index}", name, index, "SomeLayer") for index in range(count))
+
+
+def ends_of(costs):
+    """The lowest peak, and that of keeping everything if it is not even lower."""
+    low, high = (worst_timeline(costs, choice).peak_bytes for choice in (smallest(costs), costs.uniform(0)))
+    return low, max(low, high)
+
+
+def made_up(seed, rows, *, frozen=(), actions=4, accumulation=1, largest=9):
+    """Costs that fit together and mean nothing.
+
+    `rows`: for every stack, the kind of each of its blocks. `frozen`: for every stack, which kinds choose nothing.
+    """
+    rng = random.Random(seed)
+
+    def work(bias=0, gradients=None, nanoseconds=0):
+        """A phase: everything else goes up and down, gradients only up."""
+        others = [rng.randint(-2, largest) + bias * number for number in range(rng.randint(1, 3))]
+        done = sorted(rng.randint(0, gradients or 0) for _ in others)
+        if gradients is not None:
+            done[-1] = gradients
+        return Phase(tuple(zip(others, done, strict=True)), nanoseconds + rng.randint(0, 5))
+
+    stacks, everything, lasts = [], 0, [None]
+    for number, row in enumerate(rows):
+        kinds = range(max(row) + 1)
+        still = frozen[number] if frozen else ()
+        choices = tuple((0,) if kind in still else tuple(range(actions)) for kind in kinds)
+        gradients = tuple(0 if kind in still else rng.randint(0, largest) for kind in kinds)
+        keys = [(kind, action) for kind in kinds for action in choices[kind]]
+        costs = {}
+        for before in [None, *keys]:
+            for kind, action in keys:
+                forward = work(bias=(actions - action) * 2, nanoseconds=action)
+                backward = Phase() if kind in still else work(gradients=gradients[kind], nanoseconds=action * 3)
+                costs[before, (kind, action)] = BlockCost(forward, backward, rng.randint(0, largest // 2))
+        before_gradients = rng.randint(0, largest)
+        stacks.append(
+            StackCosts(
+                name=("encoder", "decoder")[number + 2 - len(rows)],
+                blocks=blocks_of(("encoder", "decoder")[number + 2 - len(rows)], len(row)),
+                kinds=tuple(row),
+                choices=choices,
+                costs=costs,
+                last_backward={key: Phase() if key[0] in still else work(gradients=gradients[key[0]]) for key in keys},
+                gradients=gradients,
+                before={last: work() for last in lasts},
+                before_backward=work(gradients=before_gradients),
+                before_gradients=before_gradients,
+                turn_bytes=rng.randint(-2, largest),
+                shared_bytes=rng.randint(0, largest // 2),
+                before_turn_bytes=rng.randint(-2, largest),
+            )
+        )
+        everything += before_gradients + sum(gradients[kind] for kind in row)
+        lasts = [(row[-1], action) for action in choices[row[-1]]]
+    behind = rng.randint(0, largest)
+    static = Static(
+        parameters=rng.randint(0, 50),
+        buffers=rng.randint(0, 5),
+        optimizer=rng.randint(0, 50),
+        gradients=everything + behind,
+        batch=rng.randint(0, 5),
+        step_bytes=rng.randint(0, largest),
+    )
+    return Costs(
+        family="llama",
+        model="SomeModel",
+        actions=LADDERS[actions],
+        stacks=tuple(stacks),
+        head={last: (work(), work(gradients=behind)) for last in lasts},
+        static=static,
+        tokens=rng.randint(0, 100),
+        accumulation=accumulation,
+        optimizer_nanoseconds=rng.randint(0, 5),
+    )
+
+
+@st.composite
+def some_costs(draw, most=None):
+    """One stack or two, of one kind or two, of which the first may be frozen; as many blocks as can all be tried."""
+    actions = draw(st.integers(2, 4))
+    depth = draw(st.integers(1, most or DEPTHS[actions]))
+    first = draw(st.integers(1, depth))
+    rows, frozen = [], []
+    for length in [first, depth - first]:
+        if length:
+            still = draw(st.integers(0, length))  # kind 0, frozen, comes before all others
+            row = [0] * still + draw(st.lists(st.integers(0, 1), min_size=length - still, max_size=length - still))
+            is_frozen = still > 0 and draw(st.booleans())
+            rows.append([kind or int(is_frozen and place >= still) for place, kind in enumerate(row)])
+            frozen.append((0,) if is_frozen else ())
+    return made_up(
+        draw(st.integers(0, 2**20)),
+        rows,
+        frozen=frozen,
+        actions=actions,
+        accumulation=draw(st.integers(1, 2)),
+        largest=draw(st.sampled_from([2, 9, 40])),
+    )

@@ -1,0 +1,55 @@
+"""Models whose blocks move what they keep to host memory, and what can be seen of it."""
+
+from __future__ import annotations
+
+import pytest
+
+import hf_ckpt
+from helpers.steps import assert_same, enable
+from hf_ckpt.attach.record import installation
+from hf_ckpt.models.tiny import FAMILIES, tiny_model
+
+OFFLOAD = {"policy": "offload"}
+SAVED = {"policy": "selective", "offload": "saved"}
+SPECS = {"offload": OFFLOAD, "saved": SAVED, "attention": {**SAVED, "save": ["attention"]}}
+each_family = pytest.mark.parametrize("family", FAMILIES)
+each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+each_kind = pytest.mark.parametrize("spec", [OFFLOAD, SAVED], ids=["offload", "saved"])
+
+
+def said(caplog):
+    """Messages of the engines."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("hf_ckpt.engines.")]
+
+
+def ours(family="llama", spec=OFFLOAD, **options):
+    """A small model with the plan enabled."""
+    model = tiny_model(family, **options)
+    hf_ckpt.install(model, spec)
+    enable(model)
+    return model
+
+
+def regions(model):
+    """The functions of its blocks."""
+    return list(installation(model).regions.values())
+
+
+def mover(model):
+    """What moves tensors for all of its blocks."""
+    (found,) = {region.mover for region in regions(model) if getattr(region, "mover", None) is not None}
+    return found
+
+
+def moved(model):
+    """Block name -> bytes that its last forward moved."""
+    return hf_ckpt.describe(model).moved
+
+
+def same_steps(run, family="llama", spec=OFFLOAD, **options):
+    """`run` gives the same with and without offloading, and something was moved; returns the model that moved it."""
+    model = ours(family, spec, **options)
+    assert_same(run(tiny_model(family, **options)), run(model), f"{family} {spec}")
+    assert moved(model)
+    assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
+    return model

@@ -1,0 +1,11 @@
+"""A model's attributes and hooks as a value that can be compared later."""
+
+from __future__ import annotations
+
+
+def snapshot(model):
+    """`vars()` of every module, with the contents of its dicts (parameters, buffers, hooks) as they are now."""
+    return {
+        name: {key: dict(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
+        for name, module in model.named_modules()
+    }

@@ -1,0 +1,17 @@
+"""Many cases of one test, of which only a few are run by default."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def sparing(names, cases, *fast, ids=None):
+    """Parametrise a test with all cases; those that are not among `fast` are marked `slow`."""
+    cases = list(cases)
+    strange = [case for case in fast if case not in cases]
+    assert not strange, f"no cases of this test: {strange}"
+    marked = []
+    for case in cases:
+        values = case if isinstance(case, tuple) else (case,)
+        marked.append(pytest.param(*values, marks=() if case in fast else pytest.mark.slow))
+    return pytest.mark.parametrize(names, marked, ids=ids)

@@ -1,0 +1,125 @@
+"""One training step as a dict of tensors, and comparisons of two such dicts."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+import torch._dynamo
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.blocks import base_model
+
+CACHED_BYTES = 1024
+"""What transformers itself may keep of a forward, on a model as small as those of the tests."""
+ROUNDING = 2e-6
+"""Relative norm of the difference that float32 sums taken in another order may have: 4e-7 to 9e-7 were seen."""
+ROUNDING_16 = 5e-2
+"""That of all gradients together where 16-bit types take part."""
+
+
+def step(model, batch, seed=7):
+    """Forward and backward from a fixed seed: the loss, and the gradient of every trainable parameter, or None."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    loss = model(**without_cache(model, batch)).loss
+    loss.backward()
+    return outcome(model, loss)
+
+
+def outcome(model, loss):
+    """The loss and the gradients that lie on the model."""
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+def without_cache(model, batch):
+    """The batch with `use_cache=False`, where the forward takes it.
+
+    A cache lays keys and values out in another order, which rounds differently with or without checkpointing.
+    """
+    return {**batch, "use_cache": False} if compat.wants_use_cache(base_model(model)) else batch
+
+
+def gradients(model):
+    """Name -> gradient of every trainable parameter; None where backward left none."""
+    return {
+        name: None if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def assert_same(expected, got, what=""):
+    """Bit-equal, with something to compare: a gradient missing on one side fails, and so do all-zero gradients."""
+    assert expected.keys() == got.keys(), what
+    assert any(value is not None and bool(value.any()) for name, value in expected.items() if name != "loss"), (
+        f"{what}: no trainable parameter has a gradient other than 0"
+    )
+    for name, value in expected.items():
+        assert (value is None) == (got[name] is None), f"{what}: only one side has a gradient of {name}"
+        assert value is None or torch.equal(value, got[name]), f"{what}: the gradient of {name} differs"
+
+
+def assert_near(expected, got, most=ROUNDING, *, together=False):
+    """The relative norm of every difference is at most `most`: of each gradient, or of all gradients `together`.
+
+    A gradient that is nearly zero is measured by a hundredth of the largest one.
+    """
+    assert expected.keys() == got.keys()
+    assert [name for name in expected if expected[name] is None] == [name for name in got if got[name] is None]
+    there = {name: value.double() for name, value in expected.items() if value is not None}
+    gaps = {name: float((value - got[name].double()).norm()) for name, value in there.items()}
+    norms = {name: float(value.norm()) for name, value in there.items()}
+    if "loss" in gaps:
+        assert gaps.pop("loss") <= most * max(norms.pop("loss"), 1e-2), "the loss"
+    scale = max(norms.values())
+    assert scale > 0, "no trainable parameter has a gradient other than 0"
+    if together:
+        assert sum(gap**2 for gap in gaps.values()) ** 0.5 <= most * sum(norm**2 for norm in norms.values()) ** 0.5
+        return
+    for name, gap in gaps.items():
+        assert gap <= most * max(norms[name], 1e-2 * scale), (name, gap, norms[name])
+
+
+def enable(model, kwargs=None):
+    """Enable by the newest name this transformers has; the old one warns of its own deprecation there."""
+    getattr(base_model(model), compat.ENABLE_NAMES[-1])(kwargs)
+
+
+def recomputed(model):
+    """Names of the blocks that were recomputed, each as often as it was."""
+    return [name for name, times in hf_ckpt.describe(model).recomputed.items() for _ in range(times)]
+
+
+def input_gradient_hooks(model):
+    """How many hooks make embedding outputs require gradients, those included that lost their handle."""
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    return sum("input_require_grads" in getattr(hook, "__qualname__", "") for hook in hooks)
+
+
+def assert_frees_everything(model, batch, meter=LiveBytes):
+    """A forward without a backward leaves nothing, with the garbage collector off: no cycle holds activations."""
+    batch = without_cache(model, batch)
+    step(model, batch)
+    gc.collect()
+    gc.disable()
+    try:
+        with meter(model) as live:
+            loss = model(**batch).loss
+            held = live.current_bytes - live.start_bytes
+            del loss
+            assert live.current_bytes - live.start_bytes <= CACHED_BYTES < held
+    finally:
+        gc.enable()
+
+
+def checkpoints_compiled(counts, compiler="aot_eager"):
+    """A compiler backend that appends to `counts` how many checkpointed regions each graph holds."""
+
+    def backend(graph, inputs):
+        counts.append(sum("checkpoint" in str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return torch._dynamo.lookup_backend(compiler)(graph, inputs)
+
+    return backend

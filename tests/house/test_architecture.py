@@ -1,0 +1,200 @@
+"""The shape of the house: imports point down, effects and clocks stay in their rooms, files and functions are short."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_ckpt
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGE = ROOT / "hf_ckpt"
+MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def calls(path: Path) -> frozenset[str]:
+    """Dotted text of everything that is called in a file."""
+    return frozenset(ast.unparse(node.func) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
+
+
+def those_with(found) -> dict[str, set[str]]:
+    """Module -> what `found(path)` returns, where that is anything."""
+    return {name: set(what) for name, path in MODULES.items() if (what := found(path))}
+
+
+# --- imports --------------------------------------------------------------------------------------------------------
+
+
+def test_imports_point_down():
+    """The contract in pyproject.toml, which import-linter checks, holds and names every room."""
+    tomllib = pytest.importorskip("tomllib")
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    named = [name.strip() for layer in layers for name in layer.split("|")]
+    assert sorted(named) == sorted({name.split("/")[0] for name in MODULES} - {"__init__"})
+    pytest.importorskip("importlinter")
+    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of the package that a file imports, wherever in it, but for types."""
+    guards = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.If)]
+    typing = {inner for guard in guards if ast.unparse(guard.test) == "TYPE_CHECKING" for inner in ast.walk(guard)}
+    found = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom) and node not in typing]
+    names = {node.module for node in found} | {f"{node.module}.{alias.name}" for node in found for alias in node.names}
+    return {name.removeprefix("hf_ckpt.").replace(".", "/") for name in names} & set(MODULES)
+
+
+def test_no_import_cycles_inside_rooms():
+    edges = {name: imported(path) for name, path in MODULES.items()}
+    assert sum(map(len, edges.values())) > 200
+    done: set[str] = set()
+    while remaining := edges.keys() - done:
+        free = {name for name in remaining if edges[name] <= done}
+        assert free, f"import cycle among {sorted(remaining)}"
+        done |= free
+
+
+TORCH_FREE = sorted(
+    name.removesuffix("/__init__")
+    for name in MODULES
+    if name.split("/")[0] in ("spec", "doctor")
+    or name in ("__main__", "errors", "units", "logs", "console", "versions", "models/families", "training/summary")
+    or name in [f"planner/{file}" for file in ("policies", "solver", "budgets", "alternatives")]
+    or name in [f"prediction/{file}" for file in ("devices", "costs", "timeline", "offload", "fsdp2", "walks")]
+    or (name.startswith("cli/") and name not in ("cli/demo_run", "cli/check_models"))
+)
+
+
+def test_what_needs_no_torch_does_not_import_it():
+    """`import hf_ckpt` and everything that only reads, decides or prints. One after the other, in one process."""
+    assert len(TORCH_FREE) > 40
+    names = ["hf_ckpt", *(f"hf_ckpt.{name.replace('/', '.')}" for name in TORCH_FREE)]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names}:\n"
+        "    importlib.import_module(name)\n"
+        "    heavy = {'torch', 'transformers', 'accelerate'} & set(sys.modules)\n"
+        "    assert not heavy, f'{name} imports {heavy}'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_are_loaded_on_first_use():
+    """`hf_ckpt.install` is the function, also once the module of that name is imported; type checkers see the same."""
+    names = sorted(hf_ckpt.__all__)
+    assert names == sorted(hf_ckpt._HOME)
+    for name in names:
+        assert getattr(hf_ckpt, name) is getattr(importlib.import_module(f"hf_ckpt.{hf_ckpt._HOME[name]}"), name)
+    guard = next(node for node in tree_of(PACKAGE / "__init__.py").body if isinstance(node, ast.If))
+    assert sorted(alias.name for node in guard.body for alias in node.names) == names
+    assert set(names) <= set(dir(hf_ckpt))
+    with pytest.raises(AttributeError, match="has no attribute 'instal'"):
+        hf_ckpt.instal  # noqa: B018
+
+
+# --- effects, clocks, versions ----------------------------------------------------------------------------------------
+
+
+def test_models_are_changed_in_attach_only():
+    """No other room writes the flags, the function or the hooks of checkpointing; these count, or undo what they do."""
+    changing = those_with(lambda path: {call for call in calls(path) if call == "setattr" or ".register_" in call})
+    assert {name: found for name, found in changing.items() if not name.startswith("attach/")} == {
+        # where the parts of a traced step begin, on a copy without weights
+        "prediction/tracer": {
+            "module.register_forward_pre_hook",
+            "module.register_forward_hook",
+            "parameter.register_post_accumulate_grad_hook",
+            "tensor.register_hook",
+        },
+        "measure/live": {"block.register_forward_pre_hook", "block.register_forward_hook"},  # bytes made inside blocks
+        "training/callback": {"model.register_forward_pre_hook", "head.register_forward_hook"},  # tokens, logits
+        "compat/transformers": {"setattr"},  # a function of transformers, while fake tensors run
+    }
+    assert {name for name in changing if name.startswith("attach/")} == {
+        "attach/attach",
+        "attach/process",
+        "attach/record",
+    }
+    touching = those_with(lambda path: "_gradient_checkpointing_func" in path.read_text(encoding="utf-8") and {"it"})
+    assert touching.keys() == {"attach/record"}
+
+
+def test_clocks_and_allocators_are_read_in_measure_only():
+    reading = those_with(lambda path: {call for call in calls(path) if call.startswith("time.")})
+    assert reading == {"measure/clocks": {"time.perf_counter"}}
+    words = ("memory_allocated", "memory_reserved", "mem_get_info", "memory_info", "virtual_memory")
+    asking = those_with(lambda path: {word for word in words if any(word in call for call in calls(path))})
+    assert asking.keys() == {"measure/memory", "measure/machine"}
+
+
+def test_versions_are_tested_in_compat_only():
+    """Elsewhere one's own version is shown, and doctor reports those of others."""
+    words = ("__version__", "packaging", "importlib.metadata")
+    found = those_with(lambda path: {word for word in words if word in path.read_text(encoding="utf-8")})
+    assert {name: what for name, what in found.items() if not name.startswith("compat/")} == {
+        "__init__": {"__version__"},
+        "cli/main": {"__version__"},
+        "doctor/facts": {"importlib.metadata"},
+    }
+    assert any(name.startswith("compat/") for name in found)
+
+
+# --- sizes and words --------------------------------------------------------------------------------------------------
+
+
+def functions(path: Path) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(tree_of(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+@pytest.mark.parametrize("folder", ["hf_ckpt", "tests"])
+def test_files_and_functions_are_short(folder):
+    """Files of at most 600 lines, the half of them below 240; nine functions in ten below 40."""
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    assert not {name: length for name, length in lengths.items() if length > 600}
+    assert statistics.median(length for name, length in lengths.items() if "__init__" not in name) < 240
+    sizes = [node.end_lineno - node.lineno + 1 for path in paths for node in functions(path)]
+    assert len(sizes) > 500
+    assert sum(size < 40 for size in sizes) >= 0.9 * len(sizes)
+
+
+def without_words(path: Path, documented: set[str]) -> list[str]:
+    """Public names of a file without a docstring; a method may have its own where another class declares it."""
+    found = [] if ast.get_docstring(tree_of(path)) else ["the module"]
+    for node in tree_of(path).body:
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith("_"):
+            continue
+        found += [] if ast.get_docstring(node) else [node.name]
+        for method in node.body if isinstance(node, ast.ClassDef) else ():
+            public = isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
+            if public and method.name not in documented and not ast.get_docstring(method):
+                found.append(f"{node.name}.{method.name}")
+    return found
+
+
+def test_everything_public_says_what_it_is():
+    # torch calls these two of its `autograd.Function`, and nobody else does.
+    classes = [node for path in MODULES.values() for node in tree_of(path).body if isinstance(node, ast.ClassDef)]
+    methods = [node for found in classes for node in found.body if isinstance(node, ast.FunctionDef)]
+    documented = {"forward", "backward"} | {method.name for method in methods if ast.get_docstring(method)}
+    assert those_with(lambda path: without_words(path, documented)) == {}
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    assert not [str(path.relative_to(ROOT)) for path in tests if not ast.get_docstring(tree_of(path))]

@@ -1,0 +1,346 @@
+"""The README, the pages of docs and CONTRIBUTING: what they show runs, where they lead exists, what they say is so."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+from figures import LargestBench, PeerBench
+from helpers.processes import SCRIPTS, run
+from helpers.scripts import ROOT
+from helpers.sparing import sparing
+from helpers.trainers import Rows
+from report import budgets_as_markdown, largest_as_markdown, peers_as_markdown
+from transformers import TrainingArguments
+
+import hf_ckpt
+from hf_ckpt.models.families import families
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.spec.reading import POLICIES, READERS
+from hf_ckpt.training.callback import METRICS_FILE
+from hf_ckpt.units import format_bytes, format_seconds
+
+BENCHMARKS = ROOT / "recipes" / "benchmarks"
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+README, POLICIES_PAGE, COMPARISON, VERSIONS_PAGE = (
+    PAGES[name] for name in ("README.md", "docs/policies.md", "docs/comparison.md", "docs/versions.md")
+)
+FIGURES = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str) -> list[tuple[str, str]]:
+    """Blocks of code, each with the mark that CI finds it by, if it has one. Those of `sh` are only shown."""
+    return re.findall(rf"(?:^<!-- ci: (\w+) -->\n)?^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def commands(text: str) -> list[str]:
+    """Commands of the blocks that CI does not run itself."""
+    shown = [block for mark, block in blocks(text, "bash") if not mark]
+    return [command for block in shown for command in block.replace("\\\n", " ").strip().splitlines()]
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def section(text: str, heading: str) -> str:
+    found = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    assert found, heading
+    return found
+
+
+def between(text: str, mark: str) -> str:
+    found = text.partition(f"<!-- {mark} -->\n")[2].partition(f"\n<!-- end of {mark} -->")[0]
+    assert found, mark
+    return found.strip()
+
+
+# --- what is shown runs -----------------------------------------------------------------------------------------------
+
+PYTHON = [
+    pytest.param(page, code, id=f"{page}-{number}")
+    for page, text in PAGES.items()
+    for number, (_, code) in enumerate(blocks(text, "python"))
+]
+COMMANDS = list(dict.fromkeys(" ".join(command.split()) for text in PAGES.values() for command in commands(text)))
+DOCTOR = [command for command in COMMANDS if command.startswith("hf-ckpt doctor")]
+
+
+@pytest.mark.parametrize(("page", "code"), PYTHON)
+def test_python_runs_as_it_stands(page, code, tmp_path, monkeypatch, capsys):
+    if "activation_checkpointing=" in code and "activation_checkpointing" not in TrainingArguments.__dataclass_fields__:
+        code = code.replace("activation_checkpointing", "gradient_checkpointing")
+    monkeypatch.chdir(tmp_path)
+    names = {"model": tiny_model("llama"), "batch": tiny_batch("llama"), "dataset": Rows(count=8, tokens=8)}
+    exec(compile(code, page, "exec"), names)
+    shown = capsys.readouterr().out  # the plan, which every block prints
+    budget = re.search(r'"budget": "(\d+)GiB"', code)
+    wanted = "keep 0-3" if "predict" in code else f"within {budget[1]}.00 GiB" if budget else "full 0"
+    assert wanted in shown
+    if "MemoryTimeCallback" in code:
+        rows = (tmp_path / "out" / METRICS_FILE).read_text().splitlines()
+        assert json.loads(rows[-1])["event"] == "end"
+
+
+def small(command: str, folder: Path) -> list[str | Path]:
+    """The command with this Python, this repository, a tiny model and a script that takes a moment."""
+    words = shlex.split(command)
+    ours = [str(ROOT / word) if word.startswith(("configs/", "recipes/")) else word for word in words]
+    if words[0] == "hf-ckpt":
+        return [sys.executable, "-m", "hf_ckpt.cli.main", *ours[1:]]
+    if words[0] == "python":
+        return [sys.executable, *ours[1:], "--output_dir", folder]
+    assert words[:3] == ["accelerate", "launch", "--config_file"]
+    assert Path(ours[3]).is_file()
+    return [
+        *(sys.executable, "-m", "accelerate.commands.launch"),
+        *("--config_file", ROOT / "configs" / "accelerate" / "single.yaml", "--cpu", "--mixed_precision", "no"),
+        *[str(SCRIPTS / "trainer_script.py") if word == "your_script.py" else word for word in ours[4:]],
+        *("--output_dir", folder, "--use_cpu", "--max_steps", "1", "--report_to", "none"),
+    ]
+
+
+@sparing("command", COMMANDS, *DOCTOR, ids=[" ".join(command.split()[:2]) for command in COMMANDS])
+def test_commands_run(command, tmp_path):
+    done = run(small(command, tmp_path), cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    if command.startswith("accelerate"):
+        found = json.loads((tmp_path / "found.json").read_text())
+        assert found["recomputed"] == {"model.layers.0": 1, "model.layers.2": 1}
+    elif "doctor" in command:
+        assert "hf_ckpt.install(model)" in done.stdout
+        assert "llama-3.1-8b: vocab_size" in done.stdout
+    else:
+        assert ("selective" if "selective" in command else "full") in done.stdout
+
+
+def test_there_is_something_to_run():
+    counts = {page: (len(blocks(text, "python")), len(commands(text))) for page, text in PAGES.items()}
+    assert {page: count for page, count in counts.items() if any(count)} == {
+        "README.md": (1, 5),
+        "docs/callback.md": (1, 0),
+        "docs/doctor.md": (0, 1),
+        "docs/guard.md": (1, 1),
+        "docs/planner.md": (2, 1),
+        "docs/policies.md": (2, 1),
+    }
+    assert len(PYTHON) == sum(count for count, _ in counts.values())
+    languages = {language for text in PAGES.values() for language in re.findall(r"^```(\w+)$", text, re.MULTILINE)}
+    assert languages == {"bash", "diff", "python", "sh", "text"}
+
+
+def test_ci_reads_the_two_commands_from_the_readme():
+    marks = [(page, mark) for page, text in PAGES.items() for mark, _ in blocks(text, "bash") if mark]
+    assert marks == [("README.md", "demo"), ("README.md", "test")]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "for name in demo test" in script
+    assert "readme_command" in script
+
+
+# --- where pages lead -------------------------------------------------------------------------------------------------
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", without_code(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(page: str) -> list[str]:
+    """Links of a page that lead to somewhere in this repository."""
+    found = re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text(encoding="utf-8"))
+    return [link for link in found if "://" not in link]
+
+
+@pytest.mark.parametrize("page", [*PAGES, "recipes/benchmarks/README.md"])
+def test_links_lead_somewhere(page):
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+    for included in re.findall(r'^--8<-- "(.+)"$', (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE):
+        assert (ROOT / included).is_file()
+
+
+def test_every_page_of_docs_is_in_the_navigation_and_linked():
+    pages = {page for page in PAGES if page.startswith("docs/")}
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert sorted(f"docs/{page}" for page in re.findall(r"[\w/]+\.md", json.dumps(nav))) == sorted(pages)
+    leads = {
+        os.path.relpath((ROOT / page).parent / link.partition("#")[0], ROOT)
+        for page in PAGES
+        for link in links(page)
+        if not link.startswith("#") and ((ROOT / page).parent / link.partition("#")[0]) != ROOT / page
+    }
+    assert pages <= leads
+    assert sum(len(links(page)) for page in PAGES) > 60
+
+
+def test_pictures_are_shown():
+    """None that is made lies about unused."""
+    texts = [*PAGES.values(), FIGURES]
+    shown = {Path(link).name for text in texts for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)}
+    assert shown == {path.name for path in BENCHMARKS.glob("*.png")}
+
+
+def test_the_readme_is_for_the_first_minute():
+    assert len(without_code(README).split()) <= 1200
+    assert [line for line in README.splitlines() if line.startswith("|") and len(line) > 80] == []
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_key_and_policy_is_named():
+    table = section(POLICIES_PAGE, "What you can ask for")
+    rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert sorted(rows) == sorted(READERS)
+    available = table.partition("| `policy` | ")[2].partition("|")[0]
+    assert [name for name in POLICIES if f"`{name}`" in available] == list(POLICIES)
+
+
+def test_every_family_row_is_listed():
+    table = section(POLICIES_PAGE, "Models")
+    listed = re.findall(r"^\| (\w+) \| (.+) \| (.+) \|$", table, re.MULTILINE)[1:]
+    known = {row.name: row for row in families()}  # other tests may register more
+    assert [name for name, _, _ in listed] == ["llama", "gpt2", "bert", "t5"]
+    for name, model_types, stacks in listed:
+        assert model_types == ", ".join(known[name].model_types)
+        assert stacks == ", ".join(f"`{stack}`" for stack, _ in known[name].stacks)
+
+
+VERSIONS = re.findall(r"^\| ([a-z-]+) \| ([0-9.]+) \| (.+) \|$", VERSIONS_PAGE, re.MULTILINE)
+CONSTRAINTS = (ROOT / ".ci" / "constraints.txt").read_text(encoding="utf-8").split()
+TOOLS = ("mkdocs-material", "mkdocstrings", "mkdocstrings-python", "import-linter")
+"""Packages that no user of hf_ckpt needs."""
+
+
+def test_versions_are_those_of_ci_and_of_pyproject():
+    """Every package of the table, and no other, is what CI installs; the oldest transformers is named by its script."""
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    oldest = re.search(r"transformers==([0-9.]+)", script).group(1)
+    shown = [f"{package}=={version}" for package, version, _ in VERSIONS]
+    installed = [pin for pin in CONSTRAINTS if pin.partition("==")[0] not in TOOLS]
+    assert sorted(shown) == sorted([*installed, f"transformers=={oldest}"])
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'requires-python = ">=3.10"' in project
+    assert f'"transformers>={oldest},<6"' in project
+    asked = f"Python 3.10 or later, torch 2.4 or later, transformers {oldest} to 5.x, and accelerate 1.0 or later"
+    for page in (README, VERSIONS_PAGE):
+        assert asked in " ".join(page.split())
+
+
+@pytest.mark.parametrize(("package", "version", "tests"), VERSIONS, ids=[f"{row[0]} {row[1]}" for row in VERSIONS])
+def test_versions_are_tested(package, version, tests):
+    files = re.findall(r"\]\(\.\./(tests/[\w/]+\.py)\)", tests)
+    assert files or tests.startswith(("all tests", "the tests marked `compat`"))
+    for file in files:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"\b{package.replace('-', '_')}\b", text), f"{file} has nothing to do with {package}"
+    # In CI what is installed is what is shown; the environment of the oldest transformers runs no test of this file.
+    if "CI" in os.environ and f"{package}=={version}" in CONSTRAINTS and package != "deepspeed":
+        assert importlib.metadata.version(package).partition("+")[0] == version
+
+
+def test_the_api_page_has_every_public_name():
+    assert sorted(re.findall(r"^::: hf_ckpt\.(\w+)$", PAGES["docs/api.md"], re.MULTILINE)) == sorted(hf_ckpt.__all__)
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def read(name: str) -> dict:
+    return json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
+
+
+def test_the_demos_table_is_that_of_its_figures():
+    rows = [
+        f"| `{found['name']}` | {format_bytes(found['live_peak_bytes'])} | {format_seconds(found['step_seconds'])} |"
+        for found in read("demo-cpu.json")["runs"]
+    ]
+    assert len(rows) >= 4
+    assert between(README, "demo: figures").splitlines()[2:] == rows
+    assert all(found["equal"] for found in read("demo-cpu.json")["runs"])
+    assert "TO-BE-FILLED" not in README
+
+
+def test_tables_of_peers_are_those_of_their_figures():
+    """`recipes/benchmarks/peers.py --show peers-cpu.json --markdown ...` made them."""
+    result = PeerBench.from_dict(read("peers-cpu.json"))
+    assert between(FIGURES, "peers") == peers_as_markdown(result).strip()
+    assert between(COMPARISON, "peers: figures") == budgets_as_markdown(result, (0.3, 0.5, 0.7)).strip()
+    assert result.ok
+    assert len(result.cases) == 4
+    lines = [line for case in result.cases for line in case.at_budgets()]
+    assert all(line.fits for line in lines)
+    said = " ".join(COMPARISON.split())
+    assert f"was a plan in {sum(line.ahead for line in lines)} of {len(lines)} cases" in said
+    rows = [row for case in result.cases for row in case.rows]
+    peaks = max(abs(row.peak_error) for row in rows if row.peak_error is not None)
+    times = max(abs(row.seconds_error) for row in rows if row.seconds_error is not None)
+    assert f"Peaks were predicted within {100 * peaks:.1f} %, step times within 15 %" in said
+    assert times <= 0.15
+
+
+def test_table_of_the_largest_is_that_of_its_figures():
+    results = [LargestBench.from_dict(read(f"max-{name}-cpu.json")) for name in ("batch", "seq")]
+    assert between(FIGURES, "largest") == largest_as_markdown(results)
+    for found in results:
+        assert f"recipes/benchmarks/largest.py {found.what} {found.workload.model} " in FIGURES
+        assert sum(row.largest is not None for row in found.rows) >= 14
+        for row in found.rows:  # each is the largest: the next was tried, and is too much
+            beyond = None if row.largest is None else row.tried[row.largest + 1]
+            assert row.error or beyond is None or beyond > found.budget_bytes
+
+
+# --- the diffs of CONTRIBUTING ----------------------------------------------------------------------------------------
+
+
+def hunks(name: str) -> list[tuple[str, list[str]]]:
+    """(file, lines with their signs) of an example."""
+    code = re.search(r"^```diff\n(.*?)^```", between(PAGES["CONTRIBUTING.md"], f"diff: {name}"), re.DOTALL | re.M)[1]
+    _, *parts = re.split(r"^--- (.+)\n", code, flags=re.MULTILINE)
+    return [(file, text.splitlines()) for file, text in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def applied(lines: list[str], hunk: list[str]) -> list[str]:
+    """A file with a hunk applied, whose lines of context and lines to go away must be there in their order."""
+    shown = [line[1:] for line in hunk if line[:1] != "+"]
+    start = next(place for place in range(len(lines)) if lines[place : place + len(shown)] == shown)
+    return [*lines[:start], *(line[1:] for line in hunk if line[:1] != "-"), *lines[start + len(shown) :]]
+
+
+@pytest.mark.parametrize("name", re.findall(r"<!-- diff: (\w+) -->", PAGES["CONTRIBUTING.md"]))
+def test_examples_of_contributing_fit_the_code(name):
+    """They apply where they show lines of the file; else they stand there already, or are records as it has them."""
+    for file, hunk in hunks(name):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        added = "\n".join(line[1:] for line in hunk if line.startswith("+"))
+        if any(line[:1] != "+" for line in hunk):
+            changed = "\n".join(applied(text.splitlines(), hunk))
+            ast.parse(changed)
+            if file.startswith("hf_ckpt/"):
+                exec(compile(changed, file, "exec"), {"__name__": file.removesuffix(".py").replace("/", ".")})
+        elif added not in text:
+            module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+            (value,) = eval(f"({textwrap.dedent(added)})", vars(module))
+            assert value.name
+
+
+def test_every_kind_of_example_is_there():
+    names = re.findall(r"<!-- diff: (\w+) -->", PAGES["CONTRIBUTING.md"])
+    assert names == ["operation", "device", "family", "action"]

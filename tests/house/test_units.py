@@ -1,0 +1,65 @@
+"""Sizes, shares and times, read from text and printed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_ckpt import units
+from hf_ckpt.units import UnitError
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("20GiB", 20 * 2**30),
+        ("20 gib", 20 * 2**30),
+        ("20GB", 20 * 10**9),
+        ("1.5MiB", 3 * 2**19),
+        ("512", 512),
+        (512, 512),
+        ("0.5KiB", 512),
+    ],
+)
+def test_parse_bytes(text, size_bytes):
+    assert units.parse_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "20 Gb/s", "-1GiB", "0", 0, "20XB", True, None, 1.5, "1e9"])
+def test_parse_bytes_refuses(text):
+    with pytest.raises(UnitError, match="a size must"):
+        units.parse_bytes(text)
+
+
+@given(st.integers(1, 2**50))
+def test_a_number_of_bytes_is_read_exactly(size_bytes):
+    assert units.parse_bytes(str(size_bytes)) == size_bytes
+
+
+def test_parse_fraction():
+    assert units.parse_fraction("80%") == 0.8
+    for text in ("0%", "101%", "%", "x%"):
+        with pytest.raises(UnitError, match="a share must"):
+            units.parse_fraction(text)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(None, "-"), (0, "0 B"), (1536, "1.50 KiB"), (20 * 2**30, "20.00 GiB"), (3 * 2**40, "3.00 TiB")],
+)
+def test_format_bytes(size_bytes, text):
+    assert units.format_bytes(size_bytes) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(None, "-"), (0.0000021, "2 us"), (0.0123, "12.3 ms"), (4.05, "4.05 s")])
+def test_format_seconds(seconds, text):
+    assert units.format_seconds(seconds) == text
+
+
+def test_ratio_and_percent():
+    assert units.format_ratio(1.25) == "1.25x"
+    assert units.format_percent(0.125) == "12.5 %"
+    assert units.format_ratio(None) == units.format_percent(None) == "-"
+    assert units.to_gib(2**30) == 1.0
+    assert units.to_gib(None) is None

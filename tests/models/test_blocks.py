@@ -1,0 +1,375 @@
+"""Every model type of every row is found, through every wrapper, and trains with the same gradients."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import transformers
+from helpers.others import other_model
+from helpers.steps import assert_same, enable, recomputed, step
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+import hf_ckpt
+from hf_ckpt import Family
+from hf_ckpt.errors import NoBlocksError, OwnerConflictError
+from hf_ckpt.models import families
+from hf_ckpt.models.blocks import base_model, find_blocks, frozen_prefix, head_module, plain_name
+from hf_ckpt.models.families import register_family
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+
+TOKENS = {"vocab_size": 320, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+DECODER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+ENCODER = {
+    "hidden_size": 32,
+    "embedding_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GPT = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+NEO = {
+    "hidden_size": 32,
+    "num_layers": 3,
+    "num_heads": 4,
+    "attention_types": [[["global", "local", "global"], 1]],
+    "max_position_embeddings": 64,
+    "window_size": 8,
+}
+# Stacks of unlike depth, so that a mix-up shows.
+SEQ2SEQ = {
+    "d_model": 32,
+    "d_ff": 64,
+    "d_kv": 8,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+CONFIGS = {
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"), (AutoModelForCausalLM, DECODER, "decoder")
+    ),
+    "gpt2": (AutoModelForCausalLM, GPT, "decoder"),
+    "gptj": (AutoModelForCausalLM, {**GPT, "rotary_dim": 4}, "decoder"),
+    "gpt_neo": (AutoModelForCausalLM, NEO, "decoder"),
+    **dict.fromkeys(
+        ("bert", "roberta", "electra", "camembert", "xlm-roberta"), (AutoModelForMaskedLM, ENCODER, "encoder")
+    ),
+    **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), (AutoModelForSeq2SeqLM, SEQ2SEQ, None)),
+}
+
+
+def model_of_type(model_type):
+    auto, keys, _ = CONFIGS[model_type]
+    torch.manual_seed(0)
+    return auto.from_config(transformers.AutoConfig.for_model(model_type, **TOKENS, **keys)).train()
+
+
+def random_batch():
+    ids = torch.randint(7, 320, (2, 16), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+def depths(found):
+    """Stack -> number of blocks."""
+    stacks = [block.stack for block in found.blocks]
+    return {stack: stacks.count(stack) for stack in stacks}
+
+
+@pytest.fixture
+def rows():
+    """Rows registered by a test are gone after it."""
+    before = dict(families.FAMILIES)
+    yield before
+    families.FAMILIES.clear()
+    families.FAMILIES.update(before)
+
+
+# --- the rows -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    ("row", "model_type"),
+    [(row, model_type) for row in families.families() for model_type in row.model_types],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_every_model_type_of_every_row(row, model_type):
+    """Blocks are found as the row says; a step of `full` recomputes each once, and the gradients are the same."""
+    model = model_of_type(model_type)
+    found = find_blocks(model)
+    only_stack = CONFIGS[model_type][2]
+    assert found.family == row.name
+    assert depths(found) == ({only_stack: 3} if only_stack else {"encoder": 3, "decoder": 2})
+    expected = step(model, random_batch())
+    hf_ckpt.install(model)
+    enable(model)
+    assert_same(expected, step(model, random_batch()))
+    assert recomputed(model) == [block.name for block in found.blocks]
+
+
+@pytest.mark.parametrize(
+    ("model_class", "family", "path", "stacks"),
+    [
+        ("LlamaModel", "llama", "layers", {"decoder": 4}),
+        ("LlamaForSequenceClassification", "llama", "model.layers", {"decoder": 4}),
+        ("GPT2Model", "gpt2", "h", {"decoder": 4}),
+        ("GPT2ForSequenceClassification", "gpt2", "transformer.h", {"decoder": 4}),
+        ("BertModel", "bert", "encoder.layer", {"encoder": 4}),
+        ("BertForTokenClassification", "bert", "bert.encoder.layer", {"encoder": 4}),
+        ("T5EncoderModel", "t5", "encoder.block", {"encoder": 4}),
+        ("T5Model", "t5", "encoder.block", {"encoder": 4, "decoder": 4}),
+    ],
+)
+def test_other_heads_on_the_same_blocks(model_class, family, path, stacks):
+    found = find_blocks(getattr(transformers, model_class)(tiny_model(family).config))
+    assert found.family == family
+    assert found.blocks[0].name == f"{path}.0"
+    assert depths(found) == stacks
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_is_found_where_there_is_one(family):
+    head = head_module(tiny_model(family), family)
+    assert (head is None) == (family == "bert")  # the classifier of a few labels is no spike to know of
+    assert head is None or head.out_features == 320
+
+
+def test_register_family(rows, caplog):
+    """A row of data gives names to the stacks of a family nobody knew, and ends the warning."""
+    model = other_model("OPTForCausalLM")
+    assert find_blocks(model).family == "generic"
+    register_family(Family("opt", ("opt",), (("text", "decoder.layers"),), head="lm_head"))
+    found = find_blocks(model)
+    assert found.family == "opt"
+    assert depths(found) == {"text": 2}
+    hf_ckpt.install(model, {"layers": {"text": "1"}})
+    assert list(hf_ckpt.describe(model).plan.active()) == ["model.decoder.layers.1"]
+    assert not caplog.records
+    # The same name again replaces the row.
+    register_family(Family("opt", ("opt",), (("decoder", "decoder.layers"),)))
+    assert depths(find_blocks(model)) == {"decoder": 2}
+
+
+def test_a_model_type_belongs_to_one_row(rows):
+    with pytest.raises(ValueError, match=r"\['gpt2'\] already belong to the family 'gpt2'"):
+        register_family(Family("mine", ("gpt2", "new"), (("decoder", "h"),)))
+    assert rows == families.FAMILIES
+
+
+# --- families without a row -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["OPTForCausalLM", "GPTNeoXForCausalLM"])
+def test_an_unknown_family_works_with_one_line_of_warning(name, caplog):
+    model = other_model(name)
+    expected = step(model, random_batch())
+    with caplog.at_level(logging.WARNING, "hf_ckpt"):
+        hf_ckpt.install(model)
+        enable(model)
+        enable(model)
+        hf_ckpt.install(model, {"every_n_layers": 1})
+        assert_same(expected, step(model, random_batch()))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{type(model).__name__} is of no known family; 2 checkpointable blocks found, used as family `generic`."
+    ]
+    assert len(recomputed(model)) == 2
+
+
+def test_generic_stacks_are_named_after_their_paths():
+    """`encoder` and `decoder` where that is clear, else the whole path: two stacks never share a name."""
+    bart = other_model("BartForConditionalGeneration", encoder_layers=2, decoder_layers=3)
+    assert depths(find_blocks(bart)) == {"encoder": 2, "decoder": 3}
+    side = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    clip = transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config={**side, "num_hidden_layers": 2, **TOKENS},
+            vision_config={**side, "num_hidden_layers": 3, "image_size": 8, "patch_size": 4},
+        )
+    )
+    assert depths(find_blocks(clip)) == {"text_model.encoder.layers": 2, "vision_model.encoder.layers": 3}
+
+
+def test_a_pair_of_models_in_one_trains_both_stacks():
+    """EncoderDecoderModel holds two BERTs; one of them cross-attends."""
+    side = {**ENCODER, "num_hidden_layers": 2, **TOKENS}
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+        transformers.BertConfig(**side), transformers.BertConfig(**{**side, "num_hidden_layers": 3})
+    )
+    config.decoder_start_token_id, config.pad_token_id = 2, 0
+    torch.manual_seed(0)
+    model = transformers.EncoderDecoderModel(config=config).train()
+    expected = step(model, random_batch())
+    hf_ckpt.install(model)
+    enable(model)
+    assert_same(expected, step(model, random_batch()))
+    assert sorted(depths(find_blocks(model)).values()) == [2, 3]
+    assert len(recomputed(model)) == 5
+
+
+# --- wrappers -------------------------------------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    """What a training script may wrap a model in."""
+
+    def __init__(self, *models):
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+
+def lora(model):
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lora,
+        torch.compile,
+        Holder,
+        nn.DataParallel,
+        lambda model: Holder(lora(model)),
+        lambda model: torch.compile(lora(model)),
+    ],
+    ids=["peft", "compile", "holder", "data parallel", "peft in a holder", "compiled peft"],
+)
+def test_wrappers_are_looked_through(wrap):
+    """The innermost PreTrainedModel carries everything, and blocks have the names they have without wrappers."""
+    model = tiny_model("llama")
+    names = [block.name for block in find_blocks(model).blocks]
+    wrapped = wrap(model)
+    assert base_model(wrapped) is model
+    hf_ckpt.install(wrapped)
+    assert vars(model).keys() >= {"_hf_ckpt", "gradient_checkpointing_enable"}
+    assert [block.name for block, _ in hf_ckpt.describe(wrapped).plan.actions] == names
+    enable(wrapped)
+    assert hf_ckpt.describe(model).enabled
+    hf_ckpt.uninstall(wrapped)
+    assert "_hf_ckpt" not in vars(model)
+
+
+def test_a_compiled_block_keeps_its_name():
+    model = tiny_model("llama")
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    found = find_blocks(model)
+    assert [block.name for block in found.blocks] == [f"model.layers.{index}" for index in range(4)]
+    assert {block.kind for block in found.blocks} == {"LlamaDecoderLayer"}
+    assert plain_name("model.layers.1._orig_mod.mlp") == "model.layers.1.mlp"
+
+
+def test_two_models_inside_are_one_too_many():
+    pair = Holder(tiny_model("llama"), tiny_model("bert"))
+    for act in (hf_ckpt.install, hf_ckpt.uninstall, hf_ckpt.describe):
+        with pytest.raises(
+            NoBlocksError, match=r"Holder holds 2 models \(LlamaForCausalLM, BertForSequenceClassification\)"
+        ):
+            act(pair)
+
+
+def test_one_model_held_twice_is_one_model():
+    """Trainers keep both a model and a wrapper around it."""
+    model = tiny_model("llama")
+    holder = Holder(model, Holder(model))
+    assert base_model(holder) is model
+
+
+def test_fsdp_class_swap_keeps_the_layers_kind():
+    """`fully_shard` makes the block an instance of a new class, FSDP<Layer>."""
+    model = tiny_model("llama")
+    plan = hf_ckpt.install(model).plan
+    for layer in model.model.layers:
+        kind = type(layer)
+        layer.__class__ = type(f"FSDP{kind.__name__}", (kind,), {})
+    assert type(model.model.layers[0]).__name__ == "FSDPLlamaDecoderLayer"
+    assert {block.kind for block in find_blocks(model).blocks} == {"LlamaDecoderLayer"}
+    hf_ckpt.uninstall(model)
+    hf_ckpt.install(model, plan)  # a plan made before sharding fits after
+
+
+# --- models that cannot be driven -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thing", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), Holder()], ids=repr)
+def test_a_module_without_a_hugging_face_model(thing):
+    before = dict(vars(thing))
+    with pytest.raises(NoBlocksError, match=r"is no Hugging Face PreTrainedModel and holds none") as caught:
+        hf_ckpt.install(thing)
+    for name in ("llama: llama, mistral", "gpt2: gpt2", "bert: bert", "t5: t5"):
+        assert name in str(caught.value)
+    assert vars(thing) == before
+
+
+@pytest.mark.parametrize("thing", ["llama", 3, tiny_batch("bert"), tiny_model])
+def test_something_that_is_no_module(thing):
+    with pytest.raises(NoBlocksError, match=r"a model must be a torch.nn.Module, but is"):
+        hf_ckpt.install(thing)
+
+
+def test_a_model_without_blocks_names_the_known_families():
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
+    model = transformers.ResNetModel(config)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(NoBlocksError, match=r"has no blocks built on GradientCheckpointingLayer") as caught:
+        hf_ckpt.install(model)
+    text = str(caught.value)
+    assert "ResNetModel (model_type 'resnet')" in text
+    assert all(row.name in text and row.model_types[-1] in text for row in families.families())
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_a_block_in_torchs_own_wrapper_has_an_owner_already():
+    model = tiny_model("llama")
+    model.model.layers[2] = checkpoint_wrapper(model.model.layers[2])
+    with pytest.raises(OwnerConflictError, match=r"block 'model.layers.2.* is already wrapped"):
+        hf_ckpt.install(model)
+    assert "_hf_ckpt" not in vars(model)
+
+
+# --- the frozen prefix ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "trainable", "frozen"),
+    [
+        ("llama", "model.layers.2.", ["model.layers.0", "model.layers.1"]),
+        ("llama", "model.layers.0.mlp.down_proj", []),
+        ("llama", "embed_tokens", []),
+        ("llama", "model.norm", [f"model.layers.{index}" for index in range(4)]),
+        ("llama", "no such parameter", [f"model.layers.{index}" for index in range(4)]),
+        ("llama", "", []),
+        ("gpt2", "wpe", []),
+        ("gpt2", "h.3.", [f"transformer.h.{index}" for index in range(3)]),
+        ("bert", "classifier", [f"bert.encoder.layer.{index}" for index in range(4)]),
+        ("bert", "layer.1.output", ["bert.encoder.layer.0"]),
+        ("t5", "encoder.block.3.", [f"encoder.block.{index}" for index in range(3)]),
+        ("t5", "decoder.block.1.", [*(f"encoder.block.{index}" for index in range(4)), "decoder.block.0"]),
+        ("t5", "shared", []),
+    ],
+)
+def test_blocks_below_the_first_trainable_parameter(family, trainable, frozen):
+    """What is said to be frozen is what is not recomputed."""
+    model = tiny_model(family)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trainable in name)
+    found = find_blocks(model)
+    assert list(frozen_prefix(model, found)) == frozen
+    if trainable != "no such parameter":
+        hf_ckpt.install(model)
+        enable(model)
+        step(model, tiny_batch(family))
+        assert recomputed(model) == [block.name for block in found.blocks if block.name not in frozen]

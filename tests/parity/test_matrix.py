@@ -1,0 +1,375 @@
+"""Every action in every way of training: the gradients of no checkpointing, bit for bit, and exact counts.
+
+Each cell compares a step under hf_ckpt with the same step without it, which is run once for every family and mode, and
+says for every block by which engine it ran, how often it ran again, and what of it was moved to host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+
+import pytest
+import torch
+from helpers.adapters import with_lora
+from helpers.lanes import Delayed, lanes_of
+from helpers.steps import ROUNDING, ROUNDING_16, assert_near, assert_same, enable, outcome, without_cache
+from helpers.versions import skip_where_absent
+
+import hf_ckpt
+from hf_ckpt.attach.record import installation
+from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.engines.host import Group
+from hf_ckpt.engines.offload import OffloadRegion
+from hf_ckpt.engines.rebuild.region import RebuildRegion
+from hf_ckpt.engines.sac import SacRegion
+from hf_ckpt.engines.segments import SegmentRegion
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+
+LAYERS = 3
+STACKS = {
+    "llama": {"decoder": "model.layers"},
+    "gpt2": {"decoder": "transformer.h"},
+    "bert": {"encoder": "bert.encoder.layer"},
+    "t5": {"encoder": "encoder.block", "decoder": "decoder.block"},
+}
+
+
+# --- ways of training -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def built(family, dropout, attention, dtype):
+    """The model that cells copy, because a copy is made faster than a model."""
+    return tiny_model(family, layers=LAYERS, dropout=dropout, attention=attention, dtype=dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """A way of training a model."""
+
+    dropout: float = 0.0
+    attention: str = "eager"
+    dtype: torch.dtype = torch.float32
+    autocast: str = ""
+    """What runs under bf16 autocast: nothing, the `forward`, or the backward too (`all`)."""
+    adapters: str = ""
+    """Who puts LoRA on the model: nobody, `peft`, or the model itself (`hub`)."""
+    enable_first: bool = False
+    """Whether checkpointing is enabled before the adapters come."""
+    last_layer_only: bool = False
+    lora_dropout: float = 0.0
+    loop: str = "one step"
+
+    @property
+    def forwards(self):
+        """How often every block runs."""
+        return {"one step": 1, "accumulation": 3, "two losses": 2, "kept graph": 1}[self.loop]
+
+    @property
+    def backwards(self):
+        """How often every block is gone through backward."""
+        return 2 if self.loop == "kept graph" else self.forwards
+
+    def model(self, family):
+        """A new model, always the same one."""
+        return copy.deepcopy(built(family, self.dropout, self.attention, self.dtype))
+
+    def adapted(self, model, family):
+        """The model with its adapters, if it gets some."""
+        if not self.adapters:
+            return model
+        last = {"layers_to_transform": [LAYERS - 1]} if self.last_layer_only else {}
+        return with_lora(model, family, hub=self.adapters == "hub", lora_dropout=self.lora_dropout, **last)
+
+    def frozen(self, family):
+        """Names of the blocks that come before the first trainable parameter."""
+        first_stack = next(iter(STACKS[family].values()))
+        return {f"{first_stack}.{index}" for index in range(LAYERS - 1)} if self.last_layer_only else set()
+
+    def train(self, model, family):
+        """Train as the mode says: losses and gradients."""
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(7)
+        losses = []
+        for seed in range(self.forwards):
+            batch = tiny_batch(family, seed=seed)
+            batch["attention_mask"][1, -3:] = 0  # so that masks take part
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(self.autocast)):
+                losses.append(model(**without_cache(model, batch)).loss)
+                if self.autocast == "all":
+                    losses[-1].backward()
+            if self.loop == "accumulation":
+                (losses[-1] / 3).backward()
+        if self.loop == "kept graph":
+            losses[0].backward(retain_graph=True)
+        if self.loop != "accumulation" and self.autocast != "all":
+            sum(losses).backward()
+        return outcome(model, torch.stack([loss.detach() for loss in losses]))
+
+
+BF16 = torch.bfloat16
+MODES = {
+    "plain": Mode(),
+    "sdpa": Mode(attention="sdpa"),
+    "dropout": Mode(dropout=0.1),
+    "bf16": Mode(dtype=BF16, dropout=0.1, attention="sdpa"),
+    "autocast": Mode(autocast="forward", dropout=0.1),
+    "autocast around backward": Mode(autocast="all", attention="sdpa"),
+    "accumulation": Mode(loop="accumulation", autocast="forward", dropout=0.1, attention="sdpa"),
+    "two losses": Mode(loop="two losses", dropout=0.1),
+    "kept graph": Mode(loop="kept graph", dropout=0.1),
+    "LoRA": Mode(adapters="peft", attention="sdpa"),
+    "enabled, then LoRA": Mode(adapters="peft", enable_first=True, dropout=0.1),
+    "hub, then enabled": Mode(adapters="hub", dropout=0.1),
+    "enabled, then hub": Mode(adapters="hub", enable_first=True, dtype=BF16),
+    "LoRA on the last layer": Mode(adapters="peft", last_layer_only=True, dropout=0.1),
+    "lora_dropout": Mode(adapters="peft", lora_dropout=0.1, dtype=BF16, dropout=0.1, attention="sdpa"),
+}
+
+
+@functools.cache
+def reference(family, mode):
+    """What the mode gives without hf_ckpt. Nobody may change the tensors."""
+    skip_where_absent(family, MODES[mode].attention)
+    return MODES[mode].train(MODES[mode].adapted(MODES[mode].model(family), family), family)
+
+
+# --- actions --------------------------------------------------------------------------------------------------------
+
+REGIONS = {
+    "full": FullRegion,
+    "selective": RebuildRegion,
+    "moved": RebuildRegion,
+    "sac": SacRegion,
+    "segment": SegmentRegion,
+    "offload": OffloadRegion,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A spec, and the engines that it means, written out by hand."""
+
+    spec: dict
+    engines: str
+    """The engine of every block of a stack; `-` for none."""
+    modes: tuple[str, ...] = tuple(MODES)
+    """The modes that it is compared in."""
+    t5: tuple[dict, str, str] | None = None
+    """For T5, which has two stacks to tell apart: the spec, and the engines of its encoder and of its decoder."""
+
+    def spec_for(self, family):
+        """What is asked of this family."""
+        return self.t5[0] if family == "t5" and self.t5 else self.spec
+
+    def engines_for(self, family):
+        """Block name -> engine, for all blocks that get one."""
+        rows = self.t5[1:] if family == "t5" and self.t5 else [self.engines] * len(STACKS[family])
+        pairs = [
+            (f"{path}.{index}", engine)
+            for path, row in zip(STACKS[family].values(), rows, strict=True)
+            for index, engine in enumerate(row.split())
+        ]
+        assert len(pairs) == LAYERS * len(STACKS[family])
+        return {name: engine for name, engine in pairs if engine != "-"}
+
+
+def selective(*save, **keys):
+    return {"policy": "selective", **({"save": list(save)} if save else {}), **keys}
+
+
+def rule(layers, policy, **keys):
+    return {"layers": layers, "policy": policy, **keys}
+
+
+# Engines cannot tell who puts adapters on a model, so not every action is compared in these modes.
+RARE = ("autocast around backward", "hub, then enabled", "enabled, then hub")
+COMMON = tuple(mode for mode in MODES if mode not in RARE)
+# Where it may make a difference which blocks are chosen, and which form of an action they get.
+CHOICES = ("dropout", "LoRA", "hub, then enabled", "LoRA on the last layer")
+FORMS = ("plain", "sdpa", "dropout", "bf16", "autocast", "lora_dropout")
+ACTIONS = {
+    "none": Asked({"policy": "none"}, "- - -", ("plain", "LoRA")),
+    "full": Asked({"policy": "full"}, "full full full"),
+    "random state kept": Asked({"preserve_rng_state": True}, "full full full", ("dropout",)),
+    "random state not kept": Asked(
+        {"preserve_rng_state": False, "determinism_check": "none"}, "full full full", ("plain",)
+    ),
+    "every 2": Asked({"every_n_layers": 2}, "full - full", CHOICES),
+    "layers": Asked(
+        {"layers": "-2--1"},
+        "- full full",
+        CHOICES,
+        ({"layers": {"encoder": "0,2", "decoder": "1"}}, "full - full", "- full -"),
+    ),
+    "rules": Asked(
+        {"rules": [rule("0-2", "full"), rule("1,-1", "none")]},
+        "full - -",
+        CHOICES,
+        (
+            {"policy": "full", "rules": [rule("1-2", "none", stack="encoder"), rule("0", "none", stack="decoder")]},
+            "full - -",
+            "- full full",
+        ),
+    ),
+    "selective": Asked(selective(), "selective selective selective"),
+    "save attention": Asked(selective("attention"), "selective selective selective"),
+    "save linear": Asked(selective("linear"), "selective selective selective", FORMS),
+    "engine rebuild": Asked(selective(engine="rebuild", every_n_layers=2), "selective - selective", ("dropout",)),
+    "sac": Asked(selective(engine="sac"), "sac sac sac", tuple(mode for mode in COMMON if mode != "kept graph")),
+    "sac, save attention": Asked(selective("attention", engine="sac"), "sac sac sac", FORMS),
+    "sac, save linear": Asked(selective("linear", engine="sac"), "sac sac sac", FORMS),
+    "selective, full and none": Asked(
+        selective(rules=[rule("1", "full"), rule("2", "none")]), "selective full -", COMMON
+    ),
+    "full around selective": Asked(
+        {"policy": "full", "rules": [rule("1", "selective")]}, "full selective full", ("bf16", "LoRA on the last layer")
+    ),
+    "1 segment": Asked({"segments": 1}, "segment segment segment", (*FORMS, "LoRA on the last layer")),
+    "2 segments": Asked({"segments": 2}, "segment segment segment", COMMON),
+    "3 segments": Asked({"segments": 3}, "segment segment segment", ("dropout", "sdpa")),
+    # Nothing is moved of the last block of a stack, whose backward comes at once.
+    "offload": Asked({"policy": "offload"}, "offload offload full", COMMON),
+    "saved": Asked(selective(offload="saved"), "moved moved selective", COMMON),
+    "saved, save attention": Asked(selective("attention", offload="saved"), "moved moved selective", FORMS),
+    "head": Asked({"policy": "none", "head": 5}, "- - -"),
+    "head and selective": Asked(selective(head=5), "selective selective selective", FORMS),
+}
+# What runs on the oldest transformers too.
+COMPAT = ("full", "layers", "selective", "sac", "1 segment", "2 segments")
+
+
+def cells():
+    found = []
+    for family in FAMILIES:
+        for action, asked in ACTIONS.items():
+            if action.startswith("head") and family == "bert":  # a classifier, which has no head to chunk
+                continue
+            marks = [pytest.mark.compat] if action in COMPAT else []
+            found += [
+                pytest.param(family, action, mode, marks=marks, id=f"{family}-{action}-{mode}") for mode in asked.modes
+            ]
+    return found
+
+
+# --- cells ----------------------------------------------------------------------------------------------------------
+
+
+def prepared(family, spec, mode):
+    """The model with its plan enabled and its adapters on, in the order that the mode says."""
+    model = mode.model(family)
+    if not mode.enable_first:
+        model = mode.adapted(model, family)
+    hf_ckpt.install(model)
+    enable(model, spec)
+    return mode.adapted(model, family) if mode.enable_first else model
+
+
+@contextlib.contextmanager
+def other_arguments(model):
+    """Storages of all that blocks are given beside their hidden states, and of the parameters."""
+    found = [parameter.untyped_storage() for parameter in model.parameters()]
+
+    def look(block, args, kwargs):
+        tensors = torch.utils._pytree.tree_leaves((args[1:], kwargs))
+        found.extend(tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+    blocks = find_blocks(model).modules.values()
+    handles = [block.register_forward_pre_hook(look, with_kwargs=True) for block in blocks]
+    yield found
+    for handle in handles:
+        handle.remove()
+
+
+def check_counts(mode, engines, frozen, found, regions):
+    """Every planned block ran by its engine, and again as often as it must, unless it is frozen."""
+    assert {name: type(region) for name, region in regions.items()} == {
+        name: REGIONS[engine] for name, engine in engines.items()
+    }
+    assert found.forwards == dict.fromkeys(engines, mode.forwards)
+    assert set(found.frozen) == frozen & engines.keys()
+    for name, engine in engines.items():
+        times, region = found.recomputed[name], regions[name]
+        if engine == "sac":
+            assert region.matched > 0
+            assert region.matched % mode.forwards == 0
+        if name in frozen:
+            assert times == 0, name
+        elif REGIONS[engine] is RebuildRegion:  # which counts operations
+            assert times > 0, name
+            assert times % mode.backwards == 0, name
+            assert sum(region.dropped.values()) > 0, name
+        else:
+            assert times == mode.backwards, name
+
+
+def check_moved(family, mode, engines, frozen, found, regions, lanes, others):
+    """Hidden states lie in host memory with exactly their bytes, and nothing was moved that blocks are given beside."""
+    moving = {name: engine for name, engine in engines.items() if engine in ("offload", "moved")}
+    assert found.moved.keys() - frozen == moving.keys() - frozen
+    for name, size in found.moved.items():
+        if moving[name] == "offload":
+            tokens = 8 if name.startswith("decoder.block.") else 16
+            assert size == 2 * tokens * 32 * mode.dtype.itemsize, name
+            assert name not in frozen
+        assert size > 0, name
+    (lane,) = lanes
+    assert others
+    assert not {id(source()) for source in lane.sources} & {id(storage) for storage in others}
+    if mode.forwards == 1 and not frozen and "offload" in moving.values():
+        assert regions[next(iter(moving))].mover.held_bytes == sum(found.moved.values())
+
+
+@pytest.mark.parametrize(("family", "action", "mode"), cells())
+def test_gradients_are_those_of_no_checkpointing(family, action, mode):
+    expected, asked, mode = reference(family, mode), ACTIONS[action], MODES[mode]
+    engines, frozen = asked.engines_for(family), mode.frozen(family)
+    moves = bool({"offload", "moved"} & set(engines.values()))
+    with lanes_of(Delayed if moves else None) as lanes:
+        model = prepared(family, asked.spec_for(family), mode)
+        with other_arguments(model) if moves else contextlib.nullcontext() as others:
+            got = mode.train(model, family)
+    found, regions = hf_ckpt.describe(model), installation(model).regions
+    if action.startswith("head"):
+        assert found.chunked_heads == mode.forwards
+        wide = mode.dtype is BF16 or bool(mode.autocast)
+        assert_near(expected, got, ROUNDING_16 if wide else ROUNDING, together=wide)
+    else:
+        assert found.chunked_heads == 0
+        assert_same(expected, got)
+    check_counts(mode, engines, frozen, found, regions)
+    if moves:
+        check_moved(family, mode, engines, frozen, found, regions, lanes, others)
+
+
+# --- what the cells are worth ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_modes_differ(family):
+    """Were dropout not drawn, or autocast without effect, their cells would prove nothing."""
+    losses = {mode: reference(family, mode)["loss"].flatten()[0] for mode in ("plain", "dropout", "autocast", "bf16")}
+    assert len(set(map(float, losses.values()))) == 4
+    # T5's first block computes the position bias that every block adds: its gradient passes through all of them.
+    biases = [name for name in reference("t5", "plain") if "relative_attention_bias" in name]
+    assert [name.partition(".")[0] for name in biases] == ["encoder", "decoder"]
+    assert all(reference("t5", "plain")[name].any() for name in biases)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_comparison_notices_other_dropout_masks(family, monkeypatch):
+    expected, mode = reference(family, "dropout"), MODES["dropout"]
+    monkeypatch.setattr(torch, "manual_seed", lambda seed, seeded=torch.manual_seed: seeded(seed + 1))
+    with pytest.raises(AssertionError, match="differs"):
+        assert_same(expected, mode.train(mode.model(family), family))
+
+
+def test_the_comparison_notices_what_is_not_moved(monkeypatch):
+    monkeypatch.setattr(Group, "send", lambda self, tensor: None)
+    for action in ("offload", "saved", "saved, save attention"):
+        with pytest.raises(AssertionError):
+            test_gradients_are_those_of_no_checkpointing("llama", action, "plain")

@@ -1,0 +1,197 @@
+"""`hf-ckpt plan`: from a name to a plan, a picture, and how far one can go."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers.planned import saved_config
+from helpers.sparing import sparing
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hf_ckpt
+from hf_ckpt.cli.main import main
+from hf_ckpt.errors import InfeasibleError
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.planner.budgets import plan_within
+from hf_ckpt.planner.forecast import Request, forecast, largest
+from hf_ckpt.planner.options import cost_options
+from hf_ckpt.prediction.batches import step_of_workload
+from hf_ckpt.prediction.devices import DEVICES
+from hf_ckpt.prediction.trace import trace_costs
+from hf_ckpt.prediction.workload import Workload, skeleton_of_workload
+from hf_ckpt.spec.plan import Plan
+
+SMALL = Workload("gpt2", batch=2, tokens=64)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_it_prints_a_plan(capsys):
+    assert main(["plan", "gpt2", "--seq", "64", "--device", "t4"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "GPT2LMHeadModel",
+        "weights",
+        "optimizer state",
+        "tokens/s",
+        "none",
+        "every_n_layers: 2",
+        "full",
+        "t4",
+    ):
+        assert part in shown, part
+    assert "every_n_layers: 5" not in shown
+
+
+def test_its_plan_is_installed_on_the_model(tmp_path, capsys):
+    """What is planned from a config is a plan for the model of that config, and does what it says."""
+    plan = tmp_path / "plan.yaml"
+    words = [
+        "plan",
+        str(saved_config(tmp_path)),
+        "--seq",
+        "128",
+        "--batch",
+        "4",
+        "--dtype",
+        "float32",
+        "--optimizer",
+        "sgd",
+    ]
+    assert main([*words, "--device", "cpu", "--budget", "3500KiB", "--out", str(plan)]) == 0
+    model = tiny_model("llama", layers=6)
+    result = hf_ckpt.verify(model, tiny_batch("llama", batch=4, tokens=128), {"plan": str(plan)})
+    assert result, result
+    assert sum(result.recomputed.values()) > 0
+    assert Plan.load(plan).prediction.peak_bytes <= 3500 * 2**10
+
+
+def test_json_holds_everything(capsys):
+    words = ["plan", "gpt2", "--seq", "64", "--device", "a10", "--lora", "4", "--accum", "3", "--frontier", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["workload"]["lora"] == 4
+    assert found["plan"]["prediction"]["tokens"] == 3 * 64
+    assert {row["name"] for row in found["usual"]} >= {
+        "none",
+        "full",
+        "offload (transformers)",
+        "every_n_layers: 2",
+        "segments of 2",
+    }
+    assert [row["name"] for row in found["further"]] == [
+        "offload",
+        "selective, saved in host memory",
+        "full, head in chunks",
+        "offload, head in chunks",
+    ]
+    frontier = found["frontier"]
+    assert len(frontier) > 3
+    assert [row["peak_bytes"] for row in frontier] == sorted(row["peak_bytes"] for row in frontier)
+    assert [row["step_seconds"] for row in frontier] == sorted((row["step_seconds"] for row in frontier), reverse=True)
+
+
+def test_pictures_are_drawn(tmp_path, capsys):
+    assert main(["plan", "gpt2", "--seq", "64", "--device", "a10", "--png", str(tmp_path / "p.png")]) == 0
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_what_cannot_fit_says_which_batch_does(capsys):
+    words = ["plan", "gpt2", "--seq", "128", "--batch", "16", "--device", "a10"]
+    assert main([*words, "--budget", "1400MiB"]) == 2
+    told = capsys.readouterr().err
+    assert "no plan fits into 1.37 GiB" in told
+    batch, steps = (int(word) for word in told.partition("--batch ")[2].split()[:3:2])
+    assert batch * steps >= 16
+    assert main(["plan", "gpt2", "--seq", "128", "--batch", str(batch), "--device", "a10", "--budget", "1400MiB"]) == 0
+    assert (
+        main(["plan", "gpt2", "--seq", "128", "--batch", str(batch + 1), "--device", "a10", "--budget", "1400MiB"]) == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["no-such-model-anywhere"], "cannot read a model's config"),
+        (["gpt2", "--device", "abacus"], "device must be one of"),
+        (["gpt2", "--seq", "2048"], "has positions for 1024 tokens"),
+        (["gpt2", "--budget", "lots"], "a size must look like"),
+        (["gpt2", "--budget", "120%"], "a share must be above 0%"),
+        (["gpt2", "--dtype", "int3"], "dtype must be one of"),
+        (["gpt2", "--optimizer", "magic"], "optimizer must be one of"),
+    ],
+)
+def test_wrong_questions_are_refused(words, told, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["plan", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+# --- how far one can go -----------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=80), st.integers(0, 2000), st.integers(1, 100))
+def test_the_largest_is_found(steps, budget, start):
+    """For any growing function: the same as by trying every number."""
+    peaks = [sum(steps[: number + 1]) for number in range(len(steps))]
+    most = len(peaks)
+    found = largest(lambda number: peaks[number - 1], budget, start, most)
+    assert found == sum(peak <= budget for peak in peaks)
+
+
+def test_what_fills_the_budget_is_searched_by_halves():
+    """A plan's peak is the budget's, nearly, up to the number that no plan fits."""
+    tried = []
+
+    def peak_of(number):
+        tried.append(number)
+        return 990 + number // 100 if number <= 712 else 2000
+
+    assert largest(peak_of, 1000, 128) == 712
+    assert len(tried) <= 25  # instead of one for each number, on the last of the way
+
+
+@pytest.mark.slow
+def test_largest_batch_and_sequence_fit_and_no_larger_ones_do():
+    device, budget = "a10", "1400MiB"
+    found = forecast(SMALL, Request(device=device, budget=budget, max_batch=True, max_tokens=True))
+    assert found.max_batch >= SMALL.batch
+    assert SMALL.tokens <= found.max_tokens <= 1024
+    skeleton = skeleton_of_workload(SMALL)
+
+    def fits(**changes):
+        workload = Workload("gpt2", **{"batch": 2, "tokens": 64, **changes})
+        step = step_of_workload(workload, skeleton)
+        costs = trace_costs(skeleton, step, DEVICES[device])
+        try:
+            return (
+                plan_within(
+                    cost_options(costs, skeleton, step, DEVICES[device], head="full"), 1400 * 2**20
+                ).prediction.peak_bytes
+                <= 1400 * 2**20
+            )
+        except InfeasibleError:
+            return False
+
+    assert fits(batch=found.max_batch)
+    assert not fits(batch=found.max_batch + 1)
+    assert fits(tokens=found.max_tokens)
+    assert found.max_tokens == 1024 or not fits(tokens=found.max_tokens + 1)
+
+
+@sparing("name", ["gpt2", "llama-3.1-8b", "bert-large", "t5-base"], "gpt2", "llama-3.1-8b")
+def test_never_slower_than_what_transformers_offers(name):
+    """Wherever an option of transformers fits, what is planned for its peak is predicted to be as fast or faster."""
+    workload = Workload(name, batch=2, tokens=256, lora=8)
+    found = forecast(workload, Request(device="a100-80", budget="100%"))
+    for option in found.usual:
+        if option.plan is not None:
+            plan = plan_within(found.costs, option.peak_bytes)
+            assert plan.prediction.step_seconds <= option.step_seconds, option.name
+    faster = [o for o in found.usual if o.plan is not None and o.name.startswith("every_n_layers")]
+    middle = plan_within(found.costs, faster[-1].peak_bytes).prediction.step_seconds
+    assert middle < 0.95 * faster[-1].step_seconds

@@ -1,0 +1,221 @@
+"""`budget` and `auto`: how much there is, what is tightened, what is logged, and plans of several ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+
+import pytest
+import torch
+from helpers.planned import SIZES, budgeted, live_peak, model_of, without_state
+from helpers.processes import torchrun
+from helpers.steps import enable, step
+from helpers.trainers import FLAG, Rows, trainer
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.attach.record import installation
+from hf_ckpt.errors import InfeasibleError
+from hf_ckpt.measure import machine
+from hf_ckpt.measure.machine import DeviceMemory
+from hf_ckpt.models.tiny import tiny_batch
+from hf_ckpt.planner import live
+from hf_ckpt.planner.budgets import plan_within
+from hf_ckpt.planner.escalate import tighten
+from hf_ckpt.planner.live import limit_bytes
+from hf_ckpt.prediction import optimizers
+from hf_ckpt.spec.spec import Spec
+from hf_ckpt.training.callback import METRICS_FILE
+
+pytestmark = pytest.mark.compat
+
+
+# --- tightening -------------------------------------------------------------------------------------------------------
+
+
+def test_tightening_drops_more_and_stays_tight_for_larger_batches():
+    model, batch = without_state(model_of()), tiny_batch("llama", **SIZES)
+    assert tighten(model, 2**20) is None  # nothing is planned
+    budgeted(model, "32MiB")
+    step(model, batch)
+    before = installation(model).planned
+    plan = tighten(model, 8 * 2**20)
+    assert plan.prediction.peak_bytes <= 24 * 2**20 < before.plan.prediction.peak_bytes
+    assert plan == hf_ckpt.describe(model).plan
+    assert live_peak(model, batch) <= 24 * 2**20
+    step(model, tiny_batch("llama", batch=5, tokens=128))
+    assert installation(model).planned.plan.prediction.peak_bytes <= 24 * 2**20
+
+
+def test_tightening_beyond_what_is_possible_takes_the_least_and_says_so(caplog):
+    model = model_of()
+    budgeted(model, "1GiB")
+    step(model, tiny_batch("llama", **SIZES))
+    with caplog.at_level(logging.WARNING):
+        plan = tighten(model, 2**40)
+    floor = plan.prediction.peak_bytes
+    assert "the tightest is taken" in caplog.text
+    with pytest.raises(InfeasibleError):
+        plan_within(installation(model).planned.costs, floor - 1)
+
+
+# --- how much there is ------------------------------------------------------------------------------------------------
+
+
+def test_limits():
+    memory = DeviceMemory(total_bytes=1000, available_bytes=700, outside_bytes=None)
+    for spec, limit in (
+        ({"policy": "budget", "budget": 123}, 123),
+        ({"policy": "budget", "budget": "1KiB"}, 1024),
+        ({"policy": "budget", "budget": 0.5}, 500),
+        ({"policy": "budget", "budget": "80%"}, 800),
+        ("auto", 650),
+    ):
+        assert limit_bytes(Spec.parse(spec), memory) == limit
+
+
+def test_auto_reads_the_machine(monkeypatch):
+    model = model_of()
+    hf_ckpt.install(model)
+    enable(model, {"policy": "auto"})
+    step(model, tiny_batch("llama"))
+    planned = installation(model).planned
+    assert 2**28 < planned.limit_bytes < planned.memory.total_bytes
+    assert {action.kind for _, action in planned.plan.actions} == {"keep"}
+
+    small = DeviceMemory(total_bytes=48 * 2**20, available_bytes=38 * 2**20, outside_bytes=0)
+    monkeypatch.setattr(live, "device_memory", lambda held: small)
+    hf_ckpt.uninstall(model)
+    hf_ckpt.install(model)
+    enable(model, {"policy": "auto"})
+    step(model, tiny_batch("llama", **SIZES))
+    assert installation(model).planned.limit_bytes == 38 * 2**20 - round(0.05 * 48 * 2**20)
+    assert hf_ckpt.describe(model).plan.active()
+
+
+def test_the_container_is_what_counts(tmp_path, monkeypatch):
+    """A cgroup's limit, less what it uses and cannot drop, where it is smaller than the machine."""
+    files = {"memory.max": "1000000", "memory.current": "400000", "memory.stat": "anon 1\ninactive_file 100000\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    real = machine.Path
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path if path == "/sys/fs/cgroup" else real(path))
+    memory = machine.device_memory(50)
+    assert memory.total_bytes == 1000000
+    assert memory.available_bytes == 1000000 - 300000 + 50
+
+
+# --- the callback -----------------------------------------------------------------------------------------------------
+
+
+def trained(folder, spec, model=None):
+    """A model after four steps of 4 x 128 tokens under a spec, and every line of the metrics file."""
+    model = model or model_of()
+    hf_ckpt.install(model)
+    figures = [hf_ckpt.MemoryTimeCallback()]
+    keys = {"per_device_train_batch_size": 4, f"{FLAG}_kwargs": spec, "save_strategy": "no"}
+    trainer(folder, model, callbacks=figures, rows=Rows(count=64, tokens=128), **keys).train()
+    return model, [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+
+
+def test_plan_and_prediction_are_logged(tmp_path, capsys):
+    model, rows = trained(tmp_path, {"policy": "budget", "budget": "60MiB"})
+    plans = [row for row in rows if row["event"] == "plan"]
+    assert len(plans) == 1
+    assert plans[0]["limit_bytes"] == 60 * 2**20
+    assert plans[0]["batch"] == "4 x 128 tokens"
+    assert hf_ckpt.Plan.from_dict(plans[0]["plan"]) == hf_ckpt.describe(model).plan
+    predicted = plans[0]["plan"]["prediction"]["peak_bytes"]
+    logs = [row for row in rows if row["event"] == "log"]
+    assert all(row["memory/predicted_gib"] == predicted / 2**30 for row in logs)
+    assert all(isinstance(row["memory/prediction_error"], float) for row in logs)
+    assert "predicted" in capsys.readouterr().err
+
+
+class FakeAllocator:
+    """A meter that counts exactly, and finds 8 MiB more than was predicted."""
+
+    source, exact = "test allocator", True
+
+    def __init__(self):
+        self.model = None
+
+    def reset(self):
+        pass
+
+    def peak_bytes(self):
+        record = installation(self.model)
+        return record.plan.prediction.peak_bytes + (8 * 2**20 if record.planned.limit_bytes == 60 * 2**20 else 0)
+
+    def reserved_bytes(self):
+        return None
+
+
+@pytest.mark.slow
+def test_a_peak_above_its_prediction_tightens_the_plan_once(tmp_path, monkeypatch, caplog):
+    meter = FakeAllocator()
+    monkeypatch.setattr("hf_ckpt.training.callback.peak_meter", lambda: meter)
+    real = live.device_memory
+    monkeypatch.setattr(live, "device_memory", lambda held: dataclasses.replace(real(held), outside_bytes=None))
+    meter.model = model_of()
+    with caplog.at_level(logging.WARNING):
+        model, rows = trained(tmp_path, {"policy": "budget", "budget": "60MiB"}, meter.model)
+    limits = [row["limit_bytes"] for row in rows if row["event"] == "plan"]
+    assert limits == [60 * 2**20, 52 * 2**20]
+    assert "8.00 MiB above its prediction" in caplog.text
+    assert hf_ckpt.describe(model).plan.prediction.peak_bytes <= 52 * 2**20
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+UNEQUAL = {
+    "budget": [{"policy": "budget", "budget": "3500KiB"}],
+    "auto": [{"policy": "auto"}],
+    "offload": [{"policy": "offload"}],
+    "segments": [{"policy": "full", "segments": 2}],
+    "segments beside none": [{"policy": "full", "segments": 2}, {"policy": "none"}],
+}
+
+
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory):
+    """Two processes under DDP, rank 1 with longer sequences, then with one longer still."""
+    folder = tmp_path_factory.mktemp("unequal")
+    case = {"family": "llama", "tokens": [[16, 16, 16], [32, 32, 48]]}
+    (folder / "cases.json").write_text(json.dumps({name: {**case, "specs": specs} for name, specs in UNEQUAL.items()}))
+    torchrun("budget_worker.py", folder / "cases.json", folder, timeout=150)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_ranks_with_batches_of_their_own_train_as_without(unequal, name):
+    for rank, found in enumerate(results[name] for results in unequal):
+        assert "error" not in found, found["error"]
+        assert found["different"] == [[], [], []]
+        nothing = name == "auto" or (name == "segments beside none" and rank == 1)  # tiny models fit anywhere
+        assert [count > 0 for count in found["recomputed"]] == [not nothing] * 3
+
+
+@pytest.mark.slow
+def test_ranks_agree_though_their_batches_differ(unequal):
+    """The first plan is the same on both; a later one is each rank's own."""
+    for name in ("budget", "auto"):
+        ranks = [results[name] for results in unequal]
+        assert [found["shapes"][0] for found in ranks] == ["2 x 32 tokens"] * 2
+        assert ranks[0]["plans"][0] == ranks[1]["plans"][0]
+        assert [found["shapes"][2] for found in ranks] == ["2 x 32 tokens", "2 x 48 tokens"]
+    assert unequal[0]["budget"]["limits"] == unequal[1]["budget"]["limits"]
+    assert unequal[0]["auto"]["limits"][0] == unequal[1]["auto"]["limits"][0]
+
+
+def test_optimizer_state_in_host_memory_is_no_part_of_an_accelerators_peak(monkeypatch):
+    weight = torch.nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    assert optimizers.state_bytes(optimizer) == 2 * weight.nbytes + 4  # and the number of steps
+    monkeypatch.setattr(compat, "accelerator_type", lambda: "cuda")
+    assert optimizers.state_bytes(optimizer) == 0

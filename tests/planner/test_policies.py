@@ -1,0 +1,344 @@
+"""Spec and blocks in, plan out: which blocks are chosen, what does not fit, and plans saved and read back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+import yaml
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from hf_ckpt.errors import PlanMismatchError, SpecError
+from hf_ckpt.planner.policies import fit_plan, make_plan
+from hf_ckpt.spec.actions import KEEP, Action
+from hf_ckpt.spec.description import Description
+from hf_ckpt.spec.plan import Block, Plan
+from hf_ckpt.spec.reading import POLICIES
+from hf_ckpt.spec.spec import Spec
+
+
+def blocks(**stacks):
+    """`blocks(encoder=3, decoder=2)`: that many blocks of each stack."""
+    return [Block(f"{stack}.block.{i}", stack, i, "T5Block") for stack, count in stacks.items() for i in range(count)]
+
+
+def chosen(plan):
+    """Stack -> indices of the blocks that are not kept."""
+    return {stack: [block.index for block, action in pairs if action != KEEP] for stack, pairs in plan.stacks().items()}
+
+
+def plan_for(spec, **stacks):
+    return make_plan(Spec.parse(spec), blocks(**stacks), "t5", "T5ForConditionalGeneration")
+
+
+# --- choosing blocks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "encoder", "decoder"),
+    [
+        ("none", [], []),
+        ("full", [0, 1, 2], [0, 1, 2, 3]),
+        ({"every_n_layers": 2}, [0, 2], [0, 2]),
+        ({"every_n_layers": 3}, [0], [0, 3]),
+        ({"every_n_layers": 99}, [0], [0]),
+        ({"layers": "0,-1"}, [0, 2], [0, 3]),
+        ({"layers": "1--1"}, [1, 2], [1, 2, 3]),
+        ({"layers": "0-1,1-2,0"}, [0, 1, 2], [0, 1, 2]),
+        ({"layers": {"decoder": "-2--1"}}, [], [2, 3]),
+        ({"layers": {"encoder": "0", "decoder": "0-3"}}, [0], [0, 1, 2, 3]),
+        ({"rules": [{"layers": "0", "policy": "full"}]}, [0], [0]),
+        ({"rules": [{"stack": "encoder", "layers": "0-2", "policy": "full"}]}, [0, 1, 2], []),
+        ({"policy": "full", "rules": [{"stack": "decoder", "layers": "1-3", "policy": "none"}]}, [0, 1, 2], [0]),
+        # Of several rules that match a block the last wins.
+        ({"rules": [{"layers": "0-2", "policy": "full"}, {"layers": "1", "policy": "none"}]}, [0, 2], [0, 2]),
+        ({"rules": [{"layers": "1", "policy": "none"}, {"layers": "0-2", "policy": "full"}]}, [0, 1, 2], [0, 1, 2]),
+        (
+            {"policy": "full", "layers": "1", "rules": [{"stack": "encoder", "layers": "0", "policy": "full"}]},
+            [0, 1],
+            [1],
+        ),
+        ({"policy": "none", "rules": [{"stack": "encoder", "layers": "0", "policy": "none"}]}, [], []),
+    ],
+)
+def test_blocks_chosen(spec, encoder, decoder):
+    assert chosen(plan_for(spec, encoder=3, decoder=4)) == {"encoder": encoder, "decoder": decoder}
+
+
+def slow_twin(parts, count):
+    """The indices that `parts` mean in a stack of `count` blocks, by asking of every index; None where it is an error.
+
+    `parts` are (first, last) pairs; the text is never looked at.
+    """
+    wanted = set()
+    for first, last in parts:
+        if not all(-count <= end < count for end in (first, last)):
+            return None
+        span = [index for index in range(count) if first % count <= index <= last % count]
+        if not span:
+            return None
+        wanted |= set(span)
+    return sorted(wanted)
+
+
+PARTS = st.lists(st.tuples(st.integers(-7, 7), st.integers(-7, 7)), min_size=1, max_size=4)
+SIZES = st.integers(1, 7)
+
+
+def as_text(parts):
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+@given(parts=PARTS, encoder=SIZES, decoder=SIZES, policy=st.sampled_from(["base", "rule", "one stack"]))
+def test_layer_selection_equals_a_slow_twin(parts, encoder, decoder, policy):
+    expected = {"encoder": slow_twin(parts, encoder), "decoder": slow_twin(parts, decoder)}
+    spec = {
+        "base": {"layers": as_text(parts)},
+        "rule": {"rules": [{"layers": as_text(parts), "policy": "full"}]},
+        "one stack": {"layers": {"decoder": as_text(parts)}},
+    }[policy]
+    if policy == "one stack":
+        expected["encoder"] = []
+    if None in expected.values():
+        with pytest.raises(SpecError):
+            plan_for(spec, encoder=encoder, decoder=decoder)
+    else:
+        assert chosen(plan_for(spec, encoder=encoder, decoder=decoder)) == expected
+
+
+@given(every=st.integers(1, 9), sizes=st.dictionaries(st.sampled_from("abc"), SIZES, min_size=1))
+def test_every_n_counts_each_stack_by_itself(every, sizes):
+    expected = {stack: [index for index in range(count) if index % every == 0] for stack, count in sizes.items()}
+    assert chosen(plan_for({"every_n_layers": every}, **sizes)) == expected
+
+
+@given(
+    rules=st.lists(st.tuples(PARTS, st.sampled_from(["none", "full"])), min_size=1, max_size=4),
+    base=st.sampled_from(["none", "full"]),
+)
+def test_rules_equal_a_slow_twin(rules, base):
+    """For every block: walk the rules from the last, take the first that matches."""
+    assume(all(slow_twin(parts, 7) is not None for parts, _ in rules))
+    spec = {"policy": base, "rules": [{"layers": as_text(parts), "policy": policy} for parts, policy in rules]}
+    expected = [
+        index
+        for index in range(7)
+        if next((policy for parts, policy in reversed(rules) if index in slow_twin(parts, 7)), base) == "full"
+    ]
+    assert chosen(plan_for(spec, decoder=7)) == {"decoder": expected}
+
+
+def test_the_plan_names_every_block_in_order():
+    plan = plan_for({"layers": "0"}, encoder=2, decoder=1)
+    assert [(block.name, action.kind) for block, action in plan.actions] == [
+        ("encoder.block.0", "full"),
+        ("encoder.block.1", "keep"),
+        ("decoder.block.0", "full"),
+    ]
+    assert plan.active() == {"encoder.block.0": Action("full"), "decoder.block.0": Action("full")}
+    assert plan_for({"layers": "0"}, encoder=2, decoder=1) == plan  # planning twice gives the same plan
+
+
+# --- what does not fit ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({"layers": "4"}, "`layers` names 4, but stack 'decoder' has blocks 0 to 3 (or -4 to -1)."),
+        ({"layers": "-5"}, "`layers` names -5, but stack 'decoder' has blocks 0 to 3"),
+        ({"layers": "0-4"}, "`layers` names 0-4, but stack 'decoder' has blocks 0 to 3"),
+        ({"layers": "3-1"}, "`layers` names 3-1, which matches no block of stack 'decoder'."),
+        ({"layers": "-1-0"}, "`layers` names -1-0, which matches no block of stack 'decoder'."),
+        (
+            {"layers": {"decodr": "0"}},
+            "names the stack 'decodr', but this model has 'decoder'; did you mean 'decoder'?",
+        ),
+        ({"layers": {"vision": "0"}}, "`layers` names the stack 'vision', but this model has 'decoder'."),
+        ({"rules": [{"layers": "7", "policy": "full"}]}, "`rules`[0] names 7, but stack 'decoder' has blocks 0 to 3"),
+        ({"rules": [{"stack": "encoder", "layers": "0", "policy": "full"}]}, "`rules`[0] names the stack 'encoder'"),
+    ],
+)
+def test_a_choice_that_does_not_fit_the_model(spec, expected):
+    with pytest.raises(SpecError) as caught:
+        plan_for(spec, decoder=4)
+    assert len(caught.value.problems) == 1
+    assert expected in str(caught.value)
+
+
+def test_every_misfit_is_named_at_once():
+    spec = {
+        "policy": "full",
+        "layers": {"encoder": "9", "vision": "0"},
+        "rules": [{"layers": "2-1", "policy": "full"}, {"stack": "text", "layers": "0", "policy": "none"}],
+    }
+    with pytest.raises(SpecError) as caught:
+        plan_for(spec, encoder=3, decoder=3)
+    text = str(caught.value)
+    for part in ("`layers` names 9", "'vision'", "`rules`[0] names 2-1", "'text'"):
+        assert part in text
+    assert len(caught.value.problems) == 5  # the rule without a stack misses in both
+
+
+EXAMPLES = {
+    "full": {"policy": "full"},
+    "none": {"policy": "none"},
+    "selective": {"policy": "selective", "save": ["linear"]},
+    "offload": {"policy": "offload"},
+    "budget": {"policy": "budget", "budget": "20GiB"},
+    "auto": {"policy": "auto"},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_available_policies_make_plans(policy):
+    wanted = [] if policy == "none" else [0, 1]
+    assert chosen(plan_for(EXAMPLES[policy], decoder=2)) == {"decoder": wanted}
+
+
+# --- plans as files -------------------------------------------------------------------------------------------------
+
+
+@given(
+    spec=st.sampled_from([{"policy": "full"}, {"policy": "none"}, {"layers": "0"}, {"every_n_layers": 2}]),
+    sizes=st.dictionaries(st.sampled_from(["encoder", "decoder", "vision"]), SIZES, min_size=1),
+)
+def test_plans_round_trip(spec, sizes):
+    plan = plan_for(spec, **sizes)
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert Plan.from_dict(yaml.safe_load(yaml.safe_dump(plan.to_dict(), sort_keys=False))) == plan
+
+
+@pytest.mark.parametrize("name", ["plan.json", "plan.yaml", "deep/er/plan.yml"])
+def test_plans_are_saved_and_loaded(tmp_path, name):
+    plan = plan_for({"layers": {"encoder": "0", "decoder": "1-2"}}, encoder=2, decoder=3)
+    plan.save(tmp_path / name)
+    assert Plan.load(tmp_path / name) == plan
+    text = (tmp_path / name).read_text(encoding="utf-8")
+    assert text.startswith("{") == name.endswith(".json")
+    # A spec can name the file, and is planned to what the file says.
+    assert plan_for({"plan": str(tmp_path / name)}, encoder=2, decoder=3) == plan
+
+
+def test_a_plan_with_saved_classes_round_trips():
+    """Plans of a later version keep what they say of op classes, and are refused for what has no engine here."""
+    action = Action("selective", ("linear",))
+    plan = Plan("t5", "T5Model", tuple((block, action) for block in blocks(decoder=2)))
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert str(action) == "selective (save linear)"
+    assert fit_plan(plan, blocks(decoder=2), "t5", "T5Model") == plan
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        (blocks(encoder=2), "it was made for T5ForConditionalGeneration with 3 blocks, this is BertModel with 2"),
+        (blocks(encoder=4), "first difference at 'encoder.block.3'"),
+        ([Block(f"encoder.block.{i}", "encoder", i, "BertLayer") for i in range(3)], "at 'encoder.block.0'"),
+        ([Block(f"layer.{i}", "encoder", i, "T5Block") for i in range(3)], "first difference at 'encoder.block.0'"),
+    ],
+)
+def test_a_plan_for_another_model_is_refused(others, expected):
+    with pytest.raises(PlanMismatchError, match="is for another model") as caught:
+        fit_plan(plan_for("full", encoder=3), others, "bert", "BertModel", "plan.json")
+    assert expected in str(caught.value)
+    assert str(caught.value).startswith("plan.json ")
+
+
+def test_a_plan_fits_blocks_in_any_order():
+    """A plan goes by name; the order of this model's blocks is kept."""
+    plan = plan_for({"layers": {"encoder": "1"}}, encoder=2, decoder=1)
+    fitted = fit_plan(plan, list(reversed(blocks(encoder=2, decoder=1))), "t5", "T5ForConditionalGeneration")
+    assert list(fitted.active()) == ["encoder.block.1"]
+    assert [block.name for block, _ in fitted.actions] == ["decoder.block.0", "encoder.block.1", "encoder.block.0"]
+
+
+GOOD = plan_for("full", decoder=2).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("{}", "is no plan of hf_ckpt"),
+        ("", "is no plan of hf_ckpt"),
+        ("[1, 2]", "is no plan of hf_ckpt"),
+        ("policy: full", "is no plan of hf_ckpt"),
+        (json.dumps({**GOOD, "hf_ckpt_plan": 99}), "is no plan of hf_ckpt (format 1)"),
+        (json.dumps({**GOOD, "stacks": 3}), "is damaged"),
+        (json.dumps({**GOOD, "stacks": {"decoder": [3]}}), "is damaged"),
+        (json.dumps({**GOOD, "stacks": {"decoder": [{"block": "x", "kind": "y"}]}}), "is damaged"),
+        (
+            json.dumps({**GOOD, "stacks": {"decoder": [{"block": "x", "kind": "y", "action": "half"}]}}),
+            "unknown action 'half'",
+        ),
+        (json.dumps({key: value for key, value in GOOD.items() if key != "family"}), "is damaged: KeyError('family')"),
+        ("{'a': ", "cannot read a plan from"),
+        ("a: 2001-99-99", "cannot read a plan from"),  # YAML takes it for a date, and then fails on it
+    ],
+)
+def test_a_file_that_is_no_plan(tmp_path, content, expected):
+    path = tmp_path / "plan.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(PlanMismatchError) as caught:
+        plan_for({"plan": str(path)}, decoder=2)
+    assert expected in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_plan_file_that_is_not_there(tmp_path):
+    with pytest.raises(PlanMismatchError, match="cannot read a plan from"):
+        plan_for({"plan": str(tmp_path / "absent.json")}, decoder=2)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["family", "model", "stacks"]), JSON), JSON)
+def test_any_json_is_a_plan_or_a_mismatch(damaged, rows):
+    with contextlib.suppress(PlanMismatchError):
+        plan = Plan.from_dict({**GOOD, "stacks": {"decoder": rows}, **damaged})
+        assert Plan.from_dict(plan.to_dict()) == plan
+
+
+# --- plans in print -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({"policy": "full"}, "decoder (8 x T5Block): full 0-7"),
+        ({"policy": "none"}, "decoder (8 x T5Block): keep 0-7"),
+        ({"layers": "0-2,5"}, "decoder (8 x T5Block): full 0-2, 5; keep 3-4, 6-7"),
+        ({"every_n_layers": 4}, "decoder (8 x T5Block): full 0, 4; keep 1-3, 5-7"),
+    ],
+)
+def test_a_printed_plan_names_layers(spec, expected):
+    lines = str(plan_for(spec, decoder=8)).splitlines()
+    assert lines[1].strip() == expected
+
+
+def test_long_regular_runs_are_shortened():
+    text = str(plan_for({"every_n_layers": 2}, decoder=80))
+    assert "full 0, 2, ... 78" in text
+    assert text.startswith("T5ForConditionalGeneration (family t5), 40 of 80 blocks planned\n")
+
+
+def test_a_printed_description_says_what_has_happened(tmp_path):
+    plan = plan_for({"layers": {"encoder": "0"}}, encoder=2, decoder=2)
+    counts = {"encoder.block.0": 3}
+    shown = Description(plan, {"policy": "full"}, True, ("encoder.block.0",), counts, counts)
+    text = str(shown)
+    assert 'hf_ckpt: enabled; spec {"policy": "full"}' in text
+    assert "1 of 4 blocks planned" in text
+    assert "1 blocks below the first trainable parameter save nothing" in text
+    assert "3 checkpointed block calls, 3 recomputations" in text
+    assert "not enabled" in str(Description(plan, {}, False, (), {}, {}))
+    shown.save(tmp_path / "plan.yaml")
+    assert Plan.load(tmp_path / "plan.yaml") == plan

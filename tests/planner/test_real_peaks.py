@@ -1,0 +1,191 @@
+"""Budgets against peaks that are really reached: of adapters, logits, mixtures of experts, and of offloading."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from helpers.adapters import with_lora
+from helpers.experts import ONE_BY_ONE, experts
+from helpers.planned import budgeted, live_peak, without_state
+from helpers.sparing import sparing
+from helpers.steps import enable, step
+from helpers.tracing import model_of
+from peft import prepare_model_for_kbit_training
+
+import hf_ckpt
+from hf_ckpt.attach.record import installation
+from hf_ckpt.cli.main import main
+from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.planner import live
+from hf_ckpt.planner.budgets import plan_of_least, plan_within
+from hf_ckpt.prediction.devices import DEVICES
+from hf_ckpt.prediction.offload import OFFLOADED, with_offloading
+from hf_ckpt.prediction.skeleton import skeleton_of
+from hf_ckpt.prediction.timeline import worst_timeline
+from hf_ckpt.prediction.trace import Step, trace_costs
+from hf_ckpt.spec.actions import KEEP
+from hf_ckpt.units import format_bytes
+
+SIZES = {"batch": 4, "tokens": 64}
+
+
+def peak_under(model, plan, batch):
+    """Live bytes at the peak of a step under a plan, in a model that keeps no optimizer state."""
+    hf_ckpt.install(model, plan)
+    enable(model)
+    step(model, batch)
+    return live_peak(model, batch)
+
+
+# --- a budget is on the peak ------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def planned_costs(family):
+    """A model, a batch for it, and what the actions cost that a plan is mostly made of."""
+    model, batch = model_of(family, layers=4, hidden=64), tiny_batch(family, **SIZES)
+    at_work = Step(batch, optimizer="sgd")
+    return model, batch, trace_costs(skeleton_of(model), at_work, DEVICES["cpu"], actions=(KEEP, *OFFLOADED))
+
+
+@pytest.mark.compat
+@sparing("family", ["llama", "t5"], "llama")
+def test_a_budget_is_on_the_peak(family):
+    """A budget of 0.05 peaks higher than one of 0.15: it was on saved bytes."""
+    model, batch, costs = planned_costs(family)
+    low, high = plan_of_least(costs).prediction.peak_bytes, plan_within(costs, 2**30).prediction.peak_bytes
+    plans, seconds, peaks = [], [], []
+    for place in range(6):
+        budget = low + (high - low) * place // 5
+        plan = plan_within(costs, budget)
+        peak = peak_under(model, plan, batch)
+        assert peak <= budget, (place, peak, budget)
+        plans.append(plan)
+        seconds.append(plan.prediction.step_seconds)
+        peaks.append(peak)
+    assert seconds == sorted(seconds, reverse=True)
+    assert len({plan.actions for plan in plans}) >= 4
+    assert peaks[0] < 0.7 * peaks[-1]
+    assert plans[0].active()
+    assert not plans[-1].active()
+
+
+def test_a_plan_offloads_only_where_that_lowers_the_peak():
+    """Offloading costs time and takes nothing off the peak, which is elsewhere."""
+    _, _, traced = planned_costs("llama")
+    (costs,) = with_offloading(traced, host_bandwidth=1e9, launch_nanoseconds=1)
+    low, high = plan_of_least(costs).prediction.peak_bytes, plan_within(traced, 2**30).prediction.peak_bytes
+    assert low < plan_of_least(traced).prediction.peak_bytes
+    numbers = {action: number for number, action in enumerate(costs.actions)}
+    instead = {costs.actions[moving]: costs.actions[base] for moving, base in costs.stacks[0].instead.items()}
+    moving = 0
+    for place in range(12):
+        budget = low + (high - low) * place // 11
+        actions = [action for _, action in plan_within(costs, budget).actions]
+        if any(action in instead for action in actions):
+            moving += 1
+            stayed = (tuple(numbers[instead.get(action, action)] for action in actions),)
+            assert worst_timeline(costs, stayed).peak_bytes > budget
+    assert moving > 0
+    assert not any(action in instead for action in actions)  # where everything fits
+
+
+# --- logits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.compat
+def test_a_budget_that_the_logits_break_says_so():
+    """Memory does not move, whatever is done to the blocks: the logits are the peak."""
+    model = without_state(tiny_model("llama", layers=2, hidden=64, attention="sdpa", vocab_size=4000))
+    budgeted(model, "1MiB")
+    with pytest.raises(InfeasibleError, match="no plan fits") as refused:
+        step(model, tiny_batch("llama", batch=4, tokens=256))
+    (work,) = (size for name, size in refused.value.parts.items() if name.startswith("work of head and loss"))
+    assert work >= 2 * 4 * 256 * 4000 * 4  # the logits and what their loss makes of them
+    (hint,) = (hint for hint in refused.value.hints if "the head and its loss are the peak" in hint)
+    assert format_bytes(work) in hint
+    assert '("head": "auto")' in hint
+
+
+@sparing(("vocabulary", "said"), [(4000, True), (64, False)], (4000, True))
+def test_the_plan_of_a_config_says_that_the_logits_are_the_peak(vocabulary, said, tmp_path, capsys):
+    """A plan fits, and takes nothing off the peak."""
+    keys = {"layers": 2, "hidden": 64, "vocab_size": vocabulary}
+    tiny_model("llama", **keys).config.to_json_file(tmp_path / "config.json", use_diff=False)
+    words = ["plan", str(tmp_path), "--batch", "4", "--seq", "256", "--optimizer", "sgd", "--device", "h100"]
+    assert main(words) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("the head and its loss are the peak" in shown) == said
+    assert "full, head in chunks" in shown
+
+
+# --- k-bit preparation ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_planner_counts_what_kbit_preparation_casts_up():
+    """Norms and embeddings in float32 make hidden states float32, twice what a bf16 model's are."""
+    peaks = {}
+    for prepared in (False, True):
+        model = tiny_model("llama", dtype=torch.bfloat16)
+        if prepared:
+            model.is_loaded_in_8bit = True  # all that PEFT looks at
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        for parameter in model.parameters():  # as a loader leaves packed weights: in their own type
+            if prepared and parameter.dim() == 2 and parameter.shape[0] != model.config.vocab_size:
+                parameter.data = parameter.data.to(torch.bfloat16)
+        model = without_state(with_lora(model, "llama", targets=["q_proj", "v_proj"], lora_dropout=0.0))
+        with torch.autocast("cpu", torch.bfloat16):
+            peaks[prepared] = peak_under(model, "full", tiny_batch("llama", **SIZES))
+        shape = live.BatchShape({"decoder": (4, 64)}, autocast=torch.bfloat16)
+        with hf_ckpt.paused(model):
+            predicted = live.prediction_of(model, hf_ckpt.describe(model).plan, shape)
+        assert abs(peaks[prepared] / predicted.peak_bytes - 1) < 0.05, (prepared, peaks[prepared], predicted)
+    assert peaks[True] > 1.1 * peaks[False]
+
+
+# --- mixtures of experts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(ONE_BY_ONE is None, reason="experts of transformers 4 are called one by one")
+@sparing(
+    ("name", "implementation", "dtype"),
+    [("qwen2_moe", "batched_mm", torch.float32), ("mixtral", "grouped_mm", torch.bfloat16)],
+    ("mixtral", "grouped_mm", torch.bfloat16),
+    ids=["qwen2_moe", "mixtral"],
+)
+def test_a_mixture_of_experts_can_be_planned_for(name, implementation, dtype):
+    """Near what is really used, whatever tokens choose; the auxiliary loss is traced of other depths."""
+    model = without_state(experts(name, dtype, implementation))
+    batch = tiny_batch("llama", **SIZES)
+    budgeted(model, "1GiB")
+    step(model, batch)
+    for plan in (plan_of_least(costs := installation(model).planned.costs), plan_within(costs, 2**30)):
+        assert abs(peak_under(model, plan, batch) / plan.prediction.peak_bytes - 1) <= 0.05
+
+
+def test_what_cannot_be_planned_for_says_what_to_do():
+    """Experts that are called one by one get as many tokens as chose them, which nobody knows before."""
+    model = experts("mixtral", implementation=ONE_BY_ONE)
+    budgeted(model, "1GiB")
+    told = r'cannot be planned for.*depends on their values.*experts_implementation="grouped_mm".*`full`'
+    with pytest.raises(HfCkptError, match=told):
+        step(model, tiny_batch("llama"))
+    enable(model, {"policy": "selective"})
+    step(model, tiny_batch("llama"))
+    assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
+
+
+@pytest.mark.slow
+def test_hidden_states_that_a_config_asks_for_are_planned_for():
+    """What transformers captures by hooks of its own is captured in planning, too: a list of all hidden states."""
+    model = without_state(tiny_model("llama", layers=6, hidden=64))
+    batch = tiny_batch("llama", **SIZES)
+    model.config.output_hidden_states = True
+    budgeted(model, "1GiB")
+    step(model, batch)
+    plan = plan_of_least(installation(model).planned.costs)
+    assert abs(peak_under(model, plan, batch) / plan.prediction.peak_bytes - 1) <= 0.03

@@ -1,0 +1,462 @@
+"""The fastest actions that fit: against trying everything, at the edges of what fits, what is said where none do."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import random
+
+import pytest
+from helpers.made_up import LADDERS, blocks_of, ends_of, made_up, some_costs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.planner.alternatives import frontier, usual_options
+from hf_ckpt.planner.budgets import plan_of, plan_within
+from hf_ckpt.planner.solver import fastest, smallest
+from hf_ckpt.prediction.costs import BlockCost, Costs, Phase, StackCosts, Static
+from hf_ckpt.prediction.timeline import step_nanoseconds, worst_timeline
+from hf_ckpt.spec.actions import KEEP
+from hf_ckpt.units import format_bytes
+
+
+def everything(costs):
+    """Every choice there is -> its (time, peak)."""
+    stacks = [itertools.product(*(stack.choices[kind] for kind in stack.kinds)) for stack in costs.stacks]
+    choices = itertools.product(*(list(stack) for stack in stacks))
+    return {choice: (step_nanoseconds(costs, choice), worst_timeline(costs, choice).peak_bytes) for choice in choices}
+
+
+def range_of(costs):
+    low, high = ends_of(costs)
+    return range(low, high + 1)
+
+
+def limits_of(tried, data, count=4):
+    """Some peaks there are, and a byte more and less, where a wrong comparison shows."""
+    peaks = sorted({peak for _, peak in tried.values()})
+    found = data.draw(st.lists(st.sampled_from(peaks), min_size=1, max_size=count))
+    return [peak + more for peak in {peaks[0], *found} for more in (-1, 0, 1)]
+
+
+def shuffled(costs, seed):
+    """Equal costs, with all their dictionaries in another order."""
+    rng = random.Random(seed)
+
+    def again(given):
+        return dict(rng.sample(list(given.items()), len(given)))
+
+    def stack_again(stack):
+        last_backward, before = again(stack.last_backward), again(stack.before)
+        return dataclasses.replace(stack, costs=again(stack.costs), last_backward=last_backward, before=before)
+
+    return dataclasses.replace(costs, stacks=tuple(map(stack_again, costs.stacks)), head=again(costs.head))
+
+
+# --- against trying everything --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200)
+@given(costs=some_costs(), data=st.data())
+def test_the_fastest_is_the_fastest_of_all_that_fit(costs, data):
+    tried = everything(costs)
+    for limit in limits_of(tried, data):
+        best = min((time for time, peak in tried.values() if peak <= limit), default=None)
+        choice = fastest(costs, limit)
+        if best is None:
+            assert choice is None
+        else:
+            time, peak = tried[choice]  # of actions that each kind may have
+            assert time == best
+            assert peak <= limit
+
+
+@settings(max_examples=200)
+@given(costs=some_costs())
+def test_the_smallest_has_the_lowest_peak_of_all(costs):
+    tried = everything(costs)
+    assert tried[smallest(costs)][1] == min(peak for _, peak in tried.values())
+
+
+@given(costs=some_costs())
+def test_without_a_limit_nothing_is_faster(costs):
+    """Any int is a limit, also one that no machine has."""
+    best = min(time for time, _ in everything(costs).values())
+    for limit in (10**6, 2**62, 2**63, 10**30):
+        assert step_nanoseconds(costs, fastest(costs, limit)) == best
+    assert fastest(costs, -1) is None
+    assert fastest(costs, -(10**30)) is None
+
+
+@given(costs=some_costs(), data=st.data())
+def test_more_memory_never_costs_time(costs, data):
+    low, _ = ends_of(costs)
+    limits = sorted(data.draw(st.lists(st.integers(low - 2, low + 120), min_size=2, max_size=8)))
+    times = [None if (choice := fastest(costs, limit)) is None else step_nanoseconds(costs, choice) for limit in limits]
+    feasible = [time for time in times if time is not None]
+    assert times == [None] * (len(times) - len(feasible)) + feasible  # what fits, fits with more as well
+    assert feasible == sorted(feasible, reverse=True)
+
+
+@given(costs=some_costs(), limits=st.lists(st.integers(0, 400), max_size=4), seed=st.integers(0, 9))
+def test_planning_twice_gives_the_same_plan(costs, limits, seed):
+    """Equal costs too, in whatever order they were traced."""
+    again = shuffled(costs, seed)
+    assert again == costs
+    low, _ = ends_of(costs)
+    assert smallest(costs) == smallest(costs) == smallest(again)
+    for limit in (low, *limits):
+        assert fastest(costs, limit) == fastest(costs, limit) == fastest(again, limit)
+
+
+def test_equal_costs_have_one_plan():
+    """Two choices take equally long here, and both fit; which is taken is no matter of the order in a dictionary."""
+    costs = made_up(33, [[0, 0]], actions=2, largest=2)
+    (stack,) = costs.stacks
+    backwards = dataclasses.replace(stack, costs=dict(reversed(stack.costs.items())))
+    again = dataclasses.replace(costs, stacks=(backwards,))
+    assert again == costs
+    tried = everything(costs)
+    assert tried[(1, 0),] == tried[(0, 1),] == (24, 83)
+    assert fastest(again, 83) == fastest(costs, 83)
+
+
+def test_a_single_block_can_be_first_and_last():
+    """Its forward costs what that of a first block does, and its backward what that of a last one does."""
+    cheap = Phase(((5, 0), (1, 0)), 9)
+    stack = StackCosts(
+        name="decoder",
+        blocks=blocks_of("decoder", 1),
+        kinds=(0,),
+        choices=((0, 1),),
+        costs={
+            (None, (0, 0)): BlockCost(Phase(((50, 0), (50, 0)), 1), Phase(((900, 0),), 1), 0),
+            (None, (0, 1)): BlockCost(cheap, Phase(((900, 0),), 1), 0),
+        },
+        last_backward={(0, 0): Phase(((7, 0),)), (0, 1): Phase(((20, 0),))},
+        gradients=(0,),
+        before={None: Phase()},
+        before_backward=Phase(),
+        before_gradients=0,
+        turn_bytes=0,
+        shared_bytes=900,
+        before_turn_bytes=0,
+    )
+    head = {(0, 0): (Phase(), Phase()), (0, 1): (Phase(), Phase())}
+    costs = Costs("llama", "SomeModel", LADDERS[2], (stack,), head, Static(100, 0, 0, 0, 0), tokens=1)
+    assert everything(costs) == {((0,),): (2, 157), ((1,),): (10, 121)}
+    assert fastest(costs, 157) == ((0,),)
+    assert fastest(costs, 156) == fastest(costs, 121) == smallest(costs) == ((1,),)
+    assert fastest(costs, 120) is None
+
+
+# --- what fits exactly ----------------------------------------------------------------------------------------------
+
+
+@given(costs=some_costs())
+def test_the_lowest_peak_fits_into_itself_and_not_into_a_byte_less(costs):
+    floor, _ = ends_of(costs)
+    plan = plan_within(costs, floor, "a100-80")
+    assert plan.prediction.peak_bytes == floor
+    assert plan.prediction.budget_bytes == floor
+    assert plan.prediction.device == "a100-80"
+    assert fastest(costs, floor - 1) is None
+    with pytest.raises(InfeasibleError) as caught:
+        plan_within(costs, floor - 1, hints=["ask for less"])
+    error = caught.value
+    assert isinstance(error, HfCkptError)
+    assert (error.budget_bytes, error.floor_bytes) == (floor - 1, floor)
+    assert sum(error.parts.values()) == floor
+    assert error.hints[0] == "ask for less"
+    lines = str(error).splitlines()
+    assert f"no plan fits into {format_bytes(floor - 1)}: the lowest peak is {format_bytes(floor)} (" in lines[0]
+    assert lines[1:] == [f"  - {hint}" for hint in error.hints]
+
+
+@given(costs=some_costs(), more=st.integers(0, 60))
+def test_a_plan_within_a_budget_says_what_it_costs(costs, more):
+    budget = ends_of(costs)[0] + more
+    plan = plan_within(costs, budget)
+    choice = fastest(costs, budget)
+    assert plan == plan_of(costs, choice)
+    assert plan.prediction.peak_bytes == worst_timeline(costs, choice).peak_bytes <= budget
+    assert plan.prediction.step_seconds == step_nanoseconds(costs, choice) / 1e9
+    assert plan.prediction.budget_bytes == budget
+
+
+# --- blocks that are all alike --------------------------------------------------------------------------------------
+
+INPUT = 4
+"""Bytes of each block's input."""
+KEPT = {2: (60, 0), 3: (60, 25, 0), 4: (60, 25, 10, 0)}
+"""How many actions -> what else a block keeps under each."""
+
+
+def alike(count, *, head=30, actions=3, kept=None, static=None, gradient=0, accumulation=1, frozen=0):
+    """One stack of blocks of which one costs what another does, as real ones do: what is dropped is run again.
+
+    `frozen` of them, at the beginning, keep nothing and have no choice. `kept`: bytes under each action.
+    """
+    keys, costs, last_backward = [], {}, {}
+    for number, size in enumerate(kept or KEPT[actions]):
+        forward = Phase(((70, 0), (size + INPUT, 0)), 100)
+        again = 60 - size
+        backward = Phase(((again + 12, 0), (-size - INPUT, gradient)), 200 + again)
+        keys.append(((1 if frozen else 0, number), BlockCost(forward, backward, INPUT)))
+    if frozen:
+        keys.append(((0, 0), BlockCost(Phase(((70, 0), (0, 0)), 100), Phase(), 0)))
+    for key, cost in keys:
+        costs |= {(before, key): cost for before in [None, *(other for other, _ in keys)]}
+        last_backward[key] = cost.backward
+    choices = tuple(range(actions))
+    row = (0,) * frozen + (1 if frozen else 0,) * (count - frozen)
+    stack = StackCosts(
+        name="decoder",
+        blocks=blocks_of("decoder", count),
+        kinds=row,
+        choices=((0,), choices) if frozen else (choices,),
+        costs=costs,
+        last_backward=last_backward,
+        gradients=(0, gradient) if frozen else (gradient,),
+        before={None: Phase(((INPUT, 0),), 10)},
+        before_backward=Phase(((1, 0), (-INPUT, 0)), 20),
+        before_gradients=0,
+        turn_bytes=INPUT,
+        shared_bytes=0,
+        before_turn_bytes=0,
+    )
+    behind = Phase(((head, 0), (head // 2, 0)), 50), Phase(((head, 0), (-head // 2, 0)), 100)
+    return Costs(
+        family="llama",
+        model="SomeModel",
+        actions=LADDERS[actions],
+        stacks=(stack,),
+        head={(row[-1], action): behind for action in choices},
+        static=static or Static(parameters=100, buffers=0, optimizer=0, gradients=gradient * (count - frozen), batch=0),
+        tokens=8,
+        accumulation=accumulation,
+    )
+
+
+@pytest.mark.parametrize("kept", [(60, 0), (60, 25, 0), (60, 0, 25), (60, 25, 10, 0), (60, 0, 10, 25)], ids=str)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("changes", [{}, {"gradient": 30}, {"head": 400}], ids=str)
+def test_of_blocks_alike_those_come_first_that_leave_least(kept, accumulation, changes):
+    """Whatever the numbers of the actions are."""
+    costs = alike(5, actions=len(kept), kept=kept, accumulation=accumulation, **changes)
+    seen = set()
+    for limit in range_of(costs):
+        (chosen,) = fastest(costs, limit)
+        sizes = [kept[action] for action in chosen]
+        assert sizes == sorted(sizes), limit
+        seen.add(chosen)
+    assert (0,) * 5 in seen
+    assert len(seen) > 3
+
+
+def test_the_order_of_equally_fast_actions_lowers_the_peak():
+    """Two blocks, one of them dropped: the sum of what is kept is the same, the peak is not."""
+    costs = alike(2, actions=2, head=0)
+    first, last = (worst_timeline(costs, choice) for choice in (((1, 0),), ((0, 1),)))
+    assert first.nanoseconds == last.nanoseconds
+    assert first.peak_bytes < last.peak_bytes
+    for limit in range(first.peak_bytes, worst_timeline(costs, ((0, 0),)).peak_bytes):
+        assert fastest(costs, limit) == ((1, 0),)
+
+
+def test_an_order_that_is_slower_is_not_taken():
+    """`full` takes longer at the beginning here than behind `keep`, so that it stays behind."""
+    costs = alike(2, actions=2, head=400)
+    (stack,) = costs.stacks
+    first = stack.costs[None, (0, 1)]
+    slow = dataclasses.replace(first, forward=dataclasses.replace(first.forward, nanoseconds=900))
+    stack = dataclasses.replace(stack, costs={**stack.costs, (None, (0, 1)): slow})
+    costs = dataclasses.replace(costs, stacks=(stack,))
+    tried = everything(costs)
+    assert tried[(0, 1),][0] < tried[(1, 0),][0]
+    assert tried[(0, 1),][1] == tried[(1, 0),][1] < tried[(0, 0),][1]
+    assert fastest(costs, tried[(0, 1),][1]) == ((0, 1),)
+
+
+# --- an encoder and a decoder ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("turn", "between"), [(0, 0), (25, 40), (-12, -15)])
+def test_two_stacks_are_planned_together(turn, between, accumulation):
+    """As of a T5 whose first encoder blocks are frozen, and whose head shares its weight with the embedding: its
+    gradient is there from the head on, so less is new when the backward of what is before the blocks begins."""
+    costs = made_up(7, [[0, 0, 1], [0, 0]], frozen=((0,), ()), actions=4, accumulation=accumulation, largest=40)
+    encoder, decoder = costs.stacks
+    encoder = dataclasses.replace(encoder, shared_bytes=11, before_turn_bytes=between)
+    decoder = dataclasses.replace(decoder, turn_bytes=turn, before_turn_bytes=between + 60, shared_bytes=30)
+    costs = dataclasses.replace(costs, stacks=(encoder, decoder))
+    tried = everything(costs)
+    assert len(tried) == 4**3
+    for limit in sorted({peak for _, peak in tried.values()}):
+        choice = fastest(costs, limit)
+        assert choice[0][:2] == (0, 0)
+        assert tried[choice][0] == min(time for time, peak in tried.values() if peak <= limit)
+        plan = plan_within(costs, limit)
+        assert list(plan.stacks()) == ["encoder", "decoder"]
+        assert [action for _, action in plan.stacks()["encoder"]][:2] == [KEEP, KEEP]
+
+
+def test_frozen_blocks_are_kept_under_every_budget():
+    costs = alike(6, frozen=2)
+    seen = collections.Counter()
+    for limit in range_of(costs):
+        (chosen,) = fastest(costs, limit)
+        assert chosen[:2] == (0, 0)
+        assert list(chosen[2:]) == sorted(chosen[2:], reverse=True)
+        seen.update(chosen[2:])
+    assert set(seen) == {0, 1, 2}
+    assert smallest(costs)[0][:2] == (0, 0)
+
+
+def test_a_stack_that_is_all_frozen_has_one_plan():
+    costs = made_up(5, [[0, 0, 0], [0, 0]], frozen=((0,), ()), actions=3)
+    assert {fastest(costs, limit)[0] for limit in range_of(costs)} == {(0, 0, 0)}
+
+
+# --- what is said where nothing fits --------------------------------------------------------------------------------
+
+
+def refused(costs, budget):
+    with pytest.raises(InfeasibleError) as caught:
+        plan_within(costs, budget)
+    assert sum(caught.value.parts.values()) == caught.value.floor_bytes > budget
+    return caught.value
+
+
+def test_logits_that_do_not_fit_are_named():
+    costs = alike(4, head=100_000)
+    full = worst_timeline(costs, costs.uniform(2))
+    assert full.worst.label.startswith("head and loss")
+    assert fastest(costs, 100_000) is None
+    error = refused(costs, 100_000)
+    assert error.floor_bytes == full.peak_bytes  # no more than `full` can do
+    assert [hint for hint in error.hints if "the head and its loss are the peak" in hint and "chunks" in hint]
+    assert "a smaller batch" in str(error)
+    assert "LoRA" not in str(error)
+
+
+def test_what_the_head_keeps_is_not_said_of_blocks():
+    """The peak is in the head's backward, where the head itself has kept 50,000 bytes, and the blocks 20 of inputs."""
+    costs = alike(4, head=100_000)
+    worst = worst_timeline(costs, costs.uniform(2)).worst
+    assert worst.label == "head and loss, backward"
+    assert worst.start_bytes - worst.static_bytes == 50_020
+    for hint in refused(costs, 100_000).hints:
+        assert not ("blocks" in hint and format_bytes(50_020) in hint)
+
+
+def test_an_optimizer_that_does_not_fit_is_named():
+    static = Static(parameters=2**20, buffers=0, optimizer=2 * 2**20, gradients=2**20, batch=0)
+    error = refused(alike(4, static=static), 3 * 2**20)
+    assert "weights 1.00 MiB, optimizer state 2.00 MiB and gradients 1.00 MiB alone need more" in str(error)
+    assert "use LoRA" in str(error)
+    assert "optimizer with a smaller state" in str(error)
+    assert "a smaller batch" not in str(error)
+    assert "head" not in str(error)
+    assert error.parts["weights and optimizer state"] == 3 * 2**20
+
+
+def test_blocks_that_do_not_fit_are_named():
+    """Many inputs, a small head: what is left of the blocks is the peak, and that is what can be moved."""
+    costs = alike(40, head=2)
+    error = refused(costs, 200)
+    assert "a smaller batch with as many more accumulated steps, or shorter sequences" in str(error)
+    assert [hint for hint in error.hints if "blocks" in hint and format_bytes(error.parts["kept for backward"]) in hint]
+    assert "the head and its loss" not in str(error)
+    assert "LoRA" not in str(error)
+
+
+# --- options to compare with ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(costs=some_costs(most=6), points=st.integers(1, 12))
+def test_the_frontier_trades_time_for_bytes(costs, points):
+    low, high = ends_of(costs)
+    options = frontier(costs, points)
+    peaks = [option.peak_bytes for option in options]
+    seconds = [option.step_seconds for option in options]
+    assert seconds == sorted(seconds, reverse=True)
+    assert peaks == sorted(peaks)
+    assert peaks[0] == low
+    assert peaks[-1] <= high
+    assert len(options) <= points
+    for option in options:
+        assert (option.plan.prediction.peak_bytes, option.name) == (option.peak_bytes, "planned")
+        best = step_nanoseconds(costs, fastest(costs, option.peak_bytes)) / 1e9
+        assert best == option.step_seconds
+    if points > 1:
+        assert seconds[-1] == step_nanoseconds(costs, fastest(costs, high)) / 1e9
+
+
+@settings(max_examples=40)
+@given(costs=some_costs(most=6))
+def test_nothing_usual_is_faster_than_the_plan_for_its_peak(costs):
+    options = usual_options(costs, host_bandwidth=1e9)
+    assert [options[0].name, *(option.name for option in options[-2:])] == ["none", "full", "offload (transformers)"]
+    for option in options[:-1]:
+        choice = fastest(costs, option.peak_bytes)
+        assert step_nanoseconds(costs, choice) / 1e9 <= option.step_seconds
+        assert worst_timeline(costs, choice).peak_bytes <= option.peak_bytes
+    assert options[-1].plan is None
+
+
+def test_usual_options_by_hand():
+    """One counter goes through both stacks, and blocks without a choice are kept."""
+    costs = made_up(2, [[0, 1, 1], [0, 0]], frozen=((0,), ()), actions=2)
+    kinds = {
+        option.name: [action.kind for _, action in option.plan.actions]
+        for option in usual_options(costs, 1e9)
+        if option.plan is not None
+    }
+    assert kinds == {
+        "none": ["keep"] * 5,
+        "every_n_layers: 4": ["keep", "keep", "keep", "keep", "full"],
+        "every_n_layers: 3": ["keep", "keep", "keep", "full", "keep"],
+        "every_n_layers: 2": ["keep", "keep", "full", "keep", "full"],
+        "full": ["keep", "full", "full", "full", "full"],
+    }
+
+
+def test_offload_takes_the_inputs_away_and_time_for_it():
+    costs = alike(8, head=2, actions=2)
+    none, *_, full, offload = usual_options(costs, host_bandwidth=1e9)
+    assert none.peak_bytes > full.peak_bytes > offload.peak_bytes
+    assert offload.step_seconds == pytest.approx(full.step_seconds + 8 * 2 * INPUT / 1e9, abs=1e-12)
+
+
+def test_an_input_that_was_taken_away_is_back_for_the_backward():
+    """The block is first and last at once: in its backward, which is the peak, all is there that `full` has."""
+    *_, full, offload = usual_options(alike(1, head=2, actions=2), host_bandwidth=1e9)
+    assert full.peak_bytes == offload.peak_bytes == 100 + INPUT + 60 + 12 + INPUT
+
+
+def test_options_need_full_to_compare_with():
+    costs = dataclasses.replace(alike(2, actions=2), actions=(KEEP, KEEP))
+    with pytest.raises(ValueError, match="no action `full`"):
+        usual_options(costs, 1e9)
+
+
+# --- depth ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("largest", [9, 10**9])
+@pytest.mark.parametrize("rows", [[[0] * 200], [[0, 1] * 100], [[0] * 100, [1, 0] * 50]], ids=["one", "two", "stacks"])
+def test_two_hundred_blocks_are_solved(rows, largest):
+    costs = made_up(3, rows, actions=4, accumulation=2, largest=largest)
+    low, high = ends_of(costs)
+    assert fastest(costs, low - 1) is None
+    choices = [fastest(costs, limit) for limit in (low, (low + high) // 2, high)]
+    assert [len(chosen) for chosen in choices[1]] == [len(row) for row in rows]
+    times = [step_nanoseconds(costs, choice) for choice in choices]
+    assert times == sorted(times, reverse=True)
+    assert worst_timeline(costs, choices[0]).peak_bytes == low
+    assert worst_timeline(costs, choices[1]).peak_bytes <= (low + high) // 2

@@ -1,0 +1,418 @@
+"""A step put together from parts: by hand, what its peak is made of, its time, plans as files, runs of blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from helpers.made_up import blocks_of, made_up, some_costs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_ckpt.planner.alternatives import segmented_options
+from hf_ckpt.planner.budgets import plan_of
+from hf_ckpt.planner.policies import make_plan
+from hf_ckpt.prediction.costs import BlockCost, Costs, Phase, StackCosts, Static
+from hf_ckpt.prediction.timeline import segmented_peak, step_nanoseconds, timeline, worst_timeline
+from hf_ckpt.spec.actions import FULL, KEEP
+from hf_ckpt.spec.plan import Plan
+from hf_ckpt.spec.spec import Spec
+
+# --- by hand --------------------------------------------------------------------------------------------------------
+
+KEPT, DROPPED = (0, 0), (0, 1)
+"""Keys of the one kind under `keep` and under `full`."""
+BY_HAND = Costs(
+    family="llama",
+    model="SomeModel",
+    actions=(KEEP, FULL),
+    stacks=(
+        StackCosts(
+            name="decoder",
+            blocks=blocks_of("decoder", 2),
+            kinds=(0, 0),
+            choices=((0, 1),),
+            costs={
+                (None, KEPT): BlockCost(Phase(((12, 0), (9, 0)), 20), Phase(((7, 0), (1, 10)), 40), 4),
+                (None, DROPPED): BlockCost(Phase(((12, 0), (4, 0)), 21), Phase(((9, 0), (15, 3), (2, 10)), 60), 4),
+                (KEPT, KEPT): BlockCost(Phase(((13, 0), (12, 0)), 22), Phase(((6, 0), (0, 10)), 41), 4),
+                (KEPT, DROPPED): BlockCost(Phase(((13, 0), (7, 0)), 23), Phase(((8, 0), (0, 10)), 61), 5),
+                (DROPPED, KEPT): BlockCost(Phase(((11, 0), (10, 0)), 24), Phase(((5, 0), (0, 10)), 42), 4),
+                (DROPPED, DROPPED): BlockCost(Phase(((11, 0), (5, 0)), 25), Phase(((9, 0), (0, 10)), 62), 5),
+            },
+            last_backward={KEPT: Phase(((8, 0), (2, 10))), DROPPED: Phase(((10, 0), (3, 10)))},
+            gradients=(10,),
+            before={None: Phase(((8, 0), (4, 0)), 10)},
+            before_backward=Phase(((5, 0), (3, 4)), 11),
+            before_gradients=4,
+            turn_bytes=5,
+            shared_bytes=2,
+            before_turn_bytes=3,
+        ),
+    ),
+    head={
+        KEPT: (Phase(((30, 0), (16, 0)), 30), Phase(((14, 0), (9, 6)), 50)),
+        DROPPED: (Phase(((31, 0), (17, 0)), 31), Phase(((14, 0), (9, 6)), 51)),
+    },
+    static=Static(parameters=100, buffers=5, optimizer=40, gradients=30, batch=3, step_bytes=7),
+    tokens=64,
+    accumulation=2,
+    optimizer_nanoseconds=1000,
+)
+
+
+def rows_of(found):
+    """One row a moment: label, bytes at its beginning, gradients among them, and what `levels` says."""
+    return [(m.label, m.start_bytes, m.gradient_bytes, list(m.levels())) for m in found.moments]
+
+
+def test_a_first_micro_step_by_hand():
+    """`full`, then `keep`: gradients come as the backward goes."""
+    assert rows_of(timeline(BY_HAND, ((1, 0),))) == [
+        ("embedding", 148, 0, [(156, 0), (152, 0)]),
+        ("forward of decoder 0", 152, 0, [(164, 0), (156, 0)]),
+        ("forward of decoder 1", 156, 0, [(167, 0), (166, 0)]),  # `keep` behind `full`
+        ("head and loss", 166, 0, [(196, 0), (182, 0)]),
+        ("head and loss, backward", 182, 0, [(196, 0), (197, 6)]),
+        # After its forward 166, turn 5, its output 4 gone, 6 of gradients; nothing shared yet, the last begins that.
+        ("backward of decoder 1", 173, 6, [(181, 6), (185, 16)]),
+        # 156 + 5 - 4, 2 shared, 16 of gradients.
+        ("backward of decoder 0", 175, 16, [(184, 16), (193, 19), (187, 26)]),
+        ("embedding, backward", 181, 26, [(186, 26), (188, 30)]),  # 152 + 3 + 26
+        ("optimizer step", 178, 30, [(185, 30), (178, 30)]),
+    ]
+    found = timeline(BY_HAND, ((1, 0),))
+    assert found.peak_bytes == 197
+    assert found.worst.label == "head and loss, backward"
+    assert found.parts() == {
+        "weights and optimizer state": 148,
+        "gradients": 6,
+        "kept for backward": 18,  # of the embedding and the blocks: the head's own 16 are its work
+        "work of head and loss, backward": 25,
+    }
+
+
+def test_a_later_micro_step_by_hand():
+    """All gradients are there from the beginning, and what a phase finishes is added into them."""
+    assert rows_of(timeline(BY_HAND, ((1, 0),), accumulated=True)) == [
+        ("embedding", 178, 30, [(186, 30), (182, 30)]),
+        ("forward of decoder 0", 182, 30, [(194, 30), (186, 30)]),
+        ("forward of decoder 1", 186, 30, [(197, 30), (196, 30)]),
+        ("head and loss", 196, 30, [(226, 30), (212, 30)]),
+        ("head and loss, backward", 212, 30, [(226, 30), (221, 30)]),
+        ("backward of decoder 1", 197, 30, [(205, 30), (199, 30)]),
+        ("backward of decoder 0", 189, 30, [(198, 30), (204, 30), (191, 30)]),
+        ("embedding, backward", 185, 30, [(190, 30), (188, 30)]),
+        ("optimizer step", 178, 30, [(185, 30), (178, 30)]),
+    ]
+    found = timeline(BY_HAND, ((1, 0),), accumulated=True)
+    assert found.peak_bytes == 226
+    assert found.worst.label == "head and loss"
+    assert found.parts() == {
+        "weights and optimizer state": 148,
+        "gradients": 30,
+        "kept for backward": 18,
+        "work of head and loss": 30,
+    }
+
+
+def test_what_a_block_costs_depends_on_the_block_before_it():
+    """`full` at the end: behind `keep` it lets go of an output of 5, and the last block's own backward counts."""
+    rows = {label: (start, levels) for label, start, _, levels in rows_of(timeline(BY_HAND, ((0, 1),)))}
+    assert rows["forward of decoder 1"] == (161, [(174, 0), (168, 0)])
+    assert rows["head and loss"] == (168, [(199, 0), (185, 0)])
+    assert rows["backward of decoder 1"] == (174, [(184, 6), (187, 16)])  # 168 + 5 - 5 + 6
+    assert rows["backward of decoder 0"] == (180, [(187, 16), (191, 26)])  # 161 + 5 - 4 + 2 + 16
+
+
+def test_moments_say_where_they_lie():
+    found = timeline(BY_HAND, ((0, 0),))
+    assert [moment.block for moment in found.moments if moment.block] == [
+        "decoder.layers.0",
+        "decoder.layers.1",
+        "decoder.layers.1",
+        "decoder.layers.0",
+    ]
+    assert [moment.backward for moment in found.moments] == [False] * 4 + [True] * 4 + [False]
+    assert {moment.static_bytes for moment in found.moments} == {148}
+    assert [moment.kept_bytes for moment in found.moments] == [0, 4, 13, 25, 25, 26, 16, 7, 0]
+
+
+def test_time_by_hand():
+    """Twice the micro-step, and the optimizer once."""
+    micro_step = 10 + 11 + 21 + 60 + 24 + 42 + 30 + 50
+    assert step_nanoseconds(BY_HAND, ((1, 0),)) == 2 * micro_step + 1000
+    assert timeline(BY_HAND, ((1, 0),)).nanoseconds == timeline(BY_HAND, ((1, 0),), True).nanoseconds
+    once = dataclasses.replace(BY_HAND, accumulation=1)
+    assert step_nanoseconds(once, ((1, 0),)) == micro_step + 1000
+
+
+def test_the_worst_micro_step_is_taken():
+    assert BY_HAND.modes == (False, True)
+    assert worst_timeline(BY_HAND, ((1, 0),)).accumulated
+    once = dataclasses.replace(BY_HAND, accumulation=1)
+    assert once.modes == (False,)
+    assert worst_timeline(once, ((1, 0),)) == timeline(once, ((1, 0),))
+
+
+def test_an_encoder_and_a_decoder_by_hand():
+    """What is between the stacks depends on the last block of the first; gradients are finished from the back."""
+    (decoder,) = BY_HAND.stacks
+    between = {KEPT: Phase(((6, 0), (3, 0))), DROPPED: Phase(((7, 0), (2, 0)))}
+    second = dataclasses.replace(decoder, before=between, before_gradients=1, before_turn_bytes=9)
+    first = dataclasses.replace(decoder, name="encoder", blocks=blocks_of("encoder", 2), turn_bytes=1, shared_bytes=0)
+    static = dataclasses.replace(BY_HAND.static, gradients=51)
+    costs = dataclasses.replace(BY_HAND, stacks=(first, second), static=static)
+    rows = [(label, start, gradients) for label, start, gradients, _ in rows_of(timeline(costs, ((1, 0), (1, 0))))]
+    assert rows == [
+        ("embedding", 148, 0),
+        ("forward of encoder 0", 152, 0),
+        ("forward of encoder 1", 156, 0),
+        ("between encoder and decoder", 166, 0),
+        ("forward of decoder 0", 169, 0),  # `full`, as the first of its stack, whatever the encoder's last is
+        ("forward of decoder 1", 173, 0),
+        ("head and loss", 183, 0),
+        ("head and loss, backward", 199, 0),
+        ("backward of decoder 1", 190, 6),  # 183 + 5 - 4 + 6
+        ("backward of decoder 0", 192, 16),  # 173 + 5 - 4 + 2 + 16
+        ("between encoder and decoder, backward", 204, 26),  # 169 + 9 + 26
+        ("backward of encoder 1", 190, 27),  # 166 + 1 - 4 + 27
+        ("backward of encoder 0", 190, 37),  # 156 + 1 - 4 + 37
+        ("embedding, backward", 202, 47),  # 152 + 3 + 47
+        ("optimizer step", 199, 51),
+    ]
+
+
+def test_one_action_for_all_spares_what_has_no_choice():
+    costs = made_up(1, [[0, 1, 1], [1]], frozen=((0,), ()), actions=3)
+    assert costs.uniform(2) == ((0, 2, 2), (2,))
+    assert costs.uniform(0) == ((0, 0, 0), (0,))
+
+
+# --- of any costs ---------------------------------------------------------------------------------------------------
+
+
+def any_choice(data, costs):
+    return tuple(
+        tuple(data.draw(st.sampled_from(stack.choices[kind])) for kind in stack.kinds) for stack in costs.stacks
+    )
+
+
+@given(costs=some_costs(most=6), data=st.data(), accumulated=st.booleans())
+def test_the_peak_is_the_highest_level_and_its_parts_are_all_of_it(costs, data, accumulated):
+    choice = any_choice(data, costs)
+    found = timeline(costs, choice, accumulated)
+    assert found.peak_bytes == max(moment.peak_bytes for moment in found.moments)
+    levels = [level for moment in found.moments for level, _ in moment.levels()]
+    assert found.peak_bytes == max(*levels, *(moment.start_bytes for moment in found.moments))
+    for moment in found.moments:
+        assert all(level <= moment.peak_bytes for level, _ in moment.levels())
+        assert moment.start_bytes <= moment.peak_bytes
+    assert sum(found.parts().values()) == found.peak_bytes
+    assert found.parts()["weights and optimizer state"] == costs.static.always
+
+
+@given(costs=some_costs(most=6), data=st.data())
+def test_gradients_are_complete_at_the_end(costs, data):
+    """What was finished before a moment never shrinks; nothing of it is there before the backward."""
+    choice = any_choice(data, costs)
+    first, later = timeline(costs, choice), timeline(costs, choice, accumulated=True)
+    gradients = [moment.gradient_bytes for moment in first.moments]
+    assert gradients == sorted(gradients)
+    assert gradients[-1] == costs.static.gradients
+    *_, (_, last) = first.moments[-2].levels()
+    assert last == costs.static.gradients
+    assert all(moment.gradient_bytes == costs.static.gradients for moment in later.moments)
+    for moment, again in zip(first.moments[:-1], later.moments[:-1], strict=True):
+        assert moment.start_bytes - moment.gradient_bytes == again.start_bytes - again.gradient_bytes
+
+
+@given(costs=some_costs(most=6), data=st.data())
+def test_time_is_of_all_micro_steps_and_the_optimizer(costs, data):
+    choice = any_choice(data, costs)
+    phases = [moment.phase for moment in timeline(costs, choice).moments[:-1]]
+    for stack, chosen in zip(costs.stacks, choice, strict=True):
+        # The last block takes the time of its kind; only its bytes are those of a last one.
+        keys = [None, *stack.keys(chosen)]
+        phases.remove(stack.last_backward[keys[-1]])
+        phases.append(stack.costs[keys[-2], keys[-1]].backward)
+    micro_step = sum(phase.nanoseconds for phase in phases)
+    assert step_nanoseconds(costs, choice) == costs.accumulation * micro_step + costs.optimizer_nanoseconds
+    assert {timeline(costs, choice, mode).nanoseconds for mode in costs.modes} == {step_nanoseconds(costs, choice)}
+
+
+@given(costs=some_costs(most=6), data=st.data(), more=st.integers(0, 1000))
+def test_what_is_always_there_is_under_everything(costs, data, more):
+    choice = any_choice(data, costs)
+    heavier = dataclasses.replace(
+        costs, static=dataclasses.replace(costs.static, optimizer=costs.static.optimizer + more)
+    )
+    assert worst_timeline(heavier, choice).peak_bytes == worst_timeline(costs, choice).peak_bytes + more
+
+
+# --- plans that say what they cost ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["plan.json", "plan.yaml"])
+@pytest.mark.parametrize("nanoseconds", [0, 20_000 - 2 * 248, 123_456_789, 40_000_000_000, 123_456_789_012_345])
+def test_a_saved_plan_keeps_its_prediction(tmp_path, name, nanoseconds):
+    """Also a step of 20 us, which is `2e-05` in JSON: YAML takes that for a text."""
+    costs = dataclasses.replace(BY_HAND, optimizer_nanoseconds=nanoseconds)
+    plan = plan_of(costs, ((1, 0),), budget_bytes=300, device="a100-80")
+    plan.save(tmp_path / name)
+    loaded = Plan.load(tmp_path / name)
+    assert loaded == plan
+    assert loaded.prediction == plan.prediction
+    assert loaded.prediction.peak_bytes == 226
+    assert loaded.prediction.budget_bytes == 300
+    assert loaded.prediction.device == "a100-80"
+    assert loaded.prediction.step_seconds == (2 * 248 + nanoseconds) / 1e9
+    assert sum(size for _, size in loaded.prediction.parts) == 226
+
+
+def test_a_plan_of_costs_gives_each_block_its_action():
+    plan = plan_of(BY_HAND, ((1, 0),))
+    assert [(block.name, action) for block, action in plan.actions] == [
+        ("decoder.layers.0", FULL),
+        ("decoder.layers.1", KEEP),
+    ]
+    assert (plan.family, plan.model) == ("llama", "SomeModel")
+    assert plan.prediction.tokens == 2 * 64
+    assert plan.prediction.tokens_per_second == 128 / ((2 * 248 + 1000) / 1e9)
+    assert plan.prediction.budget_bytes is None
+
+
+# --- runs of blocks recomputed as one -------------------------------------------------------------------------------
+
+OUTPUT, OWN, TRANSIENT = 4, 20, 9
+"""What each block of `runs_of` gives on, what else it keeps, and the most that its forward takes."""
+
+
+def runs_of(*stacks, gradient=0, shared=0, head=1, between=1, accumulation=1):
+    """Costs of stacks of blocks that are all alike, `stacks` being the lengths of the runs that count as one block.
+
+    With all lengths 1 these are the blocks themselves. A run under `full` does what a block does under `full`: it keeps
+    its input, and its backward runs all its blocks again as `keep`, and then back.
+    """
+    keep_forward = ((TRANSIENT, 0), (OWN + OUTPUT, 0))
+    # From the gradient of its output to that of its input. What it keeps goes, and its input.
+    keep_backward = ((6, 0), (8, gradient // 2), (-OWN - OUTPUT, gradient))
+
+    def forward(length):
+        points = [(TRANSIENT, 0), (OUTPUT, 0)]
+        for _ in range(length - 1):  # the output of the one before goes once it is used
+            points += [(OUTPUT + TRANSIENT, 0), (2 * OUTPUT, 0), (OUTPUT, 0)]
+        return Phase(tuple(points))
+
+    def backward(length, begins=0):
+        points = [(number * (OWN + OUTPUT) + other, 0) for number in range(length) for other, _ in keep_forward]
+        for number in range(length):
+            level = (length - number) * (OWN + OUTPUT) + begins
+            points += [(level + other, number * gradient + done) for other, done in keep_backward]
+        return Phase(tuple(points))
+
+    made = []
+    for number, lengths in enumerate(stacks):
+        kinds = sorted(set(lengths))
+        costs, last_backward = {}, {}
+        for kind, length in enumerate(kinds):
+            kept = BlockCost(Phase(keep_forward), Phase(keep_backward), OUTPUT)
+            dropped = BlockCost(forward(length), backward(length), OUTPUT)
+            ways = [None, *((other, action) for other in range(len(kinds)) for action in (0, 1))]
+            costs |= {(way, (kind, 0)): kept for way in ways} | {(way, (kind, 1)): dropped for way in ways}
+            last_backward[kind, 0] = Phase(tuple((other + shared, done) for other, done in keep_backward))
+            last_backward[kind, 1] = backward(length, begins=shared)
+        name = ("encoder", "decoder")[number]
+        made.append(
+            StackCosts(
+                name=name,
+                blocks=blocks_of(name, len(lengths)),
+                kinds=tuple(kinds.index(length) for length in lengths),
+                choices=((0, 1),) * len(kinds),
+                costs=costs,
+                last_backward=last_backward,
+                gradients=tuple(length * gradient for length in kinds),
+                before={key: Phase(((between, 0), (OUTPUT, 0))) for key in ([None] if not number else last_backward)},
+                before_backward=Phase(((between, 0), (-OUTPUT, 2))),
+                before_gradients=2,
+                turn_bytes=OUTPUT,
+                shared_bytes=shared,
+                before_turn_bytes=0,
+            )
+        )
+    gradients = sum(sum(lengths) * gradient + 2 for lengths in stacks) + 3
+    return Costs(
+        family="llama",
+        model="SomeModel",
+        actions=(KEEP, FULL),
+        stacks=tuple(made),
+        head=dict.fromkeys(made[-1].last_backward, (Phase(((head, 0), (2, 0))), Phase(((head, 0), (-1, 3))))),
+        static=Static(parameters=1000, buffers=0, optimizer=0, gradients=gradients, batch=0),
+        tokens=8,
+        accumulation=accumulation,
+    )
+
+
+def in_runs(count, length):
+    return [min(length, count - start) for start in range(0, count, length)]
+
+
+def ones(*sizes):
+    return [[1] * size for size in sizes]
+
+
+@pytest.mark.parametrize("accumulated", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("changes", [{}, {"gradient": 12}, {"shared": 5}, {"head": 200}, {"between": 200}], ids=str)
+@pytest.mark.parametrize("sizes", [(1,), (2,), (6,), (3, 4)], ids=str)
+def test_runs_of_one_block_are_full(sizes, changes, accumulated):
+    costs = runs_of(*ones(*sizes), **changes)
+    assert segmented_peak(costs, 1, 1, accumulated) == timeline(costs, costs.uniform(1), accumulated).peak_bytes
+
+
+@pytest.mark.parametrize("accumulated", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("length", [2, 4])
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        pytest.param((8,), {}, id="blocks"),
+        pytest.param((7,), {}, id="a short run at the end"),
+        pytest.param((3,), {"gradient": 1}, id="few blocks"),
+        pytest.param((4, 5), {}, id="two stacks"),
+        pytest.param((8,), {"gradient": 12}, id="gradients"),
+        pytest.param((4, 4), {"gradient": 12}, id="gradients of two stacks"),
+        pytest.param((8,), {"shared": 5}, id="shared"),
+        pytest.param((8,), {"head": 200}, id="head"),
+        pytest.param((4, 5), {"head": 200}, id="head behind two stacks"),
+        pytest.param((4, 5), {"between": 200}, id="between two stacks"),
+    ],
+)
+def test_runs_are_what_blocks_as_large_would_be(sizes, changes, length, accumulated):
+    """A run of blocks is one larger block under `full`, of which the timeline can be asked."""
+    small = runs_of(*ones(*sizes), **changes)
+    large = runs_of(*(in_runs(size, length) for size in sizes), **changes)
+    assert segmented_peak(small, 1, length, accumulated) == timeline(large, large.uniform(1), accumulated).peak_bytes
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("size", range(1, 13))
+def test_runs_of_the_root_are_those_that_segments_makes(size, accumulation):
+    """`segments: "sqrt"` is predicted for the very runs that it is installed as."""
+    small = runs_of([1] * size, accumulation=accumulation)
+    plan = make_plan(Spec.parse({"segments": "sqrt"}), small.stacks[0].blocks, "llama", "SomeModel")
+    large = runs_of([len(names) for _, names in plan.segments()], accumulation=accumulation)
+    option = segmented_options(small)[1]
+    assert option.peak_bytes == worst_timeline(large, large.uniform(1)).peak_bytes
+    assert option.step_seconds == step_nanoseconds(small, small.uniform(1)) / 1e9
+
+
+@given(costs=some_costs(most=6), length=st.integers(0, 8), accumulated=st.booleans())
+def test_runs_of_any_length_have_a_peak(costs, length, accumulated):
+    """Longer than the stack, of one block, of blocks that have no `full`: never below what is there at the end."""
+    found = segmented_peak(costs, len(costs.actions) - 1, length, accumulated)
+    assert found >= costs.static.always + costs.static.gradients + costs.static.step_bytes
+
+
+def test_options_in_runs_need_no_more_than_one_block():
+    options = segmented_options(runs_of([1]))
+    assert [(option.name, option.plan) for option in options] == [("segments of 2", None), ("segments: sqrt", None)]
+    assert {option.peak_bytes for option in options} == {worst_timeline(runs_of([1]), ((1,),)).peak_bytes}

@@ -1,0 +1,193 @@
+"""Times that are measured on this machine, those of the device table, and transformers' own checkpointing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+
+import pytest
+import torch
+from helpers.planned import saved_config
+from helpers.sparing import sparing
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.attach.attach import own_trial
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.planner.alternatives import usual_options
+from hf_ckpt.planner.options import transformers_costs
+from hf_ckpt.prediction import timings
+from hf_ckpt.prediction.batches import real_inputs, step_of_workload
+from hf_ckpt.prediction.devices import DEVICES, device_like, device_named
+from hf_ckpt.prediction.timeline import step_nanoseconds
+from hf_ckpt.prediction.timings import ShallowModels, depths_of, measured
+from hf_ckpt.prediction.trace import chunked_head, trace_costs
+from hf_ckpt.prediction.workload import Workload, real_model, skeleton_of_workload
+from hf_ckpt.spec.actions import Action
+
+SMALL = Workload("gpt2", batch=2, tokens=64)
+
+
+@functools.cache
+def small():
+    """(costs, skeleton, step) of a small workload on the CPU."""
+    skeleton = skeleton_of_workload(SMALL)
+    step = step_of_workload(SMALL, skeleton)
+    return trace_costs(skeleton, step, DEVICES["cpu"]), skeleton, step
+
+
+def test_measured_times_take_the_place_of_the_tables():
+    """Blocks that take 1, 2, 3, 4 ms by action, and 10 ms around them, give steps of just that."""
+    costs = small()[0]
+    block = {action: 0.001 * (number + 1) for number, action in enumerate(costs.actions)}
+    found = measured(costs, lambda depth, action: 0.010 + depth * block[action])
+    for number, action in enumerate(costs.actions):
+        seconds = (step_nanoseconds(found, found.uniform(number)) - found.optimizer_nanoseconds) / 1e9
+        assert seconds == pytest.approx(0.010 + 12 * block[action], rel=0.02)
+    assert "measured" in found.notes[-1]
+    assert found.optimizer_nanoseconds == costs.optimizer_nanoseconds
+
+
+def test_of_all_turns_the_fastest_counts():
+    """A machine that is busy for most turns makes blocks slower, and an action that it hits is not the slower one."""
+    costs = small()[0]
+    busy = iter([7.0, 3.0, 1.0, 5.0, 9.0])
+    speed = 1.0
+    seconds = {}
+
+    def step(depth, action):
+        nonlocal speed
+        if (depth, action) in seconds or not seconds:  # a new turn
+            seconds.clear()
+            speed = next(busy)
+        seconds[depth, action] = speed * (0.010 + 0.004 * depth)
+        return seconds[depth, action]
+
+    found = measured(costs, step)
+    quiet = measured(costs, lambda depth, action: 0.010 + 0.004 * depth)
+    assert [step_nanoseconds(found, found.uniform(number)) for number in range(len(costs.actions))] == [
+        step_nanoseconds(quiet, quiet.uniform(number)) for number in range(len(costs.actions))
+    ]
+
+
+def test_of_several_steps_the_fastest_counts(monkeypatch):
+    """Behind one that is not timed."""
+    taken, forwards = iter([3.0, 1.0, 2.0]), []
+
+    @contextlib.contextmanager
+    def stopwatch():
+        seconds = []
+        yield seconds
+        seconds.append(next(taken))
+
+    monkeypatch.setattr(timings, "stopwatch", stopwatch)
+    model = tiny_model("llama", layers=2)
+    model.register_forward_pre_hook(lambda *_: forwards.append(sum(hf_ckpt.describe(model).recomputed.values())))
+    assert timings.timed_step(model, tiny_batch("llama"), Action("full"), steps=3) == 1.0
+    assert forwards == [0, 2, 4, 6]  # blocks recomputed before each
+
+
+@pytest.mark.parametrize(("wanted", "found"), [((1, 3), (1, 3)), ((1, 20), (1, 12)), ((12, 14), (11, 12))])
+def test_no_model_is_timed_that_is_deeper_than_its_own(wanted, found):
+    """A config's depth is never exceeded, so that the deeper model would not be as deep as it was taken for."""
+    costs = small()[0]
+    assert depths_of(costs, wanted) == found
+    one = [dataclasses.replace(stack, blocks=stack.blocks[:1]) for stack in costs.stacks]
+    with pytest.raises(HfCkptError, match="has one block"):
+        depths_of(dataclasses.replace(costs, stacks=tuple(one)))
+
+
+def test_the_optimizer_is_timed_at_both_depths():
+    """10 ms around the blocks and 2 ms a block, of which there are 12."""
+    costs = small()[0]
+    found = measured(costs, lambda depth, action: 1.0 * depth, optimizer_seconds=lambda depth: 0.010 + 0.002 * depth)
+    assert found.optimizer_nanoseconds == pytest.approx(34e6, rel=1e-6)
+
+
+def test_a_head_in_chunks_is_as_fast_as_the_measured_one():
+    """Its times come from the table, whose mistake about the plain head is taken for its own, too."""
+    costs, skeleton, step = small()
+    head = {
+        key: tuple(dataclasses.replace(phase, nanoseconds=3 * phase.nanoseconds) for phase in phases)
+        for key, phases in costs.head.items()
+    }
+    slow = dataclasses.replace(costs, head=head)
+    by_table, by_measure = (chunked_head(found, skeleton, step, DEVICES["cpu"], 64) for found in (costs, slow))
+    for key, phases in by_table.head.items():
+        for phase, measured_phase in zip(phases, by_measure.head[key], strict=True):
+            assert measured_phase.nanoseconds == pytest.approx(3 * phase.nanoseconds, rel=0.01)
+            assert measured_phase.points == phase.points
+
+
+def test_blocks_are_really_timed(tmp_path):
+    name = str(saved_config(tmp_path))
+    models = ShallowModels(Workload(name, batch=1, tokens=16, dtype="float32"))
+    taken = [models.step_seconds(depth, Action("full")) for depth in (1, 6)]
+    taken += [models.step_seconds(1, Action("full"), put_on=own_trial), models.optimizer_seconds(1)]
+    assert all(seconds > 0 for seconds in taken)
+    lion = ShallowModels(Workload(name, batch=1, tokens=16, optimizer="lion"))
+    assert lion.optimizer_seconds(1) is None
+
+
+# --- what transformers' own checkpointing costs -----------------------------------------------------------------------
+
+
+def test_transformers_own_checkpointing_is_full_where_it_only_runs_blocks_again():
+    costs, skeleton, step = small()
+    assert transformers_costs(costs, skeleton, step, DEVICES["cpu"]) is costs
+
+
+@sparing("every", [1, 2, 3], 1)
+def test_transformers_own_checkpointing_of_t5(every):
+    """Its attention computes gradients of its position bias, so that other kernels keep more."""
+    workload = Workload("mini-t5", batch=1, tokens=128, optimizer="sgd")
+    skeleton = skeleton_of_workload(workload)
+    step = step_of_workload(workload, skeleton)
+    costs = trace_costs(skeleton, step, DEVICES["cpu"])
+    own = transformers_costs(costs, skeleton, step, DEVICES["cpu"])
+    name = "full" if every == 1 else f"every_n_layers: {every}"
+    with_own, without = (
+        {option.name: option.peak_bytes for option in usual_options(costs, 1e9, found)}[name] for found in (own, None)
+    )
+    torch.manual_seed(0)
+    model = real_model(workload).train()
+    inputs = real_inputs(workload, model, "cpu")
+    options = {} if every == 1 else {"every_n_layers": every}
+    with compat.own_checkpointing(model, **options) as count:
+        for _ in range(2):
+            model.zero_grad()
+            with LiveBytes(model, inputs) as live:
+                model(**inputs).loss.backward()
+    assert count() == 2 * -(-8 // every)
+    assert with_own == pytest.approx(live.peak_bytes, rel=0.005)
+    assert abs(without - live.peak_bytes) > abs(with_own - live.peak_bytes)
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+def test_devices_are_known_by_their_own_names():
+    for name, described in {
+        "h200": "NVIDIA H200",
+        "h100": "NVIDIA H100 80GB HBM3",
+        "a100-80": "NVIDIA A100-SXM4-80GB",
+        "a100-40": "NVIDIA A100-PCIE-40GB",
+        "l40s": "NVIDIA L40S",
+        "a10": "NVIDIA A10",
+        "t4": "Tesla T4",
+        "4090": "NVIDIA GeForce RTX 4090",
+    }.items():
+        assert device_like(described) is DEVICES[name], described
+    assert device_like("NVIDIA A1000 Laptop GPU") is None
+    with pytest.raises(HfCkptError, match="device must be one of h200, h100"):
+        device_named("b300")
+
+
+def test_operations_take_what_is_longest():
+    device = DEVICES["a100-80"]
+    assert device.nanoseconds(0, 0, 2) == device.launch_nanoseconds
+    assert device.nanoseconds(10**13, 0, 2) < device.nanoseconds(10**13, 0, 4)
+    assert device.nanoseconds(0, 10**10, 2) == device.nanoseconds(10**6, 10**10, 2)

@@ -1,0 +1,236 @@
+"""What tracing chooses from, leaves as it was, refuses, and counts beside the blocks."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import transformers
+from helpers.sparing import sparing
+from helpers.steps import assert_same, enable, step
+from helpers.tracing import CPU, TUNINGS, model_of
+from transformers.utils import import_utils
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.attach.record import installation
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.models.blocks import base_model, find_blocks
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.prediction.optimizers import optimizer_state
+from hf_ckpt.prediction.skeleton import Weights, skeleton_of
+from hf_ckpt.prediction.trace import Step, actions_for, trace_costs
+from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, Action, candidates
+
+ACTIONS = candidates(eager_attention=False)
+LINEAR = Action("selective", ("linear",))
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+
+
+@pytest.mark.compat
+@sparing(("attention", "expected"), [("sdpa", ACTIONS), ("eager", (*ACTIONS[:-1], LINEAR, FULL))], ("sdpa", ACTIONS))
+def test_actions_to_choose_from(attention, expected):
+    """Attention is run again only where it holds weights."""
+    skeleton = skeleton_of(tiny_model("llama", attention=attention))
+    assert actions_for(skeleton) == expected
+    assert trace_costs(skeleton, Step(tiny_batch("llama")), CPU).actions == expected
+
+
+# --- tracing leaves nothing -----------------------------------------------------------------------------------------
+
+
+def everything_about(model):
+    """What tracing must not change, in a form that can be compared."""
+    record = installation(model)
+    return {
+        "state": {name: value.clone() for name, value in model.state_dict().items()},
+        "objects": {name: (id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()},
+        "grads": {n: None if p.grad is None else (id(p.grad), p.grad.clone()) for n, p in model.named_parameters()},
+        "requires_grad": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
+        "hooks": {
+            (name, kind): [type(hook).__qualname__ for hook in getattr(module, kind).values()]
+            for name, module in model.named_modules()
+            for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        },
+        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "training": {name: module.training for name, module in model.named_modules()},
+        "config": base_model(model).config.to_dict(),
+        "random": torch.get_rng_state(),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "gradients are on": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "is_fake_tensor": getattr(import_utils, "is_fake_tensor", None),
+        "record": None if record is None else (id(record), record.enabled, record.plan, dict(record.regions)),
+        "counts": None if record is None else hf_ckpt.describe(model),
+    }
+
+
+def assert_equal_trees(before, after, where=""):
+    assert type(before) is type(after), where
+    if isinstance(before, dict):
+        assert before.keys() == after.keys(), where
+        for key, value in before.items():
+            assert_equal_trees(value, after[key], f"{where}/{key}")
+    elif isinstance(before, torch.Tensor):
+        assert torch.equal(before, after), where
+    elif isinstance(before, tuple):
+        for place, (one, other) in enumerate(zip(before, after, strict=True)):
+            assert_equal_trees(one, other, f"{where}/{place}")
+    else:
+        assert before == after, where
+
+
+@pytest.mark.compat
+@sparing(
+    ("family", "installed"),
+    [("llama", "nothing"), ("llama", "disabled"), *((family, "enabled") for family in FAMILIES)],
+    *(("llama", "nothing"), ("llama", "enabled")),
+)
+def test_tracing_changes_nothing(family, installed):
+    model = model_of(family, "lora" if family == "gpt2" else "everything", hidden=32, layers=3, dropout=0.1)
+    next(model.parameters()).requires_grad_(False)
+    found = find_blocks(model)
+    found.modules[found.blocks[0].name].register_forward_hook(lambda *_: None)
+    if installed != "nothing":
+        hf_ckpt.install(model, {"policy": "selective", "rules": [{"layers": "1", "policy": "full"}]})
+        enable(model)
+        step(model, tiny_batch(family))
+        if installed == "disabled":
+            getattr(base_model(model), compat.DISABLE_NAMES[-1])()
+    expected = step(model, tiny_batch(family))
+    before = everything_about(model)
+    with hf_ckpt.paused(model):
+        costs = trace_costs(skeleton_of(model), Step(tiny_batch(family)), CPU, actions=(KEEP, SELECTIVE, FULL))
+    assert_equal_trees(before, everything_about(model))
+    assert len(costs.stacks[0].blocks) == 3
+    assert_same(expected, step(model, tiny_batch(family)))
+    if installed == "enabled":
+        times = set(hf_ckpt.describe(model).forwards.values())
+        assert times == {3}  # of the three steps here, and of none that was traced
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+class ReadsItsLogits(transformers.LlamaForCausalLM):
+    """Looks at a number, which a fake tensor has none of."""
+
+    def forward(self, *args, **kwargs):
+        found = super().forward(*args, **kwargs)
+        if float(found.logits.detach().sum()) > 1e9:
+            raise ValueError("too large")
+        return found
+
+
+@pytest.mark.compat
+def test_a_model_that_cannot_run_on_fake_tensors():
+    torch.manual_seed(0)
+    model = ReadsItsLogits(tiny_model("llama").config).train()
+    hf_ckpt.install(model, "full")
+    enable(model)
+    step(model, tiny_batch("llama"))
+    before = everything_about(model)
+    with hf_ckpt.paused(model):
+        skeleton = skeleton_of(model)
+    for _ in range(2):
+        with pytest.raises(
+            HfCkptError,
+            match="ReadsItsLogits cannot be planned for, because how large its tensors are depends on their values",
+        ):
+            trace_costs(skeleton, Step(tiny_batch("llama")), CPU)
+        assert_equal_trees(before, everything_about(model))
+        assert not len(skeleton.base.model.layers)
+    assert step(model, tiny_batch("llama"))["loss"] > 0
+
+
+def test_an_error_of_the_plan_is_told_as_it_is():
+    def refusing(model, plan):
+        raise HfCkptError("not today")
+
+    with pytest.raises(HfCkptError, match=r"^not today$"):
+        trace_costs(skeleton_of(tiny_model("llama")), Step(tiny_batch("llama")), CPU, put_on=refusing)
+
+
+# --- what is there all the time -------------------------------------------------------------------------------------
+
+FEW = Weights(((10, 4, True), (5000, 2, True), (7, 2, False)))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sgd", 0),
+        ("momentum", 10 * 4 + 5000 * 2),
+        ("lion", 10 * 4 + 5000 * 2),
+        ("adam", 2 * (10 * 4 + 5000 * 2)),
+        ("adamw", 2 * (10 * 4 + 5000 * 2)),
+        ("adamw8bit", 2 * (10 * 4 + 5000 + 20 * 4)),
+    ],
+)
+def test_optimizer_state(name, expected):
+    assert optimizer_state(FEW, name) == expected
+
+
+def test_small_parameters_are_not_quantised():
+    """Below 4096 elements bitsandbytes keeps float32."""
+    assert optimizer_state(Weights(((4095, 2, True),)), "adamw8bit") == 2 * 4 * 4095
+    assert optimizer_state(Weights(((4096, 2, True),)), "adamw8bit") == 2 * (4096 + 4 * 16)
+    assert optimizer_state(Weights(((4097, 2, True),)), "adamw8bit") == 2 * (4097 + 4 * 17)
+
+
+def test_optimizer_without_a_rule():
+    with pytest.raises(HfCkptError, match=r"optimizer must be one of adamw, .*, but is 'shampoo' instead"):
+        optimizer_state(FEW, "shampoo")
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("adamw", torch.optim.AdamW),
+        ("adam", torch.optim.Adam),
+        ("sgd", functools.partial(torch.optim.SGD, lr=0.1)),
+        ("momentum", functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    ],
+)
+@each_dtype
+def test_optimizer_state_as_torch_keeps_it(name, make, dtype):
+    model = model_of("bert", dtype=dtype)
+    next(model.parameters()).requires_grad_(False)
+    optimizer = make([parameter for parameter in model.parameters() if parameter.requires_grad])
+    step(model, tiny_batch("bert"))
+    optimizer.step()
+    states = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    assert optimizer_state(skeleton_of(model).weights, name) == sum(s.nbytes for s in states if s.dim())
+
+
+@pytest.mark.compat
+@sparing(
+    ("family", "tuning"),
+    [(f, t) for f in FAMILIES for t in TUNINGS],
+    *(("llama", t) for t in TUNINGS),
+    ("t5", "everything"),
+)
+def test_bytes_that_are_always_there(family, tuning):
+    model = model_of(family, tuning, hidden=32, layers=3)
+    batch = tiny_batch(family)
+    costs = trace_costs(skeleton_of(model), Step(batch, accumulation=3), CPU, actions=(FULL,))
+    static = costs.static
+    assert static.parameters == sum(parameter.nbytes for parameter in model.parameters())
+    assert static.buffers == sum(buffer.nbytes for buffer in model.buffers())
+    assert static.gradients == sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    assert static.optimizer == 2 * static.gradients
+    assert static.batch == sum(value.nbytes for value in batch.values())
+    assert (costs.tokens, costs.accumulation) == (batch["input_ids"].numel(), 3)
+    assert costs.modes == (False, True)
+
+
+@pytest.mark.compat
+def test_state_of_an_optimizer_that_is_known():
+    """The state of an optimizer that exists counts as it is, whatever its name."""
+    skeleton = skeleton_of(tiny_model("llama"))
+    found = Step(tiny_batch("llama"), optimizer="none of ours", optimizer_bytes=17)
+    assert trace_costs(skeleton, found, CPU, actions=(KEEP,)).static.optimizer == 17

@@ -1,0 +1,282 @@
+"""What users may write, what it means, and that everything else is refused with every problem at once."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+import hf_ckpt.spec
+from hf_ckpt.errors import SpecError
+from hf_ckpt.spec.reading import Rule, parse_layers
+from hf_ckpt.spec.spec import Spec
+
+
+@pytest.mark.parametrize(
+    "text", ["a: !!bool maybe", "a: !!timestamp never", "a: !!int ''", "policy: [", "a: 2026-13-45"]
+)
+def test_yaml_that_says_nothing(text, tmp_path):
+    path = tmp_path / "spec.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError, match="not valid YAML"):
+        Spec.parse(path)
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "yml", "json", "txt"])
+def test_a_file_is_read_as_what_it_holds(tmp_path, suffix):
+    wanted = Spec.parse({"policy": "full", "layers": {"encoder": "0-3", "decoder": "-1"}, "preserve_rng_state": True})
+    path = tmp_path / f"spec.{suffix}"
+    write = json.dumps if suffix == "json" else yaml.safe_dump
+    path.write_text(write(wanted.to_dict()), encoding="utf-8")
+    assert dict(Spec.parse(str(path)).layers) == dict(wanted.layers)
+    assert Spec.parse(path).preserve_rng_state is True
+
+
+# --- what it means --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("full", {"policy": "full"}),
+        ("none", {"policy": "none"}),
+        ("policy=full", {"policy": "full"}),
+        ("policy=full layers=0-3,-1", {"policy": "full", "layers": "0-3,-1"}),
+        ("every_n_layers=2 preserve_rng_state=true", {"every_n_layers": 2, "preserve_rng_state": True}),
+        ("layers=2", {"layers": "2"}),
+        ("budget=20GiB", {"policy": "budget", "budget": "20GiB"}),
+        ('{"policy": "full", "every_n_layers": 3}', {"policy": "full", "every_n_layers": 3}),
+        ("  full\n", {"policy": "full"}),
+    ],
+)
+def test_texts(text, wanted):
+    assert Spec.parse(text) == Spec.parse(wanted)
+
+
+def test_what_follows_from_what_is_given():
+    """Only the keys a user leaves out are filled in."""
+    assert Spec.parse(None) == Spec.parse({}) == Spec()
+    assert Spec().to_dict() == {"policy": "full"}
+    assert Spec.parse({"budget": 0.8}).policy == "budget"
+    assert Spec.parse({"rules": [{"layers": "0", "policy": "full"}]}).policy == "none"
+    assert Spec.parse({"plan": "plan.json"}).to_dict() == {"plan": "plan.json"}
+    assert Spec.parse({"layers": [0, 2, -1]}).layers == "0,2,-1"
+    assert Spec.parse({"layers": " 0 - 3 , 5 "}).layers == "0-3,5"
+    assert Spec.parse({"policy": "selective", "save": "linear"}).save == ("linear",)
+    assert Spec.parse({"policy": "selective", "save": ["attention", "linear"]}).save == ("linear", "attention")
+    assert Spec.parse({"budget": 1.0}).budget == 1.0
+    assert Spec.parse({"rules": [{"layers": 1, "policy": "full"}]}).rules == (Rule(layers="1", policy="full"),)
+    spec = Spec.parse({"policy": "full"})
+    assert Spec.parse(spec) is spec
+
+
+def test_rules_beside_a_choice_of_layers_are_exceptions_to_full():
+    """Who names layers wants something done to them; `none` was never asked for."""
+    rule = {"layers": "0", "policy": "none"}
+    assert Spec.parse({"layers": "0-3", "rules": [rule]}) == Spec.parse(
+        {"policy": "full", "layers": "0-3", "rules": [rule]}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "ranges"),
+    [
+        ("0", ((0, 0),)),
+        ("-1", ((-1, -1),)),
+        ("0-15,-1", ((0, 15), (-1, -1))),
+        ("-4--1", ((-4, -1),)),
+        ("2--1", ((2, -1),)),
+        (" 1 , 2 - 3 ", ((1, 1), (2, 3))),
+    ],
+)
+def test_parse_layers(text, ranges):
+    assert parse_layers(text) == ranges
+
+
+@pytest.mark.parametrize("text", ["", ",", "1,", "a", "1-", "--1", "1-2-3", "1.5", "0x1", "1;2"])
+def test_parse_layers_refuses(text):
+    with pytest.raises(ValueError, match=r"must be a list like '0-15,-1'"):
+        parse_layers(text)
+
+
+def test_an_enable_call_selects_anew_or_only_changes_options():
+    """Callers re-enable with nothing, or with `use_reentrant` alone: neither may lose the choice of blocks."""
+    spec = Spec.parse({"layers": "0-3", "preserve_rng_state": True})
+    for bare in (
+        {},
+        {"use_reentrant": False},
+        {"every_n_layers": 1},
+        {"offload": False},
+        {"every_n_layers": 1, "offload": False, "use_reentrant": False},
+    ):
+        assert spec.updated(bare) == spec, bare
+    assert spec.updated({"determinism_check": "none"}) == Spec.parse({**spec.to_dict(), "determinism_check": "none"})
+    assert spec.updated({"every_n_layers": 2}) == Spec(every_n_layers=2)
+    assert spec.updated({"policy": "full"}) == Spec()
+    assert spec.updated({"rules": [{"layers": "0", "policy": "full"}]}).layers is None
+    with pytest.raises(SpecError):
+        spec.updated({"use_reentrant": True})
+
+
+@pytest.mark.parametrize("given_dict", [{"every_n_layers": True}, {"every_n_layers": 1.0}, {"offload": 0}])
+def test_an_enable_call_takes_only_the_exact_defaults_for_nothing(given_dict):
+    """`True == 1` in Python, but it is no number of layers."""
+    with pytest.raises(SpecError):
+        Spec.parse(given_dict)
+    with pytest.raises(SpecError):
+        Spec().updated(given_dict)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given_spec", "expected"),
+    [
+        ({"polcy": "full"}, "`polcy` is not a key of the spec; did you mean `policy`?"),
+        ({"determinism_chek": "none"}, "did you mean `determinism_check`?"),
+        ({"zzz": 1}, "`zzz` is not a key of the spec; known: policy, "),
+        ({"policy": "ful"}, "did you mean 'full'?"),
+        ({"policy": None}, '`policy` must be one of "none", "full", "selective", "offload", "budget", "auto", but is'),
+        ({"policy": True}, "but is True instead"),
+        ({"use_reentrant": True}, "`use_reentrant` must be false, but is True instead: reentrant checkpointing drops"),
+        ({"use_reentrant": "no"}, "`use_reentrant` must be false, but is 'no' instead"),
+        ({"use_reentrant": None}, "`use_reentrant` must be false, but is None instead"),
+        ({"use_reentrant": 0}, "`use_reentrant` must be false, but is 0 instead"),
+        ({"every_n_layers": 0}, "`every_n_layers` must be a whole number of at least 1, but is 0 instead"),
+        ({"every_n_layers": -1}, "but is -1 instead"),
+        ({"every_n_layers": 1.5}, "but is 1.5 instead"),
+        ({"every_n_layers": True}, "but is True instead"),
+        ({"every_n_layers": "2"}, "but is '2' instead"),
+        ({"layers": "1-"}, "`layers` must be a list like '0-15,-1', but is '1-' instead"),
+        ({"layers": []}, "but is [] instead"),
+        ({"layers": [True]}, "but is [True] instead"),
+        ({"layers": 1.5}, "but is 1.5 instead"),
+        ({"layers": {}}, "must name at least one stack"),
+        ({"layers": {"encoder": "x"}}, "but is 'x' instead"),
+        ({"layers": "0", "every_n_layers": 2}, "`layers` and `every_n_layers` both choose blocks"),
+        ({"segments": 0}, "`segments` must be a whole number of at least 1 or 'sqrt', but is 0 instead"),
+        ({"segments": 2, "layers": "0"}, "`segments` covers whole stacks"),
+        ({"segments": 2, "policy": "selective"}, "`segments` goes with `policy: full`"),
+        ({"policy": "budget"}, "`policy: budget` needs `budget`"),
+        ({"policy": "full", "budget": "1GiB"}, "`budget` goes with `policy: budget`"),
+        ({"budget": 1.5}, "must be above 0 and at most 1, but is 1.5 instead"),
+        ({"budget": "0GiB"}, "`budget` is no size"),
+        ({"budget": "20 bananas"}, "`budget` is no size"),
+        ({"budget": "120%"}, "`budget` is no share"),
+        ({"budget": 0.5, "layers": "0"}, "chooses the blocks itself; remove layers"),
+        ({"policy": "auto", "rules": [{"layers": "0", "policy": "full"}]}, "chooses the blocks itself; remove rules"),
+        ({"policy": "none", "layers": "0"}, "`policy: none` leaves every block as it is; remove layers"),
+        ({"save": ["linear"]}, "`save` goes with `policy: selective`"),
+        ({"policy": "selective", "save": ["conv"]}, "must be a list out of ['linear', 'attention']"),
+        ({"policy": "selective", "save": []}, "must be a list out of"),
+        ({"engine": "sac"}, "`engine` goes with `policy: selective`"),
+        ({"host_budget": "1GiB"}, "`host_budget` goes with offload"),
+        ({"policy": "offload", "host_budget": "much"}, "`host_budget` is no size"),
+        ({"policy": "selective", "offload": True}, "for `selective` it is 'saved'"),
+        ({"policy": "none", "offload": True}, "`offload: true` moves what `full` keeps, but policy is 'none'"),
+        ({"policy": "full", "offload": "saved"}, "`offload: saved` moves what `selective` saves, but policy is 'full'"),
+        ({"policy": "selective", "engine": "sac", "offload": "saved"}, "needs the rebuild engine"),
+        ({"segments": 2, "offload": True}, "it cannot be combined with `segments`"),
+        ({"head": 0}, "`head` must be one of"),
+        ({"head": True}, "`head` must be one of"),
+        ({"head": "atuo"}, "did you mean 'auto'?"),
+        ({"offload": "disk"}, '`offload` must be one of false, true, "saved"'),
+        ({"preserve_rng_state": "yes"}, '`preserve_rng_state` must be one of "auto", true, false'),
+        ({"preserve_rng_state": 1}, "but is 1 instead"),
+        ({"rules": []}, "must be a list of mappings with `layers` and `policy`"),
+        ({"rules": {"layers": "0"}}, "must be a list of mappings with `layers` and `policy`"),
+        ({"rules": ["full"]}, "[0] must be a mapping, but is 'full' instead"),
+        ({"rules": [{"policy": "full"}]}, "[0] needs `layers`"),
+        ({"rules": [{"layers": "0", "policy": "budget"}]}, "[0].policy must be one of"),
+        ({"rules": [{"layers": "0", "policy": "full", "stak": "encoder"}]}, "did you mean `stack`?"),
+        ({"rules": [{"layers": "0", "policy": "full", "save": ["linear"]}]}, "[0].save goes with `policy: selective`"),
+        ({"context_fn": print}, "`context_fn` is a callable, which TrainingArguments cannot save as JSON"),
+        ({"selective": True}, "`selective` is TRL's switch"),
+        ({"gradient_checkpointing_kwargs": {"policy": "full"}}, "must not be nested"),
+        ({"plan": 3}, "`plan` must be the path of a saved plan, but is 3 instead"),
+        ({"plan": ""}, "`plan` must be the path of a saved plan"),
+        ({"plan": "p.json", "policy": "full"}, "`plan` already says what every block gets"),
+        ({3: 4}, "`3` is not a key of the spec"),
+        (3, "a spec must be a dict, a text or a path, but is int instead: 3"),
+        (["full"], "but is list instead"),
+        ("{", "not valid JSON"),
+        ('{"policy": "full"', "not valid JSON"),
+        ("fulll", "cannot read 'fulll'"),
+        ("policy=full layers", "words must look like key=value, but 'layers' does not"),
+        ("policy=[", "not readable as key=value words"),
+    ],
+)
+def test_one_clear_error(given_spec, expected):
+    with pytest.raises(SpecError) as caught:
+        Spec.parse(given_spec)
+    assert len(caught.value.problems) == 1
+    assert expected in str(caught.value)
+
+
+def test_every_problem_is_named_at_once():
+    with pytest.raises(SpecError) as caught:
+        Spec.parse(
+            {
+                "polcy": "full",
+                "every_n_layers": 0,
+                "use_reentrant": True,
+                "rules": [{"layers": "x"}, {"layers": "0", "policy": "ful"}],
+                "host_budget": "1 parsec",
+                "context_fn": print,
+            }
+        )
+    text = str(caught.value)
+    assert text.startswith("6 problems in the activation checkpointing spec:\n")
+    for part in ("`polcy`", "`every_n_layers`", "`use_reentrant`", "`host_budget`", "`context_fn`"):
+        assert part in text
+    assert "[0].layers must be a list" in text
+    assert "[0] needs `policy`" in text
+    assert "[1].policy must be one of" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"policy: [full", "not valid YAML"),
+        (b"\xff\xfe\xff", "not valid YAML"),
+        (b"policy: full\n  layers: 1\n bad", "not valid YAML"),
+        (b"when: 2001-99-99", "not valid YAML"),
+        (b"", "a spec must be a mapping of keys, but is NoneType instead"),
+        (b"- policy", "a spec must be a mapping of keys, but is list instead"),
+        (b'{"policy": "full",}}', "not valid YAML"),
+        (b"policy: full\nlayer: 0", "did you mean `layers`?"),
+    ],
+)
+def test_a_file_that_is_no_spec(tmp_path, content, expected):
+    path = tmp_path / "spec.yaml"
+    path.write_bytes(content)
+    with pytest.raises(SpecError) as caught:
+        Spec.parse(str(path))
+    assert len(caught.value.problems) == 1
+    assert expected in str(caught.value)
+    assert str(path) in str(caught.value)  # which file it was
+
+
+@pytest.mark.parametrize("name", ["absent.yaml", ""])
+def test_a_path_that_is_no_file(tmp_path, name):
+    with pytest.raises(SpecError, match="cannot read") as caught:
+        Spec.parse(tmp_path / name)
+    assert "a text must be JSON, key=value words, a file, or one of none, full, selective, off" in str(caught.value)
+
+
+def test_specs_plans_and_policies_are_free_of_torch():
+    """`import hf_ckpt` and everything before a model is touched starts without torch, transformers and numpy."""
+    modules = ["hf_ckpt", "hf_ckpt.units", "hf_ckpt.planner.policies"]
+    modules += [module.name for module in pkgutil.iter_modules(hf_ckpt.spec.__path__, "hf_ckpt.spec.")]
+    assert "hf_ckpt.spec.actions" in modules
+    code = (
+        f"import sys, {', '.join(modules)}; hf_ckpt.Spec.parse('full');"
+        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,298 @@
+"""Steps that a guard cannot rescue and says so, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+
+import pytest
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+from helpers.failing import (
+    MESSAGE,
+    SELECTIVE,
+    Failing,
+    Limited,
+    bytes_of,
+    forward_and_backward,
+    one_step,
+    plain,
+    run_out,
+)
+from helpers.processes import SCRIPTS, python
+from helpers.steps import assert_same, gradients, without_cache
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.attach.record import installation
+from hf_ckpt.errors import HfCkptError, NoBlocksError, OutOfPlansError
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.training.guard import OomGuard
+
+pytestmark = pytest.mark.usefixtures("host_memory", "little_to_collect")
+
+
+def test_other_errors_pass_and_leave_the_guard_usable():
+    expected, _ = plain("llama")
+    model = tiny_model("llama", layers=2, dropout=0.1)
+    guard = OomGuard(model, folder=None)
+
+    def broken(*args):
+        forward_and_backward(*args)
+        raise ValueError("of the user's own")
+
+    with pytest.raises(ValueError, match="of the user's own"):
+        guard(broken, model, tiny_batch("llama"))
+    assert guard.attempts == 0
+    assert installation(model) is None
+    found, _, _ = one_step(model, "llama", guard, [900])
+    assert guard.attempts == 1
+    assert_same(expected, found)
+
+
+def test_gradients_of_before_cannot_be_made_again():
+    model = tiny_model("llama", layers=2)
+    guard = OomGuard(model, folder=None)
+    forward_and_backward(model, tiny_batch("llama"))
+    before = gradients(model)
+    with Failing(10):  # in the forward: nothing of theirs is touched
+        guard(forward_and_backward, model, tiny_batch("llama", seed=1))
+    assert guard.attempts == 1
+    model.zero_grad()
+    for name, parameter in model.named_parameters():
+        parameter.grad = before[name]
+    with Failing() as counted:
+        guard(forward_and_backward, model, tiny_batch("llama", seed=1))
+    with Failing(counted.operations - 9), pytest.raises(OutOfPlansError, match="gradients before the guarded steps"):
+        guard(lambda: forward_and_backward(model, tiny_batch("llama", seed=1)))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, functools.partial(torch.optim.AdamW, fused=True)])
+def test_an_optimizer_inside_backward_is_noticed(kind):
+    """Fused ones do not even count as a change of the weights."""
+    model = tiny_model("llama", layers=2)
+    for parameter in model.parameters():
+        optimizer = kind([parameter], lr=0.1)
+
+        def step_and_forget(parameter, optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step_and_forget)
+    for _ in range(2):  # the first one makes the optimizers' state
+        with Failing() as counted:
+            forward_and_backward(model, tiny_batch("llama"))
+    guard = OomGuard(model, folder=None)
+    with Failing(counted.operations - 10), pytest.raises(OutOfPlansError, match="optimizer inside it"):
+        guard(forward_and_backward, model, tiny_batch("llama"))
+    assert not guard._steps
+
+
+def test_weights_outside_the_model_are_not_trained_twice():
+    """A loss with weights of its own: their gradients come first, before any of the model's."""
+    grads = {}
+    for at in (None, "in backward"):
+        model = tiny_model("llama", layers=2)
+        torch.manual_seed(0)
+        outside = nn.Linear(32, 1)
+        guard = OomGuard(model, also=outside.parameters(), folder=None)
+        failing = [at]
+
+        def step(model=model, outside=outside, failing=failing):
+            hidden = model.model(**without_cache(model, {"input_ids": tiny_batch("llama")["input_ids"]}))[0]
+            if failing.pop() if failing else None:
+                hidden.register_hook(run_out)
+            outside(hidden).square().mean().backward()
+
+        guard(step)
+        grads[at] = {"loss": None, **gradients(model), **gradients(outside)}
+        assert guard.attempts == bool(at)
+    assert_same(grads[None], grads["in backward"])
+
+
+def test_buffers_are_put_back():
+    model = tiny_model("llama", layers=2)
+    model.norm_of_batches = nn.BatchNorm1d(4)
+    guard = OomGuard(model, folder=None)
+    tries = []
+
+    def step():
+        model.norm_of_batches(torch.arange(8.0).reshape(2, 4) + len(tries))
+        tries.append(0)
+        if len(tries) == 1:
+            run_out()
+        forward_and_backward(model, tiny_batch("llama"))
+
+    guard(step)
+    assert model.norm_of_batches.num_batches_tracked == 1
+    expected = nn.BatchNorm1d(4)
+    expected(torch.arange(8.0).reshape(2, 4) + 1)
+    assert torch.equal(model.norm_of_batches.running_mean, expected.running_mean)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("zero", ["before", "after", "never"])
+def test_steps_that_end_themselves_are_not_kept(fused, zero):
+    """The optimizer was meant to stay outside; what was done before it cannot be, and is not, done again."""
+    model = tiny_model("llama", layers=2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    guard = OomGuard(model, folder=None)
+
+    def step():
+        if zero == "before":
+            optimizer.zero_grad()
+        loss = model(**without_cache(model, tiny_batch("llama"))).loss
+        if zero != "never":
+            loss.backward()
+            optimizer.step()
+        if zero == "after":
+            optimizer.zero_grad()
+
+    for _ in range(4):
+        guard(step)
+    assert len(guard._steps) == 1
+
+
+def test_a_guard_inside_the_same_guard_and_one_inside_another():
+    model = tiny_model("llama", layers=2)
+    guard, tries = OomGuard(model, folder=None), []
+
+    def step():
+        tries.append(0)
+        if len(tries) == 2:
+            run_out()
+        forward_and_backward(model, tiny_batch("llama"))
+
+    for _ in range(2):
+        guard(lambda: guard(step))
+    assert (len(tries), guard.attempts) == (3, 1)
+
+    def give_up():
+        raise OutOfPlansError(MESSAGE)
+
+    with pytest.raises(OutOfPlansError):
+        guard(give_up)
+    assert guard.attempts == 1
+
+
+def test_a_report_that_cannot_be_written_hides_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    model = tiny_model("llama", layers=2)
+    guard = OomGuard(model, folder=tmp_path / "file" / "folder")
+    with (
+        Limited(bytes_of(model) + 20_000, model),
+        pytest.raises(OutOfPlansError, match="could not be written") as raised,
+    ):
+        guard(forward_and_backward, model, tiny_batch("llama"))
+    assert should_reduce_batch_size(raised.value)
+    assert not guard._steps
+
+
+def test_a_plan_that_cannot_be_put_on_hides_nothing():
+    class Pair(type(tiny_model("llama", layers=2))):
+        pass
+
+    model = Pair(tiny_model("llama", layers=2).config).train()
+    hf_ckpt.install(model, "full")
+    model.gradient_checkpointing_enable()
+    guard = OomGuard(model.model, folder=None)  # an inner model of one that is installed
+
+    with pytest.raises(OutOfPlansError, match="out of memory") as raised:
+        guard(run_out)
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_a_model_that_is_wrapped_later_is_noticed(monkeypatch):
+    model = tiny_model("llama", layers=2)
+    guard = OomGuard(model, folder=None)
+    guard(forward_and_backward, model, tiny_batch("llama"))
+    model.zero_grad()
+    monkeypatch.setattr(compat, "ranks", lambda: 2)
+    with pytest.raises(HfCkptError, match="there are 2 ranks"):
+        guard(forward_and_backward, model, tiny_batch("llama"))
+
+
+def test_a_model_that_is_sharded_later_is_noticed():
+    model = tiny_model("llama", layers=2)
+    guard = OomGuard(model, folder=None)
+    model.inner = type("FSDPLinear", (nn.Linear,), {})(2, 2)  # `fully_shard` works in place
+    with pytest.raises(HfCkptError, match="policy: budget"):
+        guard(forward_and_backward, model, tiny_batch("llama"))
+
+
+def test_data_parallel_inside_a_compiled_model_is_seen(monkeypatch):
+    """accelerate compiles last, around DistributedDataParallel."""
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.process_group = None
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    assert compat.data_parallel(torch.compile(wrapped)) is wrapped
+    assert compat.data_parallel(torch.compile(nn.Linear(2, 2))) is None
+
+
+def test_a_model_without_blocks_is_refused_before_it_runs():
+    with pytest.raises(NoBlocksError):
+        OomGuard(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["FSDPLinear", "DeepSpeedEngine"])
+def test_ranks_in_lockstep_are_refused(name):
+    model = tiny_model("llama", layers=2)
+    model.inner = type(name, (nn.Linear,), {})(2, 2)
+    with pytest.raises(HfCkptError, match="policy: budget"):
+        OomGuard(model)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), True),
+        (RuntimeError("The size of tensor a (3) must match"), False),
+        (ValueError("out of memory"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+@pytest.mark.compat
+def test_what_counts_as_out_of_memory(error, expected):
+    assert compat.is_out_of_memory(error) is expected
+
+
+def test_an_allocation_that_really_fails():
+    """The CPU's own allocator, asked for more than there is: its error is recognised, and the step runs again."""
+    model = tiny_model("llama", layers=2)
+    guard = OomGuard(model, folder=None)
+    tries = []
+
+    def step():
+        tries.append(0)
+        if len(tries) == 1:
+            torch.empty(1 << 60, dtype=torch.uint8)
+        forward_and_backward(model, tiny_batch("llama"))
+
+    guard(step)
+    assert (len(tries), guard.attempts, guard.taken) == (2, 1, [SELECTIVE])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
+def test_the_kernel_gives_no_more_memory(tmp_path):
+    """torch's own allocator fails, in a process whose address space is limited; nothing is injected."""
+    out = tmp_path / "found.json"
+    giving_back = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = python(SCRIPTS / "oom_limit.py", out, extra=giving_back)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert "can't allocate memory" in found["without"]
+    assert found["attempts"] >= 1
+    assert found["taken"]
+    assert found["found"] == found["expected"]
+    assert min(found["recomputed"].values()) > 0

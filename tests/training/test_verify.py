@@ -1,0 +1,140 @@
+"""`hf_ckpt.verify`: equal gradients that were really recomputed, and what makes it fail."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_ckpt
+from hf_ckpt.attach.record import installation
+from hf_ckpt.cli.check_models import check_families
+from hf_ckpt.engines import full
+from hf_ckpt.errors import HfCkptError, SpecError
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.spec.spec import Spec
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_and_counted(family):
+    result = hf_ckpt.verify(tiny_model(family, dropout=0.1), tiny_batch(family), {"every_n_layers": 2})
+    assert result, result
+    assert result.ok
+    assert result.parameters > 30
+    assert list(result.recomputed.values()) == [1] * (4 if family == "t5" else 2)
+
+
+def test_everything_is_as_before():
+    model = tiny_model("gpt2", dropout=0.1)
+    batch = tiny_batch("gpt2")
+    model(**batch).loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    random_state = torch.get_rng_state()
+    assert hf_ckpt.verify(model, batch)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(parameter.grad is gradients[name] for name, parameter in model.named_parameters())
+    assert {name: vars(module) for name, module in model.named_modules()} == before
+
+
+def test_an_installed_plan_is_checked_and_kept():
+    model = tiny_model("llama")
+    hf_ckpt.install(model, {"layers": "1,2"})
+    result = hf_ckpt.verify(model, tiny_batch("llama"))
+    assert set(result.recomputed) == {"model.layers.1", "model.layers.2"}
+    assert not installation(model).enabled
+    model.gradient_checkpointing_enable()
+    assert hf_ckpt.verify(model, tiny_batch("llama"), "full")
+    description = hf_ckpt.describe(model)
+    assert description.enabled
+    assert set(description.plan.active()) == {"model.layers.1", "model.layers.2"}
+    assert not sum(description.recomputed.values())  # a verification has counts of its own
+
+
+def test_fails_when_nothing_was_recomputed(monkeypatch):
+    """Gradients are perfectly equal when nothing is installed: that must not pass."""
+    monkeypatch.setattr(full.FullRegion, "_checkpoint", lambda self, fn, *args: fn(*args))
+    result = hf_ckpt.verify(tiny_model("llama"), tiny_batch("llama"))
+    assert not result
+    assert not result.different
+    assert len(result.not_recomputed) == 4
+    assert "planned but not recomputed: model.layers.0" in str(result)
+
+
+def test_fails_and_names_the_first_parameter_that_differs():
+    """Dropout drawn again: equal loss, gradients of another sample."""
+    result = hf_ckpt.verify(
+        tiny_model("llama", dropout=0.5), tiny_batch("llama"), {"policy": "full", "preserve_rng_state": False}
+    )
+    assert not result
+    assert result.loss_difference == 0
+    assert result.different
+    assert result.first_difference.parameter == "model.embed_tokens.weight"
+    assert result.first_difference.max_rel > 0.01
+    assert "model.embed_tokens.weight differs by" in str(result)
+
+
+def test_fails_when_nothing_is_compared():
+    model = tiny_model("llama").requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    result = hf_ckpt.verify(model, tiny_batch("llama"))
+    assert result  # the head has a gradient; every block is below it, so none must be recomputed
+    assert result.parameters == 1
+    assert not sum(result.recomputed.values())
+
+
+def test_policy_none_recomputes_nothing_and_holds():
+    result = hf_ckpt.verify(tiny_model("bert"), tiny_batch("bert"), "none")
+    assert result
+    assert result.recomputed == {}
+
+
+def test_refusals():
+    model = tiny_model("llama")
+    with pytest.raises(HfCkptError, match="eval mode"):
+        hf_ckpt.verify(model.eval(), tiny_batch("llama"))
+    batch = tiny_batch("llama")
+    del batch["labels"]
+    with pytest.raises(HfCkptError, match="no loss"):
+        hf_ckpt.verify(model.train(), batch)
+    assert installation(model) is None
+    assert hf_ckpt.verify(model, batch, loss_fn=lambda outputs: outputs.logits.square().mean())
+    with pytest.raises(SpecError, match="blocks 0 to 3"):
+        hf_ckpt.verify(model, tiny_batch("llama"), {"layers": "9"})
+    assert installation(model) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_head_in_chunks_may_differ_by_rounding_and_has_to_run(dtype):
+    model, batch = tiny_model("gpt2", dtype=dtype), tiny_batch("gpt2", batch=4, tokens=64)
+    result = hf_ckpt.verify(model, batch, {"policy": "full", "head": 50})
+    assert result, result
+    assert result.chunked_heads == 1
+    assert 0 < result.largest_difference <= result.allowed_difference == (1e-5 if dtype == torch.float32 else 5e-2)
+    assert "head: 1 calls in chunks" in str(result)
+    assert not hf_ckpt.verify(model, batch, {"policy": "full", "head": 4096})  # one chunk: nothing ran in several
+    wrong = hf_ckpt.verify(
+        tiny_model("llama", dropout=0.5), tiny_batch("llama"), {"head": 8, "preserve_rng_state": False}
+    )
+    assert wrong.chunked_heads == 1
+    assert not wrong
+
+
+def test_check_families_with_a_head_in_chunks(caplog):
+    rows = check_families(Spec.parse({"head": 16}), batch=2, tokens=32)
+    assert [name for name, _ in rows] == ["llama (random)", "gpt2 (random)", "t5 (random)"]
+    assert all(check for _, check in rows)
+    assert "not checked on bert" in caplog.text
+
+
+def test_bfloat16():
+    assert hf_ckpt.verify(tiny_model("t5", dtype=torch.bfloat16, dropout=0.1), tiny_batch("t5"))
+
+
+def test_check_families_leaves_out_what_does_not_fit_and_says_so(caplog):
+    rows = check_families(Spec.parse({"layers": {"decoder": "0"}}), batch=2, tokens=8)
+    assert [name for name, _ in rows] == ["llama (random)", "gpt2 (random)", "t5 (random)"]
+    assert all(check for _, check in rows)
+    assert "not checked on bert" in caplog.text
+    with pytest.raises(SpecError):
+        check_families(Spec.parse({"layers": "99"}), batch=2, tokens=8)

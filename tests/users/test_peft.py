@@ -1,0 +1,161 @@
+"""PEFT: adapters in any order, its k-bit preparation, its hooks on embeddings, and prefixes that come as a cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.adapters import with_lora
+from helpers.installed import ALL
+from helpers.steps import assert_same, enable, gradients, input_gradient_hooks, recomputed, step
+from peft import (
+    PeftModel,
+    PrefixTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    prepare_model_for_kbit_training,
+)
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+
+def lora(model, **options):
+    return with_lora(model, "llama", **{"targets": ["q_proj"], "lora_dropout": 0.0, **options})
+
+
+@pytest.mark.parametrize("order", ["enable first", "adapters first", "add_adapter", "enable, then add_adapter"])
+@pytest.mark.parametrize(
+    ("targets", "counts"),
+    [
+        (r".*SelfAttention\.(q|v)", (3, 3)),
+        (r".*decoder\.block\.2.*\.(q|v)", (0, 1)),
+        (r".*EncDecAttention\.(q|v)", (0, 3)),
+    ],
+    ids=["all layers", "last layer", "cross-attention"],
+)
+def test_every_adapter_trains(order, targets, counts):
+    """LoRA: "element 0 of tensors does not require grad", or adapters that silently stay as they were."""
+
+    def adapt(model):
+        return with_lora(model, "t5", hub="add_adapter" in order, targets=targets)
+
+    expected = step(adapt(tiny_model("t5", layers=3)), tiny_batch("t5"))
+    assert all(gradient is not None for gradient in expected.values())
+    model = tiny_model("t5", layers=3)
+    if order.startswith("enable"):
+        hf_ckpt.install(model)
+        enable(model)
+    model = adapt(model)
+    hf_ckpt.install(model)
+    enable(model)
+    assert_same(expected, step(model, tiny_batch("t5")))
+    names = recomputed(model)
+    assert tuple(sum(name.startswith(stack) for name in names) for stack in ("encoder", "decoder")) == counts
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_checkpointing_kwargs": {"use_reentrant": False}}], ids=str)
+def test_the_plan_survives_kbit_preparation(kwargs):
+    """PEFT's k-bit preparation enables checkpointing on its own, with a bare call."""
+    model = tiny_model("llama")
+    hf_ckpt.install(model, {"layers": "0,3"})
+    model.is_loaded_in_8bit = True  # all that PEFT looks at
+    model = lora(prepare_model_for_kbit_training(model, **kwargs), targets=["q_proj", "v_proj"])
+    step(model, tiny_batch("llama"))
+    assert recomputed(model) == [ALL[0], ALL[3]]
+    assert input_gradient_hooks(model.get_base_model()) == 0
+
+
+@pytest.mark.compat
+def test_the_hook_is_where_every_caller_finds_it():
+    """A hook on the wrong object is bypassed: calls on PeftModel, tuner and base model must all reach the plan."""
+    model = lora(tiny_model("llama"))
+    hf_ckpt.install(model)
+    callers = (model, model.base_model, model.get_base_model())
+    assert type(callers[0]) is not type(callers[1])
+    for index, caller in enumerate(callers):
+        for name in compat.ENABLE_NAMES:
+            getattr(caller, name)({"layers": str(index)})
+            assert list(hf_ckpt.describe(model).plan.active()) == [ALL[index]]
+    step(model, tiny_batch("llama"))
+    assert recomputed(model) == [ALL[2]]
+    for caller in callers:
+        getattr(caller, compat.DISABLE_NAMES[0])()
+        assert not hf_ckpt.describe(model).enabled
+        enable(model)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("order", ["adapters first", "enable first", "add_adapter", "transformers first"])
+def test_a_frozen_prefix_does_not_pay(order):
+    """The embedding hook makes layer 0 require gradients, so frozen blocks save, recompute and run backward."""
+    model = tiny_model("llama")
+    if order == "transformers first":
+        enable(model, {"use_reentrant": False})
+    if order in ("enable first", "transformers first"):
+        hf_ckpt.install(model)
+        enable(model)
+    wrapped = lora(model, hub=order == "add_adapter", layers_to_transform=[2])
+    hf_ckpt.install(wrapped)
+    for _ in range(3):
+        enable(wrapped)
+    assert input_gradient_hooks(model) == 0
+    inputs = {}
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_pre_hook(lambda module, args, index=index: inputs.update({index: args[0].requires_grad}))
+    step(wrapped, tiny_batch("llama"))
+    assert inputs == {0: False, 1: False, 2: False, 3: True}
+    assert recomputed(wrapped) == ALL[2:]
+    assert hf_ckpt.describe(wrapped).frozen == tuple(ALL[:2])
+
+
+@pytest.mark.parametrize("preserve", ["auto", True, False])
+def test_dropout_that_an_adapter_brings_later_is_drawn_once(preserve):
+    """The loss is equal and the gradients belong to another sample: dropout was drawn again at recomputation."""
+    expected = step(lora(tiny_model("llama"), lora_dropout=0.1), tiny_batch("llama"))
+    model = tiny_model("llama")
+    hf_ckpt.install(model, {"preserve_rng_state": preserve})
+    enable(model)
+    model = lora(model, lora_dropout=0.1)  # the only dropout comes after the plan
+    got = step(model, tiny_batch("llama"))
+    assert torch.equal(expected["loss"], got["loss"])
+    assert recomputed(model) == ALL
+    if preserve is False:  # the user said so: this is the trap itself, and the comparison sees it
+        with pytest.raises(AssertionError, match="differs"):
+            assert_same(expected, got)
+    else:
+        assert_same(expected, got)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_prefix_tuning_is_refused(family):
+    """Prefix tuning trains keys and values that come as a cache: dropped, they stay untrained, or shapes differ."""
+    model = get_peft_model(tiny_model(family), PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    model(**tiny_batch(family)).loss.backward()
+    assert all(gradient.any() for gradient in gradients(model).values())  # it trains without hf_ckpt
+
+    def train():
+        hf_ckpt.install(model)
+        enable(model)
+        model(**tiny_batch(family)).loss.backward()
+
+    with pytest.raises(HfCkptError, match=r"past_key_values|cache"):
+        train()
+
+
+def test_keys_of_adapters_stay_as_they_are(tmp_path):
+    """Keys get a `_checkpoint_wrapped_module.` inside, and the adapters load nowhere else."""
+    stock = lora(tiny_model("llama"))
+    model = tiny_model("llama")
+    hf_ckpt.install(model)
+    enable(model)
+    model = lora(model)
+    step(model, tiny_batch("llama"))
+    assert list(model.state_dict()) == list(stock.state_dict())
+    wanted = get_peft_model_state_dict(stock)
+    model.save_pretrained(tmp_path)
+    loaded = get_peft_model_state_dict(PeftModel.from_pretrained(tiny_model("llama"), tmp_path))
+    assert loaded.keys() == wanted.keys()
+    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)

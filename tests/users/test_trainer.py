@@ -1,0 +1,138 @@
+"""transformers' Trainer: its flag carries the spec, its own enable calls keep the plan, and it resumes in budget."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import logging
+
+import pytest
+import torch
+from helpers.installed import ALL
+from helpers.steps import recomputed
+from helpers.trainers import FLAG, Rows, StopAt, metrics, trainer
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.attach.record import installation
+from hf_ckpt.models.tiny import tiny_model
+from hf_ckpt.prediction import optimizers
+from hf_ckpt.training import callback
+
+NAMES = [name.replace("_enable", "") for name in compat.ENABLE_NAMES]
+
+
+@pytest.mark.compat
+def test_the_plan_survives_a_second_train(tmp_path):
+    """Trainer enables with its own defaults on every `train()`."""
+    model = tiny_model("llama")
+    hf_ckpt.install(model, {"layers": "2"})
+    job = trainer(tmp_path, model, max_steps=1, **{f"{FLAG}_kwargs": None})
+    job.train()
+    assert recomputed(model) == [ALL[2]]
+    getattr(model, compat.DISABLE_NAMES[-1])()
+    job.train()
+    assert recomputed(model) == [ALL[2]] * 2
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", NAMES)
+def test_a_nested_spec_reaches_the_blocks_from_the_command_line(tmp_path, name):
+    """Keyword arguments are dropped on the way to the blocks, nested dicts first of all; and a callable among them
+    breaks `to_json_string`, which the TensorBoard callback calls."""
+    spec = {"policy": "full", "layers": {"encoder": "0", "decoder": "1-2"}, "preserve_rng_state": True}
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "--report_to", "none", "--save_strategy", "no"]
+    words += ["--max_steps", "1", "--per_device_train_batch_size", "2"]
+    words += [f"--{name}", "True", f"--{name}_kwargs", json.dumps(spec)]
+    (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)
+    model = tiny_model("t5")
+    hf_ckpt.install(model)
+    Trainer(model, arguments, train_dataset=Rows("t5", 2)).train()
+    assert recomputed(model) == ["encoder.block.0", "decoder.block.1", "decoder.block.2"]
+    assert hf_ckpt.describe(model).spec == spec
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_arguments_with_a_spec_are_saved_and_copied(tmp_path, name):
+    spec = {"policy": "full", "layers": {"encoder": "0-1", "decoder": "-1"}, "determinism_check": "default"}
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **{f"{name}_kwargs": spec})
+    assert json.loads(arguments.to_json_string())[f"{name}_kwargs"] == spec
+    assert arguments.to_dict()[f"{name}_kwargs"] == spec
+    buffer = io.BytesIO()
+    torch.save(arguments, buffer)
+    buffer.seek(0)
+    assert getattr(torch.load(buffer, weights_only=False), f"{name}_kwargs") == spec
+    assert getattr(copy.deepcopy(arguments), f"{name}_kwargs") == spec
+
+
+def test_a_resumed_run_plans_with_the_optimizer_state_that_is_there(tmp_path):
+    """A run that was resumed runs out of memory: its state is there before the first forward."""
+    states = []
+
+    def run(stop, spec, resume=None):
+        model = tiny_model("llama")
+        hf_ckpt.install(model)
+        keys = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"}
+        job = trainer(tmp_path, model, **keys, **{f"{FLAG}_kwargs": spec})
+        job.add_callback(StopAt(stop))
+        job.train(resume_from_checkpoint=resume)
+        states.append(optimizers.state_bytes(job.optimizer))
+        assert job.state.global_step == stop
+        return installation(model)
+
+    run(1, {"policy": "full"})
+    record = run(2, {"policy": "budget", "budget": "1GiB"}, str(tmp_path / "checkpoint-1"))
+    by_its_kind = 2 * sum(parameter.nbytes for parameter in tiny_model("llama").parameters())
+    # As it is, with the counters of its steps: nothing was there to read them from but the state itself.
+    assert record.planned.costs[0].static.optimizer == states[1] == states[0] > by_its_kind
+
+
+# --- logits that are the peak -----------------------------------------------------------------------------------------
+
+
+class Meter:
+    """Finds the same peak always."""
+
+    source, exact = "test allocator", True
+
+    def __init__(self, peak):
+        self.peak = peak
+
+    def reset(self):
+        pass
+
+    def peak_bytes(self):
+        return self.peak
+
+    def reserved_bytes(self):
+        return None
+
+
+LOGITS = 2 * 12 * 320 * 4
+"""Bytes of the logits of two rows."""
+
+
+@pytest.mark.parametrize(
+    ("spec", "peak", "share", "said"),
+    [
+        ({"policy": "full"}, 3 * LOGITS, 1 / 3, True),
+        ({"policy": "selective", "layers": "0"}, 3 * LOGITS, 1 / 3, True),
+        ({"policy": "full"}, 5 * LOGITS, 1 / 5, False),
+        ({"policy": "none"}, 3 * LOGITS, 1 / 3, False),
+        ({"policy": "full", "head": 6}, 3 * LOGITS, 1 / 12, False),  # 6 of 24 tokens at a time
+    ],
+    ids=str,
+)
+def test_logits_that_are_the_peak_are_said_once(spec, peak, share, said, tmp_path, monkeypatch, caplog):
+    """Checkpointing is on, and memory is as before; nobody looks at `memory/head_share`."""
+    monkeypatch.setattr(callback, "peak_meter", lambda: Meter(peak))
+    with caplog.at_level(logging.WARNING, "hf_ckpt"):
+        trainer(tmp_path, max_steps=3, **{f"{FLAG}_kwargs": spec}).train()
+    assert [row["memory/head_share"] for row in metrics(tmp_path)] == [pytest.approx(share)] * 3
+    messages = [record.getMessage() for record in caplog.records if "the logits of" in record.getMessage()]
+    assert len(messages) == said
+    if said:
+        assert "LlamaForCausalLM alone are 33 % of the peak (30.00 KiB)" in messages[0]
+        assert '"head": "auto"' in messages[0]

@@ -1,0 +1,227 @@
+"""What users of activation checkpointing hit, by number: the symptom, and the tests that stand for it.
+
+A trap that nothing stands for yet says so with "not yet: " and what is missing.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+TRAPS = {
+    1: """LoRA: no element requires grad, or adapters stay untrained
+        users/test_peft.py::test_every_adapter_trains
+        attach/test_reenabling.py::test_what_others_accept_in_silence_is_refused_with_the_reason
+    """,
+    2: """the policy is silently replaced by plain full
+        attach/test_reenabling.py::test_the_plan_survives_generation_in_trl
+        users/test_peft.py::test_the_plan_survives_kbit_preparation
+        users/test_trainer.py::test_the_plan_survives_a_second_train
+    """,
+    3: """a hook on the wrong object is bypassed, drops kwargs or raises
+        users/test_peft.py::test_the_hook_is_where_every_caller_finds_it
+        users/test_trainer.py::test_a_nested_spec_reaches_the_blocks_from_the_command_line
+    """,
+    4: """DDP: marked as ready twice
+        users/test_ddp.py::test_ddp_gradients_are_those_of_ddp_without_hf_ckpt
+        users/test_ddp.py::test_the_same_cases_fail_with_reentrant_checkpointing
+    """,
+    5: """dropout is drawn again, so the gradients belong to another sample
+        users/test_peft.py::test_dropout_that_an_adapter_brings_later_is_drawn_once
+        attach/test_reenabling.py::test_accelerates_own_checkpointing_is_a_second_owner
+        attach/test_take_off.py::test_uninstall_after_someone_wrapped_a_block
+    """,
+    6: """ZeRO-3 with frozen parameters: recomputed shape [0]
+        users/test_deepspeed.py::test_frozen_parameters_under_an_old_zero3_are_refused
+        users/test_deepspeed.py::test_zero_trains_as_without_hf_ckpt
+    """,
+    7: """generate() in train mode gives other tokens
+        attach/test_generation.py::test_generate_in_train_mode_gives_the_same_tokens
+        attach/test_generation.py::test_a_loop_shaped_like_grpo
+    """,
+    8: """FSDP: two owners of checkpointing, and redundant all-gathers
+        users/test_configs.py::test_exactly_one_owner_of_checkpointing
+        users/test_fsdp2_runs.py::test_a_second_owner_under_accelerates_fsdp2_is_refused
+        users/test_fsdp2_runs.py::test_a_second_owner_that_came_later_is_found
+        users/test_fsdp2_runs.py::test_fsdp2_communicates_no_more_than_without
+    """,
+    9: """FSDP2 wrapped each child of the layer, or nothing
+        users/test_fsdp2_runs.py::test_one_region_for_each_planned_block_and_none_nested
+    """,
+    10: """the KV cache is written twice
+        attach/test_caches.py::test_no_block_sees_a_cache
+        attach/test_caches.py::test_a_cache_given_by_the_caller_is_not_written_twice
+        users/test_peft.py::test_prefix_tuning_is_refused
+    """,
+    11: """one unrelated key means reentrant
+        attach/test_reenabling.py::test_checkpointing_is_never_reentrant
+    """,
+    12: """memory does not move because logits are the peak
+        planner/test_real_peaks.py::test_a_budget_that_the_logits_break_says_so
+        planner/test_real_peaks.py::test_the_plan_of_a_config_says_that_the_logits_are_the_peak
+        planner/test_live.py::test_a_head_in_chunks_where_it_is_allowed_and_nothing_else_fits
+        users/test_trainer.py::test_logits_that_are_the_peak_are_said_once
+    """,
+    13: """selective that is really full
+        engines/test_attention_stays.py::test_attention_is_not_run_again
+        engines/test_unknown_blocks.py::test_nothing_to_save_is_an_error
+    """,
+    14: """a budget on saved bytes is not one on the peak
+        planner/test_real_peaks.py::test_a_budget_is_on_the_peak
+        planner/test_solver.py::test_more_memory_never_costs_time
+    """,
+    15: """every_n_layers counts encoder and decoder with one counter, and takes 0, -1 and 1.5
+        attach/test_reenabling.py::test_every_n_layers_counts_each_stack
+        attach/test_reenabling.py::test_what_others_accept_in_silence_is_refused_with_the_reason
+    """,
+    16: """offloading does not lower the peak, or moves masks
+        planner/test_real_peaks.py::test_a_plan_offloads_only_where_that_lowers_the_peak
+        prediction/test_offloading.py::test_a_plan_moves_only_what_it_has_to
+        engines/test_late_copies.py::test_hidden_states_move_once_and_nothing_else
+    """,
+    17: """asynchronous offloading: NaN, leaks, use after free, silent rounding
+        engines/test_late_copies.py::test_what_comes_back_has_the_bits_it_left_with
+        engines/test_offload_stress.py::test_two_hundred_steps_in_any_order
+    """,
+    18: """a frozen prefix pays for hooks on embeddings, which pile up
+        users/test_peft.py::test_a_frozen_prefix_does_not_pay
+        attach/test_reenabling.py::test_hooks_on_embeddings_do_not_pile_up
+        attach/test_reenabling.py::test_hooks_on_embeddings_that_lost_their_handle_before_install
+    """,
+    19: """training arguments with a callable, and enabled models, cannot be saved
+        users/test_trainer.py::test_training_arguments_with_a_spec_are_saved_and_copied
+        users/test_trainer.py::test_a_nested_spec_reaches_the_blocks_from_the_command_line
+        attach/test_saving.py::test_an_enabled_model_copies_and_pickles
+        attach/test_saving.py::test_a_disabled_model_pickles_too
+    """,
+    20: """operations in place inside a region
+        engines/test_unknown_blocks.py::test_what_trains_without_checkpointing_trains_with_it
+        engines/test_unknown_blocks.py::test_the_warning_names_block_and_operation
+        engines/test_unknown_blocks.py::test_a_trial_leaves_nothing_behind
+        engines/test_unknown_blocks.py::test_what_cannot_be_helped_is_told_with_the_block
+        engines/test_unknown_blocks.py::test_under_the_users_hooks_nothing_can_be_proved
+        engines/test_unknown_blocks.py::test_what_is_changed_in_place_is_not_offloaded
+        engines/test_unknown_blocks.py::test_memory_that_runs_out_in_a_trial_is_no_proof
+        engines/test_unknown_blocks.py::test_a_plan_for_blocks_that_work_in_place_is_refused_with_the_reason
+    """,
+    21: """T5: a position bias shared by all blocks, and attention modules that carry the flag
+        attach/test_between_blocks.py::test_only_t5_blocks_are_driven
+        attach/test_between_blocks.py::test_the_shared_position_bias_crosses_the_plan
+    """,
+    22: """attentions, hidden states, cross-attention lost or shifted
+        attach/test_between_blocks.py::test_hidden_states_in_the_loss
+        attach/test_between_blocks.py::test_attentions_in_the_loss
+        attach/test_between_blocks.py::test_gpt2_cross_attention
+        attach/test_between_blocks.py::test_bert_as_a_decoder
+    """,
+    23: """a quantised base: k-bit preparation casts norms up and enables on its own
+        users/test_quantised.py::test_lora_on_a_quantised_base
+        users/test_quantised.py::test_preparing_for_kbit_training_does_not_keep_the_plan_off
+        planner/test_real_peaks.py::test_the_planner_counts_what_kbit_preparation_casts_up
+    """,
+    24: """adapters in eval mode run out of memory; validation in train mode recomputes
+        attach/test_reenabling.py::test_eval_mode_with_gradients_is_said_once
+        attach/test_reenabling.py::test_evaluation_neither_warns_nor_recomputes
+    """,
+    25: """use_cache warnings every step, and a saved config without a cache
+        attach/test_caches.py::test_two_steps_without_a_warning
+    """,
+    26: """remote code in the old format
+        models/test_remote_code.py::test_remote_code_without_blocks_is_an_error_with_the_families
+        models/test_remote_code.py::test_remote_code_with_blocks_is_generic
+    """,
+    27: """pinned memory rounds to powers of two, and runs out
+        engines/test_offload_host_memory.py::test_a_host_budget_counts_powers_of_two
+        engines/test_late_copies.py::test_memory_that_cannot_be_pinned_and_is_rounded_up
+    """,
+    28: """out of memory: the batch is halved, or hours are lost
+        training/test_guard.py::test_any_point_of_a_step
+        training/test_guard.py::test_a_planned_policy_is_planned_again_for_less
+        training/test_guard.py::test_the_batch_is_halved_after_the_last_plan_only
+    """,
+    29: """a resumed run has its optimizer state before the first forward
+        training/test_callback.py::test_row_29_resume_equals_one_run_also_with_another_policy
+        users/test_trainer.py::test_a_resumed_run_plans_with_the_optimizer_state_that_is_there
+    """,
+    30: """keys of a state dict get a `_checkpoint_wrapped_module.`
+        attach/test_saving.py::test_state_dict_keys_stay_as_they_are
+        users/test_peft.py::test_keys_of_adapters_stay_as_they_are
+    """,
+    31: """random state cannot be read while a CUDA graph is captured
+        engines/test_random_state.py::test_random_state_while_a_graph_is_captured
+    """,
+    32: """DeepSpeed's own block does nothing for Hugging Face models
+        users/test_deepspeed.py::test_deepspeeds_own_block_is_told
+        users/test_deepspeed.py::test_deepspeeds_own_block_does_nothing
+    """,
+    33: """routing of mixtures of experts flips at recomputation
+        engines/test_experts.py::test_tokens_go_to_the_same_experts
+        engines/test_experts.py::test_selective_keeps_what_was_chosen
+        planner/test_real_peaks.py::test_a_mixture_of_experts_can_be_planned_for
+        planner/test_real_peaks.py::test_what_cannot_be_planned_for_says_what_to_do
+        planner/test_real_peaks.py::test_hidden_states_that_a_config_asks_for_are_planned_for
+    """,
+    34: """torch.compile: graph breaks, warnings, a policy that is ignored
+        users/test_compile.py::test_blocks
+        users/test_compile.py::test_a_whole_model
+        users/test_compile.py::test_less_than_the_compiler_saves_by_itself
+        users/test_compiled_training.py::test_not_compiled_again
+    """,
+    35: """misspelt keys are accepted in silence
+        attach/test_reenabling.py::test_what_others_accept_in_silence_is_refused_with_the_reason
+        spec/test_spec.py::test_one_clear_error
+    """,
+    36: """parameters, adapters or the mode change between forward and backward
+        not yet: `selective` notices changed and frozen parameters, but `full` recomputes with what is there then
+    """,
+    37: """the trainer computes the loss itself, so the plan is for another program
+        not yet: a loss outside the model is planned for as if it were the model's own
+    """,
+    38: """a budget that fits early batches ends the run at the first long one
+        not yet: a batch that no plan fits is an error in the middle of a run, and each longer one is planned for
+    """,
+    39: """caches of an outer model are taken for prefix tuning
+        not yet: any cache that holds tokens is refused where a stack gets it, whoever made it
+    """,
+    40: """running statistics of BatchNorm move twice under `full`
+        not yet: nothing keeps buffers from moving again, and `verify` compares no buffers
+    """,
+    41: """nn.DataParallel: a replica uses the weights of another device
+        not yet: a head in chunks refers to the original head, also on a replica
+    """,
+    42: """a full disk or a read-only folder ends the training, and leaves half of a file
+        not yet: metrics and saved plans are written as they are; only the guard's report may fail
+    """,
+}
+"""Number -> a line with the symptom, and below it a line for each test, or for what is missing."""
+ROWS = {number: [line.strip() for line in text.strip().splitlines()] for number, text in TRAPS.items()}
+NAMED = sorted({line for _, *lines in ROWS.values() for line in lines if "::" in line})
+
+
+def test_every_trap_has_a_test_or_says_what_is_missing():
+    assert list(ROWS) == [*range(1, 43)]
+    for number, (symptom, *lines) in ROWS.items():
+        assert "::" not in symptom, number
+        assert lines, number
+        assert all("::" in line for line in lines) or (len(lines) == 1 and lines[0].startswith("not yet: ")), number
+
+
+def marks(decorators: list[ast.expr]) -> set[str]:
+    """The marks of pytest in an expression or a list of decorators, such as `skip` in `pytest.mark.skip("later")`."""
+    nodes = [node for decorator in decorators for node in ast.walk(decorator)]
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pytest.mark"}
+
+
+@pytest.mark.parametrize("test", NAMED)
+def test_a_named_test_exists_and_is_not_skipped(test):
+    file, _, name = test.partition("::")
+    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    of_the_file = [node.value for node in assigned if ast.unparse(node.targets[0]) == "pytestmark"]
+    assert name.startswith("test_")
+    assert not marks([*function.decorator_list, *of_the_file]) & {"skip", "xfail"}
+    assert "assert" in ast.unparse(function) or "pytest.raises" in ast.unparse(function)
