@@ -71,7 +71,7 @@ def between(text: str, mark: str) -> str:
 # --- what is shown runs -----------------------------------------------------------------------------------------------
 
 PYTHON = [
-    pytest.param(page, code, id=f"{page}-{number}")
+    pytest.param(page, code, id=f"{page}-{number}", marks=[pytest.mark.slow] * (page == "docs/planner.md"))
     for page, text in PAGES.items()
     for number, (_, code) in enumerate(blocks(text, "python"))
 ]

@@ -67,6 +67,7 @@ def test_training_arguments_with_a_spec_are_saved_and_copied(tmp_path, name):
     assert getattr(copy.deepcopy(arguments), f"{name}_kwargs") == spec
 
 
+@pytest.mark.slow
 def test_a_resumed_run_plans_with_the_optimizer_state_that_is_there(tmp_path):
     """A run that was resumed runs out of memory: its state is there before the first forward."""
     states = []
