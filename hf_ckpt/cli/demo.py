@@ -126,7 +126,7 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
             if resident
             else f"allocator: peak of the same step ({result.memory_source}).\n"
         )
-        + "step:      median of the timed steps; recomp.: blocks (`selective`: operations) run again in a backward.",
+        + "step:      fastest of the timed steps; recomp.: blocks (`selective`: operations) run again in a backward.",
         highlight=False,
     )
 
@@ -157,7 +157,7 @@ def save_demo_picture(result: DemoResult, path: Path) -> None:
         xlabel="operations of one training step (%)", ylabel="live tensors (GiB)", ylim=(0, None), xlim=(0, 100)
     )
     through.legend(frameon=False)
-    against.set(xlabel="step time, median (s)", ylabel="peak of live tensors (GiB)", ylim=(0, None))
+    against.set(xlabel="step time, fastest (s)", ylabel="peak of live tensors (GiB)", ylim=(0, None))
     against.margins(x=0.25)
     against.set_xlim(left=0)
     for axes in (through, against):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.cli.arguments import positive
 from hf_ckpt.console import make_console
+from hf_ckpt.prediction.devices import DEVICES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +29,7 @@ def add(verbs: Any) -> None:
     )
     doctor.add_argument("files", nargs="*", metavar="FILE", help="config, whose kind is recognised by its keys")
     doctor.add_argument("--model", help="preset, folder, hub id or config.json; only its config is read")
-    doctor.add_argument("--device", help="h200, h100, a100-80, a100-40, l40s, a10, t4, 4090 or cpu")
+    doctor.add_argument("--device", help=", ".join(DEVICES))
     doctor.add_argument("--batch", type=positive, help="sequences a micro-step (default: as in the files)")
     doctor.add_argument("--seq", type=positive, help="tokens a sequence (default: as in the files)")
     doctor.add_argument("--strict", action="store_true", help="exit code 1 for a warning, too")

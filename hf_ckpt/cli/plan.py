@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.cli.arguments import positive, progress_bar, quiet_libraries
 from hf_ckpt.console import make_console
+from hf_ckpt.prediction.devices import DEVICES
 from hf_ckpt.units import format_bytes, format_ratio, format_seconds
 
 if TYPE_CHECKING:
@@ -53,9 +54,7 @@ def add(verbs: Any) -> None:
     )
     plan.add_argument("model", help=MODEL_HELP)
     add_workload_options(plan, batch=1, tokens=512, optimizers="adamw (default), adamw8bit, sgd, momentum, lion")
-    plan.add_argument(
-        "--device", help="h200, h100, a100-80, a100-40, l40s, a10, t4, 4090 or cpu (default: this machine's)"
-    )
+    plan.add_argument("--device", help=f"{', '.join(DEVICES)} (default: this machine's)")
     plan.add_argument("--budget", help="peak allowed: 20GiB, or 80%% of the device (default: 90%% of the device)")
     plan.add_argument("--host-budget", help="host memory that the plan may offload to (default: none)")
     plan.add_argument(

@@ -177,6 +177,13 @@ for _row in (
         ),
     ),
     Family(
+        name="gpt_neox",
+        model_types=("gpt_neox",),
+        stacks=(("decoder", "layers"),),
+        head="lm_head",
+        depths={"decoder": ("num_hidden_layers",)},
+    ),
+    Family(
         name="bert",
         model_types=("bert", "roberta", "electra", "camembert", "xlm-roberta"),
         stacks=(("encoder", "encoder.layer"),),

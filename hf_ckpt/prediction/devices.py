@@ -57,6 +57,7 @@ DEVICES = {
         Device("a100-80", 80 * _GB, 312 * _TERA, 19.5 * _TERA, 2.039 * _TERA, 25e9, 6000, source="NVIDIA A100 80GB"),
         Device("a100-40", 40 * _GB, 312 * _TERA, 19.5 * _TERA, 1.555 * _TERA, 25e9, 6000, source="NVIDIA A100 40GB"),
         Device("l40s", 48 * _GB, 362 * _TERA, 91.6 * _TERA, 0.864 * _TERA, 25e9, 6000, source="NVIDIA L40S"),
+        Device("l4", 24 * _GB, 121 * _TERA, 30.3 * _TERA, 0.3 * _TERA, 25e9, 7000, source="NVIDIA L4"),
         Device("a10", 24 * _GB, 125 * _TERA, 31.2 * _TERA, 0.6 * _TERA, 25e9, 7000, source="NVIDIA A10"),
         Device("t4", 16 * _GB, 65 * _TERA, 8.1 * _TERA, 0.32 * _TERA, 12e9, 8000, source="NVIDIA T4"),
         Device("4090", 24 * _GB, 165 * _TERA, 82.6 * _TERA, 1.008 * _TERA, 25e9, 5000, source="NVIDIA RTX 4090"),

@@ -26,6 +26,7 @@ TOYS = {
     "GeluBackward0": lambda y: functional.gelu(y, approximate="tanh"),
     "ReluBackward0": lambda y: torch.relu(y) * 2.0,
     "LeakyReluBackward0": lambda y: functional.leaky_relu(y, 0.2),
+    "SoftplusBackward0": lambda y: functional.softplus(y, beta=2.0) * 2.0,
     "TanhBackward0": lambda y: torch.tanh(y) * 2.0,
     "SigmoidBackward0": lambda y: torch.sigmoid(y) * 2.0,
     "MishBackward0": functional.mish,

@@ -66,6 +66,7 @@ CONFIGS = {
     "gpt2": (AutoModelForCausalLM, GPT, "decoder"),
     "gptj": (AutoModelForCausalLM, {**GPT, "rotary_dim": 4}, "decoder"),
     "gpt_neo": (AutoModelForCausalLM, NEO, "decoder"),
+    "gpt_neox": (AutoModelForCausalLM, DECODER, "decoder"),
     **dict.fromkeys(
         ("bert", "roberta", "electra", "camembert", "xlm-roberta"), (AutoModelForMaskedLM, ENCODER, "encoder")
     ),
@@ -174,7 +175,7 @@ def test_a_model_type_belongs_to_one_row(rows):
 # --- families without a row -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["OPTForCausalLM", "GPTNeoXForCausalLM"])
+@pytest.mark.parametrize("name", ["OPTForCausalLM", "FalconForCausalLM"])
 def test_an_unknown_family_works_with_one_line_of_warning(name, caplog):
     model = other_model(name)
     expected = step(model, random_batch())

@@ -176,6 +176,7 @@ def test_devices_are_known_by_their_own_names():
         "a100-80": "NVIDIA A100-SXM4-80GB",
         "a100-40": "NVIDIA A100-PCIE-40GB",
         "l40s": "NVIDIA L40S",
+        "l4": "NVIDIA L4",
         "a10": "NVIDIA A10",
         "t4": "Tesla T4",
         "4090": "NVIDIA GeForce RTX 4090",

@@ -57,6 +57,10 @@ def _pow(node: Any, metadata: Any) -> Function:
     return lambda x: x.pow(exponent)
 
 
+def _softplus(node: Any, metadata: Any) -> Function:
+    return functools.partial(functional.softplus, beta=node._saved_beta, threshold=node._saved_threshold)
+
+
 def _leaky_relu(node: Any, metadata: Any) -> Function:
     return functools.partial(functional.leaky_relu, negative_slope=node._saved_negative_slope)
 
@@ -186,6 +190,7 @@ UNARY = {
     "SiluBackward0": _plainly(functional.silu),
     "GeluBackward0": _gelu,
     "ReluBackward0": _plainly(torch.relu),
+    "SoftplusBackward0": _softplus,
     "LeakyReluBackward0": _leaky_relu,
     "TanhBackward0": _plainly(torch.tanh),
     "SigmoidBackward0": _plainly(torch.sigmoid),
