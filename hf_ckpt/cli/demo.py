@@ -141,12 +141,15 @@ def save_demo_picture(result: DemoResult, path: Path) -> None:
     for run in result.runs:
         progress = [100 * place / max(len(run.timeline) - 1, 1) for place in range(len(run.timeline))]
         (line,) = through.plot(progress, [size / GIB for size in run.timeline], label=run.name, linewidth=1.4)
+        # Under its dot where another one lies close above, whose dot or label it would cover.
+        room = result.runs[0].live_peak_bytes / 10
+        crowded = any(0 < other.live_peak_bytes - run.live_peak_bytes < room for other in result.runs)
         against.scatter(run.step_seconds, run.live_peak_bytes / GIB, color=line.get_color(), s=60, zorder=3)
         against.annotate(
             run.name,
             (run.step_seconds, run.live_peak_bytes / GIB),
             textcoords="offset points",
-            xytext=(8, 6),
+            xytext=(8, -13 if crowded else 6),
             fontsize=9,
         )
     through.axhline(result.runs[0].start_bytes / GIB, color="0.6", linestyle=":", linewidth=1)

@@ -37,7 +37,9 @@ from hf_ckpt.compat.fsdp import (
 )
 from hf_ckpt.compat.peft import add_lora
 from hf_ckpt.compat.torch import (
+    FakeTensorMode,
     SavedTensorHooks,
+    TorchDispatchMode,
     accelerator_type,
     attach_oom_observer,
     autocast_dtype,
@@ -64,7 +66,10 @@ from hf_ckpt.compat.torch import (
     synchronize,
     timing_event,
     top_saved_tensor_hooks,
+    tree_leaves,
+    tree_map,
     untraced,
+    without_torch_function,
 )
 from hf_ckpt.compat.transformers import (
     CAPTURING_FLAG,
@@ -100,11 +105,13 @@ __all__ = [
     "HAS_OWN_OFFLOAD",
     "WRAPPER_SEGMENTS",
     "Contexts",
+    "FakeTensorMode",
     "GradientCheckpointingLayer",
     "PreTrainedModel",
     "SavedTensorHooks",
     "Shard",
     "ShardUnit",
+    "TorchDispatchMode",
     "accelerate_owns_checkpointing",
     "accelerator_class",
     "accelerator_type",
@@ -163,7 +170,10 @@ __all__ = [
     "timing_event",
     "top_saved_tensor_hooks",
     "trainer_class",
+    "tree_leaves",
+    "tree_map",
     "uninitialised",
     "untraced",
     "wants_use_cache",
+    "without_torch_function",
 ]

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_ckpt.compat.private import private
+
 
 def data_parallel(model: nn.Module) -> Any | None:
     """Return the DistributedDataParallel that `model` is or compiles, if it has more than one rank; else None."""
@@ -46,18 +48,18 @@ def collectives(wrapped: Any) -> int:
 
 def leave_note(key: str, text: str) -> None:
     """Write a text where all ranks of the process group can read it, without waiting for any of them."""
-    torch.distributed.distributed_c10d._get_default_store().set(key, text)
+    private("torch.distributed.distributed_c10d._get_default_store")().set(key, text)
 
 
 def forget_note(key: str) -> None:
     """Delete what `leave_note` wrote, where the store can. A note that stays does no harm: keys are not used again."""
     with contextlib.suppress(RuntimeError):
-        torch.distributed.distributed_c10d._get_default_store().delete_key(key)
+        private("torch.distributed.distributed_c10d._get_default_store")().delete_key(key)
 
 
 def read_notes(keys: Sequence[str], seconds: float) -> list[str] | None:
     """Return the texts that ranks left, once all are there; None if that takes longer than `seconds`."""
-    store = torch.distributed.distributed_c10d._get_default_store()
+    store = private("torch.distributed.distributed_c10d._get_default_store")()
     try:
         store.wait(list(keys), datetime.timedelta(seconds=seconds))
     except RuntimeError:

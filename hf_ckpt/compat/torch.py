@@ -15,7 +15,13 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 from torch.utils.hooks import RemovableHandle
+
+from hf_ckpt.compat.private import private
 
 
 def is_compiling() -> bool:
@@ -63,7 +69,7 @@ def synchronize(device_type: str) -> None:
 
 def empty_host_cache() -> None:
     """Have torch give unused pinned memory back to the system, where torch can do that."""
-    empty = getattr(torch._C, "_accelerator_emptyHostCache", None)
+    empty = private("torch._C._accelerator_emptyHostCache")
     if empty is not None and accelerator_type() is not None:
         empty()
 
@@ -88,17 +94,17 @@ def attach_oom_observer(on_oom: Callable[[], None]) -> bool:
     From here on the allocator records its history, which a snapshot shows.
     https://pytorch.org/docs/stable/torch_cuda_memory.html
     """
-    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    attach = private("torch._C._cuda_attach_out_of_memory_observer")
     if attach is None or not torch.cuda.is_available():
         return False
-    torch.cuda.memory._record_memory_history(max_entries=100_000)
+    private("torch.cuda.memory._record_memory_history")(max_entries=100_000)
     attach(lambda device, alloc, device_alloc, device_free: on_oom())
     return True
 
 
 def dump_memory_snapshot(path: str) -> None:
     """Write a snapshot of the CUDA allocator to a file, for https://pytorch.org/memory_viz."""
-    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+    private("torch.cuda.memory._dump_snapshot")(path)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -167,14 +173,17 @@ SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Te
 
 def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     """Return the innermost saved-tensor hooks that are active now; None without any, or where torch cannot tell."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    top = private("torch._C._autograd._top_saved_tensors_default_hooks")
     found: SavedTensorHooks | None = top(True) if top is not None else None
     return found
 
 
+_sequence_number = private("torch.autograd._get_sequence_nr")  # looked up once: every block asks
+
+
 def next_autograd_sequence_number() -> int:
     """Return the sequence number of the next autograd node of this thread; those made later have larger ones."""
-    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    number: int = _sequence_number()
     return number
 
 
@@ -186,7 +195,7 @@ def checkpoint_frame(
     It is the one that `torch.utils.checkpoint.checkpoint` (non-reentrant) and torch's composable checkpoint use.
     `preserve_rng_state` and `determinism_check` mean what they mean there.
     """
-    make = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    make = private("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
     early_stop = [True] if "early_stop" in inspect.signature(make).parameters else []  # torch 2.9
     frame: Generator[None, None, None] = make(
         again, preserve_rng_state, torch.utils.checkpoint.noop_context_fn, determinism_check, False, *early_stop, *args
@@ -217,13 +226,13 @@ def untraced(function: _Function) -> _Function:
 
     Torch 2.8 and later can mark the code itself, which costs nothing for each call; `torch.compiler.disable` wraps it.
     """
-    frames: Any = torch._C._dynamo.eval_frame
-    try:
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    except AttributeError:  # before torch 2.8
+    action = private("torch._C._dynamo.eval_frame._FrameAction")
+    strategy = private("torch._C._dynamo.eval_frame._FrameExecStrategy")
+    if action is None or strategy is None:
         disable: Any = torch.compiler.disable
         return cast(_Function, disable(function))
+    marking: Any = torch._C._dynamo.eval_frame
+    marking.set_code_exec_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
     return function
 
 
@@ -247,9 +256,14 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+_any_autocast = private("torch._C._is_any_autocast_enabled")
+
+
 def autocast_is_on() -> bool:
     """Whether autocast is enabled for any device."""
-    return bool(torch._C._is_any_autocast_enabled())
+    if _any_autocast is not None:
+        return bool(_any_autocast())
+    return any(torch.is_autocast_enabled(device_type) for device_type in {"cpu", accelerator_type() or "cpu"})
 
 
 @contextlib.contextmanager
@@ -259,3 +273,9 @@ def autocast_off() -> Iterator[None]:
         for device_type in {"cpu", accelerator_type() or "cpu"}:
             around.enter_context(torch.autocast(device_type, enabled=False))
         yield
+
+
+without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = private(
+    "torch._C.DisableTorchFunctionSubclass"
+)
+"""Makes a context in which operations on subclasses of tensors are not handed to the subclass."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt import compat
@@ -164,7 +163,7 @@ def _is_plain(args: tuple[Any, ...]) -> bool:
 
 def needs_gradient(output: Any) -> bool:
     """Whether a backward may reach a block that returned `output`."""
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in pytree.tree_leaves(output))
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in compat.tree_leaves(output))
 
 
 def versions_of(values: tuple[Any, ...]) -> list[int | None]:

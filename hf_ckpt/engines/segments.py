@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hf_ckpt import compat
@@ -163,7 +162,7 @@ class _Run:
         if isinstance(fn, functools.partial):  # the block's keyword arguments
             bare, keywords = functools.partial(fn.func, *fn.args), fn.keywords
         number = len(self.calls)
-        given = pytree.tree_map(self._by_origin, (args, keywords))
+        given = compat.tree_map(self._by_origin, (args, keywords))
         if number and not isinstance(given[0][0], _Made):
             raise HfCkptError(
                 f"block {region.block!r} is not given what block {self.calls[-1].region.block!r} returned, so the two "
@@ -176,7 +175,7 @@ class _Run:
         output = fn(*args)
         if not number:  # the others are recomputed from what the ones before return then
             region.refuse_changes(args[:1], versions, output)
-        for place, value in enumerate(pytree.tree_leaves(output)):
+        for place, value in enumerate(compat.tree_leaves(output)):
             if isinstance(value, torch.Tensor):
                 self.made[id(value)] = weakref.ref(value), _Made(number, place)
         self.calls.append(call)
@@ -201,9 +200,9 @@ class _Run:
                 set_device_states(devices, states)
             region = call.region
             region.recomputed += 1
-            positional, keywords = pytree.tree_map(fetch, call.given)
+            positional, keywords = compat.tree_map(fetch, call.given)
             with region.observer() if region.observer else contextlib.nullcontext():
-                outputs.append(pytree.tree_leaves(call.fn(*(positional if outputs else args), **keywords)))
+                outputs.append(compat.tree_leaves(call.fn(*(positional if outputs else args), **keywords)))
 
     def close(self) -> None:
         """End the segment: from here on it can be recomputed in backward."""

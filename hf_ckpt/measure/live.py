@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from hf_ckpt import compat
 
 Holder = nn.Module | torch.optim.Optimizer | Mapping[str, Any]
 """What holds tensors that are alive before the counting begins: a model, an optimizer, or a batch (a mapping)."""
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all live tensor storages, each once, after every operation of forward and backward.
 
         with LiveBytes(model) as live:
@@ -47,7 +47,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
+        for value in compat.tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self._count(value)
         self.timeline.append(self.current_bytes)
@@ -135,4 +135,4 @@ def _tensors_of(holder: Holder) -> Iterator[torch.Tensor]:
                 yield parameter.grad
     else:
         held = list((holder.state if isinstance(holder, torch.optim.Optimizer) else holder).values())
-        yield from (value for value in tree_leaves(held) if isinstance(value, torch.Tensor))
+        yield from (value for value in compat.tree_leaves(held) if isinstance(value, torch.Tensor))

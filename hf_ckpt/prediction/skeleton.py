@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_ckpt import compat
 from hf_ckpt.errors import HfCkptError
@@ -89,7 +88,7 @@ class StackShape:
 class Skeleton:
     """A model without weights and without depth, to be traced; see `skeleton_of` and `skeleton_from_config`."""
 
-    fake: FakeTensorMode
+    fake: compat.FakeTensorMode
     """The mode that its tensors belong to."""
     base: compat.PreTrainedModel
     """The model on fake tensors; its stacks are empty except within `assembled`."""
@@ -149,7 +148,7 @@ def skeleton_of(model: nn.Module) -> Skeleton:
     weights.
     """
     found = find_blocks(model)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = compat.FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     live = dict(plain_modules(found.base))
     shards = [shard for unit in compat.shard_units(model) for shard in unit.shards]

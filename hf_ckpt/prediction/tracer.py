@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from hf_ckpt import compat
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.prediction.costs import Phase
 from hf_ckpt.prediction.devices import Device
@@ -24,7 +23,7 @@ Place = tuple[str, int, int]
 runs before a stack; ("head" or "head back", 0, 0) for the head and the loss. Stacks and blocks count from 0."""
 
 
-class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Answers(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers questions about the values of fake tensors, which have none.
 
     Args:
@@ -213,7 +212,7 @@ class Tracer(LiveBytes):
         if self._next is not None:
             self.begin(*self._next)
         result = func(*args, **kwargs)
-        made = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        made = [value for value in compat.tree_leaves(result) if isinstance(value, torch.Tensor)]
         new = [self._count(value) for value in made]
         if any(new) or func._schema.is_mutable:
             self._cost(func, args, kwargs, result, made)
@@ -243,7 +242,7 @@ class Tracer(LiveBytes):
             self._given_on[maker] += size
 
     def _cost(self, func: Any, args: Any, kwargs: Any, result: Any, made: Sequence[torch.Tensor]) -> None:
-        read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        read = [value for value in compat.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         moved = sum(value.nbytes for value in {id(value): value for value in (*read, *made)}.values())
         count = flop_registry.get(func._overloadpacket, _MORE_FLOPS.get(func))
         flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0

@@ -125,7 +125,7 @@ class Logits(torch.Tensor):
 
     def in_its_place(self) -> bool:
         """Whether gradients go straight to `hidden`, not first through an autograd function that was put between."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.without_torch_function():
             return self.grad_fn is self.node
 
     def check(self) -> None:
@@ -186,7 +186,7 @@ class Logits(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, Logits) and first.computed is None:
             if describes(func):
-                with torch._C.DisableTorchFunctionSubclass():
+                with compat.without_torch_function():
                     return func(*args, **kwargs)
             handler = RULES.get(func)
             if handler is not None and first.in_its_place():

@@ -1,0 +1,147 @@
+"""The private names of torch that hf_ckpt relies on: a row each, with what happens where torch does not have it.
+
+Names below `torch` are looked up here, by `private`. Attributes of tensors, modules and autograd nodes are read where
+they are needed; they are listed all the same, so that a release of torch can be held against one list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pkgutil
+from typing import Any
+
+import torch
+
+from hf_ckpt.errors import HfCkptError
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivateName:
+    """Private names of torch that serve one purpose."""
+
+    names: tuple[str, ...]
+    """Dotted names below `torch`; of attributes, the class that has them and their own name."""
+    purpose: str
+    """What hf_ckpt does with them."""
+    without: str = ""
+    """What happens where torch does not have them. Empty where hf_ckpt cannot do what `purpose` says."""
+
+
+_ROWS = (
+    # Looked up below `torch`.
+    PrivateName(("torch.autograd._get_sequence_nr",), "tells which autograd nodes a block has made"),
+    PrivateName(
+        ("torch.utils.checkpoint._checkpoint_without_reentrant_generator",), "checkpoints a segment of several blocks"
+    ),
+    PrivateName(("torch.utils._pytree",), "finds the tensors in nested inputs and outputs"),
+    PrivateName(("torch.utils._python_dispatch",), "sees every operation, to count live bytes and to trace steps"),
+    PrivateName(("torch._subclasses.fake_tensor",), "runs a model on tensors without values, to predict its memory"),
+    PrivateName(("torch._C.DisableTorchFunctionSubclass",), "reads attributes of logits that are not computed yet"),
+    PrivateName(("torch.distributed.distributed_c10d._get_default_store",), "leaves notes for other ranks"),
+    PrivateName(
+        ("torch.cuda.memory._record_memory_history", "torch.cuda.memory._dump_snapshot"),
+        "records the CUDA allocator's history and writes its snapshot",
+    ),
+    PrivateName(
+        ("torch._C._cuda_attach_out_of_memory_observer",),
+        "learns when CUDA memory runs out, to write a snapshot",
+        without="no snapshot is written, and the callback says so",
+    ),
+    PrivateName(
+        ("torch._C._accelerator_emptyHostCache",),
+        "gives unused pinned memory back to the system",
+        without="torch keeps it for later",
+    ),
+    PrivateName(
+        ("torch._C._autograd._top_saved_tensors_default_hooks",),
+        "sees the saved-tensor hooks around a block",
+        without="saved-tensor hooks of others are not seen",
+    ),
+    PrivateName(
+        ("torch._C._is_any_autocast_enabled",),
+        "sees autocast without asking for each type of device",
+        without="the CPU and the accelerator are asked",
+    ),
+    PrivateName(
+        ("torch._C._dynamo.eval_frame._FrameAction", "torch._C._dynamo.eval_frame._FrameExecStrategy"),
+        "keeps torch.compile out of a function at no cost for each call (torch 2.8)",
+        without="torch.compiler.disable wraps the function",
+    ),
+    # Read from objects.
+    PrivateName(
+        ("Tensor._version", "Tensor._base", "UntypedStorage._cdata"),
+        "sees changes in place, views, and tensors that share memory",
+    ),
+    PrivateName(("Tensor._make_wrapper_subclass",), "makes the stand-in for logits that are not computed yet"),
+    PrivateName(("DTensor._local_tensor",), "counts this rank's part of a tensor", without="the tensor is not split"),
+    PrivateName(
+        ("Parameter._post_accumulate_grad_hooks",),
+        "sees optimizers that step inside backward",
+        without="they are not seen",
+    ),
+    PrivateName(
+        ("Node._sequence_nr", "Node._input_metadata", "Node._saved_*"),
+        "reads when an operation ran, its constants and operands, and what its result looks like",
+    ),
+    PrivateName(("OpOverload._schema", "OpOverload._overloadpacket"), "reads what an operation changes in place"),
+    PrivateName(
+        (
+            "Module._parameters",
+            "Module._forward_hooks",
+            "Module._forward_pre_hooks",
+            "Module._backward_hooks",
+            "Module._backward_pre_hooks",
+            "Module._state_dict_hooks",
+            "Module._state_dict_pre_hooks",
+            "Module._load_state_dict_pre_hooks",
+            "Module._load_state_dict_post_hooks",
+            "Module._compiled_call_impl",
+        ),
+        "sees hooks of others, and leaves them off a copy without weights",
+    ),
+    PrivateName(("DataParallel._is_replica",), "knows blocks that run in a thread", without="no module is a replica"),
+    PrivateName(
+        (
+            "OptimizedModule._orig_mod",
+            "FullyShardedDataParallel._fsdp_wrapped_module",
+            "CheckpointWrapper._checkpoint_wrapped_module",
+        ),
+        "leaves out of the names of blocks what wrappers add to them",
+        without="blocks keep the names that they have",
+    ),
+    PrivateName(
+        ("DistributedDataParallel._comm_hooks",), "sees hooks that reduce gradients", without="no hook is seen"
+    ),
+    PrivateName(("ProcessGroup._get_sequence_number_for_group",), "counts the collective operations of a rank"),
+    PrivateName(
+        (
+            "FSDPModule._get_fsdp_state",
+            "FSDPState._state_ctx",
+            "FSDPState._fsdp_param_group",
+            "FSDPState._fsdp_param_groups",
+            "FSDPParamGroup._reshard_after_forward",
+            "FSDPParamGroup._use_post_forward_mesh",
+            "FSDPParam._unsharded_param",
+        ),
+        "reads what FSDP2 gathers and reduces together",
+    ),
+)
+PRIVATE = {name: row for row in _ROWS for name in row.names}
+"""Name -> the row that it stands in."""
+
+
+def private(name: str) -> Any:
+    """Return what torch has under a private name, which must have a row; None where torch lacks what is not needed.
+
+    Raises `HfCkptError` where torch lacks a name that hf_ckpt cannot do without.
+    """
+    row = PRIVATE[name]
+    try:
+        return pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        if row.without:
+            return None
+        raise HfCkptError(
+            f"torch {torch.__version__} has no {name}, which hf_ckpt needs: it {row.purpose}. Install a torch that "
+            "hf_ckpt is tested with (docs/versions.md)."
+        ) from None

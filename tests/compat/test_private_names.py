@@ -1,0 +1,139 @@
+"""The private names of torch: every one that is used has a row, this torch has them, and some can be done without."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.compat import private as names
+from hf_ckpt.compat import torch as of_torch
+from hf_ckpt.errors import HfCkptError
+
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in Path(hf_ckpt.__file__).parent.rglob("*.py")}
+# Private names of others, and operations that are called this.
+NOT_OF_TORCH = {
+    "transformers": {"_attn_implementation", "_from_config", "_output_capturing_hooks_installed"},
+    "accelerate": {"_hf_hook", "_old_forward", "_shared_state"},
+    "sys": {"_getframe"},
+    "hf_ckpt": {"_hf_ckpt", "_hf_ckpt_gathered", "_gradient_checkpointing_func", "_enable", "_disable", "_kwargs"},
+    "operations": {
+        "_to_copy",
+        "_local_scalar_dense",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    },
+}
+
+
+def is_private(name):
+    return name.isidentifier() and name.startswith("_") and not name.startswith("__")
+
+
+def own():
+    """Names that hf_ckpt itself defines: functions, classes, variables, and attributes of `self`."""
+    for node in (node for tree in TREES.values() for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def used(tree):
+    """Private names that a file reads as attributes, names in text (for getattr), or imports from others."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and is_private(node.value):
+            yield node.value
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("hf_ckpt"):
+            for alias in node.names:
+                yield from filter(is_private, f"{node.module}.{alias.name}".split("."))
+
+
+def test_every_private_name_of_torch_has_a_row():
+    """And those below `torch` are looked up in `compat` only."""
+    others = set(own()).union(*NOT_OF_TORCH.values())
+    below = [name for name in names.PRIVATE if name.startswith("torch.")]
+    dotted = {part for name in below for part in name.split(".") if is_private(part)}
+    attributes = {name.partition(".")[2] for name in names.PRIVATE if not name.startswith("torch.")}
+    found: set[str] = set()
+    for path, tree in TREES.items():
+        found |= set(used(tree))
+        read = {name for name in used(tree) if name not in others and not name.startswith("_saved_")}
+        assert read <= attributes | (dotted if path.parent.name == "compat" else set()), path
+    assert attributes - {"_saved_*"} <= found, "rows that nobody uses"
+    looked_up = {
+        node.args[0].value
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "private" and isinstance(node.args[0], ast.Constant)
+    }
+    imported = {"torch.utils._pytree", "torch.utils._python_dispatch", "torch._subclasses.fake_tensor"}
+    assert looked_up | imported == set(below)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", [name for name in names.PRIVATE if name.startswith("torch.")])
+def test_this_torch_has_it(name):
+    if names.PRIVATE[name].without:
+        names.private(name)  # may be missing
+    else:
+        assert names.private(name) is not None
+
+
+@pytest.mark.compat
+def test_tensors_modules_and_nodes_have_their_attributes():
+    tensor = torch.ones(2, requires_grad=True)
+    things = {
+        "Tensor": tensor,
+        "UntypedStorage": tensor.untyped_storage(),
+        "Parameter": nn.Parameter(torch.ones(1)),
+        "Node": (tensor * tensor).grad_fn,
+        "OpOverload": torch.ops.aten.mul.Tensor,
+        "Module": nn.Linear(1, 1),
+    }
+    listed = [name.split(".") for name in names.PRIVATE if name.split(".")[0] in things]
+    assert len(listed) > 15
+    for kind, name in listed:
+        assert any(found.startswith(name.rstrip("*")) for found in dir(things[kind])), f"{kind}.{name}"
+
+
+def test_what_is_needed_is_an_error_that_names_torch(monkeypatch):
+    monkeypatch.delattr(torch.autograd, "_get_sequence_nr")
+    with pytest.raises(HfCkptError, match=r"has no torch.autograd._get_sequence_nr, which hf_ckpt needs"):
+        names.private("torch.autograd._get_sequence_nr")
+    with pytest.raises(KeyError):
+        names.private("torch._no_row")
+
+
+def test_what_happens_without_what_can_be_missing(monkeypatch):
+    """Each of these is a name that `without` speaks of."""
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    with torch.autograd.graph.save_on_cpu():
+        assert compat.top_saved_tensor_hooks() is None
+    monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer", raising=False)
+    assert compat.attach_oom_observer(lambda: None) is False
+    monkeypatch.delattr(torch._C, "_accelerator_emptyHostCache", raising=False)
+    compat.empty_host_cache()
+    monkeypatch.setattr(of_torch, "_any_autocast", None)
+    assert not compat.autocast_is_on()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compat.autocast_is_on()
+
+    def marked():
+        return torch.compiler.is_compiling()
+
+    monkeypatch.setattr(of_torch, "private", lambda name: None)
+    assert compat.untraced(marked) is not marked  # wrapped
+    assert compat.untraced(marked)() is False
