@@ -108,6 +108,20 @@ class ReplayError(HfCkptError, RuntimeError):
         )
 
 
+class RebuildError(HfCkptError, RuntimeError):
+    """An operation that was run again in backward gave a tensor of another shape or type than in the forward."""
+
+    def __init__(
+        self, block: str, op_class: str, expected: tuple[object, object], found: tuple[object, object]
+    ) -> None:
+        self.block = block
+        super().__init__(
+            f"block {block!r}: an operation of the class {op_class!r} gave {found[1]} {found[0]} when it was run again "
+            f'in backward, but {expected[1]} {expected[0]} in the forward. Use "policy": "full" for this model, and '
+            "please report the model: `selective` must not run this operation again."
+        )
+
+
 class NothingSavedError(HfCkptError, RuntimeError):
     """A block ran no operation whose result `save` keeps, so `selective` would be `full` by another name."""
 

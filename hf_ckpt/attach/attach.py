@@ -20,7 +20,16 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.hooks import HeadForward, MissedHead, ModelHook, PartHook, SkippedHook, StackHook, warn_plain_head
+from hf_ckpt.attach.hooks import (
+    HeadForward,
+    MissedHead,
+    ModelHook,
+    PartHook,
+    SkippedHook,
+    StackHook,
+    note_replica,
+    warn_plain_head,
+)
 from hf_ckpt.attach.record import (
     FLAG,
     FUNCTION,
@@ -438,6 +447,7 @@ def _put_on_head(found: FoundBlocks, record: Installation) -> None:
         warn_plain_head(type(base).__name__, "something else has replaced its forward")
     else:
         vars(head)["forward"] = HeadForward(base, head, record.plan.head, record.heads)
+        record.handles.append(head.register_forward_pre_hook(note_replica))
         record.handles.append(found.owners[-1].register_forward_pre_hook(MissedHead(base, record.heads)))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import threading
 import weakref
 from typing import Any
 
@@ -161,6 +162,22 @@ def say_part(part: nn.Module) -> None:
     log.info("%s is part of a model whose plan is enabled already; that plan stays.", type(part).__name__)
 
 
+class _Replica(threading.local):
+    """The copy of a head by `nn.DataParallel` that this thread calls now, if any."""
+
+    head: nn.Module | None = None
+
+
+_replica = _Replica()
+
+
+def note_replica(head: nn.Module, args: tuple[Any, ...]) -> None:
+    """Forward pre-hook of the head. A copy by `nn.DataParallel` has the `HeadForward` of the original among its
+    attributes, which cannot tell by itself that it is called for the copy."""
+    if compat.is_replica(head):
+        _replica.head = head
+
+
 class HeadForward(ModelHook):
     """The `forward` of the head while a plan is enabled that has it run in chunks.
 
@@ -179,6 +196,10 @@ class HeadForward(ModelHook):
         """Return the logits [..., vocabulary] of hidden states [..., hidden size]."""
         head = self._head()
         assert head is not None, "the forward of a module outlived it"
+        if _replica.head is not None:
+            head, _replica.head = _replica.head, None
+            warn_plain_head(type(head).__name__, "it is a copy by nn.DataParallel, whose weights are no parameters")
+            return type(head).forward(head, *args, **kwargs)
         run = functools.partial(type(head).forward, head)
         if not (torch.is_grad_enabled() and head.training) or kwargs or len(args) != 1:
             return run(*args, **kwargs)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hf_ckpt import compat
+
+MOST_EVENTS = 1000
+"""How many recomputations a `RecomputeClock` holds the events of, before it adds up those that are done."""
 
 
 class TrainingClock:
@@ -88,6 +93,25 @@ class RecomputeClock:
         finally:
             end.record()
             self._events.append((begin, end))
+            if len(self._events) > MOST_EVENTS:
+                self._add_up()
+
+    def observer(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Return what engines enter around each recomputation. It does not keep the clock alive, and does nothing
+        without it: a training that ends with an error leaves it on the model."""
+        clock = weakref.ref(self)
+        return lambda: (clock() or contextlib.nullcontext)()
+
+    def _add_up(self) -> None:
+        """Add up the times of recomputations that are done, and let go of their events.
+
+        The accelerator is waited for only where it is a long way behind.
+        """
+        if len(self._events) > 2 * MOST_EVENTS:
+            self._events[MOST_EVENTS][1].synchronize()
+        done = list(itertools.takewhile(lambda pair: pair[1].query(), self._events))
+        self._seconds += sum(begin.elapsed_time(end) for begin, end in done) / 1e3
+        del self._events[: len(done)]
 
     def take(self) -> float:
         """Return the seconds since the last `take`. The caller must have waited for the accelerator before."""

@@ -151,8 +151,9 @@ class MemoryTimeCallback(TrainerCallback):
                 self._check(kwargs["model"])
             if self._excess:
                 self._tighten(kwargs["model"])
+            observer = self._recompute.observer()
             for region in record.regions.values():  # at every step: an enable call may have made new ones
-                region.observer = self._recompute
+                region.observer = observer
         if not self._clock.running and self._meter is not None:
             self._meter.reset()
             self._clock.resume()

@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_ckpt.engines.head.logits import chunked, tokens_per_chunk
+from hf_ckpt.engines.head.rules import by_rule
 
 
 def _selected_by_rows(logits):
@@ -51,6 +52,9 @@ LOSSES = {
     "label smoother": _smoothed,
     "part": lambda logits: functional.cross_entropy(logits[labels_for() >= 0], labels_for()[labels_for() >= 0]),
     "pieces": lambda logits: torch.cat([part.logsumexp(-1) for part in logits.reshape(-1, WORDS).split(6)]),
+    "pieces by name": lambda logits: torch.cat(
+        [part.logsumexp(-1) for part in logits.reshape(-1, WORDS).split(split_size=6)]
+    ),
     "copy": lambda logits: loss_of()(logits.clone().contiguous()),
     "added losses": lambda logits: loss_of()(logits) + 0.1 * logits.logsumexp(-1).square().mean(),
 }
@@ -176,3 +180,27 @@ def test_how_many_tokens():
     assert tokens_per_chunk(7, 10**6, trained=True) == 7
     assert [tokens_per_chunk("auto", tokens, trained=False) for tokens in (10, 4096, 10**6)] == [256, 512, 1024]
     assert tokens_per_chunk("auto", 10**6, trained=True) == 4096
+
+
+def test_a_reduction_that_torch_does_not_know_is_its_error(whole):
+    head, hidden = toy()
+    with pytest.raises(ValueError, match="is not a valid value for reduction"):
+        functional.cross_entropy(lazy(head, hidden).view(-1, WORDS), labels_for().view(-1), reduction="average")
+
+
+def test_keywords(whole):
+    """Those that a rule has are its arguments; others are for torch to take or to refuse."""
+    head, hidden = toy()
+    parts = torch.split(lazy(head, hidden), split_size_or_sections=6, dim=1)
+    assert [part.shape for part in parts] == [(3, 6, WORDS), (3, 1, WORDS)]
+    assert all(part.computed is None for part in parts)
+    assert by_rule(torch.Tensor.split, (parts[0],), {"split_size": 2, "dim": 1})[0].shape == (3, 2, WORDS)
+    assert by_rule(torch.Tensor.split, (parts[0],), {"sizes": 2}) is NotImplemented
+    assert by_rule(torch.Tensor.cos, (parts[0],), {}) is NotImplemented
+    assert not whole
+
+
+def test_the_version_of_logits_needs_no_values(whole):
+    head, hidden = toy()
+    assert lazy(head, hidden)._version == 0
+    assert not whole

@@ -91,6 +91,33 @@ def test_ddp(options, whole):
     torch.testing.assert_close(ours, plain.lm_head.weight.grad)
 
 
+def copy_for_a_thread(module):
+    """What `nn.DataParallel` makes of a module for another device, where weights are no parameters."""
+    copied = module._replicate_for_data_parallel()
+    for name, child in module.named_children():
+        copied._modules[name] = copy_for_a_thread(child)
+    for name, parameter in module._parameters.items():
+        # As they are on the other device; here, they have other values.
+        (copied._parameters if parameter is None else vars(copied))[name] = None if parameter is None else 2 * parameter
+    return copied
+
+
+def test_a_copy_of_data_parallel_uses_its_own_weights(whole):
+    """Another device's head must not run here: gradients reach the original through the copy."""
+    found = []
+    for plan in (None, CHUNK):
+        model = tiny_model("llama", layers=1)
+        copied = copy_for_a_thread(model if plan is None else on(model))
+        copied(**batch_of("llama"), use_cache=False).loss.backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert found[0]["lm_head.weight"].abs().max() > 0
+    assert calls(model) == 0
+    model(**batch_of("llama"), use_cache=False).loss.backward()  # the original still runs in chunks
+    assert calls(model) == 1
+    assert not whole
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 

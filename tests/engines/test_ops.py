@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.rebuild import ops
+from hf_ckpt.errors import RebuildError
 from hf_ckpt.models.tiny import tiny_batch
 
 BIAS = nn.Parameter(torch.linspace(-1, 1, 16))
@@ -150,7 +151,14 @@ CONSTANTS = {
         WEIGHT[0].to(x.dtype), x.view(16, 16), WEIGHT.to(x.dtype), alpha=0.5, beta=2.0
     ),
     "native dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
+    "native dropout that is off": lambda x: (
+        torch.native_dropout(functional.silu(x), 0.3, False)[0] * functional.mish(x)
+    ),
+    "native dropout of everything": lambda x: torch.cat(
+        [functional.mish(torch.native_dropout(functional.silu(x), 1.0, True)[0]), functional.silu(x)]
+    ),
     "dropout": lambda x: functional.dropout(functional.silu(x), 0.3),
+    "add of another type, in place": lambda x: functional.silu((x * 2.0).add_(x.float() * 0.7)),
     "causal attention": lambda x: functional.scaled_dot_product_attention(
         *[(x @ WEIGHT.to(x.dtype) * factor).view(2, 8, 4, 4).transpose(1, 2) for factor in (1.0, 0.5, 2.0)],
         is_causal=True,
@@ -168,6 +176,28 @@ CONSTANTS = {
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_constants_of_an_operation_are_read(name, dtype):
     same_toys(lambda x: CONSTANTS[name](x) * SCALE, save=(), dtype=dtype)
+
+
+@pytest.mark.parametrize("operands", [None, 2])
+def test_inputs_that_a_row_reads_itself_are_no_operands(operands, monkeypatch):
+    """Such as the bias of efficient attention, which is often not there."""
+
+    def prepare(node, metadata):
+        factor = node._saved_tensor2
+        return lambda base, other: torch.addcmul(base, other, factor)
+
+    monkeypatch.setitem(ops.OPS, "AddcmulBackward0", ops.Op("pointwise", prepare, operands=operands))
+    factor = torch.linspace(-1, 1, 256).view(2, 8, 16)
+    region = same_toys(lambda x: torch.addcmul(x * x, x, factor) * SCALE, save=(), rebuilds=operands is not None)
+    assert ("AddcmulBackward0" in region.kept) == (operands is None)
+
+
+@pytest.mark.parametrize("wrong", [torch.Tensor.double, lambda x: x[:1]])
+def test_another_shape_or_type_is_an_error(wrong, monkeypatch):
+    row = ops.Op("activation", lambda node, metadata: lambda x: wrong(functional.silu(x)))
+    monkeypatch.setitem(ops.OPS, "SiluBackward0", row)
+    with pytest.raises(RebuildError, match=r"block 'toy': an operation .* 'activation' gave .* in the forward"):
+        same_toys(lambda x: functional.silu(x) * SCALE)
 
 
 @pytest.mark.compat

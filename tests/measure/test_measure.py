@@ -6,12 +6,13 @@ import gc
 import mmap
 import sys
 import time
+import weakref
 
 import pytest
 import torch
 
 from hf_ckpt import compat
-from hf_ckpt.measure import memory
+from hf_ckpt.measure import clocks, memory
 from hf_ckpt.measure.clocks import RecomputeClock, TrainingClock
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.measure.memory import KernelMeter, SampledMeter
@@ -204,3 +205,53 @@ def test_recompute_clock_counts_also_when_a_recomputation_stops_early(monkeypatc
         stopped()
     assert clock.take() == 3.0
     assert clock.take() == 0.0
+
+
+class Event:
+    """An event of an accelerator that runs `behind` events behind; each lasts a second."""
+
+    made: list = []
+
+    def __init__(self) -> None:
+        self.made.append(self)
+        self.time = float(len(self.made))
+
+    def record(self) -> None:
+        """Nothing is measured."""
+
+    def query(self) -> bool:
+        return len(self.made) - self.time >= self.behind
+
+    def synchronize(self) -> None:
+        type(self).behind = 0
+
+    def elapsed_time(self, end) -> float:
+        return 1000 * (end.time - self.time)
+
+
+@pytest.mark.parametrize("behind", [10, 10**6])
+def test_recompute_clock_holds_few_events_where_nobody_takes_the_time(behind, monkeypatch):
+    """Two for each recomputation would be held for ever with `logging_strategy="no"`; no second gets lost."""
+    monkeypatch.setattr(Event, "made", [])
+    monkeypatch.setattr(Event, "behind", behind, raising=False)
+    monkeypatch.setattr(compat, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(compat, "timing_event", lambda device_type: Event())
+    clock = RecomputeClock()
+    for _ in range(10 * clocks.MOST_EVENTS):
+        with clock():
+            pass
+    assert len(clock._events) <= 2 * clocks.MOST_EVENTS
+    assert clock.take() == 10 * clocks.MOST_EVENTS
+
+
+def test_an_observer_does_not_keep_its_clock(monkeypatch):
+    clock = RecomputeClock()
+    observer = clock.observer()
+    with observer():
+        pass
+    assert clock.take() > 0
+    gone = weakref.ref(clock)
+    del clock
+    assert gone() is None
+    with observer():  # nothing is measured any more
+        pass

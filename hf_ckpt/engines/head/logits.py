@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_ckpt import compat
 from hf_ckpt.engines.head.chunks import Gradients, Job, RowOperation, Source, applied, autocast, version_of
-from hf_ckpt.engines.head.rules import RULES, WATCHING, describes, is_alias, name_of
+from hf_ckpt.engines.head.rules import RULES, WATCHING, by_rule, describes, is_alias, name_of
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.logs import warn_once
 
@@ -188,10 +188,9 @@ class Logits(torch.Tensor):
             if describes(func):
                 with compat.without_torch_function():
                     return func(*args, **kwargs)
-            handler = RULES.get(func)
-            if handler is not None and first.in_its_place():
+            if func in RULES and first.in_its_place():
                 first.check()
-                found = handler(func, *args, **kwargs)
+                found = by_rule(func, args, kwargs)
                 if found is not NotImplemented:
                     return found
         if isinstance(first, Logits) and func in WATCHING and first.source.taken:

@@ -7,6 +7,7 @@ A rule is called as `rule(func, logits, *args, **kwargs)` in place of `func(logi
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ _DESCRIBING = frozenset(
 _GETTERS = (
     *("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "is_leaf", "layout", "output_nr", "names"),
     *("is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mps", "is_xpu"),
-    *("itemsize", "nbytes", "version_of", "retains_grad", "grad"),
+    *("itemsize", "nbytes", "_version", "retains_grad", "grad"),
 )
 """Attributes that need no values, either."""
 _DESCRIPTORS = {id(getattr(torch.Tensor, name)) for name in _GETTERS if hasattr(torch.Tensor, name)}
@@ -104,11 +105,11 @@ def _unbound(func: Any, logits: Logits, dim: int = 0) -> Any:
     return tuple(logits.derived(hidden) for hidden in logits.hidden.unbind(0))
 
 
-def _split(func: Any, logits: Logits, size: Any, dim: int = 0) -> Any:
+def _split(func: Any, logits: Logits, split_size: Any, dim: int = 0) -> Any:
     """`split` along a dimension before the vocabulary."""
     if dim not in range(logits.dim() - 1):
         return NotImplemented
-    return tuple(logits.derived(hidden) for hidden in logits.hidden.split(size, dim))  # type: ignore[no-untyped-call]
+    return tuple(logits.derived(hidden) for hidden in logits.hidden.split(split_size, dim))  # type: ignore[no-untyped-call]
 
 
 def _same(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
@@ -188,6 +189,8 @@ def _loss(
     if logits.dim() != 2 or target.dim() != 1 or target.is_floating_point() or isinstance(target, type(logits)):
         return NotImplemented
     if weight is not None or size_average is not None or reduce is not None or len(target) != len(logits):
+        return NotImplemented
+    if reduction not in ("mean", "sum", "none"):
         return NotImplemented
     options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "none"}
     if label_smoothing:
@@ -279,3 +282,20 @@ RULES: dict[Any, Callable[..., Any]] = {
     },
 }
 """Function, as `__torch_function__` receives it -> its rule."""
+
+
+@functools.cache
+def _signature(rule: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(rule)
+
+
+def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what the rule of a function makes of its arguments; `NotImplemented` without a rule that takes them."""
+    rule = RULES.get(func)
+    if rule is None:
+        return NotImplemented
+    try:
+        _signature(rule).bind(func, *args, **kwargs)
+    except TypeError:  # a keyword that the rule has under another name, or not at all
+        return NotImplemented
+    return rule(func, *args, **kwargs)

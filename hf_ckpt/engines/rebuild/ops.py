@@ -34,6 +34,8 @@ class Op:
     this one has to be kept. The metadata are shape, dtype and device."""
     constants: tuple[str, ...] = ()
     """For each operand, the name under which the node saves it (`_saved_<name>`), for operands without a gradient."""
+    operands: int | None = None
+    """How many of the node's inputs are operands, where `prepare` reads the others from the node; None for all."""
     seen: str = "cpu, torch 2.13"
     """Where the row was last seen to give the very same bits. Empty for a row from torch's source that never ran."""
 
@@ -75,8 +77,14 @@ def _scaled(operation: Function) -> Callable[[Any, Any], Function]:
     return prepare
 
 
-def _div(node: Any, metadata: Any) -> Function:
-    return torch.div
+def _typed(prepare: Callable[[Any, Any], Function]) -> Callable[[Any, Any], Function]:
+    """The `prepare` of an operation that, done in place, keeps the type of what it changes."""
+
+    def prepare_typed(node: Any, metadata: Any) -> Function:
+        operation, dtype = prepare(node, metadata), metadata.dtype
+        return lambda *operands: operation(*operands).to(dtype)
+
+    return prepare_typed
 
 
 def _cast(node: Any, metadata: Any) -> Function | None:
@@ -103,13 +111,18 @@ def _softmax(node: Any, metadata: Any) -> Function:
     return lambda x: torch.softmax(x, dim, dtype=dtype)
 
 
-def _native_dropout(node: Any, metadata: Any) -> Function:
+def _native_dropout(node: Any, metadata: Any) -> Function | None:
     """Dropout with the mask that the node saved: nothing is drawn again.
 
     As torch computes it in aten/src/ATen/native/Dropout.cpp and cuda/Dropout.cu.
     """
     mask, kept = node._saved_result1, 1.0 - node._saved_p
+    if not kept:
+        return lambda x: x * torch.zeros_like(mask, dtype=x.dtype)
     if metadata.device.type == "cpu":
+        # With `train=False`, which only direct calls pass, nothing is scaled, and the node does not tell.
+        if bool(mask.all()):
+            return None
         return lambda x: x * (mask.to(x.dtype) * (1.0 / kept))
     # CUDA computes x * mask * scale in float32, and the scale as well. Its backward kernel does the same.
     scale = float(1.0 / torch.tensor(kept, dtype=torch.float32))
@@ -145,7 +158,7 @@ def _attention(name: str, *, mask: str | None, extra: Sequence[str] = ()) -> Cal
         if mask is not None:
             keywords[mask] = getattr(node, f"_saved_{mask}")
         keywords |= dict.fromkeys(extra, True)
-        return lambda q, k, v, *bias: operation(q, k, v, **keywords)[0]
+        return lambda q, k, v: operation(q, k, v, **keywords)[0]
 
     return prepare
 
@@ -199,7 +212,7 @@ UNARY = {
 }
 POINTWISE = {
     "MulBackward0": _plainly(torch.mul),
-    "DivBackward0": _div,
+    "DivBackward0": _plainly(torch.div),
     "NegBackward0": _plainly(torch.neg),
     "PowBackward0": _pow,
     "RsqrtBackward0": _plainly(torch.rsqrt),
@@ -224,7 +237,7 @@ VIEWS = {
 
 OPS: dict[str, Op] = {
     **{name: Op("activation", prepare) for name, prepare in UNARY.items()},
-    **{name: Op("pointwise", prepare, ("self", "other")) for name, prepare in POINTWISE.items()},
+    **{name: Op("pointwise", _typed(prepare), ("self", "other")) for name, prepare in POINTWISE.items()},
     **{name: Op(VIEW, prepare) for name, prepare in VIEWS.items()},
     "ToCopyBackward0": Op("cast", _cast),
     "CloneBackward0": Op("copy", _plainly(lambda x: x.clone(memory_format=torch.contiguous_format))),
@@ -251,6 +264,7 @@ OPS: dict[str, Op] = {
         ATTENTION,
         _attention("_scaled_dot_product_efficient_attention", mask="attn_bias", extra=("compute_log_sumexp",)),
         ("query", "key", "value"),
+        operands=3,  # the bias is an input, too, and is saved by the node
         seen="",
     ),
     "ScaledDotProductCudnnAttentionBackward0": Op(

@@ -31,6 +31,7 @@ from hf_ckpt.engines.rebuild.values import (
     Value,
     View,
     Work,
+    layout_of,
 )
 from hf_ckpt.logs import warn_once
 
@@ -240,7 +241,7 @@ class Tape:
         value = self.value_of(tensor)
         root = value.root
         if type(root) is Rebuilt and value is root:
-            root.stride = tensor.stride()
+            root.layout = layout_of(tensor)
         if root not in self.saved:
             self._count(root, tensor.nbytes)
         if type(value) is not Kept:
@@ -283,7 +284,7 @@ class Tape:
             return None
         if tensor.dtype is not base.dtype or tensor.is_conj() or tensor.is_neg():  # `as_strided` cannot make these
             return None
-        value.stride = base.stride()
+        value.layout = layout_of(base)
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset() - base.storage_offset()
         return View(value, lambda x: x.as_strided(size, stride, x.storage_offset() + offset))
 
@@ -317,7 +318,7 @@ class Tape:
     def _make(self, row: Op, node: Any, number: int) -> Value | None:
         """Return the value that rebuilds output `number` of a node by its row; None if an operand is not known."""
         values, operands = self.values, []
-        for place, source in enumerate(node.next_functions):
+        for place, source in enumerate(node.next_functions[: row.operands]):
             if source in values:
                 operand = values[source]
             elif source[0] is not None:

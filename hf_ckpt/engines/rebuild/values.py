@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.errors import HfCkptError, InPlaceError, ReplayError
+from hf_ckpt.errors import HfCkptError, InPlaceError, RebuildError, ReplayError
 
 NO_GRAPH = "(no graph)"
 """Stands for the name of a node in reports, for tensors that no node made: masks, position tables, statistics."""
@@ -148,6 +148,15 @@ class KeptByUser(_Shared):
         return self.cached
 
 
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+"""Shape, strides and type of a tensor."""
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Return shape, strides and type of a tensor."""
+    return tensor.size(), tensor.stride(), tensor.dtype
+
+
 class Rebuilt(_Shared):
     """A tensor that is rebuilt when it is needed, by an operation on the values of its operands.
 
@@ -158,7 +167,7 @@ class Rebuilt(_Shared):
         operands: their values.
     """
 
-    __slots__ = ("op_class", "operands", "operation", "stride", "work")
+    __slots__ = ("layout", "op_class", "operands", "operation", "work")
 
     def __init__(
         self, work: Work, op_class: str, operation: Callable[..., torch.Tensor], operands: list[Value]
@@ -168,8 +177,8 @@ class Rebuilt(_Shared):
         self.op_class = op_class
         self.operation = operation
         self.operands = operands
-        self.stride: tuple[int, ...] | None = None
-        """The strides that the tensor must have; None if any will do."""
+        self.layout: Layout | None = None
+        """What the tensor must be like; None if that is not known."""
         for operand in operands:
             if type(operand) is not Kept:
                 operand.root.expect()
@@ -180,7 +189,10 @@ class Rebuilt(_Shared):
         return self
 
     def value(self) -> torch.Tensor:
-        """Return the tensor: rebuild it, or take it from the cache while further places wait for it."""
+        """Return the tensor: rebuild it, or take it from the cache while further places wait for it.
+
+        Raises `RebuildError` if it has another shape or type than in the forward.
+        """
         cached = self.cached
         if cached is not None:
             return cached
@@ -190,9 +202,14 @@ class Rebuilt(_Shared):
                 operand.root.asked()
         if type(self.operation) is not Replay:  # which counts itself
             self.work.rebuilt += 1
-        if self.stride is not None and tensor.stride() != self.stride:
-            laid_out = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
-            tensor = laid_out.copy_(tensor)
+        if self.layout is not None:
+            shape, stride, dtype = self.layout
+            if tensor.shape != shape or tensor.dtype is not dtype:
+                raise RebuildError(
+                    self.work.block, self.op_class, (tuple(shape), dtype), (tuple(tensor.shape), tensor.dtype)
+                )
+            if tensor.stride() != stride:
+                tensor = torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device).copy_(tensor)
         if self.left > 1:
             self.cached = tensor
         return tensor
