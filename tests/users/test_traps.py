@@ -190,7 +190,7 @@ TRAPS = {
         not yet: nothing keeps buffers from moving again, and `verify` compares no buffers
     """,
     41: """nn.DataParallel: a replica uses the weights of another device
-        not yet: a head in chunks refers to the original head, also on a replica
+        engines/test_head_training.py::test_a_copy_of_data_parallel_uses_its_own_weights
     """,
     42: """a full disk or a read-only folder ends the training, and leaves half of a file
         not yet: metrics and saved plans are written as they are; only the guard's report may fail
