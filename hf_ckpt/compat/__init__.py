@@ -37,6 +37,7 @@ from hf_ckpt.compat.fsdp import (
 )
 from hf_ckpt.compat.peft import add_lora
 from hf_ckpt.compat.torch import (
+    SEEN_BY_HOOKS,
     FakeTensorMode,
     SavedTensorHooks,
     TorchDispatchMode,
@@ -103,6 +104,7 @@ __all__ = [
     "GATHERED",
     "HAS_EVERY_N_LAYERS",
     "HAS_OWN_OFFLOAD",
+    "SEEN_BY_HOOKS",
     "WRAPPER_SEGMENTS",
     "Contexts",
     "FakeTensorMode",

@@ -203,6 +203,15 @@ def checkpoint_frame(
     return frame
 
 
+SEEN_BY_HOOKS: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": True}
+    if "respect_saved_tensors_hooks" in inspect.signature(torch.utils.checkpoint.checkpoint).parameters
+    else {}
+)
+"""Keyword of torch's `checkpoint` (2.14) that gives what SAC keeps to the user's saved-tensor hooks, too. Older torch
+never does so."""
+
+
 @contextlib.contextmanager
 def same_hook_number(hooks: Mapping[int, Any]) -> Iterator[None]:
     """Have a hook that is registered into `hooks` inside this context get the first free number below 0.

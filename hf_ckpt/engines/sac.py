@@ -90,7 +90,10 @@ class SacRegion(FullRegion):
             return self._checkpointed(fn, *args, context_fn=functools.partial(_contexts, self.save))
         before = self.matched
         output = self._checkpointed(
-            _Told(fn, self.block), *args, context_fn=functools.partial(_counting_contexts, self)
+            _Told(fn, self.block),
+            *args,
+            context_fn=functools.partial(_counting_contexts, self),
+            **compat.SEEN_BY_HOOKS,
         )
         if self.matched == before:
             raise NothingSavedError(self.block, self.save)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from helpers.steps import assert_same, enable, step
@@ -9,6 +11,7 @@ from helpers.toys import each_save
 from torch.nn import functional
 
 import hf_ckpt
+from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.sac import OPERATIONS, SacRegion, operations
@@ -44,6 +47,25 @@ def test_what_is_matched_is_counted_by_hand():
             step(model, tiny_batch("llama"))
             assert [region.matched for region in regions(model)] == [wanted * steps] * LAYERS, (attention, save)
             assert [region.recomputed for region in regions(model)] == [steps] * LAYERS
+
+
+def test_hooks_around_the_model_see_what_stays():
+    """From torch 2.14 on; before that, torch never shows it to them. It does not warn of either."""
+    counts = {}
+    for policy, spec in {"full": {"engine": "auto"}, "selective": {"save": ["linear"]}}.items():
+        model = by_sac({"policy": policy, **spec})
+        seen = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)
+            with torch.autograd.graph.saved_tensors_hooks(lambda found, seen=seen: seen.append(found) or found, _as_is):
+                loss = model(**tiny_batch("llama"), use_cache=False).loss
+        loss.backward()
+        counts[policy] = len(seen)
+    assert counts["selective"] - counts["full"] == (7 * LAYERS if compat.SEEN_BY_HOOKS else 0)
+
+
+def _as_is(tensor):
+    return tensor
 
 
 def test_what_stays_is_not_run_again():
