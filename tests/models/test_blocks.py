@@ -143,6 +143,10 @@ def test_other_heads_on_the_same_blocks(model_class, family, path, stacks):
     assert depths(found) == stacks
 
 
+def test_block_10_is_no_part_of_block_1():
+    assert [block.index for block in find_blocks(tiny_model("llama", layers=12)).blocks] == [*range(12)]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_head_is_found_where_there_is_one(family):
     head = head_module(tiny_model(family), family)
