@@ -42,7 +42,7 @@ def is_capturing() -> bool:
 def accelerator_type() -> str | None:
     """Return the type of the accelerator in use (`cuda`, `xpu`, `mps`, ...); None on a machine without one."""
     if hasattr(torch, "accelerator"):
-        device = torch.accelerator.current_accelerator(check_available=True)
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return None if device is None else device.type
     return "cuda" if torch.cuda.is_available() else None
 
