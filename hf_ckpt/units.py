@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from hf_ckpt.errors import HfCkptError
+from hf_ckpt.errors import HfCkptError, shown
 
 _UNITS = {
     "": 1,
@@ -33,14 +33,14 @@ def parse_bytes(text: str | int) -> int:
     Raises `UnitError` when the text is no size or not positive.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
-        raise UnitError(f"a size must be a number of bytes or a text like '20GiB', but is {text!r} instead.")
+        raise UnitError(f"a size must be a number of bytes or a text like '20GiB', but is {shown(text)} instead.")
     match = _SIZE.fullmatch(str(text))
     unit = match.group(2).lower() if match else None
     if match is None or unit not in _UNITS:
-        raise UnitError(f"a size must look like '20GiB', '800MB' or 1073741824, but is {text!r} instead.")
+        raise UnitError(f"a size must look like '20GiB', '800MB' or 1073741824, but is {shown(text)} instead.")
     size = int(Decimal(match.group(1)) * _UNITS[unit])
     if size <= 0:
-        raise UnitError(f"a size must be positive, but is {text!r} instead.")
+        raise UnitError(f"a size must be positive, but is {shown(text)} instead.")
     return size
 
 
@@ -49,9 +49,9 @@ def parse_fraction(text: str) -> float:
     try:
         share = float(text.strip().removesuffix("%")) / 100
     except ValueError:
-        raise UnitError(f"a share must look like '80%', but is {text!r} instead.") from None
+        raise UnitError(f"a share must look like '80%', but is {shown(text)} instead.") from None
     if not 0 < share <= 1:
-        raise UnitError(f"a share must be above 0% and at most 100%, but is {text!r} instead.")
+        raise UnitError(f"a share must be above 0% and at most 100%, but is {shown(text)} instead.")
     return share
 
 

@@ -117,9 +117,9 @@ def test_all_unreadable_files_are_told_at_once(tmp_path, capsys):
         ),
         *(
             "is empty",
+            "nested too deep",
             "levels deep",
-            "levels deep",
-            "levels deep",
+            "line 1 has the alias *a",
             "is no config that doctor knows",
             "give it as `--model",
         ),
