@@ -20,6 +20,7 @@ _UNITS = {
     "tib": 2**40,
 }
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*([a-zA-Z]*)\s*")
+_SHARE = re.compile(r"\s*\d{0,30}\.\d{1,30}\s*")  # no size: there is no half byte
 GIB = 2**30
 
 
@@ -53,6 +54,28 @@ def parse_fraction(text: str) -> float:
     if not 0 < share <= 1:
         raise UnitError(f"a share must be above 0% and at most 100%, but is {shown(text)} instead.")
     return share
+
+
+def parse_budget(given: float | str) -> int | float:
+    """Read a budget: an int is bytes, a float a share: `parse_budget("20GiB") == 21474836480`.
+
+    A share is written as `"80%"` or, as a number or a text, 0.8. Raises `UnitError` for what is neither size nor share.
+    """
+    if isinstance(given, str) and given.strip().endswith("%"):
+        return parse_fraction(given)
+    if isinstance(given, str) and _SHARE.fullmatch(given):
+        given = float(given)
+    if not isinstance(given, float):
+        return parse_bytes(given)
+    if not 0 < given <= 1:
+        raise UnitError(f"a share must be above 0 and at most 1, but is {given!r} instead.")
+    return given
+
+
+def budget_bytes(given: float | str, memory_bytes: int) -> int:
+    """Return a budget in bytes, where a share is of `memory_bytes`. Raises `UnitError` as `parse_budget`."""
+    budget = parse_budget(given)
+    return budget if isinstance(budget, int) else round(budget * memory_bytes)
 
 
 def format_bytes(size_bytes: float | None) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hf_ckpt.errors import shown
 from hf_ckpt.spec.actions import ACTIONS, SAVE_CLASSES
-from hf_ckpt.units import UnitError, parse_bytes, parse_fraction
+from hf_ckpt.units import UnitError, parse_budget, parse_bytes
 
 POLICIES = ("none", "full", *(kind for kind in ACTIONS if kind not in ("keep", "full")), "budget", "auto")
 ENGINES = ("auto", "rebuild", "sac")
@@ -156,17 +156,13 @@ def _read_size(value: Any) -> int | str | None:
 
 
 def _read_budget(value: Any) -> int | float | str | None:
-    if isinstance(value, float) and not 0 < value <= 1:
-        raise ValueError(f"as a fraction must be above 0 and at most 1, but is {shown(value)} instead")
-    if isinstance(value, float):
-        return value
-    if isinstance(value, str) and value.strip().endswith("%"):
+    """Read a number of bytes, a share, or a text for either, which is kept as it was written."""
+    if value is not None:
         try:
-            parse_fraction(value)
+            parse_budget(value)
         except UnitError as error:
-            raise ValueError(f"is no share: {error}".rstrip(".")) from None
-        return value
-    return _read_size(value)
+            raise ValueError(f"is no budget: {error}".rstrip(".")) from None
+    return value  # type: ignore[no-any-return]
 
 
 def _read_head(value: Any) -> int | str:
