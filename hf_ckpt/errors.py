@@ -27,6 +27,17 @@ def shown(value: Any, most: int = 200, *, quoted: bool = True) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def reason_of(error: BaseException, most: int = 400) -> str:
+    """Return the message of an error of another library as one line, with its type where the message alone says little.
+
+    It has at most `most` characters, and no full stop at its end.
+    """
+    text = " ".join(str(error)[: 4 * most].split()).rstrip(".")
+    if not text or not isinstance(error, (OSError, ValueError)):
+        text = f"{type(error).__name__}: {text}".rstrip(": ")
+    return shown(text, most, quoted=False)
+
+
 class HfCkptError(Exception):
     """Base of every error raised by hf_ckpt."""
 

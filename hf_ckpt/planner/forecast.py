@@ -19,6 +19,7 @@ from hf_ckpt.planner.alternatives import Alternative, frontier, further_options,
 from hf_ckpt.planner.budgets import costs_behind, peak_of_least, plan_within
 from hf_ckpt.planner.options import cost_options, transformers_costs
 from hf_ckpt.prediction.batches import sizes_of_batch, step_of_workload
+from hf_ckpt.prediction.choices import MOST_TOKENS
 from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.devices import Device, device_named
 from hf_ckpt.prediction.machine import this_device
@@ -28,7 +29,7 @@ from hf_ckpt.prediction.timings import ShallowModels, depths_of, measured
 from hf_ckpt.prediction.trace import Step, chunked_head, trace_costs
 from hf_ckpt.prediction.workload import Workload, skeleton_of_workload
 from hf_ckpt.spec.plan import Plan
-from hf_ckpt.units import budget_bytes, parse_bytes
+from hf_ckpt.units import budget_bytes, format_bytes, parse_bytes
 
 Progress = Callable[[str], None]
 """Called with a few words before everything that takes a while."""
@@ -37,6 +38,7 @@ DEFAULT_SHARE = 0.9
 _UNITS = {"batch": "sequences", "tokens": "tokens"}
 MOST = 2**20
 """Most sequences or tokens that are tried in search of the largest that fit."""
+_MOST_BYTES = 2**60  # of weights and what belongs to them; the solver adds in numbers of 64 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +231,14 @@ class _Forecaster:
 
     def _costs(self, workload: Workload, what: str) -> Costs:
         self.tell(what)
-        return trace_costs(self.skeleton, step_of_workload(workload, self.skeleton), self.device)
+        costs = trace_costs(self.skeleton, step_of_workload(workload, self.skeleton), self.device)
+        static = costs.static.always + costs.static.gradients + costs.static.step_bytes
+        if static > _MOST_BYTES:
+            raise HfCkptError(
+                f"{workload.model} cannot be planned for: its weights, gradients and optimizer state are "
+                f"{format_bytes(static)}. Are the numbers in its config right?"
+            )
+        return costs
 
     def _candidates(self, costs: Costs, workload: Workload) -> tuple[Costs, ...]:
         step = step_of_workload(workload, self.skeleton)
@@ -259,6 +268,9 @@ class _Forecaster:
     def _largest(self, name: str) -> int:
         """The largest `batch` or `tokens` that fits into the budget, 0 where none does."""
         most = (learned_positions(self.skeleton.base.config) or MOST) if name == "tokens" else MOST
+        asked = self.workload
+        beside = asked.batch if name == "tokens" else max(asked.tokens, asked.target_tokens or 0)
+        most = min(most, MOST_TOKENS // beside)
         start = getattr(self.workload, name)
         return largest(lambda number: self._peak_with(name, number), self.budget, start, most)
 

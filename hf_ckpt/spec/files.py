@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.errors import FileError, shown
+from hf_ckpt.errors import FileError, reason_of
 from hf_ckpt.units import format_bytes
 
 LARGEST_BYTES = 16 * 2**20
@@ -99,10 +99,7 @@ def load_yaml(text: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return the message of an error as one line that is not too long."""
-    if isinstance(error, RecursionError):
-        return "it is nested too deep"
-    return shown(" ".join(str(error)[:1000].split()) or type(error).__name__, 400, quoted=False)
+    return "it is nested too deep" if isinstance(error, RecursionError) else reason_of(error)
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
