@@ -100,6 +100,20 @@ class PlanLostError(HfCkptError, RuntimeError):
         )
 
 
+class TransformError(HfCkptError, RuntimeError):
+    """A block was called under a transform of torch.func, or in forward-mode AD, under which it cannot be checkpointed.
+
+    `block` names the block, and `transforms` what is active: `grad`, `jvp` or `vmap`.
+    """
+
+    def __init__(self, block: str, transforms: Sequence[str]) -> None:
+        self.block, self.transforms = block, tuple(transforms)
+        super().__init__(
+            f"block {block!r} cannot be checkpointed under {' and '.join(transforms)} of torch.func (forward-mode AD "
+            "is jvp, too). `with hf_ckpt.paused(model)` turns the plan off for a while."
+        )
+
+
 class GraphCaptureError(HfCkptError, RuntimeError):
     """A block preserves random state, which cannot be read while a CUDA graph is captured."""
 

@@ -64,6 +64,7 @@ from hf_ckpt.compat.torch import (
     synchronize,
     timing_event,
     top_saved_tensor_hooks,
+    transforms,
     untraced,
 )
 from hf_ckpt.compat.transformers import (
@@ -163,6 +164,7 @@ __all__ = [
     "timing_event",
     "top_saved_tensor_hooks",
     "trainer_class",
+    "transforms",
     "uninitialised",
     "untraced",
     "wants_use_cache",
