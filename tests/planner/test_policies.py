@@ -88,7 +88,8 @@ SIZES = st.integers(1, 7)
 
 
 def as_text(parts):
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+    ends = {-1: ""}  # "2-" goes to the end
+    return ",".join(str(first) if first == last else f"{first}-{ends.get(last, last)}" for first, last in parts)
 
 
 @given(parts=PARTS, encoder=SIZES, decoder=SIZES, policy=st.sampled_from(["base", "rule", "one stack"]))
