@@ -83,6 +83,10 @@ def test_errors_stay_short_however_much_is_given(tmp_path):
         assert len(str(caught.value)) < MOST_TEXT
     with pytest.raises(SpecError, match="4990 further keys"):
         Spec.parse(many)
+    told = SpecError([f"problem {number}" for number in range(1000)])  # as of a thousand numbers of blocks
+    assert len(told.problems) == 1000
+    assert str(told).startswith("1000 problems")
+    assert str(told).endswith("  - problem 19\n  ... and 980 more")
     for damaged in (deep, {**plan_of(2).to_dict(), "stacks": deep}, {**plan_of(2).to_dict(), "head": deep}):
         with pytest.raises(PlanMismatchError) as refused:
             Plan.from_dict(damaged)
