@@ -26,14 +26,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.module and not Path(arguments.script).is_file():
         print(f"hf_ckpt: there is no script {arguments.script!r}", file=sys.stderr)
         return 2
-    from hf_ckpt.attach.process import enable_calls_since_hooked
     from hf_ckpt.errors import HfCkptError
-    from hf_ckpt.planner.install import install, uninstall
-    from hf_ckpt.training.guard import guarded_training_step
+    from hf_ckpt.spec.spec import Spec
 
     try:
+        spec = None if arguments.spec is None else Spec.parse(arguments.spec)  # before torch, which takes seconds
+        from hf_ckpt.attach.process import enable_calls_since_hooked
+        from hf_ckpt.planner.install import install, uninstall
+        from hf_ckpt.training.guard import guarded_training_step
+
         install(
-            spec=arguments.spec,
+            spec=spec,
             enable_when_prepared=arguments.spec is not None,
             around_training_step=guarded_training_step if arguments.oom_guard else None,
         )

@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+_MOST_PROBLEMS = 20  # that a message has a line for
+
+
+def shown(value: Any, most: int = 200, *, quoted: bool = True) -> str:
+    """Return a value as a text of at most `most` characters for an error message.
+
+    Large and deep values are cut before their text is built. With `quoted` a text is in quotation marks.
+    """
+    cut = reprlib.Repr()
+    cut.maxlevel, cut.maxdict, cut.maxlist, cut.maxtuple = 4, 8, 12, 12
+    cut.maxstring = cut.maxother = cut.maxlong = most
+    if isinstance(value, str) and not quoted:
+        text = value[: most + 1]
+    else:
+        try:
+            text = cut.repr(value)
+        except (ValueError, RecursionError):  # Python writes no number of more than 4300 digits
+            text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def reason_of(error: BaseException, most: int = 400) -> str:
+    """Return the message of an error of another library as one line, with its type where the message alone says little.
+
+    It has at most `most` characters, and no full stop at its end.
+    """
+    text = " ".join(str(error)[: 4 * most].split()).rstrip(".")
+    if not text or not isinstance(error, (OSError, ValueError)):
+        text = f"{type(error).__name__}: {text}".rstrip(": ")
+    return shown(text, most, quoted=False)
 
 
 class HfCkptError(Exception):
     """Base of every error raised by hf_ckpt."""
+
+
+class FileError(HfCkptError, OSError):
+    """A file cannot be written."""
 
 
 class SpecError(HfCkptError, ValueError):
@@ -18,7 +55,9 @@ class SpecError(HfCkptError, ValueError):
         where = f" in {source}" if source else ""
         count = len(self.problems)
         head = f"{count} problem{'s' if count != 1 else ''} in the activation checkpointing spec{where}:"
-        super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
+        lines = [f"  - {problem}" for problem in self.problems[:_MOST_PROBLEMS]]
+        more = [f"  ... and {count - _MOST_PROBLEMS} more"] if count > _MOST_PROBLEMS else []
+        super().__init__("\n".join([head, *lines, *more]))
 
 
 class NoBlocksError(HfCkptError, TypeError):
@@ -58,6 +97,20 @@ class PlanLostError(HfCkptError, RuntimeError):
             f"{len(self.blocks)} planned blocks no longer carry hf_ckpt's function ({shown}): something set "
             "`gradient_checkpointing` on the blocks directly. Call `model.gradient_checkpointing_enable()` again, "
             "after whatever replaced it, or `hf_ckpt.uninstall(model)` if that other owner is wanted."
+        )
+
+
+class TransformError(HfCkptError, RuntimeError):
+    """A block was called under a transform of torch.func, or in forward-mode AD, under which it cannot be checkpointed.
+
+    `block` names the block, and `transforms` what is active: `grad`, `jvp` or `vmap`.
+    """
+
+    def __init__(self, block: str, transforms: Sequence[str]) -> None:
+        self.block, self.transforms = block, tuple(transforms)
+        super().__init__(
+            f"block {block!r} cannot be checkpointed under {' and '.join(transforms)} of torch.func (forward-mode AD "
+            "is jvp, too). `with hf_ckpt.paused(model)` turns the plan off for a while."
         )
 
 

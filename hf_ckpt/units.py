@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from hf_ckpt.errors import HfCkptError
+from hf_ckpt.errors import HfCkptError, shown
 
 _UNITS = {
     "": 1,
@@ -20,6 +20,7 @@ _UNITS = {
     "tib": 2**40,
 }
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*([a-zA-Z]*)\s*")
+_SHARE = re.compile(r"\s*\d{0,30}\.\d{1,30}\s*")  # no size: there is no half byte
 GIB = 2**30
 
 
@@ -33,14 +34,14 @@ def parse_bytes(text: str | int) -> int:
     Raises `UnitError` when the text is no size or not positive.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
-        raise UnitError(f"a size must be a number of bytes or a text like '20GiB', but is {text!r} instead.")
+        raise UnitError(f"a size must be a number of bytes or a text like '20GiB', but is {shown(text)} instead.")
     match = _SIZE.fullmatch(str(text))
     unit = match.group(2).lower() if match else None
     if match is None or unit not in _UNITS:
-        raise UnitError(f"a size must look like '20GiB', '800MB' or 1073741824, but is {text!r} instead.")
+        raise UnitError(f"a size must look like '20GiB', '800MB' or 1073741824, but is {shown(text)} instead.")
     size = int(Decimal(match.group(1)) * _UNITS[unit])
     if size <= 0:
-        raise UnitError(f"a size must be positive, but is {text!r} instead.")
+        raise UnitError(f"a size must be positive, but is {shown(text)} instead.")
     return size
 
 
@@ -49,10 +50,32 @@ def parse_fraction(text: str) -> float:
     try:
         share = float(text.strip().removesuffix("%")) / 100
     except ValueError:
-        raise UnitError(f"a share must look like '80%', but is {text!r} instead.") from None
+        raise UnitError(f"a share must look like '80%', but is {shown(text)} instead.") from None
     if not 0 < share <= 1:
-        raise UnitError(f"a share must be above 0% and at most 100%, but is {text!r} instead.")
+        raise UnitError(f"a share must be above 0% and at most 100%, but is {shown(text)} instead.")
     return share
+
+
+def parse_budget(given: float | str) -> int | float:
+    """Read a budget: an int is bytes, a float a share: `parse_budget("20GiB") == 21474836480`.
+
+    A share is written as `"80%"` or, as a number or a text, 0.8. Raises `UnitError` for what is neither size nor share.
+    """
+    if isinstance(given, str) and given.strip().endswith("%"):
+        return parse_fraction(given)
+    if isinstance(given, str) and _SHARE.fullmatch(given):
+        given = float(given)
+    if not isinstance(given, float):
+        return parse_bytes(given)
+    if not 0 < given <= 1:
+        raise UnitError(f"a share must be above 0 and at most 1, but is {given!r} instead.")
+    return given
+
+
+def budget_bytes(given: float | str, memory_bytes: int) -> int:
+    """Return a budget in bytes, where a share is of `memory_bytes`. Raises `UnitError` as `parse_budget`."""
+    budget = parse_budget(given)
+    return budget if isinstance(budget, int) else round(budget * memory_bytes)
 
 
 def format_bytes(size_bytes: float | None) -> str:

@@ -10,11 +10,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import yaml
 from datasets import Dataset, load_dataset
 from transformers import HfArgumentParser, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 import hf_ckpt
+from hf_ckpt.spec.files import read_values
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -77,9 +77,10 @@ def parse(*kinds: type, argv: list[str] | None = None) -> tuple[Any, ...]:
     parser.add_argument("config", type=Path, help="YAML file of options; the command line overrides it.")
     argv = [_installed_name(word) for word in (sys.argv[1:] if argv is None else argv)]
     options, _ = parser.parse_known_args(argv)
-    if not options.config.is_file():
-        parser.error(f"there is no file {options.config}")
-    loaded = yaml.safe_load(options.config.read_text(encoding="utf-8"))
+    try:
+        loaded = read_values(options.config)
+    except ValueError as error:
+        parser.error(f"cannot read {options.config}: {error}")
     if not isinstance(loaded, dict):
         parser.error(f"{options.config} must hold `option: value` lines, but holds {loaded!r} instead")
     settings = {_installed_name(str(key)): value for key, value in loaded.items()}

@@ -19,7 +19,7 @@ from hf_ckpt import compat
 from hf_ckpt.attach.record import FUNCTION, HeadCalls, installation
 from hf_ckpt.engines.head.logits import Logits, chunked, has_dropout
 from hf_ckpt.engines.region import Region
-from hf_ckpt.errors import HfCkptError
+from hf_ckpt.errors import HfCkptError, TransformError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import refuse_other_owner
 from hf_ckpt.versions import LAST_DEEPSPEED_WITH_EMPTY_SHAPES
@@ -68,6 +68,9 @@ class StackHook:
                 "which blocks that are recomputed cannot see (prefix tuning works this way). Train without "
                 "checkpointing, or use another adapter: `with hf_ckpt.paused(model)` turns the plan off for a while."
             )
+        active = compat.transforms()
+        if active:
+            _refuse_transforms(owner, active)
         if not self.checked:
             refuse_other_owner(owner)
             stay = compat.parameters_stay(owner)
@@ -84,6 +87,14 @@ class StackHook:
                     )
                 region.told_of_parameters(stay, type(owner).__name__)
             self.checked = True
+
+
+def _refuse_transforms(owner: nn.Module, active: set[str]) -> None:
+    """Raise `TransformError` for a block in `owner` that does not work under one of these transforms."""
+    for module in owner.modules():
+        region = vars(module).get(FUNCTION)
+        if isinstance(region, Region) and not active <= region.transforms:
+            raise TransformError(region.block, sorted(active - region.transforms))
 
 
 def is_trained(owner: nn.Module) -> bool:
@@ -212,6 +223,7 @@ class HeadForward(ModelHook):
             if not compat.parameters_stay(self.base):
                 self.plain = "its parameters are sharded or moved (FSDP, ZeRO-3, tensor parallelism, device maps)"
         plain = self.plain or ("it has an active dropout, whose draws would be others" if has_dropout(head) else None)
+        plain = plain or ("a transform of torch.func or forward-mode AD is active" if compat.transforms() else None)
         if plain is not None:
             warn_plain_head(type(self.base).__name__, plain)
             return run(*args)

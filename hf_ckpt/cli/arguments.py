@@ -1,16 +1,49 @@
-"""What several verbs of the command line share: a kind of argument, a progress bar, and quieter libraries."""
+"""What several verbs of the command line share: kinds of arguments, errors, a progress bar, quieter libraries."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from hf_ckpt.errors import HfCkptError, reason_of, shown
+from hf_ckpt.prediction.choices import may_be_attention
+from hf_ckpt.units import UnitError, parse_budget, parse_bytes
+
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+def memory_budget(text: str) -> str:
+    """Return a text that is a budget, for argparse. Raises `ArgumentTypeError` for other texts."""
+    return _unless_refused(parse_budget, text)
+
+
+def memory_size(text: str) -> str:
+    """Return a text that is a size in bytes, for argparse. Raises `ArgumentTypeError` for other texts."""
+    return _unless_refused(parse_bytes, text)
+
+
+def _unless_refused(read: Callable[[str], object], text: str) -> str:
+    try:
+        read(text)
+    except UnitError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def attention(text: str) -> str:
+    """Return a text that may name an attention implementation, for argparse. Raises `ArgumentTypeError` for others."""
+    if not may_be_attention(text):
+        raise argparse.ArgumentTypeError(
+            "must be sdpa, eager, flex_attention, a version of flash attention (flash_attention_2), or a kernel of the "
+            f"hub (owner/name), but is {shown(text)} instead"
+        )
+    return text
 
 
 def positive(text: str) -> int:
@@ -19,6 +52,30 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, but is {value} instead")
     return value
+
+
+@contextlib.contextmanager
+def told_as(what: str) -> Iterator[None]:
+    """Raise an `HfCkptError` that begins with `what` in place of any error, for calls of other libraries."""
+    try:
+        yield
+    except HfCkptError:
+        raise
+    except Exception as error:
+        raise HfCkptError(f"{what}: {reason_of(error)}.") from error
+
+
+@contextlib.contextmanager
+def within_memory(what: str) -> Iterator[None]:
+    """Raise an `HfCkptError` that names `what` where memory runs out for it."""
+    from hf_ckpt import compat
+
+    try:
+        yield
+    except Exception as error:
+        if not compat.is_out_of_memory(error):
+            raise
+        raise HfCkptError(f"memory ran out for {what}: {reason_of(error)}.") from error
 
 
 @contextlib.contextmanager
@@ -46,5 +103,7 @@ def progress_bar(console: Console, total: int | None) -> Iterator[Callable[[str]
 
 def quiet_libraries() -> None:
     """Silence progress bars and warnings of other libraries. To be called before transformers is imported."""
+    # torch logs the traceback of a shape that does not fit, beside raising the error.
+    logging.getLogger("torch._subclasses.fake_tensor").disabled = True
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # PEFT reads a deprecated name

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.arguments import positive
+from hf_ckpt.cli.arguments import positive, within_memory
 from hf_ckpt.console import make_console
 
 if TYPE_CHECKING:
@@ -34,20 +34,23 @@ def add(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify the spec on each model and print a row for it. Returns 1 if anything differs or nothing was recomputed."""
+    from hf_ckpt.spec.spec import Spec
+
+    spec = Spec.parse(arguments.spec)  # before torch is imported, which takes seconds
     import torch
 
     from hf_ckpt.cli.check_models import check_families, check_model
-    from hf_ckpt.spec.spec import Spec
 
-    spec = Spec.parse(arguments.spec)
     options = {
         "batch": arguments.batch,
         "tokens": arguments.tokens,
         "dtype": torch.bfloat16 if arguments.bf16 else torch.float32,
     }
-    rows = (
-        check_families(spec, **options) if arguments.model is None else [check_model(arguments.model, spec, **options)]
-    )
+    with within_memory(f"{arguments.batch} x {arguments.tokens} tokens"):
+        if arguments.model is None:
+            rows = check_families(spec, **options)
+        else:
+            rows = [check_model(arguments.model, spec, **options)]
     if arguments.json:
         found = [{"model": name, "spec": spec.to_dict(), **check.to_dict()} for name, check in rows]
         print(json.dumps(found, indent=1))

@@ -9,8 +9,10 @@ import torch
 import transformers
 
 from hf_ckpt import compat
+from hf_ckpt.cli.arguments import told_as
 from hf_ckpt.errors import HfCkptError, SpecError
 from hf_ckpt.models.blocks import find_blocks, vocabulary_head
+from hf_ckpt.models.families import learned_positions
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.training.verify import Verification, verify
@@ -37,6 +39,10 @@ def check_families(
         if spec.head != "full" and vocabulary_head(model) is None:
             log.warning("not checked on %s: its head is no projection onto a vocabulary", family)
             continue
+        most = learned_positions(model.config)
+        if most is not None and tokens > most:
+            log.warning("not checked on %s: it has positions for %d tokens", family, most)
+            continue
         inputs = tiny_batch(family, batch=batch, tokens=tokens)
         try:
             rows.append((f"{family} (random)", verify(model, inputs, spec)))
@@ -55,11 +61,12 @@ def check_model(
 
     The model's own head is used where its config names a class. Raises `HfCkptError` when the model cannot be loaded.
     """
-    try:
+    with told_as(f"cannot load a model from {name!r}"):
         config = transformers.AutoConfig.from_pretrained(name)
         model = _auto_class(config).from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise HfCkptError(f"cannot load a model from {name!r}: {error}") from error
+    most = learned_positions(config)
+    if most is not None and tokens > most:
+        raise HfCkptError(f"{name} has positions for {most} tokens, but {tokens} are asked for.")
     device = compat.accelerator_type() or "cpu"
     model = model.to(device).train()
     inputs = {key: value.to(device) for key, value in _random_batch(model, batch, tokens).items()}
@@ -72,7 +79,7 @@ def check_model(
 def _auto_class(config: Any) -> Any:
     """Return the model class that the weights were saved from, or that of causal language models."""
     names = getattr(config, "architectures", None) or []
-    saved = getattr(transformers, names[0], None) if names else None
+    saved = getattr(transformers, str(names[0]), None) if names else None
     return saved or transformers.AutoModelForCausalLM
 
 

@@ -8,9 +8,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.arguments import positive, progress_bar, quiet_libraries
+from hf_ckpt.cli.arguments import positive, progress_bar, quiet_libraries, within_memory
 from hf_ckpt.cli.pictures import import_pyplot, save_figure
 from hf_ckpt.console import make_console
+from hf_ckpt.errors import FileError, reason_of
+from hf_ckpt.spec.files import refuse_unwritable, write_text
 from hf_ckpt.units import GIB, format_bytes, format_ratio, format_seconds
 
 if TYPE_CHECKING:
@@ -52,11 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
     disable_progress_bar()
     console = make_console()
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
-    model_label, model, tokenizer, model_missing = demo_run.load_model(arguments.model, dtype)
     text_label, text, text_missing = demo_run.load_text(arguments.text)
+    model_label, model, tokenizer, model_missing = demo_run.load_model(arguments.model, dtype)
+    _make_folder(arguments.out)
     for note in filter(None, (model_missing, text_missing)):
         console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
-    with progress_bar(console, demo_run.step_count(arguments.steps)) as on_progress:
+    asked = f"{arguments.batch} x {arguments.tokens} tokens"
+    with within_memory(asked), progress_bar(console, demo_run.step_count(arguments.steps)) as on_progress:
         result = demo_run.run_demo(
             model,
             tokenizer,
@@ -69,12 +73,20 @@ def run(arguments: argparse.Namespace) -> int:
             on_progress=on_progress,
         )
     print_demo(result, console)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "demo.json").write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
+    write_text(arguments.out / "demo.json", json.dumps(result.to_dict(), indent=1) + "\n")
     save_demo_picture(result, arguments.out / "demo.png")
     files = f"picture: {arguments.out / 'demo.png'}   figures: {arguments.out / 'demo.json'}"
     console.print(files, highlight=False, soft_wrap=True)
     return 0 if all(found.equal for found in result.runs) else 1
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder, but not the one that it lies in. Raises `FileError` where that is not possible."""
+    try:
+        path.mkdir(exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise FileError(f"the folder {str(path)!r} cannot be made: {reason_of(error)}.") from error
+    refuse_unwritable(path / "demo.json")
 
 
 def print_demo(result: DemoResult, console: Console | None = None) -> None:

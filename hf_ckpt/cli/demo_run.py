@@ -14,12 +14,14 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import describe
+from hf_ckpt.cli.arguments import told_as
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.clocks import stopwatch
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.measure.memory import PeakMeter, peak_meter, release_freed_memory
 from hf_ckpt.planner.forecast import predict
 from hf_ckpt.planner.install import trial
+from hf_ckpt.spec.files import read_bytes
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 
@@ -97,8 +99,9 @@ def load_model(name: str | None, dtype: torch.dtype = torch.float32) -> tuple[st
     import transformers
 
     if name is not None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-        return Path(name).name, model, transformers.AutoTokenizer.from_pretrained(name), None
+        with told_as(f"cannot load a causal language model and its tokenizer from {name!r}"):
+            model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+            return Path(name).name, model, transformers.AutoTokenizer.from_pretrained(name), None
     folder = package_folder(WEIGHTS_PACKAGE)
     if folder is None:
         from hf_ckpt.models.tiny import byte_tokenizer, tiny_model
@@ -116,8 +119,8 @@ def load_text(name: str | None) -> tuple[str, str, str | None]:
     """(label, text, what is missing): a text file, the packaged speeches, or hf_ckpt's own source."""
     if name is not None:
         try:
-            return Path(name).name, Path(name).read_text(encoding="utf-8"), None
-        except (OSError, UnicodeDecodeError) as error:
+            return Path(name).name, read_bytes(name).decode("utf-8"), None
+        except ValueError as error:
             raise HfCkptError(f"cannot read the text file {name!r}: {error}") from error
     folder = package_folder(TEXT_PACKAGE)
     if folder is not None:

@@ -29,7 +29,7 @@ def add(verbs: Any) -> None:
     )
     doctor.add_argument("files", nargs="*", metavar="FILE", help="config, whose kind is recognised by its keys")
     doctor.add_argument("--model", help="preset, folder, hub id or config.json; only its config is read")
-    doctor.add_argument("--device", help=", ".join(DEVICES))
+    doctor.add_argument("--device", choices=tuple(DEVICES), metavar="NAME", help=", ".join(DEVICES))
     doctor.add_argument("--batch", type=positive, help="sequences a micro-step (default: as in the files)")
     doctor.add_argument("--seq", type=positive, help="tokens a sequence (default: as in the files)")
     doctor.add_argument("--strict", action="store_true", help="exit code 1 for a warning, too")

@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import MissingDependencyError
+from hf_ckpt.spec.files import refuse_unwritable, replacing
+
+PICTURES = (".png", ".svg", ".pdf")
+"""What the path of a picture may end in."""
 
 
 def import_pyplot() -> Any:
@@ -21,9 +25,13 @@ def import_pyplot() -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Save a figure without upper and right spines, and close it; folders are made as needed."""
+    """Save a figure without upper and right spines, whole or not at all, and close it; no folder is made for it.
+
+    Raises `FileError` where it cannot be written.
+    """
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    refuse_unwritable(path, PICTURES)
+    with replacing(path) as beside:
+        figure.savefig(beside, dpi=130, format=path.suffix[1:].lower())
     import_pyplot().close(figure)

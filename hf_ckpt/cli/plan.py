@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.arguments import positive, progress_bar, quiet_libraries
+from hf_ckpt.cli.arguments import attention, memory_budget, memory_size, positive, progress_bar, quiet_libraries
+from hf_ckpt.cli.pictures import PICTURES, import_pyplot
 from hf_ckpt.console import make_console
+from hf_ckpt.prediction.choices import DTYPE_NAMES, OPTIMIZERS
 from hf_ckpt.prediction.devices import DEVICES
+from hf_ckpt.spec.files import refuse_unwritable
+from hf_ckpt.spec.plan import SUFFIXES
 from hf_ckpt.units import format_bytes, format_ratio, format_seconds
 
 if TYPE_CHECKING:
@@ -25,22 +29,33 @@ MODEL_HELP = "preset (llama-3.1-8b, gpt2-xl, bert-large, t5-3b, ...), folder, hu
 """Help for an argument that names a model whose weights are not needed."""
 
 
-def add_workload_options(parser: argparse.ArgumentParser, *, batch: int, tokens: int, optimizers: str) -> None:
+def add_workload_options(
+    parser: argparse.ArgumentParser, *, batch: int, tokens: int, optimizers: Iterable[str]
+) -> None:
     """Add the options that describe a training, from which `workload_of` makes a `Workload`.
 
-    `batch` and `tokens` are the defaults of `--batch` and `--seq`; `optimizers` is the help of `--optimizer`.
+    `batch` and `tokens` are the defaults of `--batch` and `--seq`; `optimizers` are the values of `--optimizer`.
     """
     parser.add_argument("--batch", type=positive, default=batch, help=f"sequences a micro-step (default {batch})")
     parser.add_argument("--seq", type=positive, default=tokens, help=f"tokens a sequence (default {tokens})")
     parser.add_argument("--target-seq", type=positive, help="tokens a target sequence, for T5 (default: as --seq)")
     parser.add_argument("--lora", type=positive, metavar="R", help="rank of adapters on every linear layer")
-    parser.add_argument("--dtype", default="bfloat16", help="of the weights: bfloat16 (default), float16 or float32")
-    parser.add_argument("--autocast", metavar="DTYPE", help="type that autocast computes in")
-    parser.add_argument("--optimizer", default="adamw", help=optimizers)
+    add_choice(parser, "--dtype", DTYPE_NAMES, "of the weights", default="bfloat16")
+    add_choice(parser, "--autocast", DTYPE_NAMES, "type that autocast computes in")
+    add_choice(parser, "--optimizer", optimizers, "", default="adamw")
     parser.add_argument("--accum", type=positive, default=1, help="micro-steps a step (default 1)")
-    parser.add_argument("--attention", default="sdpa", help="attention implementation (default sdpa)")
+    parser.add_argument("--attention", type=attention, default="sdpa", help="attention implementation (default sdpa)")
     parser.add_argument("--padded", action="store_true", help="sequences are padded, so attention gets a mask")
     parser.add_argument("--architecture", help="class of the model, in place of its config's")
+
+
+def add_choice(
+    parser: argparse.ArgumentParser, name: str, choices: Iterable[str], words: str, default: str | None = None
+) -> None:
+    """Add an option that takes one of some names, which its help lists after `words`."""
+    listed = ", ".join(f"{choice} (default)" if choice == default else choice for choice in choices)
+    help_text = f"{words}: {listed}" if words else listed
+    parser.add_argument(name, choices=tuple(choices), default=default, metavar="NAME", help=help_text)
 
 
 def add(verbs: Any) -> None:
@@ -53,10 +68,16 @@ def add(verbs: Any) -> None:
         epilog="example: hf-ckpt plan llama-3.1-8b --batch 2 --seq 4096 --lora 16 --device 4090 --budget 22GiB",
     )
     plan.add_argument("model", help=MODEL_HELP)
-    add_workload_options(plan, batch=1, tokens=512, optimizers="adamw (default), adamw8bit, sgd, momentum, lion")
-    plan.add_argument("--device", help=f"{', '.join(DEVICES)} (default: this machine's)")
-    plan.add_argument("--budget", help="peak allowed: 20GiB, or 80%% of the device (default: 90%% of the device)")
-    plan.add_argument("--host-budget", help="host memory that the plan may offload to (default: none)")
+    add_workload_options(plan, batch=1, tokens=512, optimizers=OPTIMIZERS)
+    add_choice(plan, "--device", DEVICES, "assumed in place of this machine's")
+    plan.add_argument(
+        "--budget",
+        type=memory_budget,
+        help="peak allowed: 20GiB, or 80%% or 0.8 of the device (default: 90%% of the device)",
+    )
+    plan.add_argument(
+        "--host-budget", type=memory_size, help="host memory that the plan may offload to (default: none)"
+    )
     plan.add_argument(
         "--head", type=_head, default="full", help="auto: the plan may take the head in chunks; or tokens a chunk"
     )
@@ -77,6 +98,11 @@ def _head(text: str) -> int | str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and what it is predicted to cost, save and draw it where that is asked, and return 0."""
+    if arguments.out is not None:
+        refuse_unwritable(arguments.out, SUFFIXES)
+    if arguments.png is not None:
+        refuse_unwritable(arguments.png, PICTURES)
+        import_pyplot()
     quiet_libraries()
     from hf_ckpt.cli.plan_picture import save_forecast_picture
     from hf_ckpt.planner.forecast import Request, forecast
@@ -99,9 +125,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found.to_dict(), indent=1))
     else:
         print_forecast(found, console)
-    if arguments.out:
+    if arguments.out is not None:
         found.plan.save(arguments.out)
-    if arguments.png:
+    if arguments.png is not None:
         save_forecast_picture(found, arguments.png)
     return 0
 

@@ -39,6 +39,13 @@ def is_capturing() -> bool:
     return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
+def transforms() -> set[str]:
+    """Return the transforms of torch.func that are active: `grad`, `jvp`, which is forward-mode AD, too, and `vmap`."""
+    names = {level.key().name.lower() for level in torch._C._functorch.get_interpreter_stack() or ()}
+    forward_mode = {"jvp"} if torch.autograd.forward_ad._current_level >= 0 else set()
+    return names & {"grad", "jvp", "vmap"} | forward_mode
+
+
 def accelerator_type() -> str | None:
     """Return the type of the accelerator in use (`cuda`, `xpu`, `mps`, ...); None on a machine without one."""
     if hasattr(torch, "accelerator"):

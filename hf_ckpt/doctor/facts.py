@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_ckpt import errors
 from hf_ckpt.errors import HfCkptError, SpecError
 from hf_ckpt.prediction.devices import Device, device_named
-from hf_ckpt.spec.files import load_yaml
+from hf_ckpt.spec.files import read_values
 from hf_ckpt.spec.spec import Spec
 
 SEVERITIES = ("error", "warning", "note")
@@ -328,17 +329,17 @@ def _read(path: str, kind: str | None, problems: list[str]) -> ConfigFile | None
     """Read a file, whose kind is recognised where it is None. Where that fails, add to `problems` and return None."""
     try:
         values = _load(Path(path))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        problems.append(f"cannot read {path!r}: {reason}.")
+    except ValueError as error:
+        problems.append(f"cannot read {path!r}: {error}.")
         return None
     kind = kind or _kind(values)
     if kind == MODEL:
         problems.append(f"{path!r} is a model's config; give it as `--model {path}`.")
     elif kind is None:
+        keys = ", ".join(errors.shown(key, 60, quoted=False) for key in list(values)[:6])
         problems.append(
             f"{path!r} is no config that doctor knows by its keys: {', '.join((TRAINING, ACCELERATE, DEEPSPEED))} or "
-            f"{ADAPTER}. Its keys are {', '.join(list(values)[:6]) or '(none)'}."
+            f"{ADAPTER}. Its keys are {keys or '(none)'}."
         )
     else:
         return ConfigFile(path, kind, values)
@@ -346,15 +347,8 @@ def _read(path: str, kind: str | None, problems: list[str]) -> ConfigFile | None
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON or YAML file. Raises `OSError` or `ValueError` where there is none."""
-    text = path.read_bytes().decode("utf-8")
-    as_json = path.suffix.lower() == ".json"
-    try:
-        loaded = json.loads(text) if as_json else load_yaml(text)
-    except RecursionError:
-        raise ValueError(f"it is nested more than {_DEEPEST} levels deep") from None
-    except ValueError as error:
-        raise ValueError(f"not valid {'JSON' if as_json else 'YAML'}: {error}") from error
+    """Return the mapping in a JSON or YAML file. Raises `ValueError` where there is none."""
+    loaded = read_values(path)
     if not isinstance(loaded, Mapping):
         found = "empty" if loaded is None else f"{type(loaded).__name__} instead"
         raise ValueError(f"it must hold a mapping of keys, but is {found}")
@@ -363,8 +357,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Return a value with text for all keys in it. Raises `ValueError` where it is nested too deep, or holds itself
-    (as YAML allows)."""
+    """Return a value with text for all keys in it. Raises `ValueError` where it is nested too deep."""
     if depth > _DEEPEST:
         raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
     if isinstance(value, Mapping):
@@ -505,8 +498,7 @@ def key_of(setting: Setting) -> str:
 
 def shown(value: Any) -> str:
     """Return a value as text of at most 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return errors.shown(value, 60)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -42,6 +42,8 @@ class Region:
     """Makes a context that is entered around every recomputation; set by measurements, else None."""
     runs_block_again: bool = True
     """Whether backward runs the block's own forward again."""
+    transforms: frozenset[str] = frozenset({"jvp", "vmap"})
+    """Transforms of torch.func that the forward works under; `grad` allows no hooks on saved tensors."""
     moved_bytes: int = 0
     """Bytes that the last forward moved to host memory."""
     dropped: Mapping[str, int] = {}

@@ -19,6 +19,7 @@ from hf_ckpt.planner.alternatives import Alternative, frontier, further_options,
 from hf_ckpt.planner.budgets import costs_behind, peak_of_least, plan_within
 from hf_ckpt.planner.options import cost_options, transformers_costs
 from hf_ckpt.prediction.batches import sizes_of_batch, step_of_workload
+from hf_ckpt.prediction.choices import MOST_TOKENS
 from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.devices import Device, device_named
 from hf_ckpt.prediction.machine import this_device
@@ -28,7 +29,7 @@ from hf_ckpt.prediction.timings import ShallowModels, depths_of, measured
 from hf_ckpt.prediction.trace import Step, chunked_head, trace_costs
 from hf_ckpt.prediction.workload import Workload, skeleton_of_workload
 from hf_ckpt.spec.plan import Plan
-from hf_ckpt.units import parse_bytes, parse_fraction
+from hf_ckpt.units import budget_bytes, format_bytes, parse_bytes
 
 Progress = Callable[[str], None]
 """Called with a few words before everything that takes a while."""
@@ -37,6 +38,7 @@ DEFAULT_SHARE = 0.9
 _UNITS = {"batch": "sequences", "tokens": "tokens"}
 MOST = 2**20
 """Most sequences or tokens that are tried in search of the largest that fit."""
+_MOST_BYTES = 2**60  # of weights and what belongs to them; the solver adds in numbers of 64 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +47,8 @@ class Request:
 
     device: str | None = None
     """Name of a row of the device table; None for this machine's."""
-    budget: str | None = None
-    """The peak that is allowed, as "20GiB" or as a share of the device, "80%"; None for `DEFAULT_SHARE`."""
+    budget: float | str | None = None
+    """The peak that is allowed, as `Spec.budget`; None for `DEFAULT_SHARE`."""
     frontier: bool = False
     """Also find the fastest plans for other budgets."""
     max_batch: bool = False
@@ -123,7 +125,7 @@ def predict(
     batch: int | Mapping[str, Any] = 1,
     *,
     device: str | None = None,
-    budget: str | None = None,
+    budget: float | str | None = None,
     head: int | str = "full",
     host_budget: str | None = None,
     frontier: bool = False,
@@ -141,7 +143,7 @@ def predict(
         batch: sequences of a micro-step, or one batch of the training: keyword arguments of the forward, of which only
             the shapes ([sequences, tokens] of `input_ids` and `labels`) and the attention mask count.
         device: a row of the device table; by default this machine's.
-        budget: the peak that is allowed, as "20GiB", or as a share of the device ("80%"); by default 90 %.
+        budget: the peak that is allowed, as "20GiB", or as a share of the device ("80%" or 0.8); by default 90 %.
         head: as `Spec.head`: `auto` lets the plan run the head in chunks.
         host_budget: host memory that offloading may use, as "64GiB"; None for no offloading.
         frontier: whether to also find the fastest plans for budgets from the lowest peak to that of no checkpointing.
@@ -229,7 +231,14 @@ class _Forecaster:
 
     def _costs(self, workload: Workload, what: str) -> Costs:
         self.tell(what)
-        return trace_costs(self.skeleton, step_of_workload(workload, self.skeleton), self.device)
+        costs = trace_costs(self.skeleton, step_of_workload(workload, self.skeleton), self.device)
+        static = costs.static.always + costs.static.gradients + costs.static.step_bytes
+        if static > _MOST_BYTES:
+            raise HfCkptError(
+                f"{workload.model} cannot be planned for: its weights, gradients and optimizer state are "
+                f"{format_bytes(static)}. Are the numbers in its config right?"
+            )
+        return costs
 
     def _candidates(self, costs: Costs, workload: Workload) -> tuple[Costs, ...]:
         step = step_of_workload(workload, self.skeleton)
@@ -259,6 +268,9 @@ class _Forecaster:
     def _largest(self, name: str) -> int:
         """The largest `batch` or `tokens` that fits into the budget, 0 where none does."""
         most = (learned_positions(self.skeleton.base.config) or MOST) if name == "tokens" else MOST
+        asked = self.workload
+        beside = asked.batch if name == "tokens" else max(asked.tokens, asked.target_tokens or 0)
+        most = min(most, MOST_TOKENS // beside)
         start = getattr(self.workload, name)
         return largest(lambda number: self._peak_with(name, number), self.budget, start, most)
 
@@ -276,15 +288,12 @@ class _Forecaster:
             return plan_within(candidates, self.budget, self.device.name, hints)
 
 
-def _budget_bytes(text: str | None, device: Device) -> int:
-    """A budget that is given as bytes, as a share of the device, or not at all."""
-    if text is not None and not text.strip().endswith("%"):
-        return parse_bytes(text)
-    share = DEFAULT_SHARE if text is None else parse_fraction(text)
+def _budget_bytes(given: float | str | None, device: Device) -> int:
+    """Return a budget that is given as bytes, as a share of the device, or not at all, in bytes."""
     memory = device.memory_bytes
     if memory is None:  # a CPU
         memory = device_memory(0).total_bytes
-    return int(share * memory)
+    return budget_bytes(DEFAULT_SHARE if given is None else given, memory)
 
 
 def _further(

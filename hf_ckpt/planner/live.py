@@ -34,7 +34,7 @@ from hf_ckpt.prediction.trace import Step, trace_costs
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Plan, Prediction
 from hf_ckpt.spec.spec import Spec
-from hf_ckpt.units import format_bytes, format_seconds, parse_bytes, parse_fraction
+from hf_ckpt.units import budget_bytes, format_bytes, format_seconds, parse_bytes
 
 log = logging.getLogger(__name__)
 
@@ -226,13 +226,8 @@ def limit_bytes(spec: Spec, memory: DeviceMemory) -> int:
     """
     if spec.policy == "auto":
         return memory.available_bytes - round(MARGIN * memory.total_bytes)
-    budget = spec.budget
-    if isinstance(budget, float):
-        return round(budget * memory.total_bytes)
-    if isinstance(budget, str) and budget.strip().endswith("%"):
-        return round(parse_fraction(budget) * memory.total_bytes)
-    assert budget is not None, "a spec without a budget is refused when it is read"
-    return parse_bytes(budget)
+    assert spec.budget is not None, "a spec without a budget is refused when it is read"
+    return budget_bytes(spec.budget, memory.total_bytes)
 
 
 def _trace(

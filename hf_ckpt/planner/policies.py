@@ -135,14 +135,14 @@ def _select(text: str, stack: str | None, stacks: Stacks, where: str, problems: 
         blocks = stacks[name]
         for first, last in parse_layers(text):
             low, high = (index + len(blocks) if index < 0 else index for index in (first, last))
+            shown = str(first) if first == last else f"{first}-{'' if last == -1 else last}"
             if not (0 <= low < len(blocks) and 0 <= high < len(blocks)):
-                shown = first if first == last else f"{first}-{last}"
                 problems.append(
                     f"{where} names {shown}, but stack {name!r} has blocks 0 to {len(blocks) - 1} "
                     f"(or -{len(blocks)} to -1)."
                 )
             elif low > high:
-                problems.append(f"{where} names {first}-{last}, which matches no block of stack {name!r}.")
+                problems.append(f"{where} names {shown}, which matches no block of stack {name!r}.")
             else:
                 chosen += blocks[low : high + 1]
     return chosen

@@ -19,6 +19,7 @@ from hf_ckpt.prediction.workload import DTYPES, Workload
 def batch_for(model: nn.Module, sizes: Mapping[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
     """Zeros in the shapes that `model` trains on: input ids and attention mask, and labels where it takes them.
 
+    They are for tracing: all elements of a tensor are one and the same in memory, so that no size is too large.
     Shapes are [sequences, tokens]; labels of classifiers are [sequences], and a model for multiple choice gets one
     choice: [sequences, 1, tokens].
 
@@ -28,16 +29,17 @@ def batch_for(model: nn.Module, sizes: Mapping[str, tuple[int, int]]) -> dict[st
     """
     base = base_model(model)
     first = next(iter(sizes.values()))
-    found = {name: torch.zeros(first, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+    zero = torch.zeros((), dtype=torch.long)
+    found = {name: zero.expand(first) for name in ("input_ids", "attention_mask")}
     last = sizes["decoder"] if len(sizes) > 1 and "decoder" in sizes else first
     name = type(base).__name__
     per_sequence = name.endswith(("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction"))
     if name.endswith("ForMultipleChoice"):  # one choice for every sequence
         found = {key: value[:, None] for key, value in found.items()}
     if _takes_labels(base):
-        found["labels"] = torch.zeros(last[0] if per_sequence else last, dtype=torch.long)
+        found["labels"] = zero.expand(last[:1] if per_sequence else last)
     elif len(sizes) > 1:
-        found["decoder_input_ids"] = torch.zeros(last, dtype=torch.long)
+        found["decoder_input_ids"] = zero.expand(last)
     return found
 
 

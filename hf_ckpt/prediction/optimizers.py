@@ -7,6 +7,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.errors import HfCkptError
+from hf_ckpt.prediction.choices import OPTIMIZERS
 from hf_ckpt.prediction.skeleton import Weights
 from hf_ckpt.prediction.workload import Workload
 
@@ -22,8 +23,6 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(tensor.nbytes for tensor in found if tensor.device.type == here)
 
 
-_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "lion": 1, "adamw8bit": 2}
-"""Name of an optimizer -> how many tensors of a parameter's size it keeps for the parameter."""
 _BLOCK_8BIT, _SMALL_8BIT = 256, 4096
 """Elements that share a scale in bitsandbytes' 8-bit state, and below how many a parameter's state is float32."""
 
@@ -35,7 +34,7 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
         return "momentum" if any(group.get("momentum") for group in optimizer.param_groups) else "sgd"
     if "8bit" in name:
         return "adamw8bit"
-    return name if name in _STATES else "adamw"
+    return name if name in OPTIMIZERS else "adamw"
 
 
 def optimizer_state(weights: Weights, name: str) -> int:
@@ -46,9 +45,9 @@ def optimizer_state(weights: Weights, name: str) -> int:
 
     Raises `HfCkptError` for a name that is not known.
     """
-    if name not in _STATES:
-        raise HfCkptError(f"optimizer must be one of {', '.join(_STATES)}, but is {name!r} instead.")
-    states, total = _STATES[name], 0
+    if name not in OPTIMIZERS:
+        raise HfCkptError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, but is {name!r} instead.")
+    states, total = OPTIMIZERS[name], 0
     for elements, size, trainable in weights.tensors:
         if trainable and name == "adamw8bit":
             small = elements < _SMALL_8BIT

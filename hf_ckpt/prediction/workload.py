@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,15 @@ import torch
 import transformers
 from torch import nn
 
+from hf_ckpt import compat
 from hf_ckpt.compat.peft import add_lora
-from hf_ckpt.errors import HfCkptError
+from hf_ckpt.errors import HfCkptError, reason_of, shown
 from hf_ckpt.models.families import learned_positions
+from hf_ckpt.prediction.choices import DTYPE_NAMES, MOST_TOKENS
 from hf_ckpt.prediction.skeleton import Skeleton, at_depth, skeleton_from_config
+from hf_ckpt.spec.files import read_values
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 """Names of the types that weights and autocast may have."""
 _PACKAGE = Path(__file__).parent.parent
 _PRESETS = (_PACKAGE / "presets", _PACKAGE.parent / "configs" / "models")
@@ -30,7 +32,8 @@ _PRESETS = (_PACKAGE / "presets", _PACKAGE.parent / "configs" / "models")
 class Workload:
     """What is trained: a model, its batch, adapters, types and optimizer.
 
-    Raises `HfCkptError` for a number below 1 and for a type that is not in `DTYPES`.
+    Raises `HfCkptError` for a number below 1, for a type that is not in `DTYPES`, and for more than `MOST_TOKENS` in a
+    micro-step.
     """
 
     model: str
@@ -66,6 +69,9 @@ class Workload:
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise HfCkptError(f"{name} must be at least 1, but is {number} instead.")
+        tokens = self.batch * max(self.tokens, self.target_tokens or 0)
+        if tokens > MOST_TOKENS:
+            raise HfCkptError(f"a micro-step may have {MOST_TOKENS} tokens at most, but has {tokens}.")
 
 
 def presets() -> dict[str, Path]:
@@ -81,15 +87,17 @@ def load_config(name: str) -> Any:
     """
     path = presets().get(name, Path(name))
     try:
-        if path.is_file():
-            keys = json.loads(path.read_text(encoding="utf-8"))
+        if path.exists() and not path.is_dir():
+            keys = read_values(path)
             if not isinstance(keys, dict):
                 raise ValueError(f"it is no mapping of keys, but {type(keys).__name__}")
+            if not isinstance(keys.get("model_type"), str):
+                raise ValueError("it names no `model_type`")
             return transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
         return transformers.AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # configs check themselves, and raise errors of all kinds for values that do not fit
         raise HfCkptError(
-            f"cannot read a model's config from {name!r}: {str(error).splitlines()[0]}\nGive a folder, a config.json, "
+            f"cannot read a model's config from {shown(name)}: {reason_of(error)}.\nGive a folder, a config.json, "
             f"a hub id, or one of {', '.join(presets())}."
         ) from error
 
@@ -133,9 +141,11 @@ def _adapter(workload: Workload) -> Callable[[nn.Module], nn.Module] | None:
 
 def _maker(config: Any, workload: Workload) -> Callable[[Any], nn.Module]:
     """What makes a model of the workload's class from a config."""
-    names = [workload.architecture] if workload.architecture else getattr(config, "architectures", None) or []
-    model_class = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
-    if workload.architecture and not hasattr(model_class, "_from_config"):
+    names = [workload.architecture] if workload.architecture else getattr(config, "architectures", None)
+    names = names if isinstance(names, (list, tuple)) else ()
+    classes = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
+    model_class = next((found for found in classes if hasattr(found, "_from_config")), None)
+    if workload.architecture and model_class is None:
         raise HfCkptError(f"transformers has no model class {workload.architecture!r}.")
     return functools.partial(_make, model_class or transformers.AutoModelForCausalLM, workload)
 
@@ -150,9 +160,11 @@ def _make(model_class: Any, workload: Workload, config: Any) -> nn.Module:
             if workload.attention != "sdpa" or "attention" not in str(error):
                 raise
             model = build(copy.deepcopy(config), dtype=dtype)  # T5 has only its own attention before transformers 5
-    except (ValueError, ImportError, AttributeError) as error:
+    except Exception as error:  # models take values from configs unchecked: any error may come of them
+        if compat.is_out_of_memory(error):
+            raise
         made_as = f" as {workload.architecture}" if workload.architecture else ""
-        raise HfCkptError(f"{workload.model} cannot be made{made_as}: {error}") from error
+        raise HfCkptError(f"{workload.model} cannot be made{made_as} from its config: {reason_of(error)}.") from error
     return model
 
 

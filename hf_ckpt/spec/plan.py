@@ -9,16 +9,27 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.errors import PlanMismatchError
+from hf_ckpt.errors import FileError, PlanMismatchError, shown
 from hf_ckpt.spec.actions import ACTIONS, SAVE_CLASSES, Action
-from hf_ckpt.spec.files import load_yaml
+from hf_ckpt.spec.files import (
+    LARGEST_BYTES,
+    LARGEST_YAML_BYTES,
+    YAML_SUFFIXES,
+    read_values,
+    refuse_unwritable,
+    write_text,
+)
+from hf_ckpt.units import format_bytes
 
 FORMAT_VERSION = 1
 """Version of the format of saved plans, which they carry."""
+SUFFIXES = (".json", *YAML_SUFFIXES)
+"""What the path of a saved plan may end in."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +75,17 @@ class Prediction:
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Prediction:
         """Read the dict that `to_dict` returns. Raises `KeyError`, `TypeError` or `ValueError` for any other."""
-        parts = tuple((str(name), int(size)) for name, size in given["parts"].items())
+        parts = tuple((str(name), _whole(size, f"part {name!r}")) for name, size in given["parts"].items())
+        counts = {name: _whole(given[name], name) for name in ("peak_bytes", "tokens")}
+        if given.get("budget_bytes") is not None:
+            counts["budget_bytes"] = _whole(given["budget_bytes"], "budget_bytes")
+        device, seconds = given.get("device", ""), given["step_seconds"]
+        if not isinstance(device, str):
+            raise ValueError(f"its device must be a text, but is {shown(device)} instead")
         # Converted, because YAML reads 2e-05 as a text.
-        counts = {name: int(given[name]) for name in ("peak_bytes", "tokens")}
-        return cls(**{**given, **counts, "parts": parts, "step_seconds": float(given["step_seconds"])})
+        if isinstance(seconds, bool) or not 0 <= float(seconds) < math.inf:
+            raise ValueError(f"its step_seconds must be a number of seconds, but is {shown(seconds)} instead")
+        return cls(**{**given, **counts, "parts": parts, "step_seconds": float(seconds)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,34 +146,43 @@ class Plan:
 
         Raises `PlanMismatchError` when it is no plan of this format, or is damaged.
         """
-        if not isinstance(given, Mapping) or given.get("hf_ckpt_plan") != FORMAT_VERSION:
-            raise PlanMismatchError(f"{source} is no plan of hf_ckpt (format {FORMAT_VERSION}): {str(given)[:120]!r}")
+        version = given.get("hf_ckpt_plan") if isinstance(given, Mapping) else None
+        if type(version) is not int or version != FORMAT_VERSION:  # True == 1 in Python
+            raise PlanMismatchError(f"{source} is no plan of hf_ckpt (format {FORMAT_VERSION}): {shown(given)}")
         try:
             actions = tuple(_read_rows(given["stacks"]))
             predicted = given.get("prediction")
             prediction = None if predicted is None else Prediction.from_dict(predicted)
             return cls(str(given["family"]), str(given["model"]), actions, prediction, _read_head(given))
-        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise PlanMismatchError(f"{source} is damaged: {error!r}") from error
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
+            raise PlanMismatchError(f"{source} is damaged: {shown(error, 400)}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, or as YAML if the path ends in `.yaml` or `.yml`; folders are made as needed."""
-        path = Path(path)
-        if path.suffix in (".yaml", ".yml"):
+        """Write the plan as JSON (`.json`) or as YAML (`.yaml`, `.yml`), whole or not at all; no folder is made for it.
+
+        Raises `FileError` where it cannot be written, for another suffix, and for a plan that is too large to be read.
+        """
+        refuse_unwritable(path, SUFFIXES)
+        as_yaml = Path(path).suffix.lower() in YAML_SUFFIXES
+        if as_yaml:
             import yaml
 
-            text = yaml.safe_dump(self.to_dict(), sort_keys=False)
+            text, most = yaml.safe_dump(self.to_dict(), sort_keys=False), LARGEST_YAML_BYTES
         else:
-            text = json.dumps(self.to_dict(), indent=1) + "\n"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+            text, most = json.dumps(self.to_dict(), indent=1) + "\n", LARGEST_BYTES
+        if len(text.encode()) > most:
+            kind = "YAML" if as_yaml else "JSON"
+            raise FileError(
+                f"{str(path)!r} is not written: a plan of more than {format_bytes(most)} of {kind} is not read."
+            )
+        write_text(path, text)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a saved plan, JSON or YAML. Raises `PlanMismatchError` when the file cannot be read as a plan."""
         try:
-            loaded = load_yaml(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            loaded = read_values(path)
+        except ValueError as error:
             raise PlanMismatchError(f"cannot read a plan from {str(path)!r}: {error}") from error
         return cls.from_dict(loaded, source=str(path))
 
@@ -193,33 +220,46 @@ def _spans(indices: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+def _whole(value: Any, name: str) -> int:
+    """Return a value if it is a whole number of at least 0. Raises `ValueError` where it is not."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"its {name} must be a whole number of at least 0, but is {shown(value)} instead")
+    return value
+
+
 def _read_head(given: Mapping[str, Any]) -> int | str:
     """Read `Plan.head` from a saved plan. Raises `ValueError` where it is none."""
     head = given.get("head", "full")
     if head not in ("full", "auto") and not (type(head) is int and head >= 1):
-        raise ValueError(f"its head is {head!r}, which is neither a number of tokens nor `auto` nor `full`")
+        raise ValueError(f"its head is {shown(head)}, which is neither a number of tokens nor `auto` nor `full`")
     return head  # type: ignore[no-any-return]
 
 
 def _read_rows(stacks: Mapping[str, list[Mapping[str, Any]]]) -> Iterator[tuple[Block, Action]]:
     """Read `Plan.actions` from a saved plan. Raises `KeyError` or `ValueError` where a row is not as it must be."""
+    seen: set[str] = set()
     for stack, rows in stacks.items():
         for index, row in enumerate(rows):
-            block = Block(name=str(row["block"]), stack=str(stack), index=index, kind=str(row["kind"]))
-            yield block, _read_action(row)
+            name, kind = row["block"], row["kind"]
+            if not (isinstance(name, str) and isinstance(kind, str)):
+                raise ValueError(f"`block` and `kind` must be texts, but are {shown(name)} and {shown(kind)} instead")
+            if name in seen:
+                raise ValueError(f"{shown(name, quoted=False)} is named twice")
+            seen.add(name)
+            yield Block(name=name, stack=str(stack), index=index, kind=kind), _read_action(row)
 
 
 def _read_action(row: Mapping[str, Any]) -> Action:
-    kind, block = row["action"], row["block"]
+    kind, block = row["action"], shown(row["block"], quoted=False)
     if kind not in ACTIONS:
-        raise ValueError(f"{block} has the unknown action {kind!r}")
+        raise ValueError(f"{block} has the unknown action {shown(kind)}")
     segment, moved, save = row.get("segment"), row.get("moved", False), row.get("save", [])
     if segment is not None and type(segment) is not int:
-        raise ValueError(f"{block} has the segment {segment!r}, which must be a number")
+        raise ValueError(f"{block} has the segment {shown(segment)}, which must be a number")
     if type(moved) is not bool:
-        raise ValueError(f"{block} has `moved` {moved!r}, which must be true or false")
+        raise ValueError(f"{block} has `moved` {shown(moved)}, which must be true or false")
     if not isinstance(save, (list, tuple)) or any(name not in SAVE_CLASSES for name in save):
-        raise ValueError(f"{block} saves {save!r}, which must be a list out of {list(SAVE_CLASSES)}")
+        raise ValueError(f"{block} saves {shown(save)}, which must be a list out of {list(SAVE_CLASSES)}")
     for option, given in (("segment", segment is not None), ("moved", moved), ("save", bool(save))):
         if given and option not in ACTIONS[kind].options:
             owners = " or ".join(f"`{record.name}`" for record in ACTIONS.values() if option in record.options)

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_ckpt.errors import shown
 from hf_ckpt.spec.actions import ACTIONS, SAVE_CLASSES
-from hf_ckpt.units import UnitError, parse_bytes, parse_fraction
+from hf_ckpt.units import UnitError, parse_budget, parse_bytes
 
 POLICIES = ("none", "full", *(kind for kind in ACTIONS if kind not in ("keep", "full")), "budget", "auto")
 ENGINES = ("auto", "rebuild", "sac")
@@ -26,7 +27,8 @@ LayerRange = tuple[int, int]
 Layers = str | tuple[tuple[str, str], ...]
 """A choice of blocks like "0-15,-1" for every stack, or (stack, such a choice) pairs."""
 
-_RANGE = re.compile(r"(-?\d+)(?:-(-?\d+))?")
+_MOST_PROBLEMS = 20  # that are told of in one list of rules
+_RANGE = re.compile(r"(-?\d+)(-(-?\d+)?)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,16 +58,16 @@ class Rule:
 def parse_layers(text: str) -> tuple[LayerRange, ...]:
     """Read a choice of blocks: `parse_layers("0-15,-1") == ((0, 15), (-1, -1))`.
 
-    Ranges include both ends, and negative numbers count from the end. Raises `ValueError` where the text is not a list
-    of numbers and ranges.
+    Ranges include both ends, negative numbers count from the end, and "2-" goes to the end. Raises `ValueError` where
+    the text is not a list of numbers and ranges.
     """
     ranges = []
     for part in text.replace(" ", "").split(","):
         match = _RANGE.fullmatch(part)
         if match is None:
-            raise ValueError(f"must be a list like '0-15,-1', but is {text!r} instead")
-        first = int(match.group(1))
-        ranges.append((first, first if match.group(2) is None else int(match.group(2))))
+            raise ValueError(f"must be a list like '0-15,-1', but is {shown(text)} instead")
+        first, until, last = match.groups()
+        ranges.append((int(first), int(last or (-1 if until else first))))
     return tuple(ranges)
 
 
@@ -73,9 +75,10 @@ def unknown_key(key: object, known: Sequence[str] | Mapping[str, Any], reasons: 
     """Return a sentence about a key that is not in `known`: its entry in `reasons`, or the most similar known keys."""
     if reasons and key in reasons:
         return f"`{key}` {reasons[str(key)]}"
-    near = difflib.get_close_matches(str(key), list(known), n=2, cutoff=0.6)
+    name = shown(key, 60, quoted=False)
+    near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
     hint = f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else f"; known: {', '.join(known)}."
-    return f"`{key}` is not a key of the spec{hint}"
+    return f"`{name}` is not a key of the spec{hint}"
 
 
 def one_of(*allowed: object) -> Callable[[Any], Any]:
@@ -85,10 +88,11 @@ def one_of(*allowed: object) -> Callable[[Any], Any]:
         for choice in allowed:
             if value == choice and isinstance(value, bool) == isinstance(choice, bool):
                 return choice
-        near = difflib.get_close_matches(str(value), [str(choice) for choice in allowed], n=1, cutoff=0.6)
-        shown = ", ".join(json.dumps(choice) for choice in allowed)
+        given = shown(value, 60, quoted=False)
+        near = difflib.get_close_matches(given, [str(choice) for choice in allowed], n=1, cutoff=0.6)
+        choices = ", ".join(json.dumps(choice) for choice in allowed)
         raise ValueError(
-            f"must be one of {shown}, but is {value!r} instead{f'; did you mean {near[0]!r}?' if near else ''}"
+            f"must be one of {choices}, but is {shown(value)} instead{f'; did you mean {near[0]!r}?' if near else ''}"
         )
 
     return read
@@ -102,12 +106,12 @@ def _read_reentrant(value: Any) -> bool:
             "must be false, but is True instead: reentrant checkpointing drops gradients of adapters whose input needs "
             "none, ignores keyword inputs and cannot stop a recomputation early"
         )
-    raise ValueError(f"must be false, but is {value!r} instead")
+    raise ValueError(f"must be false, but is {shown(value)} instead")
 
 
 def _read_every(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"must be a whole number of at least 1, but is {value!r} instead")
+        raise ValueError(f"must be a whole number of at least 1, but is {shown(value)} instead")
     return value
 
 
@@ -118,7 +122,7 @@ def _read_layer_text(value: Any) -> str:
     if isinstance(value, (list, tuple)) and value and all(type(index) is int for index in value):
         value = ",".join(str(index) for index in value)
     if not isinstance(value, str):
-        raise ValueError(f"must be a list like '0-15,-1', but is {value!r} instead")
+        raise ValueError(f"must be a list like '0-15,-1', but is {shown(value)} instead")
     parse_layers(value)
     return value.replace(" ", "")
 
@@ -137,7 +141,7 @@ def _read_segments(value: Any) -> int | str | None:
     if value is None or value == "sqrt":
         return value  # type: ignore[no-any-return]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"must be a whole number of at least 1 or 'sqrt', but is {value!r} instead")
+        raise ValueError(f"must be a whole number of at least 1 or 'sqrt', but is {shown(value)} instead")
     return value
 
 
@@ -152,17 +156,13 @@ def _read_size(value: Any) -> int | str | None:
 
 
 def _read_budget(value: Any) -> int | float | str | None:
-    if isinstance(value, float) and not 0 < value <= 1:
-        raise ValueError(f"as a fraction must be above 0 and at most 1, but is {value!r} instead")
-    if isinstance(value, float):
-        return value
-    if isinstance(value, str) and value.strip().endswith("%"):
+    """Read a number of bytes, a share, or a text for either, which is kept as it was written."""
+    if value is not None:
         try:
-            parse_fraction(value)
+            parse_budget(value)
         except UnitError as error:
-            raise ValueError(f"is no share: {error}".rstrip(".")) from None
-        return value
-    return _read_size(value)
+            raise ValueError(f"is no budget: {error}".rstrip(".")) from None
+    return value  # type: ignore[no-any-return]
 
 
 def _read_head(value: Any) -> int | str:
@@ -173,16 +173,21 @@ def _read_head(value: Any) -> int | str:
 
 def _read_save(value: Any) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
-    if not isinstance(names, (list, tuple)) or not names or not set(map(str, names)) <= set(SAVE_CLASSES):
-        raise ValueError(f"must be a list out of {list(SAVE_CLASSES)}, but is {value!r} instead")
+    if not isinstance(names, (list, tuple)) or not names or not all(name in SAVE_CLASSES for name in names):
+        raise ValueError(f"must be a list out of {list(SAVE_CLASSES)}, but is {shown(value)} instead")
     return tuple(name for name in SAVE_CLASSES if name in names)
 
 
 def _read_rules(value: Any) -> tuple[Rule, ...]:
     if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(f"must be a list of mappings with `layers` and `policy`, but is {value!r} instead")
+        raise ValueError(f"must be a list of mappings with `layers` and `policy`, but is {shown(value)} instead")
     problems: list[str] = []
-    rules = [_read_rule(number, rule, problems) for number, rule in enumerate(value)]
+    rules = []
+    for number, rule in enumerate(value):
+        rules.append(_read_rule(number, rule, problems))
+        if len(problems) >= _MOST_PROBLEMS:
+            problems.append("what follows was not read")
+            break
     if problems:
         raise ValueError("; ".join(problem.rstrip(".") for problem in problems))
     return tuple(rule for rule in rules if rule is not None)
@@ -191,7 +196,7 @@ def _read_rules(value: Any) -> tuple[Rule, ...]:
 def _read_rule(number: int, given: Any, problems: list[str]) -> Rule | None:
     """Read the rule in this place of the list. Where that fails, add to `problems` and return None."""
     if not isinstance(given, Mapping):
-        problems.append(f"[{number}] must be a mapping, but is {given!r} instead")
+        problems.append(f"[{number}] must be a mapping, but is {shown(given)} instead")
         return None
     readers: dict[str, Callable[[Any], Any]] = {
         "stack": lambda value: None if value is None else str(value),
@@ -217,7 +222,7 @@ def _read_rule(number: int, given: Any, problems: list[str]) -> Rule | None:
 
 def _read_plan(value: Any) -> str | None:
     if value is not None and (not isinstance(value, (str, Path)) or not str(value)):
-        raise ValueError(f"must be the path of a saved plan, but is {value!r} instead")
+        raise ValueError(f"must be the path of a saved plan, but is {shown(value)} instead")
     return None if value is None else str(value)
 
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.errors import SpecError
+from hf_ckpt.errors import SpecError, shown
 from hf_ckpt.spec.actions import DEFAULT_SAVE
-from hf_ckpt.spec.files import load_yaml
+from hf_ckpt.spec.files import load_yaml, parse_values, read_bytes
 from hf_ckpt.spec.reading import POLICIES, READERS, Layers, Rule, unknown_key
 
 PLANNED_POLICIES = ("budget", "auto")
@@ -26,6 +26,7 @@ SELECTING_KEYS = frozenset(
     {"policy", "save", "every_n_layers", "layers", "segments", "budget", "host_budget", "offload", "rules", "plan"}
 )
 """Keys that say which blocks get which action. An enable call without any of them keeps the plan that is installed."""
+_MOST_UNKNOWN = 10  # unknown keys that an error has a line for
 # Keys that people know from elsewhere -> why they are refused.
 _FOREIGN_KEYS = {
     "context_fn": "is a callable, which TrainingArguments cannot save as JSON; ask for `policy: selective` instead.",
@@ -88,7 +89,9 @@ class Spec:
             return _from_mapping(given, None)
         if isinstance(given, (str, Path)):
             return _from_text(given)
-        raise SpecError([f"a spec must be a dict, a text or a path, but is {type(given).__name__} instead: {given!r}"])
+        raise SpecError(
+            [f"a spec must be a dict, a text or a path, but is {type(given).__name__} instead: {shown(given)}"]
+        )
 
     @property
     def is_planned(self) -> bool:
@@ -147,7 +150,7 @@ def _from_text(given: str | Path) -> Spec:
         try:
             loaded = json.loads(text)
         except (ValueError, RecursionError) as error:  # no JSON, a number of too many digits, or nested too deep
-            raise SpecError([f"not valid JSON ({error}): {text}"]) from error
+            raise SpecError([f"not valid JSON ({error}): {shown(text, quoted=False)}"]) from error
         return _from_mapping(loaded, "the JSON text")
     if isinstance(given, str) and "=" in text and not _is_file(text):
         return _from_words(text)
@@ -165,43 +168,51 @@ def _from_words(text: str) -> Spec:
     words = [word.partition("=") for word in text.split()]
     broken = [key for key, equals, _ in words if not equals]
     if broken:
-        raise SpecError([f"words must look like key=value, but {broken[0]!r} does not"], repr(text))
+        raise SpecError([f"words must look like key=value, but {shown(broken[0])} does not"], shown(text))
     try:
         values = {key: load_yaml(value) for key, _, value in words}
     except ValueError as error:
-        raise SpecError([f"not readable as key=value words: {error}"], repr(text)) from error
-    return _from_mapping(values, repr(text))
+        raise SpecError([f"not readable as key=value words: {error}"], shown(text)) from error
+    return _from_mapping(values, shown(text))
 
 
 def _from_file(path: Path) -> Spec:
     try:
-        content = path.read_bytes()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        hint = f"; a text must be JSON, key=value words, a file, or one of {', '.join(POLICIES)}"
-        raise SpecError([f"cannot read {str(path)!r}: {reason}{hint}"]) from error
-    try:
-        loaded = load_yaml(content.decode("utf-8"))
+        content = read_bytes(path)
     except ValueError as error:
-        raise SpecError([f"not valid YAML: {error}"], str(path)) from error
+        hint = f"; a text must be JSON, key=value words, a file, or one of {', '.join(POLICIES)}"
+        raise SpecError([f"cannot read {shown(str(path))}: {error}{hint}"]) from error
+    try:
+        loaded = parse_values(content, path.suffix)
+    except ValueError as error:
+        raise SpecError([str(error)], str(path)) from error
     return _from_mapping(loaded, str(path))
 
 
 def _from_mapping(given: Any, source: str | None) -> Spec:
     """Read a mapping of keys; `source` says in the error where it came from. Raises `SpecError` with every problem."""
     if not isinstance(given, Mapping):
-        raise SpecError([f"a spec must be a mapping of keys, but is {type(given).__name__} instead: {given!r}"], source)
+        raise SpecError(
+            [f"a spec must be a mapping of keys, but is {type(given).__name__} instead: {shown(given)}"], source
+        )
     problems: list[str] = []
     values: dict[str, Any] = {}
+    unknown = 0
     for key, value in given.items():
         reader = READERS.get(key)
         if reader is None:
-            problems.append(unknown_key(key, READERS, _FOREIGN_KEYS))
+            unknown += 1
+            if unknown <= _MOST_UNKNOWN:
+                problems.append(unknown_key(key, READERS, _FOREIGN_KEYS))
             continue
         try:
             values[key] = reader(value)
         except ValueError as error:
             problems.append(f"`{key}` {error}.")
+        except RecursionError:
+            problems.append(f"`{key}` is nested too deep.")
+    if unknown > _MOST_UNKNOWN:
+        problems.append(f"{unknown - _MOST_UNKNOWN} further keys are not keys of the spec.")
     if "policy" not in given:
         values["policy"] = _implied_policy(values)
     spec = Spec(**{key: value for key, value in values.items() if value is not None})

@@ -42,6 +42,7 @@ from hf_ckpt.measure.memory import PeakMeter, peak_meter
 from hf_ckpt.models.blocks import base_model, find_blocks, head_module
 from hf_ckpt.planner.escalate import tighten
 from hf_ckpt.planner.live import MARGIN, Planned
+from hf_ckpt.spec.files import append_line, replacing
 from hf_ckpt.training.guard import SNAPSHOT_FILE, runs_again
 from hf_ckpt.training.summary import print_training_summary
 from hf_ckpt.units import format_bytes, to_gib
@@ -336,21 +337,28 @@ class MemoryTimeCallback(TrainerCallback):
         """Let the allocator write its snapshot to a file when memory runs out; warn where it cannot."""
 
         def write() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            compat.dump_memory_snapshot(str(path))
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(path) as beside:
+                    compat.dump_memory_snapshot(str(beside))
+            except OSError as error:
+                log.error("out of memory, and the allocator snapshot could not be written: %s", error)
+                return
             log.error("out of memory: allocator snapshot written to %s (view it at pytorch.org/memory_viz).", path)
 
         if not compat.attach_oom_observer(write):
             log.warning("snapshot_on_oom needs CUDA, which is not available: no snapshot will be written.")
 
     def _write(self, args: TrainingArguments, state: TrainerState, row: dict[str, Any]) -> None:
-        """Append a row to the metrics file, on the first rank only."""
+        """Append a row to the metrics file, on the first rank only; warn once where it cannot be written."""
         if not state.is_world_process_zero or args.output_dir is None:
             return
         path = Path(args.output_dir) / METRICS_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            append_line(path, json.dumps(row))
+        except OSError as error:  # no reason to end a training
+            _warn_unwritten(str(error))
 
 
 class _TokenCounter:
@@ -431,6 +439,10 @@ def _warn_head(model: str, percent: int, size: str) -> None:
 
 def _warn_head_in_graph() -> None:
     warn_once(log, "hf_ckpt: the head is not run in chunks, because torch.compile has it in a graph.")
+
+
+def _warn_unwritten(reason: str) -> None:
+    warn_once(log, "hf_ckpt: figures are missing in the metrics file: %s Training goes on.", reason)
 
 
 def _largest(*values: float | None) -> float | None:

@@ -37,6 +37,7 @@ from hf_ckpt.errors import HfCkptError, OutOfPlansError
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.planner.escalate import step_down
 from hf_ckpt.planner.live import BatchShape, prediction_of, watching
+from hf_ckpt.spec.files import replacing, write_text
 from hf_ckpt.spec.plan import Prediction
 from hf_ckpt.training.ranks import FAILED, FINE, GAVE_UP, Ranks
 from hf_ckpt.units import format_bytes
@@ -426,11 +427,12 @@ class OomGuard:
         self.folder.mkdir(parents=True, exist_ok=True)
         whose = f"rank{compat.rank()}_" if compat.rank() else ""
         path = self.folder / (whose + REPORT_FILE)
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(report, indent=1) + "\n")
         if compat.accelerator_type() != "cuda":
             return (path,)
         snapshot = self.folder / (whose + SNAPSHOT_FILE)
-        compat.dump_memory_snapshot(str(snapshot))
+        with replacing(snapshot) as beside:
+            compat.dump_memory_snapshot(str(beside))
         return path, snapshot
 
     # --- agreeing with other ranks ---

@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_ckpt import compat
 from hf_ckpt.cli.arguments import quiet_libraries
+from hf_ckpt.cli.pictures import PICTURES
 from hf_ckpt.errors import HfCkptError
+from hf_ckpt.spec.files import refuse_unwritable
 
-WORKLOAD: dict[str, Any] = {"batch": 4, "tokens": 256, "optimizers": "adamw (default), sgd, momentum"}
+WORKLOAD: dict[str, Any] = {"batch": 4, "tokens": 256, "optimizers": ("adamw", "sgd", "momentum")}
 """What is trained unless asked for otherwise."""
 
 
@@ -34,11 +37,28 @@ def add_only(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """The option that chooses the CPU where there is an accelerator."""
+    devices = tuple(dict.fromkeys(("cpu", compat.accelerator_type() or "cpu")))
+    parser.add_argument(
+        "--device", choices=devices, metavar="NAME", help=f"{' or '.join(devices)} (default: the accelerator, if any)"
+    )
+
+
+def _refuse_unwritable(arguments: argparse.Namespace) -> None:
+    """Raise `FileError` where a file that is asked for cannot be written, before anything is measured for it."""
+    suffixes = {"json": (".json",), "png": PICTURES, "block_png": PICTURES, "markdown": ()}
+    for name, endings in suffixes.items():
+        if getattr(arguments, name, None) is not None:
+            refuse_unwritable(getattr(arguments, name), endings)
+
+
 def call(run: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """Run a benchmark. Returns 0 if all is well, 1 if what it checked does not hold, 2 if it was asked wrongly."""
     arguments = parser.parse_args(argv)
     quiet_libraries()
     try:
+        _refuse_unwritable(arguments)
         return run(arguments)
     except HfCkptError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)

@@ -398,7 +398,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=positive, help="tokens a sequence (default 256)")
     parser.add_argument("--dropout", type=float, help="every dropout probability (default 0)")
     parser.add_argument("--dtype", help="bfloat16 (default), float16 or float32")
-    parser.add_argument("--device", help="cpu or cuda (default: the accelerator, if there is one)")
+    command.add_device(parser)
     parser.add_argument("--repeats", type=positive, help="timed steps of each (default 5)")
     parser.add_argument("--host-rounds", type=int, help="timed steps of each for host time (default 30; 0: none)")
     parser.add_argument("--png", type=Path, help="file for a picture of bytes and time")

@@ -13,21 +13,21 @@ from ways import COMPILED, NONE, OURS
 
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.prediction.workload import Workload
+from hf_ckpt.spec.files import read_values, write_text
 
 
 def read_json(path: Path) -> Any:
     """What lies in a file of figures. Raises `HfCkptError` where there is none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return read_values(path)
+    except ValueError as error:
         raise HfCkptError(f"cannot read figures from {path}: {error}") from error
 
 
 def write_json(path: Path | None, figures: Any) -> None:
-    """Write a file of figures, where one is wanted."""
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    """Write a file of figures, where one is wanted. Raises `FileError` where it cannot be written."""
+    if path is not None:
+        write_text(path, json.dumps(figures, indent=1) + "\n")
 
 
 @dataclasses.dataclass

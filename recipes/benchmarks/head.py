@@ -188,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hidden", type=positive, action="append", help="repeatable (default 512, 1024, 2048)")
     parser.add_argument("--dtype", action="append", help="repeatable (default float32 and bfloat16)")
     parser.add_argument("--chunk", type=_chunk, action="append", help="tokens a chunk; repeatable (default auto)")
-    parser.add_argument("--device", help="cpu or cuda (default: the accelerator, if there is one)")
+    command.add_device(parser)
     parser.add_argument("--repeats", type=positive, help="timed steps of each (default 7)")
     return parser
 

@@ -39,6 +39,7 @@ from hf_ckpt.cli.plan import MODEL_HELP, add_workload_options, workload_of
 from hf_ckpt.console import make_console
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.prediction.workload import Workload
+from hf_ckpt.spec.files import write_text
 
 MINI = ("mini-llama", "mini-gpt2", "mini-bert", "mini-t5")
 """Presets that train on two CPU cores."""
@@ -242,8 +243,7 @@ def _run(arguments: argparse.Namespace) -> int:
             )
     report.print_peers(result, console)
     if arguments.markdown:
-        arguments.markdown.parent.mkdir(parents=True, exist_ok=True)
-        arguments.markdown.write_text(report.peers_as_markdown(result), encoding="utf-8")
+        write_text(arguments.markdown, report.peers_as_markdown(result))
     if arguments.png:
         pictures.save_peers_picture(result, arguments.png)
     return 0 if result.ok else 1

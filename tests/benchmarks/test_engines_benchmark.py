@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import engines
+import head
 import pytest
 import torch
 from engines import (
@@ -83,7 +84,7 @@ def test_a_batch_is_no_part_of_what_blocks_keep():
     "family", [family if family == "llama" else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 )
 def test_every_engine_has_a_row_and_everything_lands_in_the_files(family, tmp_path, capsys):
-    files = [tmp_path / "x" / name for name in ("engines.json", "engines.png", "block.png")]
+    files = [tmp_path / name for name in ("engines.json", "engines.png", "block.png")]
     words = ["--json", str(files[0]), "--png", str(files[1]), "--block-png", str(files[2]), "--host-rounds", "1"]
     assert engines.main(["--family", family, *WORDS, *words]) == 0
     printed = capsys.readouterr().out
@@ -232,3 +233,20 @@ def test_offloading_engines_move_and_give_the_same_gradients(monkeypatch):
 def test_asked_wrongly(words, said, capsys):
     assert engines.main(words) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [engines, head])
+def test_a_device_that_is_not_here_is_refused(script, capsys):
+    with pytest.raises(SystemExit) as ended:
+        script.main(["--device", "foo"])
+    assert ended.value.code == 2
+    assert "--device: invalid choice: 'foo'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--png", "--block-png"])
+def test_files_that_cannot_be_written_are_refused_before_anything_runs(option, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(engines, "bench_engines", None)
+    for name, said in {"no/figures.json": "there is no folder", "figures.txt": "must end in"}.items():
+        path = tmp_path / (name if option == "--json" else name.replace("json", "png"))
+        assert engines.main([option, str(path)]) == 2
+        assert said in capsys.readouterr().err

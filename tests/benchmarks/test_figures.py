@@ -97,8 +97,8 @@ def test_faults_of_our_own_rows(found, fault):
 
 def test_figures_survive_a_file(tmp_path):
     for made, kind, script in ((made_up(), PeerBench, "peers"), (far(), LargestBench, "largest")):
-        write_json(tmp_path / "new" / "figures.json", made.to_dict())
-        again = kind.from_dict(read_json(tmp_path / "new" / "figures.json"))
+        write_json(tmp_path / "figures.json", made.to_dict())
+        again = kind.from_dict(read_json(tmp_path / "figures.json"))
         assert again == made
         assert again.to_dict() == made.to_dict()
         assert "setup" in json.dumps(made.to_dict())  # as files call it that were written before

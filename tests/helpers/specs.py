@@ -16,7 +16,11 @@ from hf_ckpt.spec.spec import Spec
 def layer_text():
     """Choices of layers as texts, like "0-15,-1"."""
     index = st.integers(-9, 99)
-    part = st.one_of(index.map(str), st.tuples(index, index).map(lambda pair: f"{pair[0]}-{pair[1]}"))
+    part = st.one_of(
+        index.map(str),
+        index.map(lambda first: f"{first}-"),
+        st.tuples(index, index).map(lambda pair: f"{pair[0]}-{pair[1]}"),
+    )
     return st.lists(part, min_size=1, max_size=4).map(",".join)
 
 

@@ -45,6 +45,23 @@ def test_parse_fraction():
 
 
 @pytest.mark.parametrize(
+    ("given", "found"),
+    [(0.8, 0.8), ("0.8", 0.8), (" .5 ", 0.5), ("80%", 0.8), ("1.0", 1.0), (1, 1), ("1", 1), ("1.5 KiB", 1536)],
+)
+def test_a_budget_is_bytes_or_a_share(given, found):
+    """Where a spec in YAML or JSON means a share by a number, its text on a command line means the same."""
+    assert units.parse_budget(given) == found
+    assert type(units.parse_budget(given)) is type(found)
+    assert units.budget_bytes(given, 1000) == (found if isinstance(found, int) else found * 1000)
+
+
+@pytest.mark.parametrize("given", ["1.5", 1.5, 0.0, "0.0", "0", "-0.5", float("nan"), "nan", True, None, "0.8%%", "1."])
+def test_what_is_no_budget(given):
+    with pytest.raises(UnitError, match=r"a (size|share) must"):
+        units.parse_budget(given)
+
+
+@pytest.mark.parametrize(
     ("size_bytes", "text"),
     [(None, "-"), (0, "0 B"), (1536, "1.50 KiB"), (20 * 2**30, "20.00 GiB"), (3 * 2**40, "3.00 TiB")],
 )

@@ -90,6 +90,8 @@ def test_rules_beside_a_choice_of_layers_are_exceptions_to_full():
         ("0-15,-1", ((0, 15), (-1, -1))),
         ("-4--1", ((-4, -1),)),
         ("2--1", ((2, -1),)),
+        ("2-", ((2, -1),)),
+        ("0,-3-", ((0, 0), (-3, -1))),
         (" 1 , 2 - 3 ", ((1, 1), (2, 3))),
     ],
 )
@@ -97,7 +99,7 @@ def test_parse_layers(text, ranges):
     assert parse_layers(text) == ranges
 
 
-@pytest.mark.parametrize("text", ["", ",", "1,", "a", "1-", "--1", "1-2-3", "1.5", "0x1", "1;2"])
+@pytest.mark.parametrize("text", ["", ",", "1,", "a", "-", "1--", "--1", "1-2-3", "1.5", "0x1", "1;2"])
 def test_parse_layers_refuses(text):
     with pytest.raises(ValueError, match=r"must be a list like '0-15,-1'"):
         parse_layers(text)
@@ -152,7 +154,7 @@ def test_an_enable_call_takes_only_the_exact_defaults_for_nothing(given_dict):
         ({"every_n_layers": 1.5}, "but is 1.5 instead"),
         ({"every_n_layers": True}, "but is True instead"),
         ({"every_n_layers": "2"}, "but is '2' instead"),
-        ({"layers": "1-"}, "`layers` must be a list like '0-15,-1', but is '1-' instead"),
+        ({"layers": "1--"}, "`layers` must be a list like '0-15,-1', but is '1--' instead"),
         ({"layers": []}, "but is [] instead"),
         ({"layers": [True]}, "but is [True] instead"),
         ({"layers": 1.5}, "but is 1.5 instead"),
@@ -165,9 +167,9 @@ def test_an_enable_call_takes_only_the_exact_defaults_for_nothing(given_dict):
         ({"policy": "budget"}, "`policy: budget` needs `budget`"),
         ({"policy": "full", "budget": "1GiB"}, "`budget` goes with `policy: budget`"),
         ({"budget": 1.5}, "must be above 0 and at most 1, but is 1.5 instead"),
-        ({"budget": "0GiB"}, "`budget` is no size"),
-        ({"budget": "20 bananas"}, "`budget` is no size"),
-        ({"budget": "120%"}, "`budget` is no share"),
+        ({"budget": "0GiB"}, "`budget` is no budget: a size must be positive"),
+        ({"budget": "20 bananas"}, "`budget` is no budget: a size must look like"),
+        ({"budget": "120%"}, "`budget` is no budget: a share must be"),
         ({"budget": 0.5, "layers": "0"}, "chooses the blocks itself; remove layers"),
         ({"policy": "auto", "rules": [{"layers": "0", "policy": "full"}]}, "chooses the blocks itself; remove rules"),
         ({"policy": "none", "layers": "0"}, "`policy: none` leaves every block as it is; remove layers"),

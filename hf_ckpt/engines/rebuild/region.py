@@ -47,6 +47,7 @@ class RebuildRegion(Region):
     """
 
     runs_block_again = False
+    transforms = frozenset()
 
     def __init__(
         self,
