@@ -63,6 +63,11 @@ _ROWS = (
         without="the CPU and the accelerator are asked",
     ),
     PrivateName(
+        ("torch._C._functorch.get_interpreter_stack", "torch.autograd.forward_ad._current_level"),
+        "sees transforms of torch.func and forward-mode AD",
+        without="they are not seen, and may end in an error of torch",
+    ),
+    PrivateName(
         ("torch._C._dynamo.eval_frame._FrameAction", "torch._C._dynamo.eval_frame._FrameExecStrategy"),
         "keeps torch.compile out of a function at no cost for each call (torch 2.8)",
         without="torch.compiler.disable wraps the function",

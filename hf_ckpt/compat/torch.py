@@ -41,8 +41,10 @@ def is_capturing() -> bool:
 
 def transforms() -> set[str]:
     """Return the transforms of torch.func that are active: `grad`, `jvp`, which is forward-mode AD, too, and `vmap`."""
-    names = {level.key().name.lower() for level in torch._C._functorch.get_interpreter_stack() or ()}
-    forward_mode = {"jvp"} if torch.autograd.forward_ad._current_level >= 0 else set()
+    stack = private("torch._C._functorch.get_interpreter_stack")
+    level = private("torch.autograd.forward_ad._current_level")
+    names = {entry.key().name.lower() for entry in stack() or ()} if stack is not None else set()
+    forward_mode = {"jvp"} if level is not None and level >= 0 else set()
     return names & {"grad", "jvp", "vmap"} | forward_mode
 
 

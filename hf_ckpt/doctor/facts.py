@@ -25,7 +25,7 @@ SEVERITIES = ("error", "warning", "note")
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "trl", "bitsandbytes")
 """The packages whose versions are looked up."""
 REQUIRED: dict[str, tuple[str, str | None]] = {
-    "torch": ("2.4", None),
+    "torch": ("2.8", None),
     "transformers": ("4.57.1", "6"),
     "accelerate": ("1.0", None),
 }

@@ -167,6 +167,9 @@ class FakeDevice:
         self.log = []
         self.current = self.main = FakeStream(self.log, "main")
 
+    def is_available(self):
+        return True
+
     def Stream(self, device):
         return FakeStream(self.log, "side")
 

@@ -35,12 +35,16 @@ def regions(model):
 
 @pytest.mark.compat
 def test_what_is_matched_is_counted_by_hand():
-    """LLaMA has seven linear layers a block; eager attention is two products and a softmax, sdpa one operation."""
+    """LLaMA has seven linear layers a block; eager attention is two products and a softmax, sdpa one operation.
+
+    In torch 2.8 the CPU's fused kernel does not take grouped queries, so that sdpa is three operations there, too.
+    """
+    fused = 1 if torch.__version__ >= "2.9" else 3
     for attention, save, wanted in [
         ("eager", ["linear"], 7),
         ("eager", ["attention"], 3),
-        ("sdpa", ["attention"], 1),
-        ("sdpa", ["linear", "attention"], 8),
+        ("sdpa", ["attention"], fused),
+        ("sdpa", ["linear", "attention"], 7 + fused),
     ]:
         model = by_sac({"save": save}, attention=attention)
         for steps in (1, 2):

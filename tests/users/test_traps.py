@@ -193,7 +193,8 @@ TRAPS = {
         engines/test_head_training.py::test_a_copy_of_data_parallel_uses_its_own_weights
     """,
     42: """a full disk or a read-only folder ends the training, and leaves half of a file
-        not yet: metrics and saved plans are written as they are; only the guard's report may fail
+        training/test_callback_files.py::test_a_file_that_cannot_be_written_is_warned_of_once
+        spec/test_files.py::test_a_full_disk_leaves_the_plan_that_was_there
     """,
 }
 """Number -> a line with the symptom, and below it a line for each test, or for what is missing."""

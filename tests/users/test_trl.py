@@ -161,10 +161,11 @@ def test_trl_offloads_what_a_plan_leaves(trl_run, monkeypatch):
 
     def offloading(model):
         make = activation_offloading.get_act_offloading_ctx_manager
-        managers.append(make(model, use_pin_memory=False, use_streams=False, min_offload_size=1))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cpu"))
+            managers.append(make(model, use_pin_memory=False, use_streams=False, min_offload_size=1))
         return managers[-1]
 
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cpu"))
     monkeypatch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
     monkeypatch.setattr(sft_trainer, "get_act_offloading_ctx_manager", offloading)
     reference = trl_run("sft", activation_offloading=True)
