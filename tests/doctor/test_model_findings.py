@@ -143,8 +143,8 @@ CASES = [
     ),
     (
         *("version", "error", "torch"),
-        facts_of(versions={"torch": "2.3.1"}),
-        facts_of(versions={"torch": "2.4.0+cu124"}),
+        facts_of(versions={"torch": "2.7.1"}),
+        facts_of(versions={"torch": "2.8.0+cu128"}),
     ),
     (*("version", "error", "accelerate"), Facts(versions={**VERSIONS, "accelerate": "0.34.2"}), facts_of()),
     (
