@@ -150,6 +150,21 @@ class InPlaceError(HfCkptError, RuntimeError):
         )
 
 
+class ChangedBlockError(HfCkptError, RuntimeError):
+    """A block cannot be run again as it ran forward, because it was changed before backward.
+
+    `block` names it, and `change` says what was changed.
+    """
+
+    def __init__(self, block: str, change: str) -> None:
+        self.block, self.change = block, change
+        super().__init__(
+            f"block {block!r}: {change} between the forward and the backward, which runs the block, or a part of it, "
+            "again and needs it as it was. Run backward first, or leave this block out by a rule "
+            '(`{"layers": ..., "policy": "none"}`).'
+        )
+
+
 class ReplayError(HfCkptError, RuntimeError):
     """A small module that was run again in backward saved another number of tensors than in the forward."""
 
@@ -157,7 +172,7 @@ class ReplayError(HfCkptError, RuntimeError):
         self.block = block
         super().__init__(
             f"block {block!r}: {module} saved {expected} tensors in the forward and {found} when it was run again in "
-            "backward. Its parameters must not be frozen or unfrozen in between, and it must do the same every time."
+            "backward. It must do the same every time."
         )
 
 

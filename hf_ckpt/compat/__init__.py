@@ -19,7 +19,7 @@ from hf_ckpt.compat.ddp import (
     ranks,
     read_notes,
 )
-from hf_ckpt.compat.deepspeed import deepspeed_with_empty_shapes
+from hf_ckpt.compat.deepspeed import counted_by_deepspeed, deepspeed_with_empty_shapes
 from hf_ckpt.compat.fsdp import (
     COMPOSABLE_STATE,
     FOREIGN_OWNER_SEGMENT,
@@ -35,7 +35,7 @@ from hf_ckpt.compat.fsdp import (
     shard_units,
     steps_in_lockstep,
 )
-from hf_ckpt.compat.peft import add_lora
+from hf_ckpt.compat.peft import add_lora, merged_adapters
 from hf_ckpt.compat.torch import (
     SEEN_BY_HOOKS,
     FakeTensorMode,
@@ -70,6 +70,7 @@ from hf_ckpt.compat.torch import (
     transforms,
     tree_leaves,
     tree_map,
+    unseen_by_modes,
     untraced,
     without_torch_function,
 )
@@ -85,11 +86,14 @@ from hf_ckpt.compat.transformers import (
     cached_tokens,
     callback_handler_of,
     checkpoints_beside_blocks,
+    config_of,
     fake_values_count,
     forward_parameters,
     gguf_arguments,
     is_cache,
+    is_implementation,
     makes_inputs_require_gradients,
+    module_of,
     own_checkpointing,
     trainer_class,
     uninitialised,
@@ -129,6 +133,8 @@ __all__ = [
     "checkpoint_frame",
     "checkpoints_beside_blocks",
     "collectives",
+    "config_of",
+    "counted_by_deepspeed",
     "data_parallel",
     "deepspeed_with_empty_shapes",
     "depends_on_values",
@@ -147,6 +153,7 @@ __all__ = [
     "is_compiling",
     "is_distributed",
     "is_fake",
+    "is_implementation",
     "is_out_of_memory",
     "is_replica",
     "is_sharded",
@@ -154,6 +161,8 @@ __all__ = [
     "local",
     "makes_inputs_require_gradients",
     "memory_module",
+    "merged_adapters",
+    "module_of",
     "next_autograd_sequence_number",
     "of_all_ranks",
     "optimizers_of",
@@ -177,6 +186,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "uninitialised",
+    "unseen_by_modes",
     "untraced",
     "wants_use_cache",
     "without_torch_function",

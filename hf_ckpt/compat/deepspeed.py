@@ -1,4 +1,4 @@
-"""What depends on the version of DeepSpeed."""
+"""What depends on the version or private names of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def deepspeed_with_empty_shapes(model: nn.Module) -> str | None:
         return None
     found = importlib.metadata.version("deepspeed")
     return found if Version(found) <= Version(LAST_DEEPSPEED_WITH_EMPTY_SHAPES) else None
+
+
+def counted_by_deepspeed(name: str) -> bool:
+    """Whether an attribute of a module is a count or mark of DeepSpeed's, which changes in forward and backward."""
+    return name.startswith("ds_") or name == "applied_pre_backward_ref_cnt"

@@ -35,6 +35,10 @@ _ROWS = (
     ),
     PrivateName(("torch.utils._pytree",), "finds the tensors in nested inputs and outputs"),
     PrivateName(("torch.utils._python_dispatch",), "sees every operation, to count live bytes and to trace steps"),
+    PrivateName(
+        ("torch.utils._python_dispatch._disable_current_modes",),
+        "hides from selective checkpointing what it does by itself in backward",
+    ),
     PrivateName(("torch._subclasses.fake_tensor",), "runs a model on tensors without values, to predict its memory"),
     PrivateName(("torch._C.DisableTorchFunctionSubclass",), "reads attributes of logits that are not computed yet"),
     PrivateName(("torch.distributed.distributed_c10d._get_default_store",), "leaves notes for other ranks"),
@@ -91,7 +95,6 @@ _ROWS = (
     PrivateName(("OpOverload._schema", "OpOverload._overloadpacket"), "reads what an operation changes in place"),
     PrivateName(
         (
-            "Module._parameters",
             "Module._forward_hooks",
             "Module._forward_pre_hooks",
             "Module._backward_hooks",
@@ -103,6 +106,17 @@ _ROWS = (
             "Module._compiled_call_impl",
         ),
         "sees hooks of others, and leaves them off a copy without weights",
+    ),
+    PrivateName(
+        (
+            "Module._parameters",
+            "Module._buffers",
+            "Module._modules",
+            "Module._forward_hooks_with_kwargs",
+            "Module._forward_pre_hooks_with_kwargs",
+            "Module._forward_hooks_always_called",
+        ),
+        "compares a block with what its forward saw, and puts that back while it is run again",
     ),
     PrivateName(("DataParallel._is_replica",), "knows blocks that run in a thread", without="no module is a replica"),
     PrivateName(

@@ -31,7 +31,7 @@ def is_compiling() -> bool:
 
 def is_replica(module: nn.Module) -> bool:
     """Whether a module is a copy made by `nn.DataParallel`, which runs in a thread beside other copies."""
-    return bool(getattr(module, "_is_replica", False))
+    return bool(vars(module).get("_is_replica", False))
 
 
 def is_capturing() -> bool:
@@ -262,6 +262,12 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 def depends_on_values(error: Exception) -> bool:
     """Whether an error says that something needs the values of fake tensors, which have none."""
     return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+
+
+def unseen_by_modes() -> contextlib.AbstractContextManager[Any]:
+    """Make a context whose operations no dispatch mode sees: selective checkpointing expects those of the forward."""
+    context: contextlib.AbstractContextManager[Any] = private("torch.utils._python_dispatch._disable_current_modes")()
+    return context
 
 
 def is_changed_in_place(error: RuntimeError) -> bool:

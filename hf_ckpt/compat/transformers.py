@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import sys
@@ -41,6 +42,31 @@ Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractCont
 def is_cache(value: object) -> bool:
     """Whether `value` is a key/value cache, which a block that is recomputed would write a second time."""
     return isinstance(value, (Cache, EncoderDecoderCache))
+
+
+def module_of(function: Callable[..., Any]) -> nn.Module | None:
+    """Return the module whose forward `function` is, as a block hands it to its checkpointing function; else None.
+
+    A block hands over `partial(forward, self, ...)`, and before transformers 5.18 `partial(self.__call__, ...)`.
+    """
+    if isinstance(function, functools.partial):
+        first = function.args[0] if function.args else None
+        if isinstance(first, nn.Module):
+            return first
+        function = function.func
+    found = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return found if isinstance(found, nn.Module) else None
+
+
+def config_of(module: nn.Module) -> object | None:
+    """Return the config that a module looks at when it runs, which says how attention is computed; None without one."""
+    config = vars(module).get("config")
+    return config if "_attn_implementation_internal" in getattr(config, "__dict__", ()) else None
+
+
+def is_implementation(name: str, value: Any) -> bool:
+    """Whether an attribute of a config says how attention or experts are computed."""
+    return name.endswith("_implementation_internal")
 
 
 def gguf_arguments() -> dict[str, Any]:

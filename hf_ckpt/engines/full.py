@@ -10,6 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt import compat
+from hf_ckpt.engines.block_settings import Settings
+from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.region import Observer, Region
 from hf_ckpt.errors import GraphCaptureError, InPlaceError
 
@@ -33,6 +35,27 @@ class FullRegion(Region):
         self.observer: Observer | None = None
         self.changes_input: bool | None = None
         """Whether the block changes its hidden states in place; None until a forward has shown it."""
+        self.whole = True
+        """Whether all parameters lie whole on their device throughout a step."""
+        self.settings: Settings | None = None
+        """How the block was set in its last forward; None before the first."""
+
+    def told_of_parameters(self, stay: bool, owner: str) -> None:
+        """Take note of whether parameters lie whole on their device throughout a step (`stay`), to be compared."""
+        self.whole = stay
+
+    def state_for(self, fn: Callable[..., Any]) -> ForwardState | None:
+        """Note the state of the block whose forward `fn` is about to run; None if that is not known.
+
+        A replica of `nn.DataParallel` lives for one forward, so nobody can change it.
+        """
+        block = compat.module_of(fn)
+        if block is None or compat.is_replica(block):
+            return None
+        settings = self.settings
+        if settings is None or not settings.hold(block):
+            settings = self.settings = Settings(block)
+        return ForwardState(self.block, block, settings, self.whole)
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, and save its inputs only.
@@ -97,25 +120,31 @@ class FullRegion(Region):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "observer": None}  # measurements belong to this process
+        # Measurements belong to this process, and settings refer to the modules of this block.
+        return {**vars(self), "observer": None, "settings": None}
 
 
 class _Counted:
-    """A block's forward, whose calls after the first are counted as recomputations."""
+    """A block's forward, whose further calls count as recomputations and run in the state of the first one."""
 
-    __slots__ = ("fn", "ran", "region")
+    __slots__ = ("fn", "ran", "region", "state")
 
     def __init__(self, fn: Callable[..., Any], region: FullRegion) -> None:
         self.fn = fn
         self.region = region
         self.ran = False
+        self.state = region.state_for(fn)
 
     def __call__(self, *args: Any) -> Any:
         if not self.ran:
             self.ran = True
-            return self.fn(*args)
+            output = self.fn(*args)
+            if self.state is not None:
+                self.state.ended()
+            return output
         self.region.recomputed += 1
-        with self.region.observer() if self.region.observer else contextlib.nullcontext():
+        around = self.region.observer() if self.region.observer else contextlib.nullcontext()
+        with around, self.state.again() if self.state is not None else contextlib.nullcontext():
             return self.fn(*args)
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_ckpt import compat
+from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.full import FullRegion, needs_gradient
 from hf_ckpt.engines.host import Group, Lane, Slot, movable
 from hf_ckpt.engines.region import Region, Request
@@ -260,6 +261,10 @@ class OffloadRegion(FullRegion):
             group.close()
             self.moved_bytes = group.moved_bytes
         return output
+
+    def state_for(self, fn: Callable[..., Any]) -> ForwardState | None:
+        """Note the state of the block, as `full` does."""
+        return super().state_for(fn.fn if isinstance(fn, _WithMoved) else fn)
 
     def _open_group(self, args: tuple[Any, ...]) -> Group | None:
         """Make a group for the hidden states; None if they are not to be moved."""

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hf_ckpt import compat
+from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.full import FullRegion, needs_gradient, versions_of
 from hf_ckpt.engines.region import Hook, Region, Request
 from hf_ckpt.errors import HfCkptError
@@ -47,6 +48,7 @@ class SegmentRegion(FullRegion):
                 "block by block (FSDP, ZeRO-3, device maps), so those of the others are away then. Use `policy: full` "
                 "without `segments`."
             )
+        super().told_of_parameters(stay, owner)
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, as a part of its segment.
@@ -130,11 +132,13 @@ class _Made:
 class _Call:
     """One call of a block, as it is to be repeated in backward."""
 
-    def __init__(self, region: SegmentRegion, fn: Callable[..., Any], given: Any) -> None:
+    def __init__(self, region: SegmentRegion, fn: Callable[..., Any], given: Any, state: ForwardState | None) -> None:
         self.region = region
         self.fn = fn
         self.given = given
         """(positional, keyword arguments), with `_Made` in the place of tensors that earlier blocks returned."""
+        self.state = state
+        """The state of the block before the call; None where it is not known."""
         self.random_state: tuple[torch.Tensor, Any] | None = None
         """Random state of the CPU and of the devices before the call; None where it need not be set."""
 
@@ -168,11 +172,13 @@ class _Run:
                 f"block {region.block!r} is not given what block {self.calls[-1].region.block!r} returned, so the two "
                 "cannot be recomputed as one segment. Use `policy: full` without `segments` for this model."
             )
-        call = _Call(region, bare, given if number else ((), given[1]))
+        call = _Call(region, bare, given if number else ((), given[1]), region.state_for(fn))
         if number and region.preserve_rng_state:  # the checkpoint itself has the state before the first block
             call.random_state = torch.get_rng_state(), get_device_states(*args)
         versions = versions_of(args[:1])
         output = fn(*args)
+        if call.state is not None:
+            call.state.ended()
         if not number:  # the others are recomputed from what the ones before return then
             region.refuse_changes(args[:1], versions, output)
         for place, value in enumerate(compat.tree_leaves(output)):
@@ -201,7 +207,8 @@ class _Run:
             region = call.region
             region.recomputed += 1
             positional, keywords = compat.tree_map(fetch, call.given)
-            with region.observer() if region.observer else contextlib.nullcontext():
+            around = region.observer() if region.observer else contextlib.nullcontext()
+            with around, call.state.again() if call.state is not None else contextlib.nullcontext():
                 outputs.append(compat.tree_leaves(call.fn(*(positional if outputs else args), **keywords)))
 
     def close(self) -> None:

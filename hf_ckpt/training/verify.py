@@ -1,4 +1,4 @@
-"""`hf_ckpt.verify`: compare the loss and every gradient with and without a plan, from the same seed.
+"""`hf_ckpt.verify`: compare the loss, every gradient and every buffer with and without a plan, from the same seed.
 
 It also counts recomputations, since equal gradients prove nothing where the plan was not carried out.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,9 +25,10 @@ from hf_ckpt.spec.spec import SpecLike
 Gradients = dict[str, torch.Tensor | None]
 """Name of a trainable parameter -> its gradient, or None where it has none."""
 ROUNDING, ROUNDING_16 = 1e-5, 5e-2
-"""What a gradient may differ by where the head runs in chunks, in float32 and in 16-bit types: the norm of the
-difference over the norm of the gradient. The same sums are taken in another order, and a 16-bit gradient is as far from
-the exact one as that of the plain head is."""
+"""What a gradient may differ by where the head runs in chunks, or because of a cache, in float32 and in 16-bit types.
+
+It is the norm of the difference over the norm of the gradient. The same sums are taken in another order, and a 16-bit
+gradient is as far from the exact one as that of the plain head is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +77,20 @@ class Verification:
     """Calls of the head that ran in chunks."""
     in_graphs: tuple[str, ...] = ()
     """Planned blocks that were called from a graph of torch.compile, where no recomputation is counted."""
+    different_buffers: tuple[str, ...] = ()
+    """Buffers, such as running statistics, that are not bit-equal after the two steps."""
+    cache_difference: float = 0.0
+    """What a key/value cache changes without any plan: the largest difference, measured as `largest_difference`. It is
+    above 0 where the step with the plan, in which no cache is built, equals the step without plan and cache only."""
 
     @property
     def ok(self) -> bool:
         """Whether the plan holds what it promises.
 
-        That is, gradients were compared, they and the loss are equal (with the head in chunks: up to rounding), every
-        planned block was recomputed, and the head ran in chunks if the plan says so.
+        That is, gradients were compared, they, the loss and the buffers are equal (with the head in chunks: up to
+        rounding), every planned block was recomputed, and the head ran in chunks if the plan says so.
         """
-        if self.not_recomputed or not self.parameters:
+        if self.not_recomputed or not self.parameters or self.different_buffers:
             return False
         if self.plan.head == "full":
             return not (self.loss_difference or self.different)
@@ -102,12 +109,18 @@ class Verification:
             + ("equal" if not self.loss_difference else f"differs by {self.loss_difference:.3g}"),
             f"{self.parameters - self.different} of {self.parameters} gradients bit-equal"
             + (f"; first difference: {self.first_difference}" if self.first_difference else ""),
+            *([f"buffers that differ: {', '.join(self.different_buffers)}"] if self.different_buffers else []),
             f"{sum(self.recomputed.values())} recomputations of {len(self.plan.active())} planned blocks",
         ]
         if self.plan.head != "full":
             lines.append(
                 f"head: {self.chunked_heads} calls in chunks; largest difference {self.largest_difference:.2g} of a "
                 f"gradient's norm, allowed {self.allowed_difference:g}"
+            )
+        if self.cache_difference:
+            lines.append(
+                f"a key/value cache alone changes gradients by {self.cache_difference:.2g} of their norm here; "
+                "compared without a cache"
             )
         if self.not_recomputed:
             lines.append(f"planned but not recomputed: {', '.join(self.not_recomputed)}")
@@ -142,40 +155,68 @@ def verify(
         loss_fn: returns a scalar loss from the model's outputs; by default their `loss`.
         seed: seed of both runs.
 
-    Both runs have `use_cache=False`, because some transformers versions choose other kernels with a cache.
+    The batch is run as it is given, so that the model builds its key/value cache by default. With a plan it builds
+    none, and kernels may round otherwise then. If so, the step with the plan is compared with one that has neither plan
+    nor cache, and `cache_difference` says what the cache alone has changed.
     Raises `HfCkptError` when the model is in eval mode or returns no loss, and whatever `install` raises.
     """
     if not model.training:
         raise HfCkptError("the model is in eval mode, where nothing is checkpointed; call model.train() first.")
-    base = base_model(model)
-    inputs = dict(batch) | ({"use_cache": False} if compat.wants_use_cache(base) else {})
-    with _gradients_and_random_state_kept(model), trial(model, spec):
+    with _all_kept(model) as buffers, trial(model, spec):
+        step = functools.partial(_run, model, loss_fn, seed, buffers)
         with paused(model):
-            loss, gradients = _run(model, inputs, loss_fn, seed)
+            plain = cached = step(batch)
         before = describe(model)
-        planned_loss, planned_gradients = _run(model, inputs, loss_fn, seed)
+        planned = step(batch)
         after = describe(model)
+        if _unequal(plain, planned) and "use_cache" not in batch and compat.wants_use_cache(base_model(model)):
+            with paused(model):
+                uncached = step({**batch, "use_cache": False})
+            if _largest(cached, uncached) <= _rounding(cached.gradients.values()):
+                plain = uncached
     # `budget` makes its plan in the second run, and blocks may have had no function before.
     recomputed = {name: count - before.recomputed.get(name, 0) for name, count in after.recomputed.items()}
-    unequal = [name for name in gradients if not _equal(gradients[name], planned_gradients[name])]
-    # A gradient that is 0 but for rounding (as that of a bias of keys) shares no digit with that of another run.
-    least = 0.01 * max((float(found.double().norm()) for found in gradients.values() if found is not None), default=0.0)
+    unequal = _unequal(plain, planned)
     return Verification(
         plan=after.plan,
-        loss=float(loss),
-        loss_difference=0.0 if torch.equal(loss, planned_loss) else abs(float(loss) - float(planned_loss)),
-        parameters=sum(gradient is not None for gradient in gradients.values()),
+        loss=float(plain.loss),
+        loss_difference=0.0 if torch.equal(plain.loss, planned.loss) else abs(float(plain.loss) - float(planned.loss)),
+        parameters=sum(gradient is not None for gradient in plain.gradients.values()),
         different=len(unequal),
-        first_difference=_difference(unequal[0], gradients, planned_gradients) if unequal else None,
+        first_difference=_difference(unequal[0], plain.gradients, planned.gradients) if unequal else None,
         recomputed=recomputed,
         not_recomputed=tuple(name for name, count in recomputed.items() if not count and name not in after.frozen),
-        largest_difference=max(
-            [_gap(loss, planned_loss), *(_gap(gradients[name], planned_gradients[name], least) for name in unequal)]
-        ),
-        allowed_difference=0.0 if after.plan.head == "full" else _rounding(gradients.values()),
+        largest_difference=_largest(plain, planned),
+        allowed_difference=0.0 if after.plan.head == "full" else _rounding(plain.gradients.values()),
         chunked_heads=after.chunked_heads - before.chunked_heads,
         in_graphs=after.in_graphs,
+        different_buffers=tuple(
+            name for name, buffer in plain.buffers.items() if not _equal(buffer, planned.buffers.get(name))
+        ),
+        cache_difference=_largest(cached, plain),
     )
+
+
+class _Step(NamedTuple):
+    """What a step leaves behind."""
+
+    loss: torch.Tensor
+    gradients: Gradients
+    buffers: dict[str, torch.Tensor]
+
+
+def _unequal(one: _Step, other: _Step) -> list[str]:
+    """Return the names of the gradients that are not bit-equal."""
+    return [name for name, gradient in one.gradients.items() if not _equal(gradient, other.gradients[name])]
+
+
+def _largest(one: _Step, other: _Step) -> float:
+    """Return the largest difference of the loss or a gradient, as `_gap` measures it."""
+    # A gradient that is 0 but for rounding (as that of a bias of keys) shares no digit with that of another run.
+    norms = [float(found.double().norm()) for found in one.gradients.values() if found is not None]
+    least = 0.01 * max(norms, default=0.0)
+    gaps = [_gap(one.gradients[name], other.gradients[name], least) for name in _unequal(one, other)]
+    return max([_gap(one.loss, other.loss), *gaps])
 
 
 def _gap(one: torch.Tensor | None, other: torch.Tensor | None, least: float = 0.0) -> float:
@@ -187,15 +228,23 @@ def _gap(one: torch.Tensor | None, other: torch.Tensor | None, least: float = 0.
 
 
 def _rounding(gradients: Iterable[torch.Tensor | None]) -> float:
-    """Return what gradients of these types may differ by where the head runs in chunks."""
+    """Return what gradients of these types may differ by where they are only rounded otherwise."""
     small = any(gradient.dtype.itemsize < 4 for gradient in gradients if gradient is not None)
     return ROUNDING_16 if small or compat.autocast_is_on() else ROUNDING
 
 
 def _run(
-    model: nn.Module, inputs: Mapping[str, Any], loss_fn: Callable[[Any], torch.Tensor] | None, seed: int
-) -> tuple[torch.Tensor, Gradients]:
-    """Run a forward and backward, and return loss and gradients. Raises `HfCkptError` where there is no loss."""
+    model: nn.Module,
+    loss_fn: Callable[[Any], torch.Tensor] | None,
+    seed: int,
+    before: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, Any],
+) -> _Step:
+    """Run a forward and backward, with the buffers as they were `before`.
+
+    Raises `HfCkptError` where there is no loss.
+    """
+    _put_back(model, before)
     torch.manual_seed(seed)
     model.zero_grad(set_to_none=True)
     outputs = model(**inputs)
@@ -204,19 +253,32 @@ def _run(
         raise HfCkptError("the model returned no loss; put `labels` into the batch or pass loss_fn=.")
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return loss.detach(), gradients
+    return _Step(loss.detach(), gradients, {name: buffer.clone() for name, buffer in model.named_buffers()})
+
+
+def _put_back(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+    """Give the buffers of a model the values that they had before."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in before and not _equal(buffer, before[name]):
+                buffer.copy_(before[name])
 
 
 @contextlib.contextmanager
-def _gradients_and_random_state_kept(model: nn.Module) -> Iterator[None]:
-    """Give a model its gradients back, and the process its random state, after the `with` block."""
+def _all_kept(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Give a model its gradients and buffers back, and the process its random state, after the `with` block.
+
+    Yields copies of the buffers.
+    """
     kept = {name: parameter.grad for name, parameter in model.named_parameters()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with compat.forked_random_state():
-            yield
+            yield buffers
     finally:
         for name, parameter in model.named_parameters():
             parameter.grad = kept[name]
+        _put_back(model, buffers)
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -78,11 +78,12 @@ def test_hidden_states_leave_the_device(family, lanes, monkeypatch):
         model = ours(family, {"policy": spec}, layers=6)
         step(model, batch)
         model.zero_grad(set_to_none=True)
+        recomputing.append([])
         with DeviceBytes(model) as live:
+            at_start_of_blocks(model, family, lambda _, live=live: recomputing[-1].append(live.current_bytes))
             outputs = model(**without_cache(model, batch))
             stays.append(live.current_bytes - live.start_bytes)
-            recomputing.append([])
-            at_start_of_blocks(model, family, lambda _, live=live: recomputing[-1].append(live.current_bytes))
+            recomputing[-1].clear()
             outputs.loss.backward()
     hidden = 4 * HIDDEN
     away = [5, 3, 2, 1, 0, 0]  # of 5 that are moved; the block whose hidden states are not is recomputed first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.steps import assert_same, step, without_cache
+from helpers.steps import assert_same, outcome, step, without_cache
 from helpers.toys import (
     SAVES,
     SCALE,
@@ -202,10 +202,20 @@ def test_an_output_changed_before_it_is_handed_over():
         same_steps(run, "bert", save, layers=4)
 
 
-def test_freezing_between_forward_and_backward_is_said():
+def test_what_is_frozen_between_forward_and_backward_runs_again_as_it_was_trained():
+    def run(model):
+        loss = model(**without_cache(model, tiny_batch("llama"))).loss
+        for parameter in model.model.layers[0].input_layernorm.parameters():
+            parameter.requires_grad_(False)
+        loss.backward()
+        return outcome(model, loss)
+
+    same_steps(run)
+
+
+def test_a_module_that_does_something_else_when_it_runs_again_is_said():
     _, model = plain_and_ours()
     loss = model(**without_cache(model, tiny_batch("llama"))).loss
-    for parameter in model.model.layers[0].input_layernorm.parameters():
-        parameter.requires_grad_(False)
+    model.model.layers[0].input_layernorm.forward = torch.sin
     with pytest.raises(ReplayError, match="LlamaRMSNorm saved"):
         loss.backward()

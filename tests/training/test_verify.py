@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
@@ -81,6 +82,48 @@ def test_fails_when_nothing_is_compared():
     assert result  # the head has a gradient; every block is below it, so none must be recomputed
     assert result.parameters == 1
     assert not sum(result.recomputed.values())
+
+
+def test_buffers_are_compared_and_put_back(monkeypatch):
+    model = tiny_model("llama")
+    for block in model.model.layers:
+        block.mlp.act_fn = nn.Sequential(block.mlp.act_fn, nn.BatchNorm1d(16))  # of 16 tokens
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    result = hf_ckpt.verify(model, tiny_batch("llama"))
+    assert result, result
+    assert result.different_buffers == ()
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+    monkeypatch.setattr(full.FullRegion, "state_for", lambda region, fn: None)  # statistics move twice
+    result = hf_ckpt.verify(model, tiny_batch("llama"))
+    assert not result
+    assert not result.different
+    assert len(result.different_buffers) == 4 * 3
+    assert "buffers that differ: model.layers.0.mlp.act_fn.1.running_mean" in str(result)
+
+
+@pytest.mark.compat
+def test_the_cache_that_is_there_by_default_may_round_otherwise_and_no_more():
+    model, factor = tiny_model("llama"), [1.0]
+
+    def with_cache(module, args, kwargs, output):
+        scale = 1.0 if kwargs.get("past_key_values") is None else factor[0]
+        return output[0] * scale, *output[1:]
+
+    model.model.layers[0].self_attn.register_forward_hook(with_cache, with_kwargs=True)
+    result = hf_ckpt.verify(model, tiny_batch("llama"))
+    assert result
+    assert not result.cache_difference
+    factor[0] += 2e-6
+    result = hf_ckpt.verify(model, tiny_batch("llama"))
+    assert result, result
+    assert 0 < result.cache_difference < 1e-5
+    assert "a key/value cache alone changes gradients by" in str(result)
+    factor[0] = 1.5
+    result = hf_ckpt.verify(model, tiny_batch("llama"))
+    assert not result
+    assert result.largest_difference > 1e-3
+    assert not result.cache_difference
+    assert hf_ckpt.verify(model, {**tiny_batch("llama"), "use_cache": False})
 
 
 def test_policy_none_recomputes_nothing_and_holds():

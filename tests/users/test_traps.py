@@ -175,7 +175,9 @@ TRAPS = {
         spec/test_spec.py::test_one_clear_error
     """,
     36: """parameters, adapters or the mode change between forward and backward
-        not yet: `selective` notices changed and frozen parameters, but `full` recomputes with what is there then
+        parity/test_changed_blocks.py::test_a_block_runs_again_as_it_ran_forward
+        parity/test_changed_blocks.py::test_each_change_would_show
+        engines/test_forward_state.py::test_values_that_are_gone_are_a_named_error
     """,
     37: """the trainer computes the loss itself, so the plan is for another program
         not yet: a loss outside the model is planned for as if it were the model's own
@@ -187,7 +189,9 @@ TRAPS = {
         not yet: any cache that holds tokens is refused where a stack gets it, whoever made it
     """,
     40: """running statistics of BatchNorm move twice under `full`
-        not yet: nothing keeps buffers from moving again, and `verify` compares no buffers
+        parity/test_changed_blocks.py::test_a_block_runs_again_as_it_ran_forward
+        engines/test_forward_state.py::test_a_graph_that_is_kept_runs_again_from_the_same_buffers
+        training/test_verify.py::test_buffers_are_compared_and_put_back
     """,
     41: """nn.DataParallel: a replica uses the weights of another device
         engines/test_head_training.py::test_a_copy_of_data_parallel_uses_its_own_weights

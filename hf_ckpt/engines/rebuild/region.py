@@ -81,6 +81,8 @@ class RebuildRegion(Region):
     def told_of_parameters(self, stay: bool, owner: str) -> None:
         """Allow the block to rebuild its input from what earlier blocks keep, if all parameters stay (`stay`)."""
         self.reaches_back = stay
+        if self.fallback is not None:
+            self.fallback.told_of_parameters(stay, owner)
 
     @property
     def recomputed(self) -> int:  # type: ignore[override]

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_ckpt import compat
+from hf_ckpt.engines.forward_state import address_of
 from hf_ckpt.engines.full import changed_by
 from hf_ckpt.engines.rebuild.ops import VIEW, Op
 from hf_ckpt.engines.rebuild.values import (
@@ -87,7 +88,7 @@ def hand_to_first_block(module: nn.Module, args: tuple[Any, ...], output: Any) -
         return
     if running.tape is None and len(args) == 1 and isinstance(output, torch.Tensor) and output.grad_fn is not None:
         work = Work(type(module).__name__)
-        replay = Replay(work, module, Kept(args[0], work.block), args[0], checked=False)
+        replay = Replay(work, module, Kept(args[0], work.block), args[0], checked=False, whole=True)
         _handed[output] = _Handed(output._version, lambda: replay)
 
 
@@ -311,7 +312,7 @@ class Tape:
             if node._sequence_nr() >= self.first:  # nothing from before this block is run again
                 value = self._make(row, node, number)
         elif name == "torch::autograd::AccumulateGrad":
-            value = Kept(node.variable, self.work.block)
+            value = self._parameter(node.variable)
         values[edge] = value
         return value
 
@@ -401,7 +402,7 @@ class Tape:
     def _constant(self, tensor: torch.Tensor) -> Kept | KeptByUser:
         """Return the value of a tensor without a graph, such as a mask or a parameter, which stays."""
         if isinstance(tensor, nn.Parameter):
-            return Kept(tensor, self.work.block)
+            return self._parameter(tensor)
         if self.outer is None:
             return self._stays(tensor, NO_GRAPH)
         # A tensor may be saved, and also be read from a node as an operand: it is given to the user's hooks once.
@@ -410,9 +411,14 @@ class Tape:
             self.constants[key] = self._stays(tensor, NO_GRAPH)
         return self.constants[key]
 
+    def _parameter(self, tensor: torch.Tensor) -> Kept:
+        """Return the value of a parameter that something is rebuilt from, so that its values must stay the same."""
+        return Kept(tensor, self.work.block, address=address_of(tensor) if self.region.reaches_back else 0)
+
     def enter(self, module: nn.Module, tensor: torch.Tensor) -> None:
         """Note that a small module begins, which is given `tensor`."""
-        self.replay = Replay(self.work, module, self.value_of(tensor), tensor)
+        value = self.value_of(tensor)
+        self.replay = Replay(self.work, module, value, tensor, whole=self.region.reaches_back)
 
     def leave(self, output: Any) -> None:
         """Note that the small module has ended with this output, which can be rebuilt from here on."""

@@ -7,7 +7,6 @@ so no reference cycle arises, and a graph that is dropped without a backward fre
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,8 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.errors import HfCkptError, InPlaceError, RebuildError, ReplayError
+from hf_ckpt.engines.forward_state import address_of
+from hf_ckpt.errors import ChangedBlockError, HfCkptError, InPlaceError, RebuildError, ReplayError
 
 NO_GRAPH = "(no graph)"
 """Stands for the name of a node in reports, for tensors that no node made: masks, position tables, statistics."""
@@ -51,13 +51,17 @@ class Kept:
         block: name of the block, for errors.
         copied: whether its storage is another one than the forward used.
         with_graph: whether `tensor` may be held as it is, because its graph leads to nothing but a leaf.
+        address: the address that its values must still have when it is needed; 0 for any.
     """
 
-    __slots__ = ("block", "copied", "tensor", "version")
+    __slots__ = ("address", "block", "copied", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, block: str, *, copied: bool = False, with_graph: bool = False) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, block: str, *, copied: bool = False, with_graph: bool = False, address: int = 0
+    ) -> None:
         self.block = block
         self.copied = copied
+        self.address = address
         self.version = -1 if tensor.is_inference() else tensor._version
         """How often the tensor had been changed in place; -1 where that is not known."""
         self.tensor = tensor if with_graph or tensor.grad_fn is None else tensor.detach()
@@ -79,10 +83,15 @@ class Kept:
         """Note that one of these places has the tensor."""
 
     def value(self) -> torch.Tensor:
-        """Return the tensor. Raises `InPlaceError` if it was changed in place since."""
+        """Return the tensor.
+
+        Raises `InPlaceError` if it was changed in place since, and `ChangedBlockError` if it was given other values.
+        """
         tensor = self.tensor
         if self.version >= 0 and tensor._version != self.version:
             raise InPlaceError(self.block, tuple(tensor.shape), self.version, tensor._version)
+        if self.address and tensor.data_ptr() != self.address:
+            raise ChangedBlockError(self.block, f"a parameter of shape {list(tensor.shape)} was overwritten")
         return tensor
 
 
@@ -243,6 +252,7 @@ class Replay:
         source: the value of its input.
         given: its input in the forward.
         checked: whether the number of tensors that it saves is counted, and must be the same when it runs again.
+        whole: whether its parameters lie whole on their device throughout a step, and so must keep their addresses.
     """
 
     __slots__ = (
@@ -259,7 +269,7 @@ class Replay:
     )
 
     def __init__(
-        self, work: Work, module: nn.Module, source: Value, given: torch.Tensor, *, checked: bool = True
+        self, work: Work, module: nn.Module, source: Value, given: torch.Tensor, *, checked: bool = True, whole: bool
     ) -> None:
         self.work = work
         self.module = module
@@ -275,27 +285,29 @@ class Replay:
         self.inside: list[torch.Tensor | None] = []
         """The same tensors after the module was run again; None for one that was handed out."""
         self.parameters = [
-            (name, parameter, parameter._version)
+            (name, parameter, parameter._version, address_of(parameter) if whole else 0, parameter.requires_grad)
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
-        """(name, parameter, version) of the parameters that the module ran with."""
+        """(name, parameter, version, address or 0, whether it is trained) of those that the module ran with."""
         source.root.expect()
 
     def __call__(self) -> torch.Tensor:
         """Run the module again and fill `inside`. Returns its output without a graph.
 
-        Raises `InPlaceError` if one of its parameters was changed since the forward, and `ReplayError` if it saves
-        another number of tensors than then.
+        Raises `InPlaceError` or `ChangedBlockError` if one of its parameters has other values than in the forward, and
+        `ReplayError` if it saves another number of tensors than then.
         """
         current = self.module._parameters
         run: Callable[..., Any] = self.module.forward
-        for name, parameter, version in self.parameters:
+        for name, parameter, version, address, trained in self.parameters:
             if parameter._version != version:
                 raise InPlaceError(self.work.block, tuple(parameter.shape), version, parameter._version)
-            if current.get(name) is not parameter:  # torch.func.functional_call replaced it in the forward
-                lent: dict[str, torch.Tensor] = {name: parameter for name, parameter, _ in self.parameters}
-                run = functools.partial(torch.func.functional_call, self.module, lent)
+            if address and parameter.data_ptr() != address:
+                raise ChangedBlockError(self.work.block, f"`{name}` of {type(self.module).__name__} was overwritten")
+            # torch.func.functional_call replaced it in the forward, or it was frozen or unfrozen since.
+            if current.get(name) is not parameter or parameter.requires_grad != trained:
+                run = self._with_its_own
         inside: list[torch.Tensor | None] = []
         source = self.source.value().detach().requires_grad_(self.needs_gradient)
         autocast = torch.autocast(*self.autocast) if self.autocast else contextlib.nullcontext()
@@ -311,6 +323,11 @@ class Replay:
             raise ReplayError(self.work.block, type(self.module).__name__, self.saved, len(made))
         self.inside = made
         return output.detach()
+
+    def _with_its_own(self, source: torch.Tensor) -> Any:
+        """Run the module on the parameters of the forward, which are trained or frozen as they were then."""
+        lent = {name: parameter.detach().requires_grad_(trained) for name, parameter, *_, trained in self.parameters}
+        return torch.func.functional_call(self.module, lent, source)
 
     def take(self, index: int) -> torch.Tensor:
         """Hand out the tensor that was saved as number `index` inside; the module is run again if need be."""

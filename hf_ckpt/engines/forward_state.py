@@ -1,0 +1,183 @@
+"""The state in which a block ran forward, so that backward runs it again as it ran then.
+
+Between a forward and its backward a block may be changed: another adapter is set, `eval()` is called, a hook is taken
+off, or `torch.func.functional_call` ends and takes its parameters with it. A `ForwardState` remembers what the
+forward saw. A recomputation looks whether the block is still like that. If not, it runs on the forward's own modes,
+adapters, hooks and tensors, and afterwards the block is as it was found. What cannot be had again, because a parameter
+was overwritten, raises `ChangedBlockError`.
+
+Buffers that a forward changes (running statistics) are copied before it. The recomputation changes copies of them, so
+that statistics move once in each forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hf_ckpt import compat
+from hf_ckpt.engines.block_settings import Settings, lend
+from hf_ckpt.errors import ChangedBlockError
+
+_values = operator.methodcaller("values")
+
+
+class _Copied(NamedTuple):
+    """A buffer that a forward may change."""
+
+    box: dict[str, Any]
+    name: str
+    tensor: torch.Tensor
+    copy: torch.Tensor
+    """Its values before the forward."""
+
+    def differs(self) -> bool:
+        """Whether the buffer has other values now. Its version does not tell: a batch norm does not count it up."""
+        return compat.is_fake(self.tensor) or not torch.equal(self.tensor, self.copy)
+
+
+class ForwardState:
+    """The state of a block before one of its forwards.
+
+    Args:
+        name: qualified name of the block.
+        block: the block.
+        settings: how it is set.
+        whole: whether its parameters lie whole on their device throughout a step. If not, they come and go, and are
+            not compared.
+    """
+
+    __slots__ = ("block", "copies", "marks", "name", "settings", "tensors")
+
+    def __init__(self, name: str, block: nn.Module, settings: Settings, whole: bool) -> None:
+        self.name = name
+        self.block = block
+        self.settings = settings
+        self.tensors = tuple(chain.from_iterable(map(_values, settings.tensors))) if whole else ()
+        self.marks = _marks(self.tensors)
+        self.copies: list[_Copied] = []
+        if settings.buffers:
+            self._copy_buffers()
+
+    def _copy_buffers(self) -> None:
+        changing = self.settings.changing
+        for box, name in self.settings.buffers if changing is None else changing:
+            buffer = box[name]
+            if buffer is not None and not buffer.is_inference():
+                self.copies.append(_Copied(box, name, buffer, buffer.detach().clone()))
+
+    def ended(self) -> None:
+        """Note which buffers the forward has changed, now that it has ended."""
+        settings = self.settings
+        if not settings.buffers:
+            return
+        if settings.changing is None:
+            self.copies = [copied for copied in self.copies if copied.differs()]
+            settings.changing = [(copied.box, copied.name) for copied in self.copies]
+        elif self._overwritten():
+            settings.changing = None  # one more than before: the next forward looks at all of them again
+
+    def again(self) -> contextlib.AbstractContextManager[Any]:
+        """Make the context for running the block again: in it, the block is as it was in the forward.
+
+        Raises `ChangedBlockError`, in the context or when it is entered, for what cannot be had again.
+        """
+        if not self.copies and self.settings.hold(self.block) and self._tensors_hold():
+            return contextlib.nullcontext()
+        return self._put_back()
+
+    def _tensors_hold(self) -> bool:
+        if not self.tensors:
+            return True
+        found = chain.from_iterable(map(_values, self.settings.tensors))
+        return all(map(operator.is_, self.tensors, found)) and self.marks == _marks(self.tensors)
+
+    def _overwritten(self) -> list[torch.Tensor]:
+        """Return the tensors whose values are others than in the forward, as far as they were not copied."""
+        there = [tensor for tensor in self.tensors if tensor is not None]
+        copied = {id(copied.tensor) for copied in self.copies}
+        return [
+            tensor
+            for tensor, before, now in zip(there, self.marks, _marks(self.tensors), strict=True)
+            if before[1:] != now[1:] and id(tensor) not in copied
+        ]
+
+    @contextlib.contextmanager
+    def _put_back(self) -> Iterator[None]:
+        settings = self.settings
+        if settings.merges != [*map(len, settings.merged)]:
+            raise ChangedBlockError(self.name, "adapters were merged into its weights, or taken out of them again")
+        with contextlib.ExitStack() as undo:
+            settings.put_back(self.block, undo)
+            tensors = iter(self.tensors)
+            for names, box in zip(settings.names, settings.tensors, strict=True):
+                wanted = {name: next(tensors) for name in names} if self.tensors else dict(box)
+                with compat.unseen_by_modes():
+                    copies = {copied.name: copied.copy.clone() for copied in self.copies if copied.box is box}
+                lend(box, wanted | copies, undo)
+            there = (tensor for tensor in self.tensors if tensor is not None)
+            for tensor, flag in zip(there, (mark[0] for mark in self.marks), strict=True):
+                if tensor.requires_grad != flag:
+                    undo.callback(tensor.requires_grad_, tensor.requires_grad)
+                    tensor.requires_grad_(flag)
+            overwritten = {id(tensor): "a tensor of it" for tensor in self._overwritten()}
+            if overwritten:
+                undo.enter_context(_Refused(self.name, self.block, overwritten))
+            yield
+
+
+class _Refused(TorchFunctionMode):
+    """Raises `ChangedBlockError` as soon as an operation is given one of some tensors.
+
+    A block may hold tensors that it does not use, such as those of adapters that are not active.
+    """
+
+    def __init__(self, name: str, block: nn.Module, tensors: dict[int, str]) -> None:
+        super().__init__()
+        self.name = name
+        named = chain(block.named_parameters(), block.named_buffers())
+        self.tensors = tensors | {id(tensor): f"`{of}`" for of, tensor in named if id(tensor) in tensors}
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(function, "__name__", "") == "__get__":  # of a type or a shape, or of a tensor, as `.data` is
+            found = function(*args)
+            if not isinstance(found, torch.Tensor):
+                return found
+        for value in compat.tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and id(value) in self.tensors:
+                raise ChangedBlockError(self.name, f"{self.tensors[id(value)]} was overwritten")
+        return function(*args, **(kwargs or {}))
+
+
+def _marks(tensors: tuple[torch.Tensor | None, ...]) -> list[tuple[bool, int, int]]:
+    """Return whether each tensor is trained, how often it was changed in place, and where its values lie.
+
+    The latter two tell whether it was overwritten. Inference tensors do not count changes.
+    """
+    parameter = nn.Parameter
+    try:
+        return [
+            (tensor.requires_grad, tensor._version, tensor.data_ptr() if type(tensor) is parameter else 0)
+            for tensor in tensors
+            if tensor is not None
+        ]
+    except RuntimeError:
+        there = [tensor for tensor in tensors if tensor is not None]
+        return [
+            (tensor.requires_grad, -1 if tensor.is_inference() else tensor._version, address_of(tensor))
+            for tensor in there
+        ]
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return where the values of a parameter lie; 0 for tensors of other types, some of which have no address."""
+    return tensor.data_ptr() if type(tensor) is nn.Parameter else 0
