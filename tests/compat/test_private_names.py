@@ -18,7 +18,13 @@ from hf_ckpt.errors import HfCkptError
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in Path(hf_ckpt.__file__).parent.rglob("*.py")}
 # Private names of others, and operations that are called this.
 NOT_OF_TORCH = {
-    "transformers": {"_attn_implementation", "_from_config", "_output_capturing_hooks_installed"},
+    "transformers": {
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "_implementation_internal",
+        "_from_config",
+        "_output_capturing_hooks_installed",
+    },
     "accelerate": {"_hf_hook", "_old_forward", "_shared_state"},
     "sys": {"_getframe"},
     "hf_ckpt": {"_hf_ckpt", "_hf_ckpt_gathered", "_gradient_checkpointing_func", "_enable", "_disable", "_kwargs"},
