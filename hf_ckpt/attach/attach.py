@@ -21,6 +21,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.hooks import (
+    CacheHook,
     HeadForward,
     MissedHead,
     ModelHook,
@@ -366,10 +367,10 @@ def put_on(base: compat.PreTrainedModel, record: Installation) -> None:
     if record.plan.head != "full":
         _put_on_head(found, record)
     _put_on_parts(found)
+    if record.regions or record.spec.is_planned:  # a plan may come when a cache is made already
+        _put_on_caches(found, record)
     if record.regions:
         _drop_input_gradients(base, record)
-        for owner in {id(owner): owner for owner in found.owners}.values():
-            record.handles.append(owner.register_forward_pre_hook(StackHook(owner), with_kwargs=True))
         for module, hook, when, with_kwargs in hooks_for(record.regions, found):
             if when == "before":
                 record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs))
@@ -378,6 +379,20 @@ def put_on(base: compat.PreTrainedModel, record: Installation) -> None:
             else:
                 record.handles.append(_always_after(module, hook))
     record.enabled = True
+
+
+def _put_on_caches(found: FoundBlocks, record: Installation) -> None:
+    """Keep caches from what runs the stacks, and from the models around it, which may make them."""
+    owners, outermost = set(found.owners), record.outermost
+    for module in found.base.modules():
+        hook: CacheHook | None = None
+        if module in owners and record.regions:
+            hook = StackHook(module, outermost)
+        elif isinstance(module, compat.PreTrainedModel) and not owners.isdisjoint(module.modules()):
+            hook = CacheHook(module, outermost, refuses=bool(record.regions))
+        if hook is not None:
+            record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            record.handles.append(_always_after(module, outermost.leave))
 
 
 def _put_on_batch_hooks(found: FoundBlocks, record: Installation) -> None:
@@ -550,7 +565,7 @@ class BatchHook(ModelHook):
         exchange(base, record, record.spec, plan)
         # torch goes on with the hooks that this module had when its forward began, which are those of the old plan.
         for hook in list(module._forward_pre_hooks.values()):
-            if isinstance(hook, StackHook):
+            if isinstance(hook, CacheHook):
                 args, kwargs = hook(module, args, kwargs) or (args, kwargs)
         return args, kwargs
 

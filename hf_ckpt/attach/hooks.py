@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.record import FUNCTION, HeadCalls, installation
+from hf_ckpt.attach.record import FUNCTION, HeadCalls, Outermost, installation
 from hf_ckpt.engines.head.logits import Logits, chunked, has_dropout
 from hf_ckpt.engines.region import Region
 from hf_ckpt.errors import HfCkptError, TransformError
@@ -32,20 +32,27 @@ def warn_plain_head(model: str, reason: str) -> None:
     warn_once(log, "hf_ckpt: the head of %s is not run in chunks, because %s.", model, reason)
 
 
-class StackHook:
-    """Forward pre-hook of a module that runs a stack.
+class CacheHook:
+    """Forward pre-hook of a model that holds stacks: its training forwards build no cache, for this call only.
 
-    It warns when the plan cannot act because the module is in eval mode. At the first training forward it refuses
-    another owner of checkpointing that came after the plan was enabled, and a DeepSpeed that cannot recompute. It keeps
-    the stack from building a cache in a forward that will be recomputed, for this call only: the config keeps what the
-    user wrote.
+    Blocks that are recomputed would write into a cache twice. The config keeps what the user wrote.
+
+    Args:
+        owner: the module.
+        outermost: shared by all such hooks of a model.
+        refuses: whether blocks are recomputed, so that a cache of the caller that holds tokens is refused.
     """
 
-    def __init__(self, owner: nn.Module) -> None:
+    def __init__(self, owner: nn.Module, outermost: Outermost, *, refuses: bool = True) -> None:
         self.takes_use_cache = compat.wants_use_cache(owner)
-        self.checked = False
+        self.outermost = outermost
+        self.refuses = refuses
 
     def __call__(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        """Return the arguments without a cache; None where they stay as they are.
+
+        Raises `HfCkptError` where the caller gives a cache that holds tokens.
+        """
         # Without keywords torch calls a hook that was removed after this forward began: see `BatchHook`.
         if kwargs is None or not torch.is_grad_enabled():
             return None
@@ -56,18 +63,38 @@ class StackHook:
         return None
 
     def _check(self, owner: nn.Module, kwargs: dict[str, Any]) -> None:
-        """Raise `HfCkptError` for a training forward that cannot be recomputed, and warn of eval mode."""
-        if not owner.training:
-            if is_trained(owner):
-                _warn_eval_mode(type(owner).__name__)
+        """Raise `HfCkptError` for a training forward with a cache of the caller that holds tokens."""
+        if not owner.training or not self.outermost.enter(owner) or not self.refuses:
             return
         cached = compat.cached_tokens(kwargs.get("past_key_values"))
         if cached:
+            self.outermost.leave(owner, (), None)
             raise HfCkptError(
                 f"the training forward of {type(owner).__name__} was given past_key_values that hold {cached} tokens, "
                 "which blocks that are recomputed cannot see (prefix tuning works this way). Train without "
                 "checkpointing, or use another adapter: `with hf_ckpt.paused(model)` turns the plan off for a while."
             )
+
+
+class StackHook(CacheHook):
+    """Forward pre-hook of a module that runs a stack.
+
+    Beside what a `CacheHook` does, it warns when the plan cannot act because the module is in eval mode. At the first
+    training forward it refuses another owner of checkpointing that came after the plan was enabled, and a DeepSpeed
+    that cannot recompute.
+    """
+
+    def __init__(self, owner: nn.Module, outermost: Outermost) -> None:
+        super().__init__(owner, outermost)
+        self.checked = False
+
+    def _check(self, owner: nn.Module, kwargs: dict[str, Any]) -> None:
+        """Raise `HfCkptError` for a training forward that cannot be recomputed, and warn of eval mode."""
+        if not owner.training:
+            if is_trained(owner):
+                _warn_eval_mode(type(owner).__name__)
+            return
+        super()._check(owner, kwargs)
         active = compat.transforms()
         if active:
             _refuse_transforms(owner, active)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -80,6 +82,31 @@ class Decider(Protocol):
         """
 
 
+class Outermost(threading.local):
+    """The outermost module of a model whose training forward this thread runs, of those that carry a `CacheHook`.
+
+    Only what that one is given comes from the caller. Caches that inner modules are given may be the model's own.
+    """
+
+    module: weakref.ref[nn.Module] | None = None
+
+    def enter(self, module: nn.Module) -> bool:
+        """Note that the forward of `module` begins; return whether it is the outermost."""
+        running = None if self.module is None else self.module()
+        if running is None or running is module:  # itself, where an interrupt (Ctrl-C) has ended its last forward
+            self.module = weakref.ref(module)
+            return True
+        return False
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook that is always called: note that the forward of `module` has ended."""
+        if self.module is not None and self.module() is module:
+            self.module = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
 @dataclasses.dataclass
 class HeadCalls:
     """What has become of a head that is planned to run in chunks."""
@@ -116,6 +143,8 @@ class Installation:
     """The decider's own record of the batch it has planned for, once it has seen one. It has an attribute `plan`."""
     heads: HeadCalls = dataclasses.field(default_factory=lambda: HeadCalls())
     """What has become of the head, where the plan has it run in chunks."""
+    outermost: Outermost = dataclasses.field(default_factory=Outermost)
+    """The forward that runs now; a plan may be exchanged in the middle of it."""
 
     def __getstate__(self) -> dict[str, Any]:
         # What was planned for a batch depends on this process and its memory.

@@ -62,6 +62,14 @@ _ROWS = (
         without="saved-tensor hooks of others are not seen",
     ),
     PrivateName(
+        (
+            "torch._C._autograd._pop_saved_tensors_default_hooks",
+            "torch._C._autograd._push_saved_tensors_default_hooks",
+        ),
+        "leaves what runs between the blocks of a segment out of it",
+        without="a segment whose last blocks are skipped cannot be recomputed",
+    ),
+    PrivateName(
         ("torch._C._is_any_autocast_enabled",),
         "sees autocast without asking for each type of device",
         without="the CPU and the accelerator are asked",
@@ -75,6 +83,11 @@ _ROWS = (
         ("torch._C._dynamo.eval_frame._FrameAction", "torch._C._dynamo.eval_frame._FrameExecStrategy"),
         "keeps torch.compile out of a function at no cost for each call (torch 2.8)",
         without="torch.compiler.disable wraps the function",
+    ),
+    PrivateName(
+        ("torch._subclasses.fake_impls.op_implementations_dict",),
+        "runs experts in float32 on tensors without values",
+        without="`budget` does not plan for them",
     ),
     # Read from objects.
     PrivateName(
@@ -118,6 +131,7 @@ _ROWS = (
         ),
         "compares a block with what its forward saw, and puts that back while it is run again",
     ),
+    PrivateName(("Module._call_impl",), "knows a forward that was called past the hooks of its module, as PEFT does"),
     PrivateName(("DataParallel._is_replica",), "knows blocks that run in a thread", without="no module is a replica"),
     PrivateName(
         (

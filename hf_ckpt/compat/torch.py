@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import random
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -22,6 +24,29 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.compat.private import private
+
+
+def call_past_hooks(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of the forward of `module` that is running, if it was called past the module's hooks.
+
+    PEFT calls the forward of the model that it wraps in this way, so that only the frames of the callers tell what goes
+    into it. Returns (positional, keyword arguments); None where the hooks were called, or where no forward is running.
+    """
+    frame, found = sys._getframe(1), None
+    while frame is not None:
+        of_module = frame.f_locals.get("self") is module
+        if of_module and frame.f_code.co_name == "_call_impl":
+            return None
+        if of_module:
+            found = frame  # the outermost one: decorators of the forward have frames of their own
+        elif found is not None:
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    if found is None:
+        return None
+    names, rest, keywords, values = inspect.getargvalues(found)
+    given = {name: values[name] for name in names[1:] if name in values}
+    return tuple(values[rest]) if rest else (), given | (values[keywords] if keywords else {})
 
 
 def is_compiling() -> bool:
@@ -88,8 +113,20 @@ def timing_event(device_type: str) -> Any:
     return torch.Event(device_type, enable_timing=True)
 
 
-def forked_random_state() -> contextlib.AbstractContextManager[None]:
-    """Make a context that restores the random state of the CPU and of every accelerator device on exit."""
+@contextlib.contextmanager
+def forked_random_state() -> Iterator[None]:
+    """Restore the random state of Python, numpy, the CPU and every accelerator device at the end of this context."""
+    python, arrays = random.getstate(), numpy.random.get_state()
+    try:
+        with _forked_torch_state():
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)
+
+
+def _forked_torch_state() -> contextlib.AbstractContextManager[None]:
+    """Make a context that restores torch's random state of the CPU and of every accelerator device."""
     device_type = accelerator_type()
     if device_type is None:
         return torch.random.fork_rng(devices=[])
@@ -187,6 +224,20 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     return found
 
 
+def suspend_saved_tensor_hooks() -> Callable[[], None]:
+    """Take the innermost saved-tensor hooks away; the function that is returned puts them back.
+
+    Where torch cannot tell which they are, they stay.
+    """
+    top = top_saved_tensor_hooks()
+    pop = private("torch._C._autograd._pop_saved_tensors_default_hooks")
+    push = private("torch._C._autograd._push_saved_tensors_default_hooks")
+    if top is None or pop is None or push is None:
+        return lambda: None
+    pop()
+    return functools.partial(push, *top)
+
+
 _sequence_number = private("torch.autograd._get_sequence_nr")  # looked up once: every block asks
 
 
@@ -268,6 +319,41 @@ def unseen_by_modes() -> contextlib.AbstractContextManager[Any]:
     """Make a context whose operations no dispatch mode sees: selective checkpointing expects those of the forward."""
     context: contextlib.AbstractContextManager[Any] = private("torch.utils._python_dispatch._disable_current_modes")()
     return context
+
+
+@contextlib.contextmanager
+def any_type_in_grouped_products() -> Iterator[None]:
+    """Have fake tensors of any type multiplied by groups, as experts are, inside this context.
+
+    torch knows the result's shape for bfloat16 only, although the kernel takes float32 as well (seen in torch 2.13).
+    """
+    known = private("torch._subclasses.fake_impls.op_implementations_dict")
+    operation = getattr(torch.ops.aten, "_grouped_mm", None)
+    if known is None or operation is None or operation.default in known:
+        yield
+        return
+    known[operation.default] = _grouped_product
+    try:
+        yield
+    finally:
+        del known[operation.default]
+
+
+def _grouped_product(
+    mode: FakeTensorMode, operation: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> Any:
+    """Return a fake tensor of the shape of `torch._grouped_mm`; `NotImplemented` where torch knows that itself.
+
+    Shapes: [rows, k] x [groups, k, n] -> [rows, n]; [m, k] x [k, n] -> [groups, m, n], a product for each group of k;
+    [groups, m, k] x [k, n] -> [m, n]; [groups, m, k] x [groups, k, n] -> [groups, m, n].
+    """
+    if a.dtype is torch.bfloat16 and b.dtype is torch.bfloat16:
+        return NotImplemented
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.dim() == b.dim():
+        shape.insert(0, a.shape[0] if a.dim() == 3 else offs.shape[0])
+    with mode:
+        return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
 
 
 def is_changed_in_place(error: RuntimeError) -> bool:

@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import transformers
@@ -69,6 +69,27 @@ def is_implementation(name: str, value: Any) -> bool:
     return name.endswith("_implementation_internal")
 
 
+def layer_types(config: Any) -> list[str] | None:
+    """Return what a config says of each layer, which some models look up while they run; None where it says nothing."""
+    types = getattr(config, "layer_types", None)
+    return None if types is None else list(types)
+
+
+def set_layer_types(config: Any, types: Sequence[str | None]) -> None:
+    """Let a config say this of each layer. `None` stands for layers of which it said nothing.
+
+    Some configs compute the list and take no other; such a config becomes one of a class of its own that has it.
+    """
+    now = layer_types(config)
+    if now is None or now == list(types) or None in types:
+        return
+    try:
+        config.layer_types = list(types)
+    except AttributeError:
+        name = getattr(config, "attribute_map", {}).get("layer_types", "layer_types")
+        config.__class__ = type(type(config).__name__, (type(config),), {name: list(types)})
+
+
 def gguf_arguments() -> dict[str, Any]:
     """Return the keyword arguments with which `from_pretrained(gguf_file=...)` gives plain dense weights.
 
@@ -81,9 +102,9 @@ def gguf_arguments() -> dict[str, Any]:
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
-def forward_parameters(module: nn.Module) -> set[str]:
-    """Return the names of the arguments that the forward of `module` takes."""
-    return set(inspect.signature(module.forward).parameters)
+def forward_parameters(module: nn.Module) -> list[str]:
+    """Return the names of the arguments that the forward of `module` takes, in their order."""
+    return list(inspect.signature(module.forward).parameters)
 
 
 def wants_use_cache(module: nn.Module) -> bool:

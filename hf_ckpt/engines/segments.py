@@ -68,7 +68,9 @@ class SegmentRegion(FullRegion):
             run = _open.run = _Run(self, args)
         self.forwards += 1
         try:
+            run.resume()
             output = run.call(self, fn, args)
+            run.suspend()
         except BaseException:
             run.abandon()
             raise
@@ -154,7 +156,19 @@ class _Run:
         self.frame: Generator[None, None, None] | None = compat.checkpoint_frame(
             self.again, args, preserve_rng_state=first.preserve_rng_state, determinism_check=first.determinism_check
         )
+        self._resume: Callable[[], None] | None = None
+        """Goes on with the segment; None while one of its blocks runs."""
         next(self.frame)
+
+    def suspend(self) -> None:
+        """Leave the segment until its next block: what runs between blocks is not recomputed with them."""
+        self._resume = compat.suspend_saved_tensor_hooks()
+
+    def resume(self) -> None:
+        """Go on with the segment, if it was left."""
+        resume, self._resume = self._resume, None
+        if resume is not None:
+            resume()
 
     def call(self, region: SegmentRegion, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a block, and note how to run it again.
@@ -167,7 +181,7 @@ class _Run:
             bare, keywords = functools.partial(fn.func, *fn.args), fn.keywords
         number = len(self.calls)
         given = compat.tree_map(self._by_origin, (args, keywords))
-        if number and not isinstance(given[0][0], _Made):
+        if number and not isinstance(_hidden_states(*given), _Made):
             raise HfCkptError(
                 f"block {region.block!r} is not given what block {self.calls[-1].region.block!r} returned, so the two "
                 "cannot be recomputed as one segment. Use `policy: full` without `segments` for this model."
@@ -175,12 +189,13 @@ class _Run:
         call = _Call(region, bare, given if number else ((), given[1]), region.state_for(fn))
         if number and region.preserve_rng_state:  # the checkpoint itself has the state before the first block
             call.random_state = torch.get_rng_state(), get_device_states(*args)
-        versions = versions_of(args[:1])
+        hidden = (_hidden_states(args, keywords),)
+        versions = versions_of(hidden)
         output = fn(*args)
         if call.state is not None:
             call.state.ended()
         if not number:  # the others are recomputed from what the ones before return then
-            region.refuse_changes(args[:1], versions, output)
+            region.refuse_changes(hidden, versions, output)
         for place, value in enumerate(compat.tree_leaves(output)):
             if isinstance(value, torch.Tensor):
                 self.made[id(value)] = weakref.ref(value), _Made(number, place)
@@ -225,11 +240,17 @@ class _Run:
             frame.close()
 
     def _forget(self) -> Generator[None, None, None] | None:
+        self.resume()
         frame, self.frame = self.frame, None
         self.made.clear()
         if _open.run is self:
             _open.run = None
         return frame
+
+
+def _hidden_states(args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Return the first argument of a block; blocks may be given their hidden states by keyword."""
+    return args[0] if args else next(iter(keywords.values()), None)
 
 
 class _Open(threading.local):

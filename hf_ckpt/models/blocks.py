@@ -143,22 +143,34 @@ def blocks_of_known_code(found: FoundBlocks) -> frozenset[str]:
 
 def cheap_modules(found: FoundBlocks, blocks: Collection[str]) -> tuple[nn.Module, ...]:
     """Return the small modules inside the named blocks that `selective` may run again as a whole, each once."""
-    names = _cheap_names(found)
-    inside = (module for name in blocks for module in found.modules[name].modules() if _kind(module) in names)
+    inside = (module for name in blocks for module in found.modules[name].modules() if _is_cheap(module, found))
     return tuple({id(module): module for module in inside}.values())
 
 
 def embedding_norms(found: FoundBlocks) -> tuple[nn.Module, ...]:
     """Return the small modules of the embeddings that may be run again; their output can be the input of a block."""
-    names = _cheap_names(found)
     modules = (module for name, module in plain_modules(found.base) if "embeddings" in name.split("."))
-    return tuple(module for module in modules if _kind(module) in names)
+    return tuple(module for module in modules if _is_cheap(module, found))
 
 
-def _cheap_names(found: FoundBlocks) -> set[str]:
-    """Return the class names of modules that may be run again, for the family of a model."""
+def _is_cheap(module: nn.Module, found: FoundBlocks) -> bool:
+    """Whether a module may be run again, in a model of this family.
+
+    Beside those that are named, it is any norm of a model without a row that holds nothing but parameters: its blocks
+    are tried in their first forward, so that one that does something else is found out.
+    """
     row = FAMILIES.get(found.family)
-    return {*CHEAP_EVERYWHERE, *(row.cheap if row else ())}
+    if _kind(module) in {*CHEAP_EVERYWHERE, *(row.cheap if row else ())}:
+        return True
+    bare = not any(True for _ in module.children()) and not any(True for _ in module.buffers(recurse=False))
+    return found.family == GENERIC and bare and _kind(module).lower().endswith("norm")
+
+
+def biases(block: nn.Module) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
+    """Return the weight and the bias of every plain linear layer in a block, by the id of the weight."""
+    layers = (module for module in block.modules() if type(module) is nn.Linear or _kind(module) == "Conv1D")
+    pairs = ((vars(layer)["_parameters"].get("weight"), vars(layer)["_parameters"].get("bias")) for layer in layers)
+    return {id(weight): (weight, bias) for weight, bias in pairs if weight is not None and bias is not None}
 
 
 def vocabulary_head(base: nn.Module) -> nn.Module | None:

@@ -22,7 +22,7 @@ from hf_ckpt.measure.machine import DeviceMemory, device_memory
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.planner.budgets import costs_behind, plan_of, plan_of_least, plan_within
 from hf_ckpt.planner.options import cost_options
-from hf_ckpt.prediction.batches import batch_for, loss_for
+from hf_ckpt.prediction.batches import Inputs, batch_for, batch_of, has_room_for, inputs_of, loss_for, with_room_for
 from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.devices import Device
 from hf_ckpt.prediction.fsdp2 import Layout, with_shards
@@ -58,6 +58,8 @@ class BatchShape:
     """The type that autocast computes in; None without autocast."""
     held_back: bool = False
     """Whether FSDP2 keeps whole gradients from one micro-step to the next, instead of this rank's part of them."""
+    inputs: Inputs = ()
+    """All that goes into the model, where that is more than text of these sizes."""
 
     def covers(self, other: BatchShape) -> bool:
         """Whether a plan for this shape fits the other shape, too."""
@@ -69,6 +71,7 @@ class BatchShape:
             and self.padded >= other.padded
             and (self.accumulation > 1) >= (other.accumulation > 1)
             and self.held_back >= other.held_back
+            and has_room_for(self.inputs, other.inputs)
         )
 
     def with_room_for(self, other: BatchShape) -> BatchShape:
@@ -80,10 +83,13 @@ class BatchShape:
         }
         accumulation = max(self.accumulation, other.accumulation)
         padded, held_back = self.padded or other.padded, self.held_back or other.held_back
-        return BatchShape(sizes, padded, accumulation, self.autocast, held_back)
+        inputs = with_room_for(self.inputs, other.inputs)
+        return BatchShape(sizes, padded, accumulation, self.autocast, held_back, inputs)
 
     def __str__(self) -> str:
-        shapes = {f"{batch} x {tokens} tokens" for batch, tokens in self.sizes.values()}
+        shapes = {f"{name} of {' x '.join(map(str, shape))}" for name, shape, _ in self.inputs} or {
+            f"{batch} x {tokens} tokens" for batch, tokens in self.sizes.values()
+        }
         padded = ", padded" if self.padded else ""
         return " and ".join(sorted(shapes)) + padded + (", accumulated" if self.accumulation > 1 else "")
 
@@ -246,13 +252,13 @@ def _trace(
         name = optimizer_name(optimizers[0])
         known = sum(map(state_bytes, optimizers)) or None
     step = Step(
-        batch=batch_for(skeleton.base, shape.sizes),
+        batch=batch_of(shape.inputs) if shape.inputs else batch_for(skeleton.base, shape.sizes),
         padded=shape.padded,
         autocast=shape.autocast,
         accumulation=shape.accumulation,
         optimizer=name,
         optimizer_bytes=known,
-        loss=loss_for(skeleton.base),
+        loss=loss_for(skeleton.base, shape.inputs),
     )
     costs = trace_costs(skeleton, step, device)
     options = functools.partial(cost_options, skeleton=skeleton, step=step, device=device)
@@ -309,12 +315,14 @@ def watching(model: nn.Module) -> Iterator[list[BatchShape]]:
     seen: list[BatchShape] = []
 
     def note(base: nn.Module, stack: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        sizes = sizes_of(stacks, stack, args, kwargs)
+        inputs = inputs_of(base, args, kwargs) if stack is None else seen[-1].inputs if seen else ()
+        sizes = _sizes_of_batch(stacks, stack, args, kwargs, inputs)
         if sizes:
             known = seen[-1].sizes if stack is not None and seen else {}
             first = next(iter(sizes.values()))
             whole = {name: sizes.get(name, known.get(name, first)) for name in stacks}
-            seen.append(BatchShape(whole, _is_padded(kwargs, None), _micro_steps(base), _autocast(base)))
+            shape = BatchShape(whole, _is_padded(kwargs, None), _micro_steps(base), _autocast(base), inputs=inputs)
+            seen.append(shape)
 
     with watched_forwards(model, note):
         yield seen
@@ -340,12 +348,19 @@ def plan_batch(
     """
     before: Planned | None = record.planned
     stacks = list(dict.fromkeys(block.stack for block, _ in record.plan.actions))
-    sizes = sizes_of(stacks, stack, args, kwargs)
+    if stack is not None:
+        called = compat.call_past_hooks(base)
+        if called is not None:
+            stack, (args, kwargs) = None, called
+        elif before is not None and before.shape.inputs:
+            return None  # the forward of the whole model was seen
+    inputs = inputs_of(base, args, kwargs) if stack is None else ()
+    sizes = _sizes_of_batch(stacks, stack, args, kwargs, inputs)
     if not sizes:
         return None
     held_back = compat.holds_gradients_back(base)
     micro_steps = 2 if held_back else _micro_steps(base)
-    seen = BatchShape(sizes, _is_padded(kwargs, before), micro_steps, _autocast(base), held_back)
+    seen = BatchShape(sizes, _is_padded(kwargs, before), micro_steps, _autocast(base), held_back, inputs)
     if before is not None:
         if before.shape.covers(seen):
             return None
@@ -355,6 +370,16 @@ def plan_batch(
         seen = dataclasses.replace(seen, sizes={name: sizes.get(name, first) for name in stacks})
     with paused(base):
         return plan_for(base, record.spec, seen, before)
+
+
+def _sizes_of_batch(
+    stacks: Sequence[str], stack: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], inputs: Inputs
+) -> Sizes:
+    """`sizes_of` a batch; of one without text, how many samples it has, as sequences of one token."""
+    found = sizes_of(stacks, stack, args, kwargs)
+    if found or not inputs:
+        return found
+    return {stacks[0]: (next((shape[0] for _, shape, _ in inputs if shape), 1), 1)}
 
 
 def sizes_of(stacks: Sequence[str], stack: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sizes:

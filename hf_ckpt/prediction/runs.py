@@ -47,10 +47,6 @@ class Run:
         found = self.starts.get(place)
         return None if found is None else found[0]
 
-    def after(self, place: Place) -> int:
-        """Bytes alive when a part ended, finished gradients not counted."""
-        return self.ends[place][0]
-
 
 def stack_costs(
     stack: int, runs: Sequence[Run], gradients: Sequence[int], row: Sequence[int], choices: Sequence[Sequence[int]]
@@ -82,7 +78,7 @@ def stack_costs(
         shared += its_shared
         start = run.other(("before back", stack, 0))
         if start is not None:
-            before_turns.append(start - run.after(("before", stack, 0)) + run.lent_before)
+            before_turns.append(start - run.starts["forward", stack, 0][0] + run.lent_before)
     first = runs[0]
     return {
         "costs": _with_unseen(costs, row, choices),
@@ -129,7 +125,8 @@ def _lasting(stack: int, run: Run, costs: dict[_Pair, BlockCost]) -> list[int]:
             output, given = (like.output_bytes, like.lent_bytes) if like else (run.outputs.get(at, 0), 0)
             costs[previous, key] = BlockCost(run.phase(*at), run.phase("backward", stack, place), output, given)
         lent += costs[previous, key].lent_bytes
-        lasting.append(run.after(at) - lent)
+        # A block that the batch did not reach has left everything as it was.
+        lasting.append(run.ends[at][0] - lent if at in run.ends else lasting[-1] if lasting else 0)
     return lasting
 
 

@@ -66,7 +66,7 @@ class BlockKind:
     frozen: bool
     """Whether these blocks come before the first trainable parameter, so that they save nothing."""
     layer_type: str | None
-    """What `config.layer_types` says of these blocks; None where the config has no such list."""
+    """What `layer_types` of the config of their stack says of these blocks; None where it has no such list."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Skeleton:
         """
         modules = dict(plain_modules(self.base))
         configs = {id(module.config): module.config for module in modules.values() if hasattr(module, "config")}
-        before = {key: copy.deepcopy(vars(config)) for key, config in configs.items()}
+        before = {key: (type(config), copy.deepcopy(vars(config))) for key, config in configs.items()}
         try:
             for stack, row in zip(self.stacks, rows, strict=True):
                 container: Any = modules[stack.container]
@@ -137,8 +137,9 @@ class Skeleton:
             # transformers puts hooks on the blocks that are there, and believes that it has done so for all later ones.
             _strip(self.base)
             for key, config in configs.items():
+                config.__class__, attributes = before[key]
                 vars(config).clear()
-                vars(config).update(before[key])
+                vars(config).update(attributes)
 
 
 def skeleton_of(model: nn.Module) -> Skeleton:
@@ -182,7 +183,7 @@ def skeleton_from_config(
 
     Raises what `skeleton_of` raises.
     """
-    types = getattr(config, "layer_types", None)
+    types = compat.layer_types(config)
     period = 2 if types is None else max(2, *(types.index(kind) + 1 for kind in types))
     shallow = at_depth(config, period)
     with torch.device("meta"), compat.uninitialised():
@@ -204,9 +205,9 @@ def at_depth(config: Any, depth: int) -> Any:
     """A copy of a config that describes a model with at most `depth` blocks in every stack."""
     shallow = copy.deepcopy(config)
     shallow.update({name: min(getattr(config, name), depth) for name in depth_keys(config)})
-    types = getattr(config, "layer_types", None)
+    types = compat.layer_types(config)
     if types is not None:
-        shallow.update({"layer_types": list(types[:depth])})
+        compat.set_layer_types(shallow, types[:depth])
     return shallow
 
 
@@ -226,25 +227,24 @@ def _like(index: int, made: int, types: Sequence[str] | None) -> int:
 def _set_depth(config: Any, row: Sequence[BlockKind]) -> None:
     """Let a config describe a stack of these blocks. Models cut their lists of blocks to the depth that it says."""
     config.update(dict.fromkeys(depth_keys(config), len(row)))
-    if getattr(config, "layer_types", None) is not None:
-        config.update({"layer_types": [kind.layer_type for kind in row]})
+    compat.set_layer_types(config, [kind.layer_type for kind in row])
 
 
 def _stacks(model: nn.Module, found: FoundBlocks, fake_block: Callable[[nn.Module], nn.Module]) -> list[StackShape]:
     """The stacks of a live model, with one block of every kind that `fake_block` has copied."""
     frozen = set(frozen_prefix(model, found))
-    types = getattr(found.base.config, "layer_types", None)
     names = {id(module): name for name, module in plain_modules(found.base)}
     owners = dict(zip(dict.fromkeys(block.stack for block in found.blocks), found.owners, strict=True))
     stacks = []
     for stack, owner in owners.items():
         blocks = tuple(block for block in found.blocks if block.stack == stack)
+        types = compat.layer_types(getattr(owner, "config", found.base.config))
         numbers: dict[Any, int] = {}
         kinds: list[BlockKind] = []
         row = []
         for block in blocks:
             module = found.modules[block.name]
-            layer_type = types[block.index] if types is not None and block.index < len(types) else None
+            layer_type = types[block.index] if types is not None and len(types) == len(blocks) else None
             look = (
                 [(name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters()],
                 [type(part) for part in module.modules()],

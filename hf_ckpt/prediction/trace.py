@@ -26,9 +26,14 @@ from hf_ckpt.prediction.optimizers import optimizer_state
 from hf_ckpt.prediction.runs import Run, stack_costs, ways_of
 from hf_ckpt.prediction.skeleton import Skeleton
 from hf_ckpt.prediction.tracer import Answers, Tracer
-from hf_ckpt.prediction.walks import Walk, walks_of
+from hf_ckpt.prediction.walks import Walk, rows_of, walks_of
 from hf_ckpt.spec.actions import KEEP, Action, candidates
 from hf_ckpt.spec.plan import Plan
+
+
+class CannotTraceError(HfCkptError):
+    """A model does not run on fake tensors."""
+
 
 PutOn = Callable[[nn.Module, Plan], contextlib.AbstractContextManager[None]]
 """Puts a plan on a model for a while: `trial` by hf_ckpt, `own_trial` by transformers' own checkpointing."""
@@ -85,13 +90,10 @@ def trace_costs(
     actions = actions_for(skeleton) if actions is None else actions
     stacks = skeleton.stacks
     choices = [_choices(kinds_frozen, len(actions)) for kinds_frozen in ([k.frozen for k in s.kinds] for s in stacks)]
-    walks = [walks_of(stack.row, choice) for stack, choice in zip(stacks, choices, strict=True)]
-    runs: list[Run] = []
-    for number in range(max(map(len, walks))):
-        if on_progress is not None:
-            on_progress(f"tracing {number + 1} of {max(map(len, walks))}")
-        chosen = [found[min(number, len(found) - 1)] for found in walks]
-        runs.append(_trace(skeleton, chosen, step, device, actions, put_on))
+    trace = functools.partial(_trace, skeleton, step=step, device=device, actions=actions, put_on=put_on)
+    short = [walks_of(stack.row, choice) for stack, choice in zip(stacks, choices, strict=True)]
+    whole = [rows_of(stack.row, choice) for stack, choice in zip(stacks, choices, strict=True)]
+    runs = _runs(short, whole, trace, on_progress)
     for number in range(len(stacks)):  # what no block ever keeps is freed under every plan
         always = min(run.released[number] for run in runs)
         for run in runs:
@@ -113,6 +115,37 @@ def trace_costs(
     )
 
 
+def _runs(
+    short: Sequence[Sequence[Walk]],
+    whole: Sequence[Sequence[Walk]],
+    trace: Callable[[Sequence[Walk]], Run],
+    on_progress: Callable[[str], None] | None = None,
+) -> list[Run]:
+    """Trace the short walks of every stack; where the model does not run with other blocks than its own, `whole` ones.
+
+    Some models look up what a block is by its number, or have blocks whose results only the next one can take.
+    Raises `HfCkptError` where the model runs on fake tensors in neither way, or would only as a whole and is too deep.
+    """
+    for walks in (short, whole):
+        runs: list[Run] = []
+        most = max(map(len, walks))
+        try:
+            for number in range(most):
+                if on_progress is not None:
+                    on_progress(f"tracing {number + 1} of {most}")
+                runs.append(trace([found[min(number, len(found) - 1)] for found in walks]))
+            return runs
+        except CannotTraceError:
+            deep = sum(len(found[0]) for found in whole) > _MOST_BLOCKS
+            if walks is whole or deep:
+                raise
+    raise AssertionError("one of the two was returned or raised")
+
+
+_MOST_BLOCKS = 128
+"""A model is traced with all of its blocks, where that is needed, up to so many."""
+
+
 def chunked_head(costs: Costs, skeleton: Skeleton, step: Step, device: Device, head: int | str) -> Costs:
     """`costs` with the head and its loss in chunks.
 
@@ -127,8 +160,10 @@ def chunked_head(costs: Costs, skeleton: Skeleton, step: Step, device: Device, h
 
     Raises `HfCkptError` where the model cannot run on fake tensors.
     """
-    walks = [tuple((kind, 0) for kind in dict.fromkeys(stack.row)) for stack in skeleton.stacks]
-    plain, chunked = (_trace(skeleton, walks, step, device, [KEEP], head=how) for how in ("full", head))
+    short = [[tuple((kind, 0) for kind in dict.fromkeys(stack.row))] for stack in skeleton.stacks]
+    whole = [[tuple((kind, 0) for kind in stack.row)] for stack in skeleton.stacks]
+    trace = functools.partial(_trace, skeleton, step=step, device=device, actions=[KEEP])
+    ((plain,), (chunked,)) = (_runs(short, whole, functools.partial(trace, head=how)) for how in ("full", head))
     forward, backward = chunked.phase("head", 0, 0), chunked.phase("head back", 0, 0)
     # `costs` count what is freed behind the last stack for the blocks, this trace counts it for the head.
     known = next(iter(costs.head.values()))
@@ -175,7 +210,7 @@ def _trace(
         plan = Plan(found.family, found.model, tuple(pairs), head=head)
         stack.enter_context(put_on(model, plan))
         try:
-            with skeleton.fake, compat.fake_values_count():
+            with skeleton.fake, compat.fake_values_count(), compat.any_type_in_grouped_products():
                 return _run(model, found, walks, step, device)
         except InPlaceError as error:
             raise HfCkptError(
@@ -185,7 +220,7 @@ def _trace(
         except HfCkptError:
             raise
         except Exception as error:
-            raise HfCkptError(_unplannable(skeleton.model, error)) from error
+            raise CannotTraceError(_unplannable(skeleton.model, error)) from error
         finally:
             for parameter in model.parameters():
                 parameter.grad = None

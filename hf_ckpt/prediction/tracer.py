@@ -266,8 +266,18 @@ def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *args
     return int(2 * batch * heads * queries * key.shape[2] * (3 * size + 2 * value.shape[3]))
 
 
+def _grouped_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
+    """Operations of products by groups, where each row, or each column, is multiplied once.
+
+    Shapes of the factors are those of `torch._grouped_mm`: [rows, k] or [groups, m, k], and [k, n] or [groups, k, n].
+    """
+    return int(2 * a.numel() * b.shape[-1] if a.dim() == 2 else 2 * b.numel() * a.shape[-2])
+
+
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward_flops,
 }
+if hasattr(torch.ops.aten, "_grouped_mm"):
+    _MORE_FLOPS[torch.ops.aten._grouped_mm.default] = _grouped_flops
 """Operations that torch's `flop_registry` does not count."""

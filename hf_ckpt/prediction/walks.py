@@ -69,6 +69,17 @@ def walks_of(row: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Walk]
     return walks
 
 
+def rows_of(row: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Walk]:
+    """The whole stack under each action in turn, for models that run with their own blocks in their own order only.
+
+    Args:
+        row: the kind of each block of the real stack.
+        choices: kind -> its actions, as positions in `Costs.actions`.
+    """
+    most = max(len(choices[kind]) for kind in row)
+    return [tuple((kind, choices[kind][min(n, len(choices[kind]) - 1)]) for kind in row) for n in range(most)]
+
+
 def _steps(row: Sequence[int], choices: Sequence[Sequence[int]]) -> collections.defaultdict[Key, list[Key]]:
     """Key -> the keys that have to follow it in some walk; empty for a key that nothing follows."""
     pairs = set(itertools.pairwise(row))

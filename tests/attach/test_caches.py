@@ -12,6 +12,7 @@ import torch
 import transformers
 from helpers.adapters import with_lora
 from helpers.steps import assert_same, enable, outcome, step
+from helpers.sweeping import step_of, trained
 from transformers.utils import logging as transformers_logging
 
 import hf_ckpt
@@ -61,6 +62,17 @@ def test_a_cache_given_by_the_caller_is_not_written_twice(family):
     loss.backward()
     assert_same(expected, outcome(model, loss))
     assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("model_type", ["diffusion_gemma", pytest.param("hrm_text", marks=pytest.mark.slow)])
+def test_a_cache_of_the_model_itself_is_no_prefix(model_type):
+    """The model around the stacks makes a cache, or its blocks only read one that another part has written."""
+    model, batch, _ = trained(model_type)
+    expected = step_of(model, batch)
+    hf_ckpt.install(model)
+    enable(model)
+    assert_same(expected, step_of(model, batch, plain=False))
+    assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
 
 
 @pytest.mark.compat

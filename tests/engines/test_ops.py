@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from helpers.steps import assert_same, step
@@ -32,6 +34,10 @@ TOYS = {
     "SigmoidBackward0": lambda y: torch.sigmoid(y) * 2.0,
     "MishBackward0": functional.mish,
     "ErfBackward0": torch.erf,
+    "ExpBackward0": lambda y: torch.exp(-y) * 2.0,
+    "HardswishBackward0": functional.hardswish,
+    "ClampBackward1": lambda y: y.clamp(0.2, 1.5),
+    "ClampMinBackward0": lambda y: y.clamp_min(0.2),
     "MulBackward0": lambda y: y * y.detach(),
     "DivBackward0": lambda y: y / (y.detach().abs() + 1),
     "NegBackward0": lambda y: -y,
@@ -57,8 +63,15 @@ TOYS = {
     "UnsqueezeBackward0": lambda y: (y * y).unsqueeze(1).view(2, 8, 16),
     "SliceBackward0": lambda y: (y * y)[:, 2:6:2],
     "SelectBackward0": lambda y: (y * y)[:, -1],
+    "SplitBackward0": lambda y: (y * y).split(3, -1)[2],
+    "SplitWithSizesBackward0": lambda y: (y * y).split([3, 1, 4], 1)[2],
+    "UnbindBackward0": lambda y: (y * y).unbind(-2)[5],
+    "IndexBackward0": lambda y: y[:, torch.tensor([5, 1, 1])],
     "MmBackward0": lambda y: torch.mm(y.view(16, 16), WEIGHT),
     "AddmmBackward0": lambda y: torch.addmm(BIAS, y.view(16, 16), WEIGHT),
+    "GroupedMmBackward0": lambda y: torch.ops.aten._grouped_mm(
+        y.view(16, 16), WEIGHT.expand(2, 16, 16).contiguous(), torch.tensor([5, 16], dtype=torch.int32)
+    ),
     "BmmBackward0": lambda y: torch.bmm(y, y.transpose(1, 2)),
     "SoftmaxBackward0": lambda y: torch.softmax(y, -1) * 2.0,
     "ScaledDotProductFlashAttentionForCpuBackward0": lambda y: functional.scaled_dot_product_attention(*_qkv(y)),
@@ -87,11 +100,11 @@ def test_a_row_makes_the_same_bits(node, dtype, monkeypatch):
     used = []
     row = ops.OPS[node]
 
-    def prepare(found, metadata):
-        made = row.prepare(found, metadata)
+    def prepare(found, *metadata):
+        made = row.prepare(found, *metadata)
         return made and (lambda *operands: used.append(node) or made(*operands))
 
-    monkeypatch.setitem(ops.OPS, node, ops.Op(row.op_class, prepare, row.constants))
+    monkeypatch.setitem(ops.OPS, node, dataclasses.replace(row, prepare=prepare))
     weight, bias = (nn.Parameter(tensor.detach().to(dtype)) for tensor in (WEIGHT, BIAS))
     monkeypatch.setitem(globals(), "WEIGHT", weight)
     monkeypatch.setitem(globals(), "BIAS", bias)
@@ -144,6 +157,11 @@ CONSTANTS = {
     "clone, then a product": lambda x: (x.transpose(0, 1).clone() * 1.5).transpose(0, 1).reshape(2, 128),
     "slice with a step": lambda x: functional.silu(x)[:, -7:-1:3],
     "select the last": lambda x: functional.silu(x)[:, -1],
+    "clamp from below": lambda x: functional.silu(x).clamp(min=0.1),
+    "clamp from above": lambda x: functional.silu(x).clamp(max=0.1),
+    "first of a split": lambda x: functional.silu(x).split(5, -1)[0],
+    "index, two": lambda x: functional.silu(x)[torch.tensor([1, 0]), torch.tensor([3, 2])],
+    "index by truth values": lambda x: functional.silu(x)[x.detach() > 0],
     "expand": lambda x: functional.silu(x)[:, :1].expand(2, 4, 16),
     "unsqueeze the end": lambda x: functional.silu(x).unsqueeze(-1),
     "permute": lambda x: functional.silu(x).permute(-1, 0, 1),

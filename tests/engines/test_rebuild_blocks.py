@@ -20,6 +20,27 @@ from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 
+@pytest.mark.parametrize(("family", "kept"), [("gpt2", 55296), ("bert", 51200)])
+def test_linear_layers_with_a_frozen_bias_run_again(family, kept):
+    """Autograd holds no frozen bias, so that nothing of the base model was run again under adapters."""
+    plain, model = (with_lora(tiny_model(family, attention="sdpa"), family, lora_dropout=0.0) for _ in range(2))
+    hf_ckpt.install(model, {**SELECTIVE, "save": ["attention"]})
+    enable(model)
+    assert_same(step(plain, tiny_batch(family)), step(model, tiny_batch(family)))
+    done = hf_ckpt.describe(model)
+    assert sum(done.kept.values()) == kept  # 169984 and 137216 where such layers are kept
+
+
+def test_norms_of_any_model_run_again():
+    """Their names are in no row; the first forward tries them."""
+    plain, model = other_model("Phi3ForCausalLM"), other_model("Phi3ForCausalLM")
+    hf_ckpt.install(model, SELECTIVE)
+    enable(model)
+    for _ in range(2):
+        assert_same(step(plain, tiny_batch("llama")), step(model, tiny_batch("llama")))
+    assert hf_ckpt.describe(model).dropped["Phi3RMSNorm"] > 0
+
+
 def test_a_norm_without_gradients_inside_a_block():
     """A router or a target may look at a norm under `no_grad`."""
     norm = Norm()

@@ -11,7 +11,9 @@ import torch
 from helpers.others import other_model
 from helpers.steps import assert_same, enable, gradients, step, without_cache
 from helpers.toys import each_family
+from helpers.unknown import UnknownConfig, WorkingModel, steps_of
 from torch import nn
+from torch.nn import functional
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
@@ -103,6 +105,54 @@ def test_a_plan_whose_segment_is_torn_apart_is_refused():
 
 
 # --- what users do around it ----------------------------------------------------------------------------------------
+
+
+class OddModel(WorkingModel):
+    """Runs its blocks in a way of its own, with a norm and a product behind the last one."""
+
+    def __init__(self, config, run):
+        super().__init__(config, lambda block, hidden_states: block.two(block.norm(block.one(hidden_states)).tanh()))
+        self.run, self.others = run, copy.deepcopy(self.layers)
+
+    def forward(self, hidden_states):
+        found = self.run(self, self.first(hidden_states))
+        return functional.layer_norm(found, (16,)) * functional.silu(found)
+
+
+def skips_the_last(model, hidden):
+    for layer in model.layers[:-1]:
+        hidden = layer(hidden)
+    return hidden
+
+
+def by_keyword(model, hidden):
+    for layer in model.layers:
+        hidden = layer(hidden_states=hidden)
+    return hidden
+
+
+def interleaved(model, hidden):
+    """Each stack is given what a product makes of the results of both."""
+    other = hidden.tanh()
+    for layer, of_other in zip(model.layers, model.others, strict=True):
+        hidden, other = layer(hidden), of_other(other)
+        hidden, other = hidden + functional.silu(other), other * functional.silu(hidden)
+    return hidden + other
+
+
+@pytest.mark.parametrize(
+    ("run", "times"), [(skips_the_last, [2, 2, 0, 0, 0, 0]), (by_keyword, [2, 2, 2, 0, 0, 0]), (interleaved, [2] * 6)]
+)
+def test_blocks_that_are_run_in_an_odd_way(run, times):
+    """What runs between blocks or behind a last one that is skipped is recomputed with none of them."""
+    torch.manual_seed(0)
+    plain = OddModel(UnknownConfig(), run).train()
+    model = copy.deepcopy(plain)
+    hf_ckpt.install(model, {"segments": 1})
+    enable(model)
+    for expected, got in zip(steps_of(plain, 2), steps_of(model, 2), strict=True):
+        assert_same(expected, got)
+    assert [region.recomputed for region in regions(model)] == times
 
 
 @pytest.mark.parametrize("place", [0, 1, 3])

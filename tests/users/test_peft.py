@@ -10,6 +10,7 @@ from helpers.steps import assert_same, enable, gradients, input_gradient_hooks, 
 from peft import (
     PeftModel,
     PrefixTuningConfig,
+    ShiraConfig,
     get_peft_model,
     get_peft_model_state_dict,
     prepare_model_for_kbit_training,
@@ -159,3 +160,15 @@ def test_keys_of_adapters_stay_as_they_are(tmp_path):
     loaded = get_peft_model_state_dict(PeftModel.from_pretrained(tiny_model("llama"), tmp_path))
     assert loaded.keys() == wanted.keys()
     assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("spec", "times"), [({"policy": "full"}, 1), ({"policy": "selective"}, 3)], ids=str)
+def test_adapters_that_save_sparse_tensors(spec, times):
+    """SHiRA: a sparse tensor has no storage and no `nbytes`."""
+    config = ShiraConfig(r=4, target_modules=["q_proj", "up_proj"], init_weights=False)
+    model = get_peft_model(tiny_model("llama"), config)
+    expected = step(model, tiny_batch("llama"))
+    hf_ckpt.install(model, spec)
+    enable(model)
+    assert_same(expected, step(model, tiny_batch("llama")))
+    assert len(recomputed(model)) >= times * len(ALL)

@@ -29,13 +29,17 @@ class Op:
 
     op_class: str
     """Its class: `linear` and `attention` may be named by `save`, `view` costs nothing, and others are for reports."""
-    prepare: Callable[[Any, Any], Function | None]
+    prepare: Callable[..., Function | None]
     """Reads the constants of an operation: (node, metadata of the result) -> the operation on its operands, or None if
     this one has to be kept. The metadata are shape, dtype and device."""
     constants: tuple[str, ...] = ()
     """For each operand, the name under which the node saves it (`_saved_<name>`), for operands without a gradient."""
     operands: int | None = None
     """How many of the node's inputs are operands, where `prepare` reads the others from the node; None for all."""
+    several: bool = False
+    """Whether the node has several results; then `prepare` is also given the number of one."""
+    bias_of: str = ""
+    """The name under which the node saves a module's weight, where operand 0 is the bias, which it does not save."""
     seen: str = "cpu, torch 2.13"
     """Where the row was last seen to give the very same bits. Empty for a row from torch's source that never ran."""
 
@@ -129,6 +133,28 @@ def _native_dropout(node: Any, metadata: Any) -> Function | None:
     return lambda x: torch.ops.aten.native_dropout_backward(x, mask, scale)
 
 
+def _clamp(node: Any, metadata: Any) -> Function:
+    return functools.partial(torch.clamp, min=node._saved_min, max=node._saved_max)
+
+
+def _clamp_min(node: Any, metadata: Any) -> Function:
+    return functools.partial(torch.clamp_min, min=node._saved_min)
+
+
+def _index(node: Any, metadata: Any) -> Function:
+    indices = list(node._saved_indices)
+    return lambda x: torch.ops.aten.index(x, indices)
+
+
+def _grouped_mm(node: Any, metadata: Any) -> Function | None:
+    """A product for each group of rows, as experts have them. A bias is not on the node."""
+    operation = getattr(torch.ops.aten, "_grouped_mm", None)
+    if operation is None or any(source is not None for source, _ in node.next_functions[2:]):
+        return None
+    offsets, dtype = node._saved_offs, metadata.dtype
+    return lambda a, b: operation(a, b, offsets, None, dtype)
+
+
 def _embedding(node: Any, metadata: Any) -> Function:
     indices = node._saved_indices
     return lambda weight: functional.embedding(indices, weight)
@@ -198,7 +224,23 @@ def _select(node: Any, metadata: Any) -> Function:
     return lambda x: x.select(dim, index)
 
 
-# `prepare` by name of the node: activations, pointwise operations of one or two operands, and views.
+def _split(node: Any, metadata: Any, number: int) -> Function:
+    dim, size = _signed(node._saved_dim), node._saved_split_size
+    return lambda x: torch.split(x, size, dim)[number]
+
+
+def _split_with_sizes(node: Any, metadata: Any, number: int) -> Function:
+    dim, sizes = _signed(node._saved_dim), list(node._saved_split_sizes)
+    return lambda x: torch.split(x, sizes, dim)[number]
+
+
+def _unbind(node: Any, metadata: Any, number: int) -> Function:
+    dim = _signed(node._saved_dim)
+    return lambda x: x.select(dim, number)
+
+
+# `prepare` by name of the node: activations, pointwise operations of one or two operands, views, and
+# views that are made several at a time.
 UNARY = {
     "SiluBackward0": _plainly(functional.silu),
     "GeluBackward0": _gelu,
@@ -209,6 +251,10 @@ UNARY = {
     "SigmoidBackward0": _plainly(torch.sigmoid),
     "MishBackward0": _plainly(functional.mish),
     "ErfBackward0": _plainly(torch.erf),
+    "ExpBackward0": _plainly(torch.exp),
+    "HardswishBackward0": _plainly(functional.hardswish),
+    "ClampBackward1": _clamp,
+    "ClampMinBackward0": _clamp_min,
 }
 POINTWISE = {
     "MulBackward0": _plainly(torch.mul),
@@ -234,19 +280,23 @@ VIEWS = {
     "SliceBackward0": _slice,
     "SelectBackward0": _select,
 }
+PARTS = {"SplitBackward0": _split, "SplitWithSizesBackward0": _split_with_sizes, "UnbindBackward0": _unbind}
 
 OPS: dict[str, Op] = {
     **{name: Op("activation", prepare) for name, prepare in UNARY.items()},
     **{name: Op("pointwise", _typed(prepare), ("self", "other")) for name, prepare in POINTWISE.items()},
     **{name: Op(VIEW, prepare) for name, prepare in VIEWS.items()},
+    **{name: Op(VIEW, prepare, several=True) for name, prepare in PARTS.items()},
     "ToCopyBackward0": Op("cast", _cast),
     "CloneBackward0": Op("copy", _plainly(lambda x: x.clone(memory_format=torch.contiguous_format))),
     "CatBackward0": Op("copy", _cat),
+    "IndexBackward0": Op("copy", _index),
     "MeanBackward1": Op("reduction", _mean),
     "NativeDropoutBackward0": Op("dropout", _native_dropout, seen="cpu, torch 2.13 (torch.native_dropout)"),
     "EmbeddingBackward0": Op("embedding", _embedding),
     "MmBackward0": Op(LINEAR, _plainly(torch.mm), ("self", "mat2")),
-    "AddmmBackward0": Op(LINEAR, _addmm, ("", "mat1", "mat2")),
+    "AddmmBackward0": Op(LINEAR, _addmm, ("", "mat1", "mat2"), bias_of="mat2"),
+    "GroupedMmBackward0": Op(LINEAR, _grouped_mm, ("self", "mat2")),
     "BmmBackward0": Op(ATTENTION, _plainly(torch.bmm), ("self", "mat2")),
     "SoftmaxBackward0": Op(ATTENTION, _softmax),
     "ScaledDotProductFlashAttentionForCpuBackward0": Op(

@@ -239,6 +239,8 @@ class Tape:
         leaf = tensor if type(tensor) is nn.Parameter else tensor._base
         if type(leaf) is nn.Parameter and leaf.is_leaf:
             return Kept(tensor, self.work.block, with_graph=True)
+        if tensor.layout is not torch.strided:  # sparse: it has no storage to be counted by
+            return Kept(tensor, self.work.block)
         value = self.value_of(tensor)
         root = value.root
         if type(root) is Rebuilt and value is root:
@@ -329,7 +331,8 @@ class Tape:
             if operand is None:
                 return None
             operands.append(operand)
-        operation = row.prepare(node, node._input_metadata[number])
+        metadata = node._input_metadata[number]
+        operation = row.prepare(node, metadata, number) if row.several else row.prepare(node, metadata)
         if operation is None:
             return None
         if row.op_class == VIEW:
@@ -339,12 +342,21 @@ class Tape:
     def _constant_operand(self, row: Op, node: Any, place: int) -> Value | None:
         """Return the value of an operand that needs no gradient, if the node has saved it; else None."""
         name = row.constants[place] if place < len(row.constants) else ""
-        if not name:  # the row knows of no saved operand, so it is not known
-            return None
+        if not name:  # the row knows of no saved operand
+            return self._frozen_bias(row, node) if row.bias_of and not place else None
         found = getattr(node, f"_saved_{name}", None)
         if not isinstance(found, torch.Tensor):
             return None
         return self._constant(found) if found.dim() else Kept(found, self.work.block)  # numbers are not counted
+
+    def _frozen_bias(self, row: Op, node: Any) -> Value | None:
+        """Return the value of the bias that belongs to the weight that a node saved; None where that is not known."""
+        weight = getattr(node, f"_saved_{row.bias_of}")
+        if not isinstance(weight, torch.Tensor):  # the node has not saved it: its input needs no gradient
+            return None
+        whole = weight if weight._base is None else weight._base
+        known, bias = self.region.biases.get(id(whole), (None, None))
+        return Kept(bias, self.work.block) if bias is not None and known is whole else None
 
     def _small(self, edge: _Edge, tensor: torch.Tensor) -> Value | None:
         """Keep a float32 tensor that was cast up from 16 bits as those 16 bits: exact, and half the size. Else None."""
@@ -401,7 +413,9 @@ class Tape:
 
     def _constant(self, tensor: torch.Tensor) -> Kept | KeptByUser:
         """Return the value of a tensor without a graph, such as a mask or a parameter, which stays."""
-        if isinstance(tensor, nn.Parameter):
+        if tensor.layout is not torch.strided:
+            return Kept(tensor, self.work.block)
+        if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
             return self._parameter(tensor)
         if self.outer is None:
             return self._stays(tensor, NO_GRAPH)
