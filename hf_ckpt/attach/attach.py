@@ -38,6 +38,7 @@ from hf_ckpt.attach.record import (
     GIVEN_PLAN,
     RECORD,
     Decider,
+    Decision,
     Installation,
     carriers,
     count_enable_call,
@@ -47,6 +48,7 @@ from hf_ckpt.attach.record import (
     switch_off,
     write_switches,
 )
+from hf_ckpt.attach.windows import StepWindow
 from hf_ckpt.engines.offload import Mover
 from hf_ckpt.engines.region import Region, Request, hooks_for, make
 from hf_ckpt.engines.segments import Segment
@@ -133,6 +135,7 @@ def detach(model: nn.Module) -> None:
     record = installation(base)
     if record is None:
         return
+    forget_window(record)
     take_off(base, record)
     modules = dict(plain_modules(base))
     for name, attributes in record.before.items():
@@ -558,11 +561,15 @@ class BatchHook(ModelHook):
         record = installation(base)
         if record is None or not record.enabled or record.decider is None:
             return None
+        if record.window is not None and record.window.has_seen_backward(base):
+            _step_measured(base)
         decided = record.decider.batch(base, record, self.stack, args, kwargs)
         if decided is None:
             return None
-        plan, record.planned = decided
-        exchange(base, record, record.spec, plan)
+        _carry_out(base, record, decided)
+        if decided.limit_bytes is not None:
+            batch = (args, kwargs)
+            record.window = StepWindow(base, record, decided.limit_bytes, batch, on_step=_step_measured)
         # torch goes on with the hooks that this module had when its forward began, which are those of the old plan.
         for hook in list(module._forward_pre_hooks.values()):
             if isinstance(hook, CacheHook):
@@ -574,3 +581,32 @@ class BatchHook(ModelHook):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.base, self.stack)
+
+
+def _carry_out(base: compat.PreTrainedModel, record: Installation, decision: Decision) -> None:
+    """Put a plan on that was decided for a batch or after a step. A step that is being measured counts for nothing."""
+    forget_window(record)
+    record.planned = decision.planned
+    exchange(base, record, record.spec, decision.plan)
+
+
+def _step_measured(base: Any) -> None:
+    """Tell the decider what a step needed, and put on the plan that it gives, if it gives one."""
+    record = installation(base)
+    if record is None or record.window is None:
+        return
+    window = record.window
+    peak = forget_window(record)
+    stays = record.enabled and record.planned is window.planned and record.decider is not None
+    if peak is None or not stays:
+        return
+    assert record.decider is not None
+    decided = record.decider.measured(base, record, peak, window.accumulated)
+    if decided is not None:
+        _carry_out(base, record, decided)
+
+
+def forget_window(record: Installation) -> int | None:
+    """Close the window of a record, if one is open, and return what it measured."""
+    window, record.window = record.window, None
+    return None if window is None else window.close()

@@ -56,6 +56,17 @@ GIVEN_PLAN = "(given as a Plan object)"
 """What `Spec.plan` says where the plan was given as an object, and so has no path."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """The plan that a decider gives for a batch, or after a step was measured."""
+
+    plan: Plan
+    planned: Any
+    """What to keep as `Installation.planned`. It has an attribute `plan`."""
+    limit_bytes: int | None = None
+    """The peak above which the decider wants to hear of the next step; None where nothing need be measured."""
+
+
 class Decider(Protocol):
     """Decides which plan a model gets. The hooks on the model ask it, and it is pickled with them.
 
@@ -74,11 +85,19 @@ class Decider(Protocol):
         stack: str | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Plan, Any] | None:
-        """Return the plan for the batch that a forward is given, and what to keep as `Installation.planned`.
+    ) -> Decision | None:
+        """Return the plan for the batch that a forward is given; None where the present plan will do.
 
-        Returns None where the present plan will do. `stack` names the stack whose forward is called with `args` and
+        `stack` names the stack whose forward is called with `args` and
         `kwargs`; it is None for the forward of the whole model.
+        """
+
+    def measured(
+        self, base: compat.PreTrainedModel, record: Installation, peak_bytes: int, accumulated: bool
+    ) -> Decision | None:
+        """Return another plan after the first step of the present one was measured; None where it stays.
+
+        `accumulated` says whether there were gradients of earlier micro-steps before that step.
         """
 
 
@@ -141,6 +160,8 @@ class Installation:
     """Asked by enable calls, and by forwards under `budget` and `auto`; None where the plan is fixed."""
     planned: Any = None
     """The decider's own record of the batch it has planned for, once it has seen one. It has an attribute `plan`."""
+    window: Any = None
+    """The `StepWindow` that measures a step now; None without one."""
     heads: HeadCalls = dataclasses.field(default_factory=lambda: HeadCalls())
     """What has become of the head, where the plan has it run in chunks."""
     outermost: Outermost = dataclasses.field(default_factory=Outermost)
@@ -148,7 +169,7 @@ class Installation:
 
     def __getstate__(self) -> dict[str, Any]:
         # What was planned for a batch depends on this process and its memory.
-        return {**vars(self), "planned": None}
+        return {**vars(self), "planned": None, "window": None}
 
 
 def installation(model: nn.Module) -> Installation | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_ckpt.cli.arguments import attention, memory_budget, memory_size, positive, progress_bar, quiet_libraries
 from hf_ckpt.cli.pictures import PICTURES, import_pyplot
 from hf_ckpt.console import make_console
-from hf_ckpt.prediction.choices import DTYPE_NAMES, OPTIMIZERS
+from hf_ckpt.prediction.choices import DTYPE_NAMES
 from hf_ckpt.prediction.devices import DEVICES
 from hf_ckpt.spec.files import refuse_unwritable
 from hf_ckpt.spec.plan import SUFFIXES
@@ -68,7 +68,7 @@ def add(verbs: Any) -> None:
         epilog="example: hf-ckpt plan llama-3.1-8b --batch 2 --seq 4096 --lora 16 --device 4090 --budget 22GiB",
     )
     plan.add_argument("model", help=MODEL_HELP)
-    add_workload_options(plan, batch=1, tokens=512, optimizers=OPTIMIZERS)
+    add_workload_options(plan, batch=1, tokens=512, optimizers=NAMES)
     add_choice(plan, "--device", DEVICES, "assumed in place of this machine's")
     plan.add_argument(
         "--budget",

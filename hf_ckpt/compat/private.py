@@ -36,6 +36,14 @@ _ROWS = (
     PrivateName(("torch.utils._pytree",), "finds the tensors in nested inputs and outputs"),
     PrivateName(("torch.utils._python_dispatch",), "sees every operation, to count live bytes and to trace steps"),
     PrivateName(
+        (
+            "torch.utils._python_dispatch._push_mode",
+            "torch.utils._python_dispatch._pop_mode",
+            "torch._C._len_torch_dispatch_stack",
+        ),
+        "counts the live bytes of a training step below the dispatch modes of others",
+    ),
+    PrivateName(
         ("torch.utils._python_dispatch._disable_current_modes",),
         "hides from selective checkpointing what it does by itself in backward",
     ),

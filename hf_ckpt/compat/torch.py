@@ -7,7 +7,6 @@ import functools
 import gc
 import inspect
 import random
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -24,29 +23,6 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.compat.private import private
-
-
-def call_past_hooks(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of the forward of `module` that is running, if it was called past the module's hooks.
-
-    PEFT calls the forward of the model that it wraps in this way, so that only the frames of the callers tell what goes
-    into it. Returns (positional, keyword arguments); None where the hooks were called, or where no forward is running.
-    """
-    frame, found = sys._getframe(1), None
-    while frame is not None:
-        of_module = frame.f_locals.get("self") is module
-        if of_module and frame.f_code.co_name == "_call_impl":
-            return None
-        if of_module:
-            found = frame  # the outermost one: decorators of the forward have frames of their own
-        elif found is not None:
-            break
-        frame = frame.f_back  # type: ignore[assignment]
-    if found is None:
-        return None
-    names, rest, keywords, values = inspect.getargvalues(found)
-    given = {name: values[name] for name in names[1:] if name in values}
-    return tuple(values[rest]) if rest else (), given | (values[keywords] if keywords else {})
 
 
 def is_compiling() -> bool:
@@ -99,6 +75,22 @@ def synchronize(device_type: str) -> None:
     module: ModuleType | None = getattr(torch, "accelerator", None) or getattr(torch, device_type, None)
     if module is not None:
         module.synchronize()
+
+
+def memory_readers(device_type: str) -> tuple[Callable[..., tuple[int, int]], Callable[..., int]] | None:
+    """Return the functions that tell a device's (free, total) bytes, and what the allocator holds of them.
+
+    Both take a device, or None for the current one. None where this type of device has no such functions. The module of
+    the device has them, or since torch 2.10 `torch.accelerator` for all types.
+    """
+    for module, name in (
+        (getattr(torch, device_type, None), "mem_get_info"),
+        (getattr(torch, "accelerator", None), "get_memory_info"),
+    ):
+        free, held = getattr(module, name, None), getattr(module, "memory_reserved", None)
+        if free is not None and held is not None:
+            return free, held
+    return None
 
 
 def empty_host_cache() -> None:
@@ -389,3 +381,23 @@ without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = 
     "torch._C.DisableTorchFunctionSubclass"
 )
 """Makes a context in which operations on subclasses of tensors are not handed to the subclass."""
+
+
+_push_mode = private("torch.utils._python_dispatch._push_mode")
+_pop_mode = private("torch.utils._python_dispatch._pop_mode")
+_modes = private("torch._C._len_torch_dispatch_stack")
+
+
+def enter_dispatch_mode_below(mode: TorchDispatchMode) -> None:
+    """Enter a dispatch mode as if before all that are on, so that these can be left by their own `with` blocks."""
+    above = [_pop_mode() for _ in range(_modes())]
+    for each in (mode, *reversed(above)):
+        _push_mode(each)
+
+
+def leave_dispatch_mode(mode: TorchDispatchMode) -> None:
+    """Leave a mode that was entered by `enter_dispatch_mode_below`; those that are on beside it stay on."""
+    modes = [_pop_mode() for _ in range(_modes())]
+    for each in reversed(modes):
+        if each is not mode:
+            _push_mode(each)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -23,7 +24,8 @@ def device_name() -> str:
 class DeviceMemory:
     """The memory of the device that models train on, in bytes.
 
-    Without CUDA it is that of the machine, or what the container that the process runs in may use.
+    On a CPU, and for accelerators that do not tell, it is that of the machine, or what the container that the process
+    runs in may use.
     """
 
     total_bytes: int
@@ -32,14 +34,19 @@ class DeviceMemory:
     """The most that this process may come to hold in tensors, with those that it holds now."""
     outside_bytes: int | None
     """What the process holds beside its tensors, to be subtracted where its resident size is compared with them. None
-    on CUDA, whose allocator counts tensors only."""
+    on an accelerator, whose allocator counts tensors only."""
 
 
-def device_memory(held_bytes: int) -> DeviceMemory:
-    """Read the memory of the current device. `held_bytes` are the bytes of the tensors that are known to be there."""
-    if compat.accelerator_type() == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        return DeviceMemory(total, free + torch.cuda.memory_reserved(), None)
+def device_memory(held_bytes: int, devices: Collection[torch.device] = ()) -> DeviceMemory:
+    """Read the memory of the devices that a model is on.
+
+    Args:
+        held_bytes: bytes of the tensors that are known to be there.
+        devices: the accelerators that the model is spread over, whose memory counts together; the current one without.
+    """
+    found = _accelerator_memory(devices)
+    if found is not None:
+        return found
     import psutil
 
     memory = psutil.virtual_memory()
@@ -49,6 +56,23 @@ def device_memory(held_bytes: int) -> DeviceMemory:
         total, available = allowed[0], min(available, allowed[0] - allowed[1])
     resident = int(psutil.Process().memory_info().rss)
     return DeviceMemory(total, available + held_bytes, max(0, resident - held_bytes))
+
+
+def _accelerator_memory(devices: Collection[torch.device]) -> DeviceMemory | None:
+    """The memory of accelerators; None without one, and where it does not tell."""
+    device_type = compat.accelerator_type()
+    readers = None if device_type is None else compat.memory_readers(device_type)
+    if readers is None:
+        return None
+    available = total = 0
+    mine: list[torch.device | None] = [device for device in devices if device.type == device_type]
+    for device in mine or [None]:
+        try:
+            free, whole = readers[0](device)
+            available, total = available + free + readers[1](device), total + whole
+        except (RuntimeError, NotImplementedError):  # mps, whose memory is the machine's
+            return None
+    return DeviceMemory(total, available, None)
 
 
 def _container_memory() -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hf_ckpt.planner.budgets import lowest_of, plan_of, plan_within, several_of
 from hf_ckpt.prediction.costs import BlockCost, Choice, Costs, Phase
 from hf_ckpt.prediction.offload import OFFLOADED, with_offloading
-from hf_ckpt.prediction.timeline import segmented_peak, step_nanoseconds, worst_timeline
+from hf_ckpt.prediction.timeline import worst_timeline
 from hf_ckpt.spec.actions import FULL, SELECTIVE
 from hf_ckpt.spec.plan import Plan
 
@@ -153,9 +153,14 @@ def segmented_options(costs: Costs) -> list[Alternative]:
 
     They are put together from the costs of `keep` and `full`. Source: https://arxiv.org/abs/1604.06174.
     """
-    full = next(number for number, action in enumerate(costs.actions) if action == FULL)
+    depths = [len(stack.blocks) for stack in costs.stacks]
+    ways = {
+        "segments of 2": tuple(-(-depth // 2) for depth in depths),
+        "segments: sqrt": tuple(round(depth**0.5) for depth in depths),
+    }
+    choice = costs.uniform(costs.actions.index(FULL))
     found = []
-    for name, length in (("segments of 2", 2), ("segments: sqrt", 0)):
-        peak = max(segmented_peak(costs, full, length, mode) for mode in costs.modes)
-        found.append(Alternative(name, None, peak, step_nanoseconds(costs, costs.uniform(full)) / 1e9))
+    for name, segments in ways.items():
+        worst = worst_timeline(dataclasses.replace(costs, segments=segments), choice)
+        found.append(Alternative(name, None, worst.peak_bytes, worst.nanoseconds / 1e9))
     return found

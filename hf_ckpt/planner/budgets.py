@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.planner.solver import fastest, smallest
 from hf_ckpt.prediction.costs import Choice, Costs
 from hf_ckpt.prediction.timeline import step_nanoseconds, worst_timeline
-from hf_ckpt.spec.plan import Plan, Prediction
+from hf_ckpt.spec.actions import Action
+from hf_ckpt.spec.plan import Block, Plan, Prediction, numbers_of_runs
 from hf_ckpt.units import format_bytes
 
 GAIN = 0.01
@@ -29,6 +31,8 @@ def plan_within(ways: Costs | Sequence[Costs], budget_bytes: int, device: str = 
     """
     plan, least = None, 0.0
     for costs in (candidates := several_of(ways)):
+        if costs.segments and plan is not None and step_nanoseconds(costs, smallest(costs)) >= least * (1 - GAIN):
+            continue  # as nearly always: segments take the time of `full`
         choice = fastest(costs, budget_bytes)
         nanoseconds = step_nanoseconds(costs, choice) if choice is not None else 0
         if choice is not None and (plan is None or nanoseconds < least * (1 - GAIN)):
@@ -71,10 +75,14 @@ def costs_behind(ways: Sequence[Costs], plan: Plan) -> tuple[Costs, Choice]:
 
     Raises `ValueError` where no candidate has them.
     """
+    rows = [[action for _, action in row] for row in plan.stacks().values()]
+    counts = tuple(len({action.segment for action in row} - {None}) for row in rows)
     for costs in ways:
         numbers = {action: number for number, action in enumerate(costs.actions)}
-        if costs.head_tokens == plan.head and all(action in numbers for _, action in plan.actions):
-            return costs, tuple(tuple(numbers[action] for _, action in pairs) for pairs in plan.stacks().values())
+        plain = [[dataclasses.replace(action, segment=None) for action in row] for row in rows]
+        same = costs.head_tokens == plan.head and costs.segments == (counts if any(counts) else ())
+        if same and all(action in numbers for row in plain for action in row):
+            return costs, tuple(tuple(numbers[action] for action in row) for row in plain)
     raise ValueError("the plan was made from none of these costs")
 
 
@@ -96,11 +104,13 @@ def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, devic
         budget_bytes=budget_bytes,
         device=device,
     )
-    pairs = (
-        (block, costs.actions[action])
-        for stack, chosen in zip(costs.stacks, choice, strict=True)
-        for block, action in zip(stack.blocks, chosen, strict=True)
-    )
+    pairs: list[tuple[Block, Action]] = []
+    for number, (stack, chosen) in enumerate(zip(costs.stacks, choice, strict=True)):
+        actions = [costs.actions[action] for action in chosen]
+        if costs.segments:
+            runs = numbers_of_runs(len(actions), min(costs.segments[number], len(actions)))
+            actions = [dataclasses.replace(a, segment=run) for a, run in zip(actions, runs, strict=True)]
+        pairs += zip(stack.blocks, actions, strict=True)
     return Plan(costs.family, costs.model, tuple(pairs), prediction, costs.head_tokens)
 
 

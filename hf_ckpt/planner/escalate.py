@@ -11,30 +11,15 @@ from hf_ckpt.attach.attach import exchange, put_on
 from hf_ckpt.attach.record import GIVEN_PLAN, Installation, carriers, installation, is_on
 from hf_ckpt.engines.offload import lane_of
 from hf_ckpt.models.blocks import base_model, vocabulary_head
+from hf_ckpt.planner.course import tightened
 from hf_ckpt.planner.install import install_one
-from hf_ckpt.planner.live import Planned, tightened
+from hf_ckpt.planner.live import Planned
 from hf_ckpt.planner.policies import fit_plan, tighter_plan
-from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import format_bytes
 
 SMALLER = 0.1
 """Share of its predicted peak by which a plan of `budget` or `auto` is lowered after a step ran out of memory."""
-
-
-def tighten(model: nn.Module, excess_bytes: int) -> Plan | None:
-    """Plan again with `excess_bytes` less than was allowed, and put that plan on. To be called between two steps.
-
-    Larger batches that come later are planned for within the lower limit, too.
-
-    Returns the new plan; None where no plan of `budget` or `auto` is enabled.
-    """
-    base = base_model(model)
-    record = installation(base)
-    if record is None or record.planned is None or not record.enabled:
-        return None
-    _carry_out(base, record, tightened(record.planned, excess_bytes))
-    return record.plan
 
 
 def _carry_out(base: compat.PreTrainedModel, record: Installation, planned: Planned) -> None:

@@ -14,9 +14,10 @@ from hf_ckpt import compat
 from hf_ckpt.attach import attach as on_model
 from hf_ckpt.attach.attach import attach, describe, detach, refuse_parts
 from hf_ckpt.attach.process import hook_process, unhook_process
-from hf_ckpt.attach.record import GIVEN_PLAN, Installation, installation
+from hf_ckpt.attach.record import GIVEN_PLAN, Decision, Installation, installation
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
-from hf_ckpt.planner.live import plan_batch
+from hf_ckpt.planner.course import after_step, plan_batch
+from hf_ckpt.planner.live import Planned
 from hf_ckpt.planner.policies import fit_plan, make_plan
 from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan
@@ -157,13 +158,27 @@ class _Decider:
         stack: str | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Plan, Any] | None:
-        """The plan for a batch under `budget` or `auto`, and its `Planned`; None where the present plan serves."""
+    ) -> Decision | None:
+        """The plan for a batch under `budget` or `auto`; None where the present plan serves."""
         planned = plan_batch(base, record, stack, args, kwargs)
-        if planned is None:
-            return None
-        blocks = [block for block, _ in record.plan.actions]
-        return fit_plan(planned.plan, blocks, record.plan.family, record.plan.model), planned
+        # Live bytes cannot be counted where FSDP2 resizes storages; an allocator knows of that.
+        seen = compat.accelerator_type() is not None or compat.parameters_stay(base)
+        return None if planned is None else _decision(record, planned, planned.limit_bytes if seen else None)
+
+    def measured(
+        self, base: compat.PreTrainedModel, record: Installation, peak_bytes: int, accumulated: bool
+    ) -> Decision | None:
+        """The plan after a step broke its limit; None where the present plan stays."""
+        before: Planned = record.planned
+        record.planned = after_step(before, base, peak_bytes, accumulated)
+        return None if record.planned.plan is before.plan else _decision(record, record.planned, None)
+
+
+def _decision(record: Installation, planned: Planned, limit_bytes: int | None) -> Decision:
+    """What was planned, for the blocks as they are."""
+    blocks = [block for block, _ in record.plan.actions]
+    plan = fit_plan(planned.plan, blocks, record.plan.family, record.plan.model)
+    return Decision(plan, planned, limit_bytes)
 
 
 DECIDER = _Decider()

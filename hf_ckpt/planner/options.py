@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import own_trial
@@ -23,8 +24,9 @@ def cost_options(
     *,
     head: int | str,
     host_limit: int | None = None,
+    segments: bool = True,
 ) -> tuple[Costs, ...]:
-    """The candidates for a plan; those whose head runs as a whole come first.
+    """The candidates for a plan; those whose head runs as a whole come first, and those in segments last.
 
     Args:
         costs: traced of `skeleton` and `step`.
@@ -33,11 +35,31 @@ def cost_options(
         device: whose row says how long operations and copies take.
         head: `full` allows no chunks, `auto` allows them, a number demands chunks of so many tokens.
         host_limit: bytes of host memory for offloading; None for no offloading.
+        segments: whether blocks may be recomputed in segments, which need parameters that stay where they are.
     """
     heads = [costs] if isinstance(head, str) else []
     if head != "full" and vocabulary_head(skeleton.base) is not None:
         heads.append(chunked_head(costs, skeleton, step, device, head))
-    return with_host_memory(heads or [costs], device, host_limit)
+    heads = heads or [costs]
+    apart = with_host_memory(heads, device, host_limit)
+    return (*apart, *(found for costs in heads for found in in_segments(costs))) if segments else apart
+
+
+def in_segments(costs: Costs) -> Iterator[Costs]:
+    """`costs` with the blocks in segments, for every number of segments that can be best.
+
+    Of all numbers for which the longest segment has the same length, the smallest keeps least. Where some block may not
+    have the action `full`, there is none.
+    """
+    if FULL not in costs.actions or costs.actions[0] != KEEP:
+        return
+    full = costs.actions.index(FULL)
+    if any(full not in stack.choices[kind] for stack in costs.stacks for kind in stack.kinds):
+        return
+    most = max(len(stack.blocks) for stack in costs.stacks)
+    for number in sorted({-(-most // length) for length in range(2, most + 1)}, reverse=True):
+        counts = tuple(min(number, len(stack.blocks)) for stack in costs.stacks)
+        yield dataclasses.replace(costs, segments=counts)
 
 
 def transformers_costs(costs: Costs, skeleton: Skeleton, step: Step, device: Device) -> Costs:

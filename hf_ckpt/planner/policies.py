@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from hf_ckpt.errors import PlanMismatchError, SpecError
 from hf_ckpt.spec.actions import ACTIONS, KEEP, OFFLOAD, Action, ActionKind
-from hf_ckpt.spec.plan import Block, Plan, run_lengths
+from hf_ckpt.spec.plan import Block, Plan, numbers_of_runs
 from hf_ckpt.spec.reading import parse_layers
 from hf_ckpt.spec.spec import PLANNED_POLICIES, Spec
 
@@ -87,7 +87,7 @@ def _in_segments(segments: int | str, blocks: Sequence[Block], problems: list[st
     if count > len(blocks):
         problems.append(f"`segments` is {count}, but stack {blocks[0].stack!r} has {len(blocks)} blocks.")
         return {}
-    numbers = [number for number, length in enumerate(run_lengths(len(blocks), count)) for _ in range(length)]
+    numbers = numbers_of_runs(len(blocks), count)
     return {block: Action("full", segment=number) for block, number in zip(blocks, numbers, strict=True)}
 
 

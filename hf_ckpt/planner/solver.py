@@ -15,6 +15,7 @@ import numpy.typing
 
 from hf_ckpt.prediction.costs import Choice, Costs, Key, Phase, StackCosts
 from hf_ckpt.prediction.timeline import worst_timeline
+from hf_ckpt.spec.actions import FULL
 
 _NO_LIMIT = 2**62
 Numbers = numpy.typing.NDArray[numpy.int64]
@@ -67,12 +68,17 @@ def fastest(costs: Costs, limit: int) -> Choice | None:
     The same costs and limit always give the same choice, and a larger limit never gives a slower one. Within blocks of
     one kind, actions that keep less come first where that is neither slower nor takes more memory.
     """
+    if costs.segments:
+        only = smallest(costs)
+        return only if worst_timeline(costs, only).peak_bytes <= limit else None
     found = _best(costs, limit=limit, minimise_peak=False)
     return None if found is None else _in_order(costs, found)
 
 
 def smallest(costs: Costs) -> Choice:
     """The choice with the lowest peak."""
+    if costs.segments:
+        return costs.uniform(costs.actions.index(FULL))
     found = _best(costs, limit=None, minimise_peak=True)
     assert found is not None
     return _in_order(costs, found)

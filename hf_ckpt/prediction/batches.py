@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -157,6 +158,27 @@ def _all_squares(outputs: Any) -> torch.Tensor:
         return loss
     found = [value for value in compat.tree_leaves(tuple(outputs.values())) if isinstance(value, torch.Tensor)]
     return torch.stack([value.abs().float().square().mean() for value in found if value.requires_grad]).sum()
+
+
+def step_as_called(step: Step, call: compat.Call) -> Step:
+    """A micro-step as a trainer runs it: with the options of its call, its forward and its loss.
+
+    Labels that the trainer keeps from the model go to its own loss. Where that is not known, the model's loss stands
+    in for it.
+
+    Args:
+        step: with a batch of `batch_for`.
+        call: how the trainer calls the model.
+    """
+    batch, loss = {**step.batch, **call.options}, step.loss
+    if call.loss is not None and "labels" in batch:
+        shape = batch.pop("labels").shape
+        own: Callable[[Any, torch.Tensor], torch.Tensor] = call.loss
+
+        def loss(outputs: Any) -> torch.Tensor:
+            return own(outputs, torch.zeros(shape, dtype=torch.long))
+
+    return dataclasses.replace(step, batch=batch, loss=loss, forward=call.forward, float32_outputs=call.float32_outputs)
 
 
 def _mean_square(outputs: Any) -> torch.Tensor:

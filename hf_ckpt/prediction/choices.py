@@ -4,8 +4,6 @@ from __future__ import annotations
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 """Types that weights and autocast may have, as torch names them."""
-OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "lion": 1, "adamw8bit": 2}
-"""Name of an optimizer -> how many tensors of a parameter's size it keeps for the parameter."""
 MOST_TOKENS = 2**32
 """Most tokens of one micro-step: beyond them the bytes of a model are no numbers that can be calculated with."""
 _ATTENTIONS = ("sdpa", "eager", "flex_attention")

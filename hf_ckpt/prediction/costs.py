@@ -154,6 +154,9 @@ class Costs:
     optimizer_nanoseconds: int = 0
     head_tokens: int | str = "full"
     """How the head runs, in the words of `Plan.head`: `full`, `auto`, or the tokens of a chunk."""
+    segments: tuple[int, ...] = ()
+    """For each stack, how many segments its blocks are recomputed in; empty where blocks are recomputed one by one.
+    Segments go with one choice only: `full` for every block."""
     notes: tuple[str, ...] = ()
     """Remarks on where the figures come from, as that times were measured."""
 

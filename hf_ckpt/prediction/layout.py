@@ -9,7 +9,7 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.prediction.fsdp2 import Gathered, Layout
-from hf_ckpt.prediction.optimizers import optimizer_name, optimizer_state, state_bytes
+from hf_ckpt.prediction.optimizers import bytes_of, optimizer_bytes, state_bytes
 from hf_ckpt.prediction.skeleton import Weights
 
 
@@ -74,10 +74,10 @@ def _gathered(shard: compat.Shard) -> Gathered:
 
 
 def _optimizer_bytes(model: nn.Module, parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of the state of a model's optimizers on this rank; estimated from `parameters` while there is none yet."""
+    """Bytes of the state of a model's optimizers on this rank; that of AdamW for `parameters` where there are none."""
     optimizers = compat.optimizers_of(model)
-    known = sum(map(state_bytes, optimizers))
-    mine = (
-        (compat.local(parameter).numel(), parameter.element_size(), parameter.requires_grad) for parameter in parameters
-    )
-    return known or optimizer_state(Weights(tuple(mine)), optimizer_name(optimizers[0]) if optimizers else "adamw")
+    if optimizers:
+        return bytes_of(optimizers).state
+    local = ((compat.local(parameter), parameter.requires_grad) for parameter in parameters)
+    mine = tuple((tuple(part.shape), part.element_size(), trainable) for part, trainable in local)
+    return optimizer_bytes(Weights(mine), "adamw").state

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,18 +41,18 @@ _HOOKS = (
 class Weights:
     """The sizes of the parameters of one part of a model."""
 
-    tensors: tuple[tuple[int, int, bool], ...]
-    """For each parameter: (elements, bytes of an element, whether it is trainable)."""
+    tensors: tuple[tuple[tuple[int, ...], int, bool], ...]
+    """For each parameter: (shape, bytes of an element, whether it is trainable)."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all these parameters."""
-        return sum(elements * size for elements, size, _ in self.tensors)
+        return sum(math.prod(shape) * size for shape, size, _ in self.tensors)
 
     @property
     def gradients(self) -> int:
         """Bytes of the gradients of the trainable parameters."""
-        return sum(elements * size for elements, size, trainable in self.tensors if trainable)
+        return sum(math.prod(shape) * size for shape, size, trainable in self.tensors if trainable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +202,16 @@ def skeleton_from_config(
     return dataclasses.replace(made, stacks=tuple(stacks))
 
 
+@contextlib.contextmanager
+def own_forward(copied: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Give a copied model a forward of its own inside this context, as something has done to the live model."""
+    vars(copied)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(copied)["forward"]
+
+
 def at_depth(config: Any, depth: int) -> Any:
     """A copy of a config that describes a model with at most `depth` blocks in every stack."""
     shallow = copy.deepcopy(config)
@@ -265,7 +276,7 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _weights(parameters: Iterable[nn.Parameter]) -> Weights:
-    return Weights(tuple((p.numel(), p.element_size(), p.requires_grad) for p in parameters))
+    return Weights(tuple((tuple(p.shape), p.element_size(), p.requires_grad) for p in parameters))
 
 
 def _fake_tensors(module: nn.Module, memo: dict[int, Any], dtypes: Mapping[int, torch.dtype] | None = None) -> None:

@@ -9,7 +9,7 @@ tracing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hf_ckpt.prediction.costs import Choice, Costs, Key, Phase, StackCosts
 from hf_ckpt.spec.plan import Block, run_lengths
@@ -102,6 +102,8 @@ def timeline(costs: Costs, choice: Choice, accumulated: bool = False) -> Timelin
         choice: the action of every block.
         accumulated: whether the micro-step adds to the gradients of earlier ones.
     """
+    if costs.segments:
+        return _in_segments(costs, choice, accumulated)
     builder = _Builder(costs, choice, accumulated)
     builder.add_forwards()
     builder.add_head()
@@ -198,56 +200,83 @@ def worst_timeline(costs: Costs, choice: Choice) -> Timeline:
     return max((timeline(costs, choice, mode) for mode in costs.modes), key=lambda found: found.peak_bytes)
 
 
-def segmented_peak(costs: Costs, full: int, length: int, accumulated: bool = False) -> int:
-    """Most bytes alive when runs of neighbouring blocks are recomputed as one region.
+def _in_segments(costs: Costs, choice: Choice, accumulated: bool) -> Timeline:
+    """The timeline of segments: runs of neighbouring blocks that are recomputed as one region.
 
-    Of a run only the first block's input stays. The backward of a run first runs all its blocks again, as `keep`.
-    Blocks that may not have the action `full` are taken for blocks that may.
-
-    Args:
-        costs: traced with `keep`, as the first action, and `full`.
-        full: the position of `full` in `Costs.actions`.
-        length: blocks in a run; 0 for as many runs as the square root of the blocks of a stack.
-        accumulated: whether the micro-step adds to the gradients of earlier ones.
+    Of a run only the first block's input stays. The backward of a run first runs all its blocks again, as `keep`, the
+    first of the actions. Blocks that may not have the action `full` are taken for blocks that may.
     """
-    under_full = {moment.label: moment for moment in timeline(costs, costs.uniform(full), accumulated).moments}
-    kept = {(m.block, m.backward): m.phase for m in timeline(costs, costs.uniform(0), accumulated).moments if m.block}
-    named = {(moment.block, moment.backward): moment for moment in under_full.values() if moment.block}
-    peak = under_full["optimizer step"].peak_bytes
+    apart = dataclasses.replace(costs, segments=())
+    alone = timeline(apart, choice, accumulated)
+    kept: dict[tuple[str | None, bool], Moment] = {
+        (moment.block, moment.backward): moment
+        for moment in timeline(apart, costs.uniform(0), accumulated).moments
+        if moment.block
+    }
+    named = {moment.block: moment for moment in alone.moments if moment.block and moment.backward}
+    runs = {
+        block.name: run
+        for stack, number in zip(costs.stacks, costs.segments, strict=True)
+        for run in _runs(stack.blocks, number)
+        for block in run
+    }
+    shared = {stack.blocks[-1].name: stack.shared_bytes for stack in costs.stacks}
+    moments: list[Moment] = []
     gone = 0
     """Bytes of inputs that `full` keeps and that the runs so far do not."""
-    runs: list[tuple[int, Sequence[Block]]] = []
-    for stack in costs.stacks:
-        before = _before(stack, costs)
-        peak = max(peak, *(under_full[label].peak_bytes - gone for label in (before, f"{before}, backward")))
-        for run in _runs(stack.blocks, length):
-            at_end = len(run) > 1 and run[-1] == stack.blocks[-1]  # what the stack shares begins in it
-            runs.append((gone + (stack.shared_bytes if at_end else 0), run))
-            for place, block in enumerate(run):
-                moment = named[block.name, False]
-                peak = max(peak, moment.peak_bytes - gone)
-                gone += max(0, moment.phase.net) if place else 0
-    peak = max(peak, *(moment.peak_bytes - gone for label, moment in under_full.items() if label.startswith("head")))
-    for less, run in runs:
-        first, last = named[run[0].name, True], named[run[-1].name, True]
-        level = first.start_bytes - first.gradient_bytes + last.gradient_bytes - less
-        for block in run:
-            peak = max(peak, level + kept[block.name, False].peak(True))
-            level += kept[block.name, False].net
-        for block in reversed(run):
-            phase = kept[block.name, True]
-            peak = max(peak, level + phase.peak(accumulated))
-            level += phase.net + (0 if accumulated else phase.gradients)
-    return peak
+    less: dict[str, int] = {}
+    """What was gone when a run, or the part before a stack, began: by the name of the block, or by the label."""
+    for moment in alone.moments:
+        if moment.block is None:
+            before = less.setdefault(moment.label.removesuffix(", backward"), gone)
+            moments.append(_lowered(moment, 0 if moment is alone.moments[-1] else before))
+            continue
+        run = runs[moment.block]
+        if not moment.backward:
+            less.setdefault(run[0].name, gone)
+            moments.append(_lowered(moment, gone))
+            gone += max(0, moment.phase.net) if moment.block != run[0].name else 0
+        elif moment.block == run[-1].name:
+            begun = less[run[0].name] + (shared.get(run[-1].name, 0) if len(run) > 1 else 0)
+            moments += _run_backward(run, kept, named[run[0].name], moment, begun)
+    return dataclasses.replace(alone, moments=tuple(moments))
 
 
-def _runs(blocks: Sequence[Block], length: int) -> Iterator[Sequence[Block]]:
-    """The runs of a stack; see `segmented_peak` for `length`."""
-    total, start = len(blocks), 0
-    lengths = [length] * -(-total // length) if length else run_lengths(total, round(total**0.5))
-    for each in lengths:
-        yield blocks[start : start + each]
-        start += each
+def _lowered(moment: Moment, size: int) -> Moment:
+    """A moment at which `size` fewer bytes are kept for the backward."""
+    return dataclasses.replace(moment, start_bytes=moment.start_bytes - size, kept_bytes=moment.kept_bytes - size)
+
+
+def _run_backward(
+    run: Sequence[Block], kept: Mapping[tuple[str | None, bool], Moment], first: Moment, last: Moment, less: int
+) -> Iterator[Moment]:
+    """The backward of a run: its blocks' forwards again, and their backwards.
+
+    Args:
+        run: the blocks.
+        kept: (block, whether backward) -> its moment under `keep`.
+        first: the backward of the first block, where blocks are recomputed one by one.
+        last: that of the last block.
+        less: bytes that are not kept at the beginning of the run.
+    """
+    gradients = last.gradient_bytes
+    level = first.start_bytes - first.gradient_bytes + gradients - less
+    for backward, blocks in ((False, run), (True, run[::-1])):
+        for block in blocks:
+            phase, accumulated = kept[block.name, backward].phase, last.accumulated
+            label = f"backward of {block.stack} {block.index}" + ("" if backward else ", forward again")
+            held = level - last.static_bytes - gradients
+            yield Moment(label, block.name, True, level, last.static_bytes, gradients, held, phase, accumulated)
+            new = 0 if accumulated or not backward else phase.gradients
+            level, gradients = level + phase.net + new, gradients + new
+
+
+def _runs(blocks: Sequence[Block], number: int) -> Iterator[Sequence[Block]]:
+    """The blocks of a stack in so many runs, at most one for each block; the longer ones come first."""
+    start = 0
+    for length in run_lengths(len(blocks), min(number, len(blocks))):
+        yield blocks[start : start + length]
+        start += length
 
 
 def _before(stack: StackCosts, costs: Costs) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,9 +23,9 @@ from hf_ckpt.errors import HfCkptError, InPlaceError
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
 from hf_ckpt.prediction.costs import Costs, StackCosts, Static
 from hf_ckpt.prediction.devices import Device
-from hf_ckpt.prediction.optimizers import optimizer_state
+from hf_ckpt.prediction.optimizers import OptimizerBytes, optimizer_bytes
 from hf_ckpt.prediction.runs import Run, stack_costs, ways_of
-from hf_ckpt.prediction.skeleton import Skeleton
+from hf_ckpt.prediction.skeleton import Skeleton, own_forward
 from hf_ckpt.prediction.tracer import Answers, Tracer
 from hf_ckpt.prediction.walks import Walk, rows_of, walks_of
 from hf_ckpt.spec.actions import KEEP, Action, candidates
@@ -52,11 +53,15 @@ class Step:
     accumulation: int = 1
     """Micro-steps of one optimizer step."""
     optimizer: str = "adamw"
-    """Its name, as `optimizer_state` knows it."""
-    optimizer_bytes: int | None = None
-    """Bytes of the optimizer's state, where they are known; else they are estimated by `optimizer`."""
+    """Its name, one of `optimizer_names.NAMES`."""
+    optimizer_bytes: OptimizerBytes | None = None
+    """What the optimizer needs, where that is known; else it is told by the name."""
     loss: Callable[[Any], torch.Tensor] | None = None
     """Makes the loss from the outputs of a model that computes none itself."""
+    forward: types.MethodType | None = None
+    """A forward that was put on the model in place of its class's; None where the class's own runs."""
+    float32_outputs: bool = False
+    """Whether the outputs are cast to float32 before the loss is taken from them, as accelerate does under autocast."""
 
     @property
     def tokens(self) -> int:
@@ -100,7 +105,7 @@ def trace_costs(
             run.released[number] -= always
     made = _stacks(skeleton, choices, runs)
     head = {run.walks[-1][-1]: (run.behind("head", len(stacks) - 1), run.phase("head back", 0, 0)) for run in runs}
-    static = _static(skeleton, step)
+    static = _static(skeleton, step, device)
     moved = 2 * (static.optimizer + static.gradients) + static.gradients
     return Costs(
         family=skeleton.family,
@@ -261,16 +266,18 @@ def _stacks(
     return made
 
 
-def _static(skeleton: Skeleton, step: Step) -> Static:
+def _static(skeleton: Skeleton, step: Step, device: Device) -> Static:
     everything = skeleton.weights
-    state = step.optimizer_bytes
-    optimizer = optimizer_state(everything, step.optimizer) if state is None else state
+    found = step.optimizer_bytes
+    if found is None:
+        found = optimizer_bytes(everything, step.optimizer, "cpu" if device.name == "cpu" else "cuda")
     return Static(
         parameters=everything.nbytes,
         buffers=skeleton.buffers,
-        optimizer=optimizer,
+        optimizer=found.state,
         gradients=everything.gradients,
         batch=sum(value.nbytes for value in step.batch.values() if isinstance(value, torch.Tensor)),
+        step_bytes=found.step,
     )
 
 
@@ -287,7 +294,13 @@ def _unplannable(model: str, error: Exception) -> str:
 
 def _loss(model: nn.Module, inputs: Mapping[str, Any], step: Step) -> torch.Tensor:
     """Run the forward, in a function of its own so that its outputs are freed before the backward, as in a Trainer."""
-    outputs = model(**inputs)
+    if step.forward is None:
+        outputs = model(**inputs)
+    else:
+        with own_forward(model, compat.rebound(step.forward, model)):
+            outputs = model(**inputs)
+    if step.float32_outputs:
+        outputs = compat.float32_outputs(outputs)
     loss: torch.Tensor = step.loss(outputs) if step.loss is not None else outputs.loss
     return loss
 

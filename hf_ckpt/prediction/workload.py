@@ -51,7 +51,7 @@ class Workload:
     autocast: str | None = None
     """Type that autocast computes in: a name in `DTYPES`; None trains without autocast."""
     optimizer: str = "adamw"
-    """Its name, as `optimizers.optimizer_state` knows it."""
+    """Its name, one of `optimizer_names.NAMES`."""
     accumulation: int = 1
     """Micro-steps of one optimizer step."""
     attention: str = "sdpa"

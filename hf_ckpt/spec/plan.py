@@ -206,6 +206,11 @@ def run_lengths(blocks: int, runs: int) -> list[int]:
     return [each + (number < longer) for number in range(runs)]
 
 
+def numbers_of_runs(blocks: int, runs: int) -> list[int]:
+    """Return the run that each block is in, where a number of blocks is cut into a number of runs."""
+    return [number for number, length in enumerate(run_lengths(blocks, runs)) for _ in range(length)]
+
+
 def _spans(indices: list[int]) -> str:
     """Write positions as text: `_spans([0, 1, 2, 5]) == "0-2, 5"`, and a long run of equal steps as "0, 2, ... 78"."""
     steps = {later - earlier for earlier, later in itertools.pairwise(indices)}

@@ -40,9 +40,9 @@ from hf_ckpt.logs import warn_once
 from hf_ckpt.measure.clocks import RecomputeClock, TrainingClock
 from hf_ckpt.measure.memory import PeakMeter, peak_meter
 from hf_ckpt.models.blocks import base_model, find_blocks, head_module
-from hf_ckpt.planner.escalate import tighten
-from hf_ckpt.planner.live import MARGIN, Planned
+from hf_ckpt.planner.live import Planned
 from hf_ckpt.spec.files import append_line, replacing
+from hf_ckpt.spec.plan import Plan
 from hf_ckpt.training.guard import SNAPSHOT_FILE, runs_again
 from hf_ckpt.training.summary import print_training_summary
 from hf_ckpt.units import format_bytes, to_gib
@@ -73,9 +73,8 @@ class MemoryTimeCallback(TrainerCallback):
 
     At the first step the callback checks that every planned block still carries its function, and raises
     `PlanLostError` if one does not. It warns once when the logits fill much of the memory, which a plan on blocks
-    cannot change. On an accelerator it warns when the measured peak is above the predicted one by more than 5 %, and
-    tightens the plan by the difference before the next step. On a CPU it does not, because the resident size of a
-    process includes memory that the C allocator keeps after it was freed.
+    cannot change. It logs how far the measured peak is from the predicted one; on a CPU the resident size of a process
+    includes memory that the C allocator keeps after it was freed. Plans are corrected by measured steps without it.
     """
 
     def __init__(self, *, snapshot_on_oom: bool = False, summary: bool = True) -> None:
@@ -98,10 +97,8 @@ class MemoryTimeCallback(TrainerCallback):
         self._head: _HeadBytes | None = None
         self._checked = False
         self._windows: list[Metrics] = []
-        self._told: Planned | None = None
-        """The planner's record that was written to the metrics file last."""
-        self._excess = 0
-        """Bytes that the plan has to be tightened by before the next step."""
+        self._told: Plan | None = None
+        """The plan that was written to the metrics file last."""
 
     # --- events, which the Trainer calls ---
 
@@ -142,7 +139,7 @@ class MemoryTimeCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check or tighten the plan where that is due, and start the clock if it stands still.
+        """Check the plan where that is due, and start the clock if it stands still.
 
         Raises `PlanLostError` at the first step where a planned block no longer carries its function.
         """
@@ -150,8 +147,6 @@ class MemoryTimeCallback(TrainerCallback):
         if record is not None:
             if not self._checked:
                 self._check(kwargs["model"])
-            if self._excess:
-                self._tighten(kwargs["model"])
             observer = self._recompute.observer()
             for region in record.regions.values():  # at every step: an enable call may have made new ones
                 region.observer = observer
@@ -238,22 +233,16 @@ class MemoryTimeCallback(TrainerCallback):
             _warn_unplanned(record.spec.policy)
         if record is not None and record.enabled and record.heads.in_graph:
             _warn_head_in_graph()
-        if planned is None or planned is self._told:
+        if planned is None or planned.plan is self._told:
             return
-        self._told = planned
-        row = {"batch": str(planned.shape), "limit_bytes": planned.limit_bytes, "plan": planned.plan.to_dict()}
+        self._told = planned.plan
+        row = {
+            "batch": str(planned.shape),
+            "limit_bytes": planned.limit_bytes,
+            "bias_bytes": planned.bias_bytes,
+            "plan": planned.plan.to_dict(),
+        }
         self._write(args, state, {"event": "plan", "step": state.global_step, **row})
-
-    def _tighten(self, model: nn.Module) -> None:
-        """Plan again for as many bytes less as the measured peak was above the predicted one."""
-        excess, self._excess = self._excess, 0
-        plan = tighten(model, excess)
-        if plan is not None:
-            log.warning(
-                "hf_ckpt: the peak is %s above its prediction, so the plan is tightened by that:\n%s",
-                format_bytes(excess),
-                plan,
-            )
 
     def _compare(self, planned: Planned | None) -> dict[str, float | None]:
         """Return this rank's predicted peak, and how many bytes the measured one is above it."""
@@ -293,8 +282,6 @@ class MemoryTimeCallback(TrainerCallback):
         peak, head, tokens = _over(ranks, "peak", max), _over(ranks, "head", max), _over(ranks, "tokens", sum)
         recompute = _over(ranks, "recompute", max)
         predicted, above = _over(ranks, "predicted", max), _over(ranks, "above", max)
-        if predicted and above is not None and above > predicted * MARGIN and self._meter.exact:
-            self._excess = round(above)
         samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * steps
         if head and peak and head > peak * HEAD_SHARE and planned and record is not None and record.plan.head == "full":
             _warn_head(type(base_model(model)).__name__, round(100 * head / peak), format_bytes(round(head)))

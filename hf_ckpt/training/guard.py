@@ -36,7 +36,8 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import HfCkptError, OutOfPlansError
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.planner.escalate import step_down
-from hf_ckpt.planner.live import BatchShape, prediction_of, watching
+from hf_ckpt.planner.live import prediction_of, watching
+from hf_ckpt.planner.shapes import BatchShape
 from hf_ckpt.spec.files import replacing, write_text
 from hf_ckpt.spec.plan import Prediction
 from hf_ckpt.training.ranks import FAILED, FINE, GAVE_UP, Ranks

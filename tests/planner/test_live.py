@@ -18,7 +18,7 @@ from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.planner import live
-from hf_ckpt.planner.live import BatchShape
+from hf_ckpt.planner.shapes import BatchShape
 from hf_ckpt.prediction import optimizers
 from hf_ckpt.spec.spec import Spec
 

@@ -1,14 +1,13 @@
-"""`budget` and `auto`: how much there is, what is tightened, what is logged, and plans of several ranks."""
+"""`budget` and `auto`: how much there is, what is logged, and plans of several ranks."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import logging
+import types
 
 import pytest
 import torch
-from helpers.planned import SIZES, budgeted, live_peak, model_of, without_state
+from helpers.planned import SIZES, model_of
 from helpers.processes import torchrun
 from helpers.steps import enable, step
 from helpers.trainers import FLAG, Rows, trainer
@@ -16,48 +15,16 @@ from helpers.trainers import FLAG, Rows, trainer
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
-from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.measure import machine
 from hf_ckpt.measure.machine import DeviceMemory
 from hf_ckpt.models.tiny import tiny_batch
 from hf_ckpt.planner import live
-from hf_ckpt.planner.budgets import plan_within
-from hf_ckpt.planner.escalate import tighten
 from hf_ckpt.planner.live import limit_bytes
 from hf_ckpt.prediction import optimizers
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.training.callback import METRICS_FILE
 
 pytestmark = pytest.mark.compat
-
-
-# --- tightening -------------------------------------------------------------------------------------------------------
-
-
-def test_tightening_drops_more_and_stays_tight_for_larger_batches():
-    model, batch = without_state(model_of()), tiny_batch("llama", **SIZES)
-    assert tighten(model, 2**20) is None  # nothing is planned
-    budgeted(model, "32MiB")
-    step(model, batch)
-    before = installation(model).planned
-    plan = tighten(model, 8 * 2**20)
-    assert plan.prediction.peak_bytes <= 24 * 2**20 < before.plan.prediction.peak_bytes
-    assert plan == hf_ckpt.describe(model).plan
-    assert live_peak(model, batch) <= 24 * 2**20
-    step(model, tiny_batch("llama", batch=5, tokens=128))
-    assert installation(model).planned.plan.prediction.peak_bytes <= 24 * 2**20
-
-
-def test_tightening_beyond_what_is_possible_takes_the_least_and_says_so(caplog):
-    model = model_of()
-    budgeted(model, "1GiB")
-    step(model, tiny_batch("llama", **SIZES))
-    with caplog.at_level(logging.WARNING):
-        plan = tighten(model, 2**40)
-    floor = plan.prediction.peak_bytes
-    assert "the tightest is taken" in caplog.text
-    with pytest.raises(InfeasibleError):
-        plan_within(installation(model).planned.costs, floor - 1)
 
 
 # --- how much there is ------------------------------------------------------------------------------------------------
@@ -85,7 +52,7 @@ def test_auto_reads_the_machine(monkeypatch):
     assert {action.kind for _, action in planned.plan.actions} == {"keep"}
 
     small = DeviceMemory(total_bytes=48 * 2**20, available_bytes=38 * 2**20, outside_bytes=0)
-    monkeypatch.setattr(live, "device_memory", lambda held: small)
+    monkeypatch.setattr(live, "device_memory", lambda *_: small)
     hf_ckpt.uninstall(model)
     hf_ckpt.install(model)
     enable(model, {"policy": "auto"})
@@ -104,6 +71,28 @@ def test_the_container_is_what_counts(tmp_path, monkeypatch):
     memory = machine.device_memory(50)
     assert memory.total_bytes == 1000000
     assert memory.available_bytes == 1000000 - 300000 + 50
+
+
+@pytest.mark.parametrize(
+    ("name", "reader"), [("cuda", "mem_get_info"), ("xpu", "mem_get_info"), ("npu", "get_memory_info")]
+)
+def test_the_memory_of_every_accelerator_is_what_counts(name, reader, monkeypatch):
+    """That of all devices a model is spread over by a device map; the host's for an accelerator that does not tell."""
+    own = types.SimpleNamespace(memory_reserved=lambda device: 7, **{reader: lambda device: (100, 1000)})
+    monkeypatch.setattr(compat, "accelerator_type", lambda: name)
+    if reader == "get_memory_info":  # only the module for all accelerators has it
+        monkeypatch.setattr(torch, "accelerator", own)
+    else:
+        monkeypatch.setattr(torch, name, own)
+    assert machine.device_memory(50) == DeviceMemory(1000, 107, None)
+    two = [types.SimpleNamespace(type=name, index=index) for index in (0, 1)]
+    assert machine.device_memory(50, [*two, torch.device("cpu")]) == DeviceMemory(2000, 214, None)
+
+    def silent(device):
+        raise RuntimeError("this device tells nothing")
+
+    setattr(own, reader, silent)
+    assert machine.device_memory(50).total_bytes > 2**28
 
 
 # --- the callback -----------------------------------------------------------------------------------------------------
@@ -131,40 +120,6 @@ def test_plan_and_prediction_are_logged(tmp_path, capsys):
     assert all(row["memory/predicted_gib"] == predicted / 2**30 for row in logs)
     assert all(isinstance(row["memory/prediction_error"], float) for row in logs)
     assert "predicted" in capsys.readouterr().err
-
-
-class FakeAllocator:
-    """A meter that counts exactly, and finds 8 MiB more than was predicted."""
-
-    source, exact = "test allocator", True
-
-    def __init__(self):
-        self.model = None
-
-    def reset(self):
-        pass
-
-    def peak_bytes(self):
-        record = installation(self.model)
-        return record.plan.prediction.peak_bytes + (8 * 2**20 if record.planned.limit_bytes == 60 * 2**20 else 0)
-
-    def reserved_bytes(self):
-        return None
-
-
-@pytest.mark.slow
-def test_a_peak_above_its_prediction_tightens_the_plan_once(tmp_path, monkeypatch, caplog):
-    meter = FakeAllocator()
-    monkeypatch.setattr("hf_ckpt.training.callback.peak_meter", lambda: meter)
-    real = live.device_memory
-    monkeypatch.setattr(live, "device_memory", lambda held: dataclasses.replace(real(held), outside_bytes=None))
-    meter.model = model_of()
-    with caplog.at_level(logging.WARNING):
-        model, rows = trained(tmp_path, {"policy": "budget", "budget": "60MiB"}, meter.model)
-    limits = [row["limit_bytes"] for row in rows if row["event"] == "plan"]
-    assert limits == [60 * 2**20, 52 * 2**20]
-    assert "8.00 MiB above its prediction" in caplog.text
-    assert hf_ckpt.describe(model).plan.prediction.peak_bytes <= 52 * 2**20
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

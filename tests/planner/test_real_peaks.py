@@ -10,7 +10,7 @@ from helpers.adapters import with_lora
 from helpers.experts import ONE_BY_ONE, experts
 from helpers.planned import budgeted, live_peak, without_state
 from helpers.sparing import sparing
-from helpers.steps import enable, step
+from helpers.steps import assert_same, enable, step
 from helpers.tracing import model_of
 from peft import prepare_model_for_kbit_training
 
@@ -20,7 +20,8 @@ from hf_ckpt.cli.main import main
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.planner import live
-from hf_ckpt.planner.budgets import plan_of_least, plan_within
+from hf_ckpt.planner.budgets import peak_of_least, plan_of_least, plan_within
+from hf_ckpt.planner.shapes import BatchShape
 from hf_ckpt.prediction.devices import DEVICES
 from hf_ckpt.prediction.offload import OFFLOADED, with_offloading
 from hf_ckpt.prediction.skeleton import skeleton_of
@@ -93,6 +94,35 @@ def test_a_plan_offloads_only_where_that_lowers_the_peak():
     assert not any(action in instead for action in actions)  # where everything fits
 
 
+@pytest.mark.slow
+def test_a_plan_in_segments_where_no_other_needs_as_little():
+    """`full` with segments measured 35.7 MiB where a budget of that size said "the lowest peak is 39.1 MiB"."""
+    model = tiny_model("llama", layers=48, hidden=32, attention="sdpa", intermediate_size=32)
+    model = without_state(with_lora(model, "llama", lora_dropout=0.0))
+    batch = tiny_batch("llama", batch=4, tokens=64)
+    expected = step(model, batch)
+    budgeted(model, "1GiB")
+    step(model, batch)
+    costs = installation(model).planned.costs
+    hf_ckpt.uninstall(model)
+    alone = peak_of_least([found for found in costs if not found.segments])
+    least = peak_of_least(costs)
+    assert least < 0.95 * alone
+    budget = (least + alone) // 2
+    budgeted(model, budget)
+    assert_same(expected, step(model, batch))
+    described = hf_ckpt.describe(model)
+    assert 1 < len(described.plan.segments()) < 48
+    assert sum(described.recomputed.values()) == 48
+    assert 0.95 * described.plan.prediction.peak_bytes <= live_peak(model, batch) <= budget
+    assert described.plan.prediction == plan_within(costs, budget, "cpu").prediction
+    hf_ckpt.uninstall(model)
+    for place in range(6):  # a larger budget is never slower
+        plans = [plan_within(costs, least + (2 * alone - least) * (place + more) // 6) for more in (0, 1)]
+        assert plans[0].prediction.step_seconds >= plans[1].prediction.step_seconds
+        assert not plans[1].segments() or plans[1].prediction.peak_bytes < alone
+
+
 # --- logits -----------------------------------------------------------------------------------------------------------
 
 
@@ -122,6 +152,28 @@ def test_the_plan_of_a_config_says_that_the_logits_are_the_peak(vocabulary, said
     assert "full, head in chunks" in shown
 
 
+@sparing(
+    ("lora", "autocast"),
+    [(lora, autocast) for lora in (False, True) for autocast in (None, torch.bfloat16)],
+    (True, torch.bfloat16),
+)
+def test_a_head_in_chunks_is_predicted(lora, autocast):
+    """Hidden states of the tokens that have a label are copied: all but the last of each sequence."""
+    model = tiny_model("llama", layers=3, hidden=64, attention="sdpa", vocab_size=4000)
+    model = without_state(with_lora(model, "llama", lora_dropout=0.0) if lora else model)
+    batch = tiny_batch("llama", batch=4, tokens=128)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
+        hf_ckpt.install(model)
+        enable(model, {"policy": "full", "head": 64})
+        step(model, batch)
+        measured = live_peak(model, batch)
+    assert hf_ckpt.describe(model).chunked_heads == 2
+    shape = BatchShape({"decoder": (4, 128)}, autocast=autocast)
+    with hf_ckpt.paused(model):
+        predicted = live.prediction_of(model, hf_ckpt.describe(model).plan, shape)
+    assert measured == pytest.approx(predicted.peak_bytes, rel=0.01)
+
+
 # --- k-bit preparation ------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +192,7 @@ def test_the_planner_counts_what_kbit_preparation_casts_up():
         model = without_state(with_lora(model, "llama", targets=["q_proj", "v_proj"], lora_dropout=0.0))
         with torch.autocast("cpu", torch.bfloat16):
             peaks[prepared] = peak_under(model, "full", tiny_batch("llama", **SIZES))
-        shape = live.BatchShape({"decoder": (4, 64)}, autocast=torch.bfloat16)
+        shape = BatchShape({"decoder": (4, 64)}, autocast=torch.bfloat16)
         with hf_ckpt.paused(model):
             predicted = live.prediction_of(model, hf_ckpt.describe(model).plan, shape)
         assert abs(peaks[prepared] / predicted.peak_bytes - 1) < 0.05, (prepared, peaks[prepared], predicted)

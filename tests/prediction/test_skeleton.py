@@ -95,7 +95,7 @@ def assert_describes(skeleton, model):
             assert stack.kinds[kind].weights.nbytes == sum(parameter.nbytes for parameter in parameters)
             assert stack.kinds[kind].frozen == (block.name in frozen_prefix(model, found))
     parameters = list(model.parameters())
-    tensors = [(parameter.numel(), parameter.element_size(), parameter.requires_grad) for parameter in parameters]
+    tensors = [(tuple(parameter.shape), parameter.element_size(), parameter.requires_grad) for parameter in parameters]
     assert sorted(skeleton.weights.tensors) == sorted(tensors)
     assert skeleton.weights.nbytes == sum(parameter.nbytes for parameter in parameters)
     assert skeleton.weights.gradients == sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)

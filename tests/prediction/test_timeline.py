@@ -13,9 +13,9 @@ from hf_ckpt.planner.alternatives import segmented_options
 from hf_ckpt.planner.budgets import plan_of
 from hf_ckpt.planner.policies import make_plan
 from hf_ckpt.prediction.costs import BlockCost, Costs, Phase, StackCosts, Static
-from hf_ckpt.prediction.timeline import segmented_peak, step_nanoseconds, timeline, worst_timeline
+from hf_ckpt.prediction.timeline import step_nanoseconds, timeline, worst_timeline
 from hf_ckpt.spec.actions import FULL, KEEP
-from hf_ckpt.spec.plan import Plan
+from hf_ckpt.spec.plan import Plan, run_lengths
 from hf_ckpt.spec.spec import Spec
 
 # --- by hand --------------------------------------------------------------------------------------------------------
@@ -353,8 +353,11 @@ def runs_of(*stacks, gradient=0, shared=0, head=1, between=1, accumulation=1):
     )
 
 
-def in_runs(count, length):
-    return [min(length, count - start) for start in range(0, count, length)]
+def segmented_peak(costs, length, accumulated):
+    """The peak with so many blocks in a segment, or one fewer."""
+    segments = tuple(-(-len(stack.blocks) // length) for stack in costs.stacks)
+    full = costs.uniform(len(costs.actions) - 1)
+    return timeline(dataclasses.replace(costs, segments=segments), full, accumulated).peak_bytes
 
 
 def ones(*sizes):
@@ -366,7 +369,7 @@ def ones(*sizes):
 @pytest.mark.parametrize("sizes", [(1,), (2,), (6,), (3, 4)], ids=str)
 def test_runs_of_one_block_are_full(sizes, changes, accumulated):
     costs = runs_of(*ones(*sizes), **changes)
-    assert segmented_peak(costs, 1, 1, accumulated) == timeline(costs, costs.uniform(1), accumulated).peak_bytes
+    assert segmented_peak(costs, 1, accumulated) == timeline(costs, costs.uniform(1), accumulated).peak_bytes
 
 
 @pytest.mark.parametrize("accumulated", [False, True], ids=["first", "later"])
@@ -389,8 +392,8 @@ def test_runs_of_one_block_are_full(sizes, changes, accumulated):
 def test_runs_are_what_blocks_as_large_would_be(sizes, changes, length, accumulated):
     """A run of blocks is one larger block under `full`, of which the timeline can be asked."""
     small = runs_of(*ones(*sizes), **changes)
-    large = runs_of(*(in_runs(size, length) for size in sizes), **changes)
-    assert segmented_peak(small, 1, length, accumulated) == timeline(large, large.uniform(1), accumulated).peak_bytes
+    large = runs_of(*(run_lengths(size, -(-size // length)) for size in sizes), **changes)
+    assert segmented_peak(small, length, accumulated) == timeline(large, large.uniform(1), accumulated).peak_bytes
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -405,10 +408,10 @@ def test_runs_of_the_root_are_those_that_segments_makes(size, accumulation):
     assert option.step_seconds == step_nanoseconds(small, small.uniform(1)) / 1e9
 
 
-@given(costs=some_costs(most=6), length=st.integers(0, 8), accumulated=st.booleans())
+@given(costs=some_costs(most=6), length=st.integers(1, 8), accumulated=st.booleans())
 def test_runs_of_any_length_have_a_peak(costs, length, accumulated):
     """Longer than the stack, of one block, of blocks that have no `full`: never below what is there at the end."""
-    found = segmented_peak(costs, len(costs.actions) - 1, length, accumulated)
+    found = segmented_peak(costs, length, accumulated)
     assert found >= costs.static.always + costs.static.gradients + costs.static.step_bytes
 
 

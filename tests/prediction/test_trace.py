@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 import transformers
@@ -18,8 +16,8 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
-from hf_ckpt.prediction.optimizers import optimizer_state
-from hf_ckpt.prediction.skeleton import Weights, skeleton_of
+from hf_ckpt.prediction.optimizers import OptimizerBytes
+from hf_ckpt.prediction.skeleton import skeleton_of
 from hf_ckpt.prediction.trace import Step, actions_for, trace_costs
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, Action, candidates
 
@@ -155,57 +153,6 @@ def test_an_error_of_the_plan_is_told_as_it_is():
 
 # --- what is there all the time -------------------------------------------------------------------------------------
 
-FEW = Weights(((10, 4, True), (5000, 2, True), (7, 2, False)))
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("sgd", 0),
-        ("momentum", 10 * 4 + 5000 * 2),
-        ("lion", 10 * 4 + 5000 * 2),
-        ("adam", 2 * (10 * 4 + 5000 * 2)),
-        ("adamw", 2 * (10 * 4 + 5000 * 2)),
-        ("adamw8bit", 2 * (10 * 4 + 5000 + 20 * 4)),
-    ],
-)
-def test_optimizer_state(name, expected):
-    assert optimizer_state(FEW, name) == expected
-
-
-def test_small_parameters_are_not_quantised():
-    """Below 4096 elements bitsandbytes keeps float32."""
-    assert optimizer_state(Weights(((4095, 2, True),)), "adamw8bit") == 2 * 4 * 4095
-    assert optimizer_state(Weights(((4096, 2, True),)), "adamw8bit") == 2 * (4096 + 4 * 16)
-    assert optimizer_state(Weights(((4097, 2, True),)), "adamw8bit") == 2 * (4097 + 4 * 17)
-
-
-def test_optimizer_without_a_rule():
-    with pytest.raises(HfCkptError, match=r"optimizer must be one of adamw, .*, but is 'shampoo' instead"):
-        optimizer_state(FEW, "shampoo")
-
-
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("adamw", torch.optim.AdamW),
-        ("adam", torch.optim.Adam),
-        ("sgd", functools.partial(torch.optim.SGD, lr=0.1)),
-        ("momentum", functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
-    ],
-)
-@each_dtype
-def test_optimizer_state_as_torch_keeps_it(name, make, dtype):
-    model = model_of("bert", dtype=dtype)
-    next(model.parameters()).requires_grad_(False)
-    optimizer = make([parameter for parameter in model.parameters() if parameter.requires_grad])
-    step(model, tiny_batch("bert"))
-    optimizer.step()
-    states = [
-        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
-    ]
-    assert optimizer_state(skeleton_of(model).weights, name) == sum(s.nbytes for s in states if s.dim())
-
 
 @pytest.mark.compat
 @sparing(
@@ -232,5 +179,5 @@ def test_bytes_that_are_always_there(family, tuning):
 def test_state_of_an_optimizer_that_is_known():
     """The state of an optimizer that exists counts as it is, whatever its name."""
     skeleton = skeleton_of(tiny_model("llama"))
-    found = Step(tiny_batch("llama"), optimizer="none of ours", optimizer_bytes=17)
+    found = Step(tiny_batch("llama"), optimizer="none of ours", optimizer_bytes=OptimizerBytes(17, 5))
     assert trace_costs(skeleton, found, CPU, actions=(KEEP,)).static.optimizer == 17

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def skeleton(name, **keys):
 
 
 def elements(skeleton, trainable=False):
-    return sum(count for count, _, learns in skeleton.weights.tensors if learns or not trainable)
+    return sum(math.prod(shape) for shape, _, learns in skeleton.weights.tensors if learns or not trainable)
 
 
 @pytest.fixture

@@ -212,8 +212,9 @@ def _loss(
 
 def _labelled(hidden: torch.Tensor, target: torch.Tensor, ignore: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Return hidden states, labels and number of the tokens that have a label: others add nothing to the loss."""
-    if compat.is_fake(target):  # without values, so all tokens are taken: the most there can be
-        return hidden, target, len(target)
+    if compat.is_fake(target):  # without values: as if all but a few had a label, the most that can be taken out
+        places = torch.arange(len(target), device=target.device)
+        return hidden.index_select(0, places), target.index_select(0, places), len(target)
     if compat.is_capturing():  # the graph is used again, with other labels
         return hidden, target, (target != ignore).sum()
     has_label = target != ignore

@@ -1,0 +1,170 @@
+"""How a trainer calls a model and what it makes of the outputs, read from the frames of the callers.
+
+Nobody hands this on: Trainer takes the labels away where it smooths them or has a loss function of its own, TRL puts
+another forward on the model, and PEFT calls the forward past its hooks. A plan has to be made for what really runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+"""Makes the loss from a model's outputs and the labels."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a model's forward."""
+
+    has_labels: bool
+    """Whether the model is given labels, so that it computes a loss."""
+    options: Mapping[str, Any]
+    """The plain values (numbers, truth values and names) among its arguments."""
+    forward: types.MethodType | None = None
+    """The forward that was put on this model in place of its class's; None without one."""
+    float32_outputs: bool = False
+    """Whether accelerate casts the outputs to float32."""
+    loss: Loss | None = None
+    """What the trainer computes the loss with; None where that is the model, or where it is not known."""
+
+
+_LIBRARIES = {"accelerate", "hf_ckpt", "peft", "torch", "transformers", "trl"}
+_METHODS = {"compute_loss", "forward"}
+"""Packages, and names of functions anywhere, whose frames lie between trainer and model. Other frames are not read:
+before Python 3.13, reading the variables of a frame keeps them alive until it ends, and training loops are long."""
+_NO_OPTIONS = {"return_dict", "use_cache"}
+"""Arguments that a trace chooses by itself."""
+
+
+def call_of(base: nn.Module, given: Mapping[str, Any] | None) -> Call | None:
+    """Return how the forward of `base` is being called right now; None where it is not.
+
+    Args:
+        base: the model.
+        given: keyword arguments of the call; None where they are to be read from the frame of the forward.
+    """
+    trainers = sys.modules.get("transformers.trainer")
+    trainer, casts = None, False
+    frame = sys._getframe(1)
+    while frame is not None and trainer is None and _is_between(frame):
+        library = str(frame.f_globals.get("__name__")).partition(".")[0]
+        name = frame.f_code.co_name
+        caller = frame.f_locals.get("self")
+        if given is None and caller is base and library != "torch":
+            given = _arguments(frame)
+        elif type(caller).__name__ == "ConvertOutputsToFp32":
+            casts = True
+        elif name == "compute_loss" and trainers and isinstance(caller, trainers.Trainer):
+            trainer = caller
+        frame = frame.f_back  # type: ignore[assignment]
+    if given is None:
+        return None
+    plain = {name: value for name, value in given.items() if isinstance(value, (bool, int, float, str))}
+    options = {name: value for name, value in plain.items() if name not in _NO_OPTIONS}
+    has_labels = given.get("labels") is not None
+    loss = None if has_labels or trainer is None else _loss_of(trainer, base)
+    return Call(has_labels, options, _forward_of(base), casts, loss)
+
+
+def call_past_hooks(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of the forward of `module` that is running, if it was called past the module's hooks.
+
+    PEFT calls the forward of the model that it wraps in this way, so that only the frames of the callers tell what goes
+    into it. Returns (positional, keyword arguments); None where the hooks were called, or where no forward is running.
+    """
+    frame, found = sys._getframe(1), None
+    while frame is not None and _is_between(frame):
+        of_module = frame.f_locals.get("self") is module
+        if of_module and frame.f_code.co_name == "_call_impl":
+            return None
+        if of_module:
+            found = frame  # the outermost one: decorators of the forward have frames of their own
+        elif found is not None:
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    if found is None:
+        return None
+    names, rest, keywords, values = inspect.getargvalues(found)
+    given = {name: values[name] for name in names[1:] if name in values}
+    return tuple(values[rest]) if rest else (), given | (values[keywords] if keywords else {})
+
+
+def _is_between(frame: types.FrameType) -> bool:
+    """Whether a frame may lie between a trainer and its model, and so ends soon."""
+    library, name = str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_code.co_name
+    return name != "training_step" and (library in _LIBRARIES or name in _METHODS)
+
+
+def _arguments(frame: types.FrameType) -> dict[str, Any]:
+    """Return the arguments of a running function by name, except those that it was given by position beyond names."""
+    names, _, keywords, values = inspect.getargvalues(frame)
+    return {**{name: values[name] for name in names}, **(values[keywords] if keywords else {})}
+
+
+def _loss_of(trainer: Any, base: nn.Module) -> Loss | None:
+    """Return what a Trainer computes the loss with when it keeps the labels from the model; None where it does not."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    own, smoother = trainer.compute_loss_func, trainer.label_smoother
+    if own is not None:
+        return lambda outputs, labels: own(outputs, labels, num_items_in_batch=1)
+    if smoother is None:
+        return None
+    shift = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return lambda outputs, labels: smoother(outputs, labels, shift_labels=shift)
+
+
+def _forward_of(base: nn.Module) -> types.MethodType | None:
+    """Return the forward that was put on a model itself, as by TRL; accelerate's wrapper around a forward is left out.
+
+    https://github.com/huggingface/accelerate/blob/main/src/accelerate/accelerator.py (`prepare_model`)
+    """
+    found = vars(base).get("_original_forward", vars(base).get("forward"))
+    if not isinstance(found, types.MethodType) or found.__self__ is not base:
+        return None
+    return None if found.__func__ is type(base).forward else found
+
+
+def float32_outputs(outputs: Any) -> Any:
+    """Return a model's outputs as accelerate's mixed precision casts them."""
+    from accelerate.utils.operations import convert_to_fp32
+
+    return convert_to_fp32(outputs)
+
+
+def rebound(forward: types.MethodType, other: nn.Module) -> types.MethodType:
+    """Return a forward that was put on one model as a forward of `other`.
+
+    Functions remember in their closures what they were made with: the model, its methods, and functions around these.
+    """
+    known: dict[int, Any] = {id(forward.__self__): other}
+    return types.MethodType(_rebound(forward.__func__, known), other)
+
+
+def _rebound(value: Any, known: dict[int, Any]) -> Any:
+    """Return `value` with what `known` has (id of an object -> what stands in its place) in the closures below it."""
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, types.MethodType) and id(value.__self__) in known:
+        return types.MethodType(_rebound(value.__func__, known), known[id(value.__self__)])
+    if not isinstance(value, types.FunctionType) or not value.__closure__:
+        return value
+    cells = tuple(types.CellType() for _ in value.__closure__)
+    made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    made.__kwdefaults__ = value.__kwdefaults__
+    made.__dict__.update(value.__dict__)
+    known[id(value)] = made
+    for cell, old in zip(cells, value.__closure__, strict=True):
+        try:
+            cell.cell_contents = _rebound(old.cell_contents, known)
+        except ValueError:  # an empty cell stays empty
+            continue
+    return made
