@@ -125,6 +125,9 @@ class Skeleton:
         configs = {id(module.config): module.config for module in modules.values() if hasattr(module, "config")}
         before = {key: (type(config), copy.deepcopy(vars(config))) for key, config in configs.items()}
         try:
+            for config in configs.values():
+                if getattr(config, "use_cache", False):  # copies of one block would write into one place of a cache
+                    config.use_cache = False
             for stack, row in zip(self.stacks, rows, strict=True):
                 container: Any = modules[stack.container]
                 with self.fake, torch.no_grad():

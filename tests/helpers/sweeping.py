@@ -115,13 +115,28 @@ def step_of(model, batch, *, plain=True):
     random.seed(7)
     numpy.random.seed(7)
     batch = {name: value.clone() for name, value in batch.items()}
-    loss = loss_of(model(**(without_cache(model, batch) if plain else batch)))
+    with no_cache_by_default(model) if plain else contextlib.nullcontext():
+        loss = loss_of(model(**(without_cache(model, batch) if plain else batch)))
     loss.backward()
     found = {"loss": loss.detach().float(), **gradients(model)}
     model.zero_grad(set_to_none=True)
     if not torch.isfinite(found["loss"]):
         raise ValueError("the loss is not finite")
     return found
+
+
+@contextlib.contextmanager
+def no_cache_by_default(model):
+    """Inside this context no config of the model asks for a cache; some models take `use_cache` from nowhere else."""
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    asking = [config for config in configs.values() if getattr(config, "use_cache", False)]
+    for config in asking:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in asking:
+            config.use_cache = True
 
 
 def _trains(found):

@@ -28,6 +28,7 @@ ODD = {
     "git": "images beside text, and labels for the text alone",
     "mllama": "looks up by number which block attends to what",
     "bridgetower": "two stacks in turns",
+    "granitemoe_swa": "only its config says that there is a cache",
 }
 
 
