@@ -122,7 +122,7 @@ class Skeleton:
             rows: for each stack, the kinds of the blocks that it gets, as positions in `StackShape.kinds`.
         """
         modules = dict(plain_modules(self.base))
-        configs = {id(module.config): module.config for module in modules.values() if hasattr(module, "config")}
+        configs: dict[int, Any] = {id(m.config): m.config for m in modules.values() if hasattr(m, "config")}
         before = {key: (type(config), copy.deepcopy(vars(config))) for key, config in configs.items()}
         try:
             for config in configs.values():
