@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.attach.around import model_and_stacks
 from hf_ckpt.attach.hooks import (
     CacheHook,
     HeadForward,
@@ -253,44 +253,6 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decid
                 put_on(base, trying)
 
 
-@contextlib.contextmanager
-def watched_forwards(
-    model: nn.Module, note: Callable[[nn.Module, str | None, tuple[Any, ...], Mapping[str, Any]], None]
-) -> Iterator[None]:
-    """Inside the `with` block, call `note(base, stack, args, kwargs)` before every forward that records gradients.
-
-    Both the forwards of the base model and those of the modules that run its stacks are seen; `stack` is the stack's
-    name, or None for the model's own forward. Calls inside a graph of torch.compile are not seen.
-    """
-    found = find_blocks(model)
-
-    def told(stack: str | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and not compat.is_compiling():
-            note(found.base, stack, args, kwargs)
-
-    handles = [
-        module.register_forward_pre_hook(functools.partial(told, stack), with_kwargs=True)
-        for module, stack in _model_and_stacks(found)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextlib.contextmanager
-def own_trial(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Inside the `with` block, let transformers itself checkpoint the blocks whose action in `plan` is not `keep`.
-
-    This is for comparing costs, which differ from those of `full` where the switch of transformers does more than run
-    blocks again. Nothing of hf_ckpt may be installed on the model.
-    """
-    modules = find_blocks(model).modules
-    with compat.own_checkpointing(base_model(model), only={modules[name] for name in plan.active()}):
-        yield
-
-
 def driven_by_the_whole(found: FoundBlocks) -> bool:
     """Return whether the blocks carry functions of hf_ckpt that belong to a larger model, which this one is part of."""
     records: list[Installation] = [vars(module)[RECORD] for module in found.base.modules() if RECORD in vars(module)]
@@ -404,18 +366,9 @@ def _put_on_batch_hooks(found: FoundBlocks, record: Installation) -> None:
     The hook goes on the model, which sees the inputs of all stacks at once, and also on what runs each stack, because
     PEFT calls the model's `forward` method directly, past its hooks.
     """
-    for module, stack in _model_and_stacks(found):
+    for module, stack in model_and_stacks(found):
         hook = BatchHook(found.base, stack)
         record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-
-def _model_and_stacks(found: FoundBlocks) -> Iterator[tuple[nn.Module, str | None]]:
-    """Yield the base model with None, and then every other module that runs a stack with the stack's name."""
-    yield found.base, None
-    stacks = dict.fromkeys(block.stack for block in found.blocks)
-    for stack, owner in zip(stacks, found.owners, strict=True):
-        if owner is not found.base:
-            yield owner, stack
 
 
 def _always_after(module: nn.Module, hook: Callable[..., Any]) -> Any:

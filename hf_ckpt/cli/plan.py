@@ -13,6 +13,7 @@ from hf_ckpt.cli.pictures import PICTURES, import_pyplot
 from hf_ckpt.console import make_console
 from hf_ckpt.prediction.choices import DTYPE_NAMES
 from hf_ckpt.prediction.devices import DEVICES
+from hf_ckpt.prediction.optimizer_names import NAMES
 from hf_ckpt.spec.files import refuse_unwritable
 from hf_ckpt.spec.plan import SUFFIXES
 from hf_ckpt.units import format_bytes, format_ratio, format_seconds

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from hf_ckpt.attach.attach import own_trial, paused
+from hf_ckpt.attach.around import own_trial
+from hf_ckpt.attach.attach import paused
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.measure.machine import device_memory
 from hf_ckpt.models.blocks import find_blocks, vocabulary_head

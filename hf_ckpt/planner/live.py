@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import watched_forwards
+from hf_ckpt.attach.around import watched_forwards
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.measure.machine import DeviceMemory, device_memory
 from hf_ckpt.models.blocks import find_blocks

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import own_trial
+from hf_ckpt.attach.around import own_trial
 from hf_ckpt.models.blocks import vocabulary_head
 from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.devices import Device

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from machine import keep_freed_memory
 from ways import NONE, SELECTIVE
 
-from hf_ckpt.attach.attach import own_trial
+from hf_ckpt.attach.around import own_trial
 from hf_ckpt.models.blocks import vocabulary_head
 from hf_ckpt.planner.alternatives import further_options, usual_options
 from hf_ckpt.planner.budgets import costs_behind, peak_of_least, plan_of, plan_within

@@ -13,7 +13,7 @@ from helpers.sparing import sparing
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import own_trial
+from hf_ckpt.attach.around import own_trial
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model

@@ -180,13 +180,15 @@ TRAPS = {
         engines/test_forward_state.py::test_values_that_are_gone_are_a_named_error
     """,
     37: """the trainer computes the loss itself, so the plan is for another program
-        not yet: a loss outside the model is planned for as if it were the model's own
+        planner/test_budgets_of_trainers.py::test_real_peaks_stay_within_budgets
+        planner/test_course.py::test_a_step_above_its_limit_is_planned_anew_once
     """,
     38: """a budget that fits early batches ends the run at the first long one
-        not yet: a batch that no plan fits is an error in the middle of a run, and each longer one is planned for
+        planner/test_course.py::test_no_budget_ends_a_run_in_the_middle
+        planner/test_course.py::test_shapes_that_fit_apart_are_not_planned_for_as_their_product
     """,
     39: """caches of an outer model are taken for prefix tuning
-        not yet: any cache that holds tokens is refused where a stack gets it, whoever made it
+        attach/test_caches.py::test_a_cache_of_the_model_itself_is_no_prefix
     """,
     40: """running statistics of BatchNorm move twice under `full`
         parity/test_changed_blocks.py::test_a_block_runs_again_as_it_ran_forward
