@@ -14,7 +14,7 @@ from helpers.steps import assert_same, enable, step
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import attach, describe, detach, put_on, take_off, trial
-from hf_ckpt.attach.record import GIVEN_PLAN, installation
+from hf_ckpt.attach.record import GIVEN_PLAN, Decision, installation
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -136,7 +136,7 @@ class Deciding:
 
     def batch(self, base, record, stack, args, kwargs):
         self.batches.append((stack, tuple(kwargs["input_ids"].shape)))
-        return None if self.on_batch is None else (self.on_batch, self)
+        return None if self.on_batch is None else Decision(self.on_batch, self)
 
     @property
     def plan(self):

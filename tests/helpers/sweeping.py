@@ -24,7 +24,7 @@ from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
 from hf_ckpt.compat.peft import add_lora
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.planner import live
+from hf_ckpt.planner.course import tightened
 
 WAYS = {
     "full": {"policy": "full"},
@@ -222,7 +222,7 @@ def _compared(model, batch, expected, spec, near=False, steps=2):
 def within_budget(model, batch, expected):
     """A plan for the batch, and then the one of the lowest peak, which is that of the least budget there is."""
     _compared(model, batch, expected, {"policy": "budget", "budget": "1TiB"}, steps=1)
-    least = live.tightened(installation(model).planned, 2**60).plan
+    least = tightened(installation(model).planned, 2**60).plan
     hf_ckpt.uninstall(model)
     return _compared(model, batch, expected, least)
 

@@ -241,8 +241,9 @@ def test_a_plan_moves_only_what_it_has_to():
     skeleton = skeleton_of(model_of("llama", "lora", dtype=torch.bfloat16, layers=40, hidden=64))
     step = Step(tiny_batch("llama", batch=4, tokens=128), optimizer="sgd")
     costs = trace_costs(skeleton, step, H100)
-    assert cost_options(costs, skeleton, step, H100, head="full") == (costs,)
-    ways = cost_options(costs, skeleton, step, H100, head="full", host_limit=2**40)
+    options = {"head": "full", "segments": False}
+    assert cost_options(costs, skeleton, step, H100, **options) == (costs,)
+    ways = cost_options(costs, skeleton, step, H100, host_limit=2**40, **options)
     high = worst_timeline(costs, costs.uniform(0)).peak_bytes
     assert all(not action.moved and action.kind != "offload" for _, action in plan_within(ways, high).actions)
     floor, lower = (plan_of_least(given).prediction.peak_bytes for given in (costs, ways))
@@ -259,7 +260,8 @@ def test_a_plan_moves_only_what_it_has_to():
 
 def test_the_cpu_has_nowhere_to_move_to():
     _, _, costs, skeleton, step = traced("llama", "everything")
-    assert cost_options(costs, skeleton, step, DEVICES["cpu"], head="full", host_limit=2**40) == (costs,)
+    options = {"head": "full", "segments": False, "host_limit": 2**40}
+    assert cost_options(costs, skeleton, step, DEVICES["cpu"], **options) == (costs,)
     assert further_options(costs, None, 0.0, 1) == []
 
 
