@@ -61,6 +61,8 @@ class ForwardState:
         self.block = block
         self.settings = settings
         self.tensors = tuple(chain.from_iterable(map(_values, settings.tensors))) if whole else ()
+        if self.tensors and self.tensors[0] is not None and compat.is_fake(self.tensors[0]):
+            self.tensors = ()  # a trace on tensors without values may do to them what it likes
         self.marks = _marks(self.tensors)
         self.copies: list[_Copied] = []
         if settings.buffers:
