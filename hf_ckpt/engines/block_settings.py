@@ -58,6 +58,9 @@ class Settings:
         self.buffers = [(box, name) for owner in inside for box in [owner["_buffers"]] for name in box]
         self.changing: list[tuple[dict[str, Any], str]] | None = None
         """The buffers that the forward changes; None until a forward has shown it."""
+        self.written: set[int] | None = None
+        """Places of the parameters that the forward itself writes to, as PEFT does where it adapts a router: that they
+        were written to tells nothing. None until a forward has shown it."""
         hooks = [vars(module)[name] for module in modules for name in _HOOKS if type(module) not in _CONTAINERS]
         boxes = [*hooks, *(owner[name] for owner in inside for name in ("_modules", *_ABOUT_HOOKS))]
         boxes += [value for owner in inside for name, value in owner.items() if _is_box(name, value)]

@@ -78,6 +78,12 @@ class ForwardState:
     def ended(self) -> None:
         """Note which buffers the forward has changed, now that it has ended."""
         settings = self.settings
+        if settings.written is None:
+            settings.written = {
+                place
+                for place, (before, now) in enumerate(zip(self.marks, _marks(self.tensors), strict=True))
+                if before[1:] != now[1:]
+            }
         if not settings.buffers:
             return
         if settings.changing is None:
@@ -107,8 +113,8 @@ class ForwardState:
         copied = {id(copied.tensor) for copied in self.copies}
         return [
             tensor
-            for tensor, before, now in zip(there, self.marks, _marks(self.tensors), strict=True)
-            if before[1:] != now[1:] and id(tensor) not in copied
+            for place, (tensor, before, now) in enumerate(zip(there, self.marks, _marks(self.tensors), strict=True))
+            if before[1:] != now[1:] and id(tensor) not in copied and place not in (self.settings.written or ())
         ]
 
     @contextlib.contextmanager
