@@ -77,6 +77,11 @@ def synchronize(device_type: str) -> None:
         module.synchronize()
 
 
+def shares_host_memory(device_type: str) -> bool:
+    """Whether the memory of this type of device is the machine's own, so that no other figure is to be asked for."""
+    return device_type in ("cpu", "mps")
+
+
 def memory_readers(device_type: str) -> tuple[Callable[..., tuple[int, int]], Callable[..., int]] | None:
     """Return the functions that tell a device's (free, total) bytes, and what the allocator holds of them.
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
 from hf_ckpt import compat
+from hf_ckpt.logs import warn_once
+
+log = logging.getLogger(__name__)
 
 
 def device_name() -> str:
@@ -24,8 +28,8 @@ def device_name() -> str:
 class DeviceMemory:
     """The memory of the device that models train on, in bytes.
 
-    On a CPU, and for accelerators that do not tell, it is that of the machine, or what the container that the process
-    runs in may use.
+    On a CPU, and for `mps`, it is that of the machine, or what the container that the process runs in may use. So it is
+    for other accelerators whose memory torch does not tell, with a warning.
     """
 
     total_bytes: int
@@ -59,20 +63,28 @@ def device_memory(held_bytes: int, devices: Collection[torch.device] = ()) -> De
 
 
 def _accelerator_memory(devices: Collection[torch.device]) -> DeviceMemory | None:
-    """The memory of accelerators; None without one, and where it does not tell."""
+    """The memory of accelerators; None without one, where it is the machine's own, and where it is not told.
+
+    Raises the error of torch where an accelerator that tells its memory fails to: another figure would be a wrong one.
+    """
     device_type = compat.accelerator_type()
-    readers = None if device_type is None else compat.memory_readers(device_type)
-    if readers is None:
+    if device_type is None or compat.shares_host_memory(device_type):
         return None
-    available = total = 0
     mine: list[torch.device | None] = [device for device in devices if device.type == device_type]
-    for device in mine or [None]:
-        try:
-            free, whole = readers[0](device)
-            available, total = available + free + readers[1](device), total + whole
-        except (RuntimeError, NotImplementedError):  # mps, whose memory is the machine's
-            return None
-    return DeviceMemory(total, available, None)
+    readers = compat.memory_readers(device_type)
+    try:
+        if readers is not None:
+            found = [(*readers[0](device), readers[1](device)) for device in mine or [None]]
+            return DeviceMemory(sum(whole for _, whole, _ in found), sum(free + held for free, _, held in found), None)
+    except NotImplementedError:  # torch has the function, but not for this type of device
+        pass
+    warn_once(
+        log,
+        "hf_ckpt: torch does not tell the memory of %s, so the memory of the machine is taken in its place. Give the "
+        "budget in bytes, as 20GiB: shares and `auto` would be of the wrong memory.",
+        device_type,
+    )
+    return None
 
 
 def _container_memory() -> tuple[int, int] | None:

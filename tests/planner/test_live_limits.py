@@ -76,8 +76,9 @@ def test_the_container_is_what_counts(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "reader"), [("cuda", "mem_get_info"), ("xpu", "mem_get_info"), ("npu", "get_memory_info")]
 )
-def test_the_memory_of_every_accelerator_is_what_counts(name, reader, monkeypatch):
-    """That of all devices a model is spread over by a device map; the host's for an accelerator that does not tell."""
+def test_the_memory_of_every_accelerator_is_what_counts(name, reader, monkeypatch, caplog):
+    """That of all devices of a device map together; the host's, with a warning, where torch does not tell it.
+    An accelerator that fails to tell is an error: with the host's memory a share would be one of the wrong memory."""
     own = types.SimpleNamespace(memory_reserved=lambda device: 7, **{reader: lambda device: (100, 1000)})
     monkeypatch.setattr(compat, "accelerator_type", lambda: name)
     if reader == "get_memory_info":  # only the module for all accelerators has it
@@ -88,11 +89,26 @@ def test_the_memory_of_every_accelerator_is_what_counts(name, reader, monkeypatc
     two = [types.SimpleNamespace(type=name, index=index) for index in (0, 1)]
     assert machine.device_memory(50, [*two, torch.device("cpu")]) == DeviceMemory(2000, 214, None)
 
-    def silent(device):
-        raise RuntimeError("this device tells nothing")
+    def failing(error):
+        def read(device):
+            raise error
 
-    setattr(own, reader, silent)
+        return read
+
+    setattr(own, reader, failing(RuntimeError("out of memory")))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        machine.device_memory(50)
+    assert not caplog.records
+    setattr(own, reader, failing(NotImplementedError("not for this type of device")))
     assert machine.device_memory(50).total_bytes > 2**28
+    assert f"torch does not tell the memory of {name}" in caplog.text
+
+
+def test_the_memory_of_mps_is_the_machines(monkeypatch, caplog):
+    monkeypatch.setattr(compat, "accelerator_type", lambda: "mps")
+    monkeypatch.setattr(compat, "memory_readers", lambda device_type: pytest.fail("nobody may ask"))
+    assert machine.device_memory(50).outside_bytes is not None
+    assert not caplog.records
 
 
 # --- the callback -----------------------------------------------------------------------------------------------------
