@@ -7,6 +7,7 @@ they are needed; they are listed all the same, so that a release of torch can be
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pkgutil
 from typing import Any
 
@@ -177,8 +178,9 @@ def private(name: str) -> Any:
     Raises `HfCkptError` where torch lacks a name that hf_ckpt cannot do without.
     """
     row = PRIVATE[name]
+    owner, _, attribute = name.rpartition(".")
     try:
-        return pkgutil.resolve_name(name)
+        return getattr(_owner(owner), attribute)
     except (AttributeError, ImportError):
         if row.without:
             return None
@@ -186,3 +188,8 @@ def private(name: str) -> Any:
             f"torch {torch.__version__} has no {name}, which hf_ckpt needs: it {row.purpose}. Install a torch that "
             "hf_ckpt is tested with (docs/versions.md)."
         ) from None
+
+
+@functools.cache  # blocks ask in every forward, and to import by name costs more than the rest of what is asked
+def _owner(name: str) -> Any:
+    return pkgutil.resolve_name(name)

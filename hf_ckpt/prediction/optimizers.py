@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import inspect
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,10 +16,13 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.errors import HfCkptError
+from hf_ckpt.logs import warn_once
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.prediction.optimizer_names import COUNTED, NAMES
 from hf_ckpt.prediction.skeleton import Weights
 from hf_ckpt.prediction.workload import Workload
+
+log = logging.getLogger(__name__)
 
 Parameters = list[nn.Parameter]
 
@@ -123,7 +127,15 @@ def _bytes_of_one(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
         with compat.FakeTensorMode():
             copied, fakes = _on_fakes(optimizer)
             return _tried(copied, fakes)
-    except Exception:  # whatever an optimizer does that fake tensors cannot
+    except Exception as error:  # whatever an optimizer does that fake tensors cannot
+        warn_once(
+            log,
+            "hf_ckpt: what %s will need is not known, because it does not run on tensors without values (%s: %s). "
+            "It is counted like AdamW until its state exists.",
+            type(optimizer).__name__,
+            type(error).__name__,
+            error,
+        )
         local = (compat.local(p) for p in trained)
         shapes = Weights(tuple((tuple(p.shape), p.element_size(), True) for p in local))
         return optimizer_bytes(shapes, "adamw")

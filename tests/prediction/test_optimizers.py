@@ -138,9 +138,12 @@ class Odd(torch.optim.SGD):
                 parameter.data.numpy()
 
 
-def test_an_optimizer_that_cannot_be_tried_is_taken_for_adamw():
+def test_an_optimizer_that_cannot_be_tried_is_taken_for_adamw(caplog):
+    """And the user is told, once."""
     shapes = Weights(tuple((shape, 4, True) for shape in SHAPES))
     assert bytes_of([Odd(weights(torch.float32), lr=0.1)]) == optimizer_bytes(shapes, "adamw")
+    bytes_of([Odd(weights(torch.float32), lr=0.1)])
+    assert [record.getMessage().count("what Odd will need is not known") for record in caplog.records] == [1]
     assert bytes_of([]) == OptimizerBytes()
 
 

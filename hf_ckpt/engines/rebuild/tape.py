@@ -321,7 +321,8 @@ class Tape:
     def _make(self, row: Op, node: Any, number: int) -> Value | None:
         """Return the value that rebuilds output `number` of a node by its row; None if an operand is not known."""
         values, operands = self.values, []
-        for place, source in enumerate(node.next_functions[: row.operands]):
+        sources = node.next_functions
+        for place, source in enumerate(sources if row.operands is None else sources[: row.operands]):
             if source in values:
                 operand = values[source]
             elif source[0] is not None:
@@ -415,7 +416,8 @@ class Tape:
         """Return the value of a tensor without a graph, such as a mask or a parameter, which stays."""
         if tensor.layout is not torch.strided:
             return Kept(tensor, self.work.block)
-        if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+        whole = tensor if tensor._base is None else tensor._base
+        if type(whole) is not torch.Tensor and isinstance(whole, nn.Parameter):  # to ask for the type takes long
             return self._parameter(tensor)
         if self.outer is None:
             return self._stays(tensor, NO_GRAPH)
@@ -459,7 +461,7 @@ class Tape:
             elif edge not in self.saved:
                 self.saved.add(edge)
                 self.dropped[name] = self.dropped.get(name, 0) + tensor.nbytes
-        elif not isinstance(tensor, nn.Parameter):
+        elif type(tensor) is torch.Tensor or not isinstance(tensor, nn.Parameter):
             self.dropped[name] = self.dropped.get(name, 0) + tensor.nbytes
         return Inside(replay)
 
