@@ -31,6 +31,22 @@ def test_linear_layers_with_a_frozen_bias_run_again(family, kept):
     assert sum(done.kept.values()) == kept  # 169984 and 137216 where such layers are kept
 
 
+def test_a_frozen_bias_is_that_of_the_weights_in_use():
+    """FSDP2 runs a block on gathered parameters, which are others than those that the model shows between steps."""
+    model = with_lora(tiny_model("bert", attention="sdpa"), "bert", lora_dropout=0.0)
+    hf_ckpt.install(model, {**SELECTIVE, "save": ["attention"]})
+    enable(model)
+    kept = []
+    for _ in range(2):
+        step(model, tiny_batch("bert"))
+        kept.append(sum(hf_ckpt.describe(model).kept.values()))
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if not parameter.requires_grad:
+                    setattr(module, name, nn.Parameter(parameter.clone(), requires_grad=False))
+    assert kept[0] == kept[1]
+
+
 def test_norms_of_any_model_run_again():
     """Their names are in no row; the first forward tries them."""
     plain, model = other_model("Phi3ForCausalLM"), other_model("Phi3ForCausalLM")

@@ -28,7 +28,7 @@ from hf_ckpt.engines.rebuild.values import Work, unpack
 from hf_ckpt.engines.region import Hook, Observer, Region, Request
 from hf_ckpt.engines.sac import SacRegion
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.models.blocks import FoundBlocks, biases, cheap_modules, embedding_norms
+from hf_ckpt.models.blocks import FoundBlocks, cheap_modules, embedding_norms
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ class RebuildRegion(Region):
         self.kept: dict[str, int] = {}
         self.kept_to_rebuild: dict[str, int] = {}
         self.biases: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        """Id of the weight of a linear layer -> (weight, bias). Autograd does not hold a bias that is frozen."""
+        """Id of the weight of a linear layer -> (weight, bias), as a forward found them. Autograd does not hold a bias
+        that is frozen."""
         self.reaches_back = False
         """Whether the block may rebuild its own input, where that is a norm or an embedding of something that stays. It
         may not if parameters are sharded: in the backward of this block, those of others are gone."""
@@ -147,7 +148,7 @@ class RebuildRegion(Region):
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block's forward with a tape of its own."""
-        tape = Tape(self, args)
+        tape = Tape(self, fn, args)
         outer, running.tape = running.tape, tape
         try:
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
@@ -205,13 +206,11 @@ def make(request: Request) -> Region:
 
 
 def hooks(regions: Mapping[str, Region], found: FoundBlocks, owners: Sequence[nn.Module]) -> Iterator[Hook]:
-    """Yield the hooks on small modules that are run again as a whole, and tell the blocks their biases.
+    """Yield the hooks on small modules that are run again as a whole.
 
     Where tensors are moved to host memory, there is a hook on each module that runs a stack, too.
     """
     rebuilding = {name: region for name, region in regions.items() if isinstance(region, RebuildRegion)}
-    for name, region in rebuilding.items():
-        region.biases = biases(found.modules[name])
     movers = {id(region.mover): region.mover for region in rebuilding.values() if region.mover is not None}
     for mover, owner in itertools.product(movers.values(), owners):
         yield Hook(owner, EndOfStack(mover), "always")

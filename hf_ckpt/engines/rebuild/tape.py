@@ -35,6 +35,7 @@ from hf_ckpt.engines.rebuild.values import (
     layout_of,
 )
 from hf_ckpt.logs import warn_once
+from hf_ckpt.models.blocks import biases
 
 if TYPE_CHECKING:
     from hf_ckpt.engines.rebuild.region import RebuildRegion
@@ -97,11 +98,14 @@ class Tape:
 
     Args:
         region: the block's function, which is told at the end what was dropped and kept.
+        fn: the block's own forward.
         args: what the block is given.
     """
 
-    def __init__(self, region: RebuildRegion, args: tuple[Any, ...]) -> None:
+    def __init__(self, region: RebuildRegion, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.region = region
+        self.block = compat.module_of(fn)
+        """The block; None once its biases were looked up, and where it is not known."""
         self.work = region.work
         self.rows = region.rows
         self.first = compat.next_autograd_sequence_number()
@@ -357,6 +361,9 @@ class Tape:
             return None
         whole = weight if weight._base is None else weight._base
         known, bias = self.region.biases.get(id(whole), (None, None))
+        if known is not whole and self.block is not None:  # FSDP2 runs a block on other parameters than it shows
+            self.region.biases, self.block = biases(self.block), None
+            known, bias = self.region.biases.get(id(whole), (None, None))
         return Kept(bias, self.work.block) if bias is not None and known is whole else None
 
     def _small(self, edge: _Edge, tensor: torch.Tensor) -> Value | None:
