@@ -227,17 +227,18 @@ TOOLS = ("mkdocs-material", "mkdocstrings", "mkdocstrings-python", "import-linte
 
 
 def test_versions_are_those_of_ci_and_of_pyproject():
-    """Every package of the table, and no other, is what CI installs; the oldest transformers is named by its script."""
+    """Every package of the table, and no other, is what CI installs; its script names the oldest ones of two."""
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    oldest = re.search(r"transformers==([0-9.]+)", script).group(1)
+    oldest = dict(re.findall(r"'(transformers|torch)==([0-9.]+)'", script))
     shown = [f"{package}=={version}" for package, version, _ in VERSIONS]
     installed = [pin for pin in CONSTRAINTS if pin.partition("==")[0] not in TOOLS]
-    assert sorted(shown) == sorted([*installed, f"transformers=={oldest}"])
+    assert sorted(shown) == sorted([*installed, *(f"{package}=={version}" for package, version in oldest.items())])
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert 'requires-python = ">=3.10"' in project
-    assert '"torch>=2.8"' in project
-    assert f'"transformers>={oldest},<6"' in project
-    asked = f"Python 3.10 or later, torch 2.8 or later, transformers {oldest} to 5.x, and accelerate 1.0 or later"
+    torch_version, transformers_version = oldest["torch"].removesuffix(".0"), oldest["transformers"]
+    assert f'"torch>={torch_version}"' in project
+    assert f'"transformers>={transformers_version},<6"' in project
+    asked = f"torch {torch_version} or later, transformers {transformers_version} to 5.x, and accelerate 1.0 or later"
     for page in (README, VERSIONS_PAGE):
         assert asked in " ".join(page.split())
 
