@@ -240,7 +240,9 @@ def _like(index: int, made: int, types: Sequence[str] | None) -> int:
 
 def _set_depth(config: Any, row: Sequence[BlockKind]) -> None:
     """Let a config describe a stack of these blocks. Models cut their lists of blocks to the depth that it says."""
-    config.update(dict.fromkeys(depth_keys(config), len(row)))
+    for key in depth_keys(config):
+        with contextlib.suppress(NotImplementedError):  # computed from others, as ProphetNet's `num_hidden_layers`
+            config.update({key: len(row)})
     compat.set_layer_types(config, [kind.layer_type for kind in row])
 
 
@@ -269,7 +271,12 @@ def _stacks(model: nn.Module, found: FoundBlocks, fake_block: Callable[[nn.Modul
                 weights, buffers = _weights(module.parameters()), _nbytes(module.buffers())
                 kinds.append(BlockKind(fake_block(module), weights, buffers, block.name in frozen, layer_type))
             row.append(numbers[key])
-        container = blocks[0].name.rpartition(".")[0]
+        container, _, place = blocks[0].name.rpartition(".")
+        if not place.isdigit():
+            raise HfCkptError(
+                f"{found.model} cannot be planned for, because its block {blocks[0].name!r} stands in no list of "
+                "blocks. `selective`, `full` and other policies need no plan."
+            )
         stacks.append(StackShape(stack, container, names[id(owner)], blocks, tuple(row), tuple(kinds)))
     return stacks
 

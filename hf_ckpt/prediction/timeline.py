@@ -78,8 +78,8 @@ class Timeline:
     def parts(self) -> dict[str, int]:
         """What fills the peak: name -> bytes. The bytes add up to `peak_bytes`."""
         worst = self.worst
-        saved = worst.kept_bytes
         level, gradients = max(((worst.start_bytes, worst.gradient_bytes), *worst.levels()))
+        saved = min(worst.kept_bytes, level - worst.static_bytes - gradients)  # some of it may be free by then
         return {
             "weights and optimizer state": worst.static_bytes,
             "gradients": gradients,

@@ -202,7 +202,10 @@ def _with_labels(model, found):
 def _makers(config):
     """Name of an input -> what makes it."""
     generator = torch.Generator().manual_seed(1)
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError:  # it has several
+        text = config.decoder
     vocabulary = min(_known(config, "vocab_size", VOCABULARY), _known(text, "vocab_size", VOCABULARY), VOCABULARY) // 2
     channels, size = _known(config, "num_channels", 3), _known(config, "image_size", 32)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)

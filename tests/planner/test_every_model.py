@@ -10,7 +10,7 @@ import torch
 from helpers.shrinking import batches, small_config, small_model
 from helpers.sparing import sparing
 from helpers.steps import enable
-from helpers.sweeping import EQUAL, NOTHING, step_of, trained, tried
+from helpers.sweeping import EQUAL, NOTHING, REFUSED, step_of, trained, tried
 
 import hf_ckpt
 from hf_ckpt import compat
@@ -30,6 +30,8 @@ ODD = {
     "mllama": "looks up by number which block attends to what",
     "bridgetower": "two stacks in turns",
     "granitemoe_swa": "only its config says that there is a cache",
+    "prophetnet": "its config computes `num_hidden_layers`, which cannot be set",
+    "uvdoc_backbone": "what blocks keep is free before the peak",
 }
 
 
@@ -39,6 +41,14 @@ def test_it_is_planned_for(model_type):
     model, batch, _ = trained(model_type)
     verdict, words = tried(model, batch, step_of(model, batch), "budget")
     assert verdict == EQUAL, words
+
+
+@pytest.mark.slow
+def test_a_block_outside_of_lists_is_a_typed_error():
+    model, batch, _ = trained("vjepa2")
+    verdict, words = tried(model, batch, step_of(model, batch), "budget")
+    assert verdict == REFUSED
+    assert "'pooler.cross_attention_layer' stands in no list of blocks" in words
 
 
 def test_a_larger_batch_of_images_is_planned_for_again():
