@@ -8,6 +8,14 @@ from __future__ import annotations
 
 from hf_ckpt.compat.accelerate import accelerate_owns_checkpointing, accelerator_class, accumulated_steps
 from hf_ckpt.compat.callers import Call, call_of, call_past_hooks, float32_outputs, rebound
+from hf_ckpt.compat.compiler import (
+    call_parts,
+    compile_graph,
+    compiled_copy,
+    is_compile_error,
+    keeping,
+    missing_compiler,
+)
 from hf_ckpt.compat.ddp import (
     collectives,
     data_parallel,
@@ -141,11 +149,14 @@ __all__ = [
     "autocast_off",
     "cached_tokens",
     "call_of",
+    "call_parts",
     "call_past_hooks",
     "callback_handler_of",
     "checkpoint_frame",
     "checkpoints_beside_blocks",
     "collectives",
+    "compile_graph",
+    "compiled_copy",
     "config_of",
     "counted_by_deepspeed",
     "data_parallel",
@@ -165,6 +176,7 @@ __all__ = [
     "is_cache",
     "is_capturing",
     "is_changed_in_place",
+    "is_compile_error",
     "is_compiling",
     "is_distributed",
     "is_fake",
@@ -172,6 +184,7 @@ __all__ = [
     "is_out_of_memory",
     "is_replica",
     "is_sharded",
+    "keeping",
     "layer_types",
     "leave_dispatch_mode",
     "leave_note",
@@ -180,6 +193,7 @@ __all__ = [
     "memory_module",
     "memory_readers",
     "merged_adapters",
+    "missing_compiler",
     "module_of",
     "next_autograd_sequence_number",
     "of_all_ranks",

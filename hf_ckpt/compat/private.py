@@ -98,6 +98,18 @@ _ROWS = (
         "runs experts in float32 on tensors without values",
         without="`budget` does not plan for them",
     ),
+    PrivateName(
+        (
+            "torch._inductor.compile",
+            "torch._inductor.config",
+            "torch._inductor.custom_graph_pass.CustomGraphPass",
+            "torch._inductor.exc.InductorError",
+            "torch._functorch.config",
+            "torch._dynamo.exc.TorchDynamoException",
+            "torch._ops.OpOverload",
+        ),
+        "compiles blocks one by one, each with a share of kept bytes",
+    ),
     # Read from objects.
     PrivateName(
         ("Tensor._version", "Tensor._base", "UntypedStorage._cdata"),

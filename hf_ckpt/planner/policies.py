@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 from hf_ckpt.errors import PlanMismatchError, SpecError
-from hf_ckpt.spec.actions import ACTIONS, KEEP, OFFLOAD, Action, ActionKind
+from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, OFFLOAD, Action, ActionKind
 from hf_ckpt.spec.plan import Block, Plan, numbers_of_runs
 from hf_ckpt.spec.reading import parse_layers
 from hf_ckpt.spec.spec import PLANNED_POLICIES, Spec
@@ -36,16 +36,16 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
         return plan if spec.head == "full" else dataclasses.replace(plan, head=spec.head)
     stacks = _by_stack(blocks)
     problems: list[str] = []
-    actions = dict.fromkeys(blocks, KEEP)
+    actions = dict.fromkeys(blocks, KEEP if spec.compile is None else _compiled("none"))
     if spec.segments is not None:
         for blocks_of_one in stacks.values():
             actions.update(_in_segments(spec.segments, blocks_of_one, problems))
     else:
-        base = _action(spec.policy, spec.save, spec.offload)
+        base = _action(spec, spec.policy, spec.save, spec.share)
         actions.update(dict.fromkeys(_base_selection(spec, stacks, problems), base))
     for number, rule in enumerate(spec.rules):
         chosen = _select(rule.layers, rule.stack, stacks, f"`rules`[{number}]", problems)
-        actions.update(dict.fromkeys(chosen, _action(rule.policy, rule.save or spec.save, spec.offload)))
+        actions.update(dict.fromkeys(chosen, _action(spec, rule.policy, rule.save or spec.save, rule.share)))
     if problems:
         raise SpecError(problems)
     return Plan(family=family, model=model, actions=tuple(actions.items()), head=spec.head)
@@ -98,15 +98,22 @@ def _by_stack(blocks: Iterable[Block]) -> Stacks:
     return stacks
 
 
-def _action(policy: str, save: tuple[str, ...], offload: bool | str) -> Action:
+def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None) -> Action:
     """The action that a policy gives a block."""
+    if spec.compile is not None:
+        return _compiled(policy, share)
     if policy == "none":
         return KEEP
     if policy == "selective":
-        return Action(policy, save, moved=offload == "saved")
+        return Action(policy, save, moved=spec.offload == "saved")
     if policy in PLANNED_POLICIES:  # until the first batch is known, the action that keeps the least
         policy = "full"
-    return Action("offload" if offload is True else policy)
+    return Action("offload" if spec.offload is True else policy)
+
+
+def _compiled(policy: str, share: float | None = None) -> Action:
+    """The action of a compiled block, with the share that a policy stands for where none is given."""
+    return Action(COMPILED.kind, share={"none": 1.0, "selective": 0.5, "full": 0.0}[policy] if share is None else share)
 
 
 def _base_selection(spec: Spec, stacks: Stacks, problems: list[str]) -> list[Block]:
@@ -154,7 +161,7 @@ def tighter_plan(
     """The next plan that needs less memory, and what it changes, in words; None where there is none.
 
     One action a call gives way to the one that its record names as the next: `keep` to `selective`, that to `full`, and
-    that to `offload`; at the end the head runs in chunks.
+    that to `offload`; compiled blocks get the share 0. At the end the head runs in chunks.
 
     Args:
         plan: any plan.
@@ -162,7 +169,7 @@ def tighter_plan(
         offload: whether there is host memory beside the device's.
         head_first: whether the head runs in chunks before anything is offloaded.
     """
-    kinds = {action.kind for _, action in plan.actions}
+    kinds = {action.kind for _, action in plan.actions if action != COMPILED}  # which keeps the least there is
     chunks = chunks and plan.head == "full"
     in_chunks = dataclasses.replace(plan, head="auto", prediction=None), "the head in chunks"
     for record in ACTIONS.values():

@@ -20,15 +20,19 @@ class Action:
     """What happens to the activations of one block: the name of an action, and its options."""
 
     kind: str = "keep"
-    """`keep`, `selective`, `full` or `offload`: the name of a record in `ACTIONS`."""
+    """`keep`, `selective`, `full`, `offload` or `compiled`: the name of a record in `ACTIONS`."""
     save: tuple[str, ...] = ()
     """For `selective`: the classes of operations whose results stay."""
     segment: int | None = None
     """For `full`: neighbouring blocks with the same number are recomputed as one region."""
     moved: bool = False
     """For `selective`: whether what is saved lies in host memory until backward."""
+    share: float | None = None
+    """For `compiled`: how much the compiler keeps, from 0 (the inputs) to 1 (what makes the step fastest)."""
 
     def __str__(self) -> str:
+        if self.share is not None:
+            return f"{self.kind} (share {self.share:g})"
         if self.segment is not None:
             return f"{self.kind} (segment {self.segment})"
         where = " in host memory" if self.moved else ""
@@ -39,6 +43,7 @@ KEEP = Action("keep")
 SELECTIVE = Action("selective", DEFAULT_SAVE)
 FULL = Action("full")
 OFFLOAD = Action("offload")
+COMPILED = Action("compiled", share=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +60,8 @@ class ActionKind:
     hooks: str = ""
     """`module:function` that lists the forward hooks which the engine needs beside the blocks' functions; empty where
     it needs none."""
+    is_policy: bool = True
+    """Whether `policy` in a spec may be its name."""
     options: tuple[str, ...] = ()
     """Fields of `Action`, beside `kind`, that this action may have."""
     candidates: tuple[Action, ...] = ()
@@ -79,6 +86,7 @@ ACTIONS: dict[str, ActionKind] = {
         ActionKind(
             "keep",
             keeps="everything that autograd saves",
+            is_policy=False,
             candidates=(KEEP,),
             next=SELECTIVE,
             next_in_words="`selective` for blocks that kept everything",
@@ -119,6 +127,20 @@ ACTIONS: dict[str, ActionKind] = {
             engine="hf_ckpt.engines.offload:make",
             offloads={OFFLOAD: FULL},
             colours={"offload": "#8172b3"},
+        ),
+        ActionKind(
+            "compiled",
+            keeps="what the compiler takes from the block's inputs and results, by its `share`",
+            engine="hf_ckpt.engines.compiled:make",
+            is_policy=False,
+            options=("share",),
+            next=COMPILED,
+            next_in_words="share 0 for compiled blocks",
+            colours={
+                "compiled (share 1)": "#937860",
+                "compiled (share 0.5)": "#b39b84",
+                "compiled (share 0)": "#d6c7b8",
+            },
         ),
     )
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import FileError, PlanMismatchError, shown
-from hf_ckpt.spec.actions import ACTIONS, SAVE_CLASSES, Action
+from hf_ckpt.spec.actions import ACTIONS, COMPILED, SAVE_CLASSES, Action
 from hf_ckpt.spec.files import (
     LARGEST_BYTES,
     LARGEST_YAML_BYTES,
@@ -133,6 +133,7 @@ class Plan:
                 ({"save": list(action.save)} if action.save else {})
                 | ({"segment": action.segment} if action.segment is not None else {})
                 | ({"moved": True} if action.moved else {})
+                | ({"share": action.share} if action.share is not None else {})
             )
 
         stacks = {stack: [row(*pair) for pair in pairs] for stack, pairs in self.stacks().items()}
@@ -259,14 +260,20 @@ def _read_action(row: Mapping[str, Any]) -> Action:
     if kind not in ACTIONS:
         raise ValueError(f"{block} has the unknown action {shown(kind)}")
     segment, moved, save = row.get("segment"), row.get("moved", False), row.get("save", [])
+    share = row.get("share")
     if segment is not None and type(segment) is not int:
         raise ValueError(f"{block} has the segment {shown(segment)}, which must be a number")
     if type(moved) is not bool:
         raise ValueError(f"{block} has `moved` {shown(moved)}, which must be true or false")
     if not isinstance(save, (list, tuple)) or any(name not in SAVE_CLASSES for name in save):
         raise ValueError(f"{block} saves {shown(save)}, which must be a list out of {list(SAVE_CLASSES)}")
-    for option, given in (("segment", segment is not None), ("moved", moved), ("save", bool(save))):
+    if share is not None and (type(share) not in (int, float) or not 0 <= share <= 1):
+        raise ValueError(f"{block} has the share {shown(share)}, which must be a number from 0 to 1")
+    if kind == COMPILED.kind and share is None:
+        raise ValueError(f"{block} is compiled, so that it needs a `share` from 0 to 1")
+    options = {"segment": segment is not None, "moved": moved, "save": bool(save), "share": share is not None}
+    for option, given in options.items():
         if given and option not in ACTIONS[kind].options:
             owners = " or ".join(f"`{record.name}`" for record in ACTIONS.values() if option in record.options)
             raise ValueError(f"{block} has `{option}`, which goes with {owners}, but its action is `{kind}`")
-    return Action(kind, tuple(save), segment, moved)
+    return Action(kind, tuple(save), segment, moved, None if share is None else float(share))

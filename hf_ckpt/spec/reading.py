@@ -18,7 +18,8 @@ from hf_ckpt.errors import shown
 from hf_ckpt.spec.actions import ACTIONS, SAVE_CLASSES
 from hf_ckpt.units import UnitError, parse_budget, parse_bytes
 
-POLICIES = ("none", "full", *(kind for kind in ACTIONS if kind not in ("keep", "full")), "budget", "auto")
+_OTHERS = (record.name for record in ACTIONS.values() if record.is_policy and record.name != "full")
+POLICIES = ("none", "full", *_OTHERS, "budget", "auto")
 ENGINES = ("auto", "rebuild", "sac")
 HEADS = ("full", "auto")
 
@@ -43,6 +44,8 @@ class Rule:
     """Name of the stack that the rule is about; None means every stack."""
     save: tuple[str, ...] | None = None
     """For `selective`: the classes of operations whose results are kept; None means those of the spec."""
+    share: float | None = None
+    """With `compile`: how much these blocks keep; None means what the rule's policy stands for."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as a spec writes it."""
@@ -51,6 +54,7 @@ class Rule:
             "layers": self.layers,
             "policy": self.policy,
             "save": self.save and list(self.save),
+            "share": self.share,
         }
         return {key: value for key, value in full.items() if value is not None}
 
@@ -178,6 +182,14 @@ def _read_save(value: Any) -> tuple[str, ...]:
     return tuple(name for name in SAVE_CLASSES if name in names)
 
 
+def _read_share(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"must be a number from 0 to 1, but is {shown(value)} instead")
+    return float(value)
+
+
 def _read_rules(value: Any) -> tuple[Rule, ...]:
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError(f"must be a list of mappings with `layers` and `policy`, but is {shown(value)} instead")
@@ -203,6 +215,7 @@ def _read_rule(number: int, given: Any, problems: list[str]) -> Rule | None:
         "layers": _read_layer_text,
         "policy": one_of(*(policy for policy in POLICIES if policy not in ("budget", "auto"))),
         "save": _read_save,
+        "share": _read_share,
     }
     values: dict[str, Any] = {}
     before = len(problems)
@@ -217,6 +230,8 @@ def _read_rule(number: int, given: Any, problems: list[str]) -> Rule | None:
     problems += [f"[{number}] needs `{key}`" for key in ("layers", "policy") if key not in given]
     if values.get("save") and values.get("policy") not in (None, "selective"):
         problems.append(f"[{number}].save goes with `policy: selective`, but policy is {values['policy']!r}")
+    if values.get("share") is not None and values.get("policy") == "none":
+        problems.append(f"[{number}].share is how much planned blocks keep, but policy is 'none'")
     return Rule(**values) if len(problems) == before else None
 
 
@@ -243,4 +258,6 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "use_reentrant": _read_reentrant,
     "head": _read_head,
     "plan": _read_plan,
+    "compile": one_of(None, "blocks"),
+    "share": _read_share,
 }

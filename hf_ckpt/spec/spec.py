@@ -24,6 +24,7 @@ PLANNED_POLICIES = ("budget", "auto")
 """Policies whose plan is made for the first batch of the training."""
 SELECTING_KEYS = frozenset(
     {"policy", "save", "every_n_layers", "layers", "segments", "budget", "host_budget", "offload", "rules", "plan"}
+    | {"compile", "share"}
 )
 """Keys that say which blocks get which action. An enable call without any of them keeps the plan that is installed."""
 _MOST_UNKNOWN = 10  # unknown keys that an error has a line for
@@ -73,6 +74,11 @@ class Spec:
     hf_ckpt choose the number."""
     plan: str | None = None
     """Path of a saved plan to install instead of planning."""
+    compile: str | None = None
+    """`blocks` to compile each block by itself, by torch.compile; None leaves compiling to others."""
+    share: float | None = None
+    """With `compile`: how much the blocks keep, from 0 (their inputs) to 1 (what makes the step fastest). None means
+    what the policy stands for: 1 for `none`, 0.5 for `selective`, 0 for `full`."""
 
     @classmethod
     def parse(cls, given: SpecLike) -> Spec:
@@ -243,6 +249,7 @@ def _conflicts(spec: Spec, given: Mapping[str, Any]) -> list[str]:
         *_selective_checks(spec, given, policies, planned),
         *_offload_checks(spec, policies, planned),
         *_choice_checks(spec, planned),
+        *_compile_checks(spec, given, policies, planned),
         (
             spec.plan is not None
             and bool(SELECTING_KEYS & given.keys() - {"plan", "host_budget", "every_n_layers", "offload"}),
@@ -302,6 +309,33 @@ def _offload_checks(spec: Spec, policies: set[str], planned: set[str]) -> _Check
         (
             spec.offload is True and spec.segments is not None,
             "`offload` moves the hidden states of single blocks; it cannot be combined with `segments`.",
+        ),
+    ]
+
+
+def _compile_checks(spec: Spec, given: Mapping[str, Any], policies: set[str], planned: set[str]) -> _Checks:
+    """Check the keys of compiled blocks: `compile` and `share`."""
+    compiled = spec.compile is not None
+    shares = spec.share is not None or any(rule.share is not None for rule in spec.rules)
+    others = [key for key in ("save", "engine", "offload", "segments", "host_budget") if given.get(key)]
+    others = [key for key in others if given[key] != "auto"]
+    return [
+        (shares and not compiled, '`share` is how much compiled blocks keep; it needs `compile: "blocks"`.'),
+        (
+            compiled and spec.share is not None and spec.policy == "none",
+            "`share` is for the blocks that the policy is about, but policy is 'none'; leave one of them out.",
+        ),
+        (
+            compiled and bool(planned),
+            f'`compile: "blocks"` cannot be planned for yet, but policy is {spec.policy!r}; give a `share`, 0 to 1.',
+        ),
+        (
+            compiled and "offload" in policies,
+            "compiled blocks are not offloaded; take `none`, `selective` or `full`, or a `share`.",
+        ),
+        (
+            compiled and bool(others),
+            f'`compile: "blocks"` leaves to the compiler what a block keeps; remove {", ".join(others)}.',
         ),
     ]
 

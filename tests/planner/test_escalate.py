@@ -11,7 +11,7 @@ from hf_ckpt.models.tiny import tiny_model
 from hf_ckpt.planner import escalate
 from hf_ckpt.planner.escalate import step_down
 from hf_ckpt.planner.policies import tighter_plan
-from hf_ckpt.spec.actions import Action
+from hf_ckpt.spec.actions import COMPILED, Action
 from hf_ckpt.spec.plan import Block, Plan
 
 
@@ -60,6 +60,7 @@ def plan_of(*actions, head="full"):
 
 
 BOTH = ("linear", "attention")
+SHARE = "share 0 for compiled blocks"
 
 
 @pytest.mark.compat
@@ -73,6 +74,7 @@ BOTH = ("linear", "attention")
         ([Action("full", segment=0)] * 3, {"chunks": False}, [OFFLOAD], "offload"),
         ([Action("offload")], {"chunks": True}, [HEAD], "offload"),
         ([Action("offload")], {"chunks": False}, [], "offload"),
+        ([Action("compiled", share=1.0), COMPILED], {"chunks": True}, [SHARE, HEAD], "compiled (share 0)"),
     ],
 )
 def test_tighter_plans(actions, options, names, last):

@@ -33,6 +33,32 @@ def plan_for(spec, **stacks):
     return make_plan(Spec.parse(spec), blocks(**stacks), "t5", "T5ForConditionalGeneration")
 
 
+# --- compiled blocks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "shares"),
+    [
+        ({}, [0, 0, 0]),
+        ({"policy": "none"}, [1, 1, 1]),
+        ({"policy": "selective"}, [0.5, 0.5, 0.5]),
+        ({"share": 0.3}, [0.3, 0.3, 0.3]),
+        ({"share": 0.3, "layers": "1"}, [1, 0.3, 1]),
+        ({"policy": "selective", "every_n_layers": 2}, [0.5, 1, 0.5]),
+        ({"rules": [{"layers": "0", "policy": "full"}, {"layers": "2", "policy": "full", "share": 0.2}]}, [0, 1, 0.2]),
+        ({"policy": "full", "share": 0.3, "rules": [{"layers": "0", "policy": "none"}]}, [1, 0.3, 0.3]),
+    ],
+)
+def test_shares_of_compiled_blocks(spec, shares):
+    """A model's blocks are all compiled, or none of them is."""
+    plan = plan_for({"compile": "blocks", **spec}, encoder=3)
+    assert [action.share for _, action in plan.actions] == shares
+    assert {action.kind for _, action in plan.actions} == {"compiled"}
+    assert Plan.from_dict(plan.to_dict()) == plan
+    again = Spec.parse({"compile": "blocks", **spec})
+    assert Spec.parse(again.to_dict()) == again
+
+
 # --- choosing blocks ------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from hf_ckpt.planner.policies import tighter_plan
 from hf_ckpt.spec import reading
 from hf_ckpt.spec.actions import (
     ACTIONS,
+    COMPILED,
     FULL,
     KEEP,
     OFFLOAD,
@@ -31,7 +32,7 @@ from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 
 # A form of every option that an action may have, as a plan file writes it.
-WRITTEN = {"save": ["linear"], "moved": True, "segment": 0}
+WRITTEN = {"save": ["linear"], "moved": True, "segment": 0, "share": 0.25}
 each_record = pytest.mark.parametrize("record", ACTIONS.values(), ids=ACTIONS)
 
 
@@ -39,16 +40,17 @@ each_record = pytest.mark.parametrize("record", ACTIONS.values(), ids=ACTIONS)
 
 
 def test_the_records():
-    assert list(ACTIONS) == ["keep", "selective", "full", "offload"]
+    assert list(ACTIONS) == ["keep", "selective", "full", "offload", "compiled"]
     assert [record.name for record in ACTIONS.values()] == list(ACTIONS)
-    assert (KEEP.kind, SELECTIVE.kind, FULL.kind, OFFLOAD.kind) == tuple(ACTIONS)
-    assert set(reading.POLICIES) == {"none", "budget", "auto"} | ACTIONS.keys() - {"keep"}
+    assert (KEEP.kind, SELECTIVE.kind, FULL.kind, OFFLOAD.kind, COMPILED.kind) == tuple(ACTIONS)
+    assert set(reading.POLICIES) == {"none", "budget", "auto"} | ACTIONS.keys() - {"keep", "compiled"}
 
 
 @each_record
 def test_a_record_is_complete(record):
     """Its engine makes the function of a block, its forms have no options but its own, and each has a colour."""
     forms = [*record.candidates, *record.eager_candidates, *record.offloads]
+    forms += [COMPILED] if record.name == COMPILED.kind else []  # no plan for a budget chooses it yet
     assert forms
     assert record.keeps
     assert bool(record.engine) == (record.name != "keep")
@@ -84,7 +86,8 @@ def plan_with(**row):
 @each_record
 @pytest.mark.parametrize("option", WRITTEN)
 def test_a_plan_file_has_the_options_of_the_record(record, option):
-    given = plan_with(action=record.name, **{option: WRITTEN[option]})
+    needed = {"share": 0.5} if record.name == COMPILED.kind else {}
+    given = plan_with(action=record.name, **{**needed, option: WRITTEN[option]})
     if option in record.options:
         plan = Plan.from_dict(given)
         ((_, action),) = plan.actions
@@ -93,6 +96,12 @@ def test_a_plan_file_has_the_options_of_the_record(record, option):
     else:
         with pytest.raises(PlanMismatchError, match=f"`{option}`"):
             Plan.from_dict(given)
+
+
+@pytest.mark.parametrize("share", [None, -0.1, 1.5, "half", True])
+def test_a_plan_file_with_another_share_is_refused(share):
+    with pytest.raises(PlanMismatchError, match="from 0 to 1"):
+        Plan.from_dict(plan_with(action="compiled", share=share))
 
 
 @pytest.mark.parametrize("name", ["none", "budget", "Full", "", "twice", None, ["full"]])

@@ -1,0 +1,118 @@
+"""torch.compile: one compiled function for many blocks, how much it keeps for backward, and what its errors say."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hf_ckpt.compat.private import private
+
+_LEAST_SHARE = 1e-9
+"""What stands for a share of 0, for which torch does not look at what must be kept."""
+_MOST_GRAPHS = 64
+"""Graphs that one compiled function may have, for blocks of other kinds, types and shapes."""
+_NOT_THERE = {
+    "InvalidCxxCompiler": "torch finds no C++ compiler (install g++ or clang)",
+    "CppCompileError": "the C++ compiler failed (is it whole, with its headers and OpenMP?)",
+    "TritonMissing": "Triton is missing (pip install triton)",
+}
+"""Class name of an error -> what it means."""
+
+Compiled = Callable[..., Any]
+
+
+def call_parts(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return the plain function behind a block's forward, and the arguments that come before and beside others.
+
+    The plain function is the same for all blocks of a class, as compiled graphs have to be.
+    """
+    found: Any = function
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(found, functools.partial):
+        found, args, kwargs = found.func, found.args, found.keywords
+    if isinstance(found, types.MethodType):
+        found, args = found.__func__, (found.__self__, *args)
+    return found, args, kwargs
+
+
+def compiled_copy(function: Any, name: str, backend: Callable[..., Any]) -> Compiled:
+    """Return a compiled copy of a function, which shares no graphs with other copies. It may not break the graph."""
+    code = function.__code__.replace(co_name=name)
+    copied = types.FunctionType(code, function.__globals__, name)
+    compile_: Any = torch.compile
+    limit = {"recompile_limit": _MOST_GRAPHS} if "recompile_limit" in inspect.signature(compile_).parameters else {}
+    compiled: Compiled = compile_(copied, backend=backend, fullgraph=True, **limit)
+    return compiled
+
+
+def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+    """Compile a graph by torch's default compiler."""
+    compiled: Compiled = private("torch._inductor.compile")(graph, inputs)
+    return compiled
+
+
+@contextlib.contextmanager
+def keeping(share: float) -> Iterator[None]:
+    """Compile within a share of what is kept for backward, from 0 to 1, and keep random draws whatever the share."""
+    settings = private("torch._functorch.config").patch(activation_memory_budget=max(share, _LEAST_SHARE))
+    passes = private("torch._inductor.config").patch(joint_custom_post_pass=_keeping_draws())
+    with settings, passes:
+        yield
+
+
+@functools.cache
+def _keeping_draws() -> Any:
+    """Make the pass over a graph of forward and backward that marks random draws as kept."""
+    base: Any = private("torch._inductor.custom_graph_pass.CustomGraphPass")
+
+    class KeepingDraws(base):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for node in graph.nodes:
+                if _draws(node):
+                    node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+
+        def uuid(self) -> str:
+            """Tell caches of graphs on disk what this pass does."""
+            return "hf_ckpt: random draws are kept, 1"
+
+    return KeepingDraws()
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    """Whether an operation draws random numbers. Attention may do so, but does not without dropout."""
+    operation = node.target
+    if (
+        not isinstance(operation, private("torch._ops.OpOverload"))
+        or torch.Tag.nondeterministic_seeded not in operation.tags
+    ):
+        return False
+    names = [argument.name for argument in operation._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(given != 0.0)
+
+
+def is_compile_error(error: Exception) -> bool:
+    """Whether torch.compile raised an error because it cannot compile something."""
+    kinds = (private("torch._dynamo.exc.TorchDynamoException"), private("torch._inductor.exc.InductorError"))
+    return isinstance(error, kinds)
+
+
+def missing_compiler(error: BaseException) -> str:
+    """Say what is missing to compile for the device, where that is why torch.compile failed; else return ""."""
+    seen: BaseException | None = error
+    while seen is not None:
+        for found in (seen, getattr(seen, "inner_exception", None)):
+            if type(found).__name__ in _NOT_THERE:
+                return _NOT_THERE[type(found).__name__]
+        seen = seen.__cause__ or seen.__context__
+    return ""

@@ -1,0 +1,142 @@
+"""`compiled`: torch.compile runs the block, and keeps of it what its partitioner takes within a share.
+
+Blocks of one class share their graphs, so that the time to compile does not grow with depth. The share is the
+partitioner's `activation_memory_budget`: 0 keeps the inputs, 1 what makes the step fastest.
+https://docs.pytorch.org/docs/stable/torch.compiler.html
+
+By itself the partitioner may run an operation that draws random numbers once more in backward, where it draws others:
+with a share below 1 gradients of a block with dropout were those of another mask (seen in torch 2.8 to 2.15). Here
+random draws, or the seeds that they come from, are always kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hf_ckpt import compat
+from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.engines.region import Region, Request
+from hf_ckpt.engines.sac import SacRegion
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.logs import warn_once
+from hf_ckpt.spec.actions import DEFAULT_SAVE
+
+log = logging.getLogger(__name__)
+
+_Run = Callable[..., Any]
+
+
+class CompiledRegion(Region):
+    """The function of a block that is compiled by itself.
+
+    A block that does not compile runs as it would without the compiler, with a warning: as it is for a share of 1, as
+    `full` for 0, and as `selective` in between.
+    """
+
+    transforms = frozenset()
+
+    def __init__(self, block: str, share: float, **options: Any) -> None:
+        self.block = block
+        self.share = share
+        self.options = options
+        """Keyword arguments for `torch.utils.checkpoint`, for a block that does not compile."""
+        self.forwards = 0
+        self.in_graph = False
+        self.observer = None
+        self.fallback: Region | None = None
+        """What runs the block in eager mode; None for as long as it compiles."""
+        self.plain = False
+        """Whether the block does not compile, and runs as it is."""
+
+    @property
+    def recomputed(self) -> int:  # type: ignore[override]
+        """How often a block that does not compile was run again; what happens inside graphs is not counted."""
+        return 0 if self.fallback is None else self.fallback.recomputed
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Run `fn(*args)`, the block's own forward, compiled.
+
+        Raises `HfCkptError` where there is no compiler for the device.
+        """
+        if not torch.is_grad_enabled():
+            return fn(*args)
+        if compat.is_compiling():
+            self.in_graph = True  # of a compiler of others, which the block is left to
+            return fn(*args)
+        args = tuple(None if compat.is_cache(arg) else arg for arg in args)
+        if self.plain or any(isinstance(arg, torch.Tensor) and compat.is_fake(arg) for arg in args):
+            return fn(*args)
+        self.forwards += 1
+        if self.fallback is not None:
+            return self.fallback(fn, *args)
+        module = compat.module_of(fn)
+        kind: Any = None if module is None else type(module)
+        try:
+            output = _compiled(kind, self.share)(*compat.call_parts(fn), args)
+        except Exception as error:
+            if not compat.is_compile_error(error):
+                raise
+            self._fall_back(error)
+            return fn(*args) if self.fallback is None else self.fallback(fn, *args)
+        self.in_graph = True
+        return output
+
+    def _fall_back(self, error: Exception) -> None:
+        """Run the block in eager mode from now on. Raises `HfCkptError` where there is no compiler."""
+        missing = compat.missing_compiler(error)
+        if missing:
+            raise HfCkptError(
+                f"block {self.block!r} cannot be compiled, because {missing}. Without one leave `compile` out: blocks "
+                "then run in eager mode."
+            ) from error
+        if self.share == 1:
+            self.plain = True
+        elif self.share == 0:
+            self.fallback = FullRegion(self.block, **self.options)
+        else:
+            self.fallback = SacRegion(self.block, save=DEFAULT_SAVE, **self.options)
+        eager = "none" if self.plain else "full" if self.share == 0 else "selective"
+        first = next((line for line in str(error).splitlines() if line.strip()), "")
+        warn_once(
+            log,
+            "hf_ckpt: blocks like %s do not compile (%s: %s); they run in eager mode, as under `%s`.",
+            self.block if not self.block.rpartition(".")[2].isdigit() else self.block.rpartition(".")[0] + ".*",
+            type(error).__name__,
+            first,
+            eager,
+        )
+
+
+def make(request: Request) -> Region:
+    """Make the function of a compiled block."""
+    share = request.action.share
+    assert share is not None, "a compiled block without a share is refused when the plan is read"
+    return CompiledRegion(request.block, share, **request.options)
+
+
+@functools.cache
+def _compiled(kind: Any, share: float) -> _Run:
+    """The compiled function for all blocks of one class, with a cache of graphs of its own for each share.
+
+    Its results, beside the graph's inputs, are kept within the share.
+    """
+    return compat.compiled_copy(_run, f"{'block' if kind is None else kind.__name__}_{share:g}", _backend(share))
+
+
+def _run(function: Callable[..., Any], first: Sequence[Any], kwargs: dict[str, Any], args: Sequence[Any]) -> Any:
+    return function(*first, *args, **kwargs)
+
+
+def _backend(share: float) -> Callable[..., Any]:
+    """torch's default compiler, with this share of kept bytes and with random draws kept."""
+
+    def compile_within(graph: Any, inputs: Any) -> Any:
+        with compat.keeping(share):
+            return compat.compile_graph(graph, inputs)
+
+    return compile_within

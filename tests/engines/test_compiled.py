@@ -1,0 +1,226 @@
+"""Blocks that are compiled by themselves: what a share keeps, in how many graphs, and the same gradients."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+import torch._dynamo
+from helpers.adapters import with_lora
+from helpers.sparing import sparing
+from helpers.steps import assert_near, assert_same, enable, step
+from torch._dynamo.backends.registry import lookup_backend
+from torch._inductor.exc import InvalidCxxCompiler
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.compat import compiler
+from hf_ckpt.engines import compiled as engine
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.models.blocks import base_model, find_blocks
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+
+SHARES = (1.0, 0.5, 0.0)
+BLOCKS = {"compile": "blocks"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch):
+    """Graphs of one test are not those of another."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
+    torch._dynamo.reset()
+    engine._compiled.cache_clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Graphs that were compiled, without inductor, which takes long."""
+    found = []
+
+    def compile_graph(graph, inputs):
+        found.append(graph)
+        return lookup_backend("aot_eager_decomp_partition")(graph, inputs)
+
+    monkeypatch.setattr(compat, "compile_graph", compile_graph)
+    return found
+
+
+def compiled(spec, family="llama", lora=False, **options):
+    layers = 1 if family == "t5" else 2  # its blocks are of as many kinds already
+    model = tiny_model(family, **{"layers": layers, "attention": "sdpa", **options})
+    model = with_lora(model, family, lora_dropout=0.0) if lora else model
+    hf_ckpt.install(model, {**BLOCKS, **spec})
+    enable(model)
+    return model
+
+
+def kept(model, batch):
+    """A step, and the bytes that autograd keeps for it, parameters left out."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    seen = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = step(model, batch)
+    return found, sum(seen.values())
+
+
+@sparing("family", FAMILIES, "llama")
+def test_a_share_keeps_less_and_changes_nothing(family):
+    batch = tiny_batch(family, tokens=32)
+    layers = 1 if family == "t5" else 2
+    eager = kept(tiny_model(family, layers=layers, attention="sdpa"), batch)
+    found = [kept(compiled({"share": share}, family), batch) for share in SHARES]
+    sizes = [size for _, size in (eager, *found)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < 0.4 * sizes[0]
+    for gradients, _ in found:
+        assert_near(eager[0], gradients)
+        if family == "t5":  # its shares are fused in other ways
+            assert_near(found[0][0], gradients)
+        else:
+            assert_same(found[0][0], gradients)
+
+
+@sparing("family", ["llama", "gpt2", "bert"], "bert")
+def test_backward_has_the_dropout_of_the_forward(family):
+    """Whatever is run again, because the seeds are kept."""
+    draws = {"attention_dropout": 0.3} if family == "llama" else {"dropout": 0.3}
+    batch = tiny_batch(family, tokens=32)
+    first, *others = (step(compiled({"share": share}, family, **draws), batch) for share in SHARES)
+    plain = step(compiled({"share": 1.0}, family), batch)
+    with pytest.raises(AssertionError):
+        assert_near(plain, first)  # dropout is on
+    for found in others:
+        assert_near(first, found)
+
+
+@pytest.mark.slow
+def test_other_masks_in_backward_are_seen(monkeypatch):
+    """What torch does by itself: the test above would fail."""
+    monkeypatch.setattr(compiler, "_draws", lambda node: False)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        first, last = (
+            step(compiled({"share": share}, "bert", dropout=0.3), tiny_batch("bert")) for share in (1.0, 0.0)
+        )
+    with pytest.raises(AssertionError):
+        assert_near(first, last)
+
+
+def test_blocks_of_a_kind_share_graphs(graphs):
+    """However many there are, and whatever the length after the second."""
+    for layers in (2, 5):
+        model = compiled({"share": 0.5}, layers=layers)
+        for tokens in (16, 16, 24, 40):
+            step(model, tiny_batch("llama", tokens=tokens))
+    assert len(graphs) == 2
+    mixed = compiled({"policy": "none", "rules": [{"layers": "0-1", "policy": "full", "share": 0.2}]}, layers=4)
+    step(mixed, tiny_batch("llama"))
+    assert len(graphs) == 4
+
+
+def test_what_is_described_and_taken_off_again(graphs):
+    plain, model = tiny_model("llama", layers=2, attention="sdpa"), compiled({"policy": "full"})
+    batch = tiny_batch("llama")
+    assert_near(step(plain, batch), step(model, batch))
+    done = hf_ckpt.describe(model)
+    assert done.in_graphs == tuple(find_blocks(model).modules)
+    assert sum(done.forwards.values()) == 2
+    assert {action.share for action in done.plan.active().values()} == {0.0}
+    with hf_ckpt.paused(model):
+        assert_same(step(plain, batch), step(model, batch))
+    with torch.no_grad():
+        model(**batch)
+    hf_ckpt.uninstall(model)
+    assert_same(step(plain, batch), step(model, batch))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_compiled_too(graphs, way):
+    model = compiled({"share": 0.5})
+    expected = step(model, tiny_batch("llama"))
+    copied = way(model)
+    assert_same(expected, step(copied, tiny_batch("llama")))
+    assert len(graphs) == 1
+    assert hf_ckpt.describe(copied).in_graphs
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_adapters_autocast_and_accumulation(graphs, share):
+    batch = tiny_batch("llama")
+    plain = with_lora(tiny_model("llama", layers=2, attention="sdpa"), "llama", lora_dropout=0.0)
+    model = compiled({"share": share}, lora=True)
+    for each in (plain, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            each(**batch).loss.backward()  # and a second backward on top of it
+    assert_near(step(plain, batch), step(model, batch))
+    assert len(graphs) == 4  # under autocast and without; the input of the first block needs no gradient
+
+
+class Branching(torch.nn.Module):
+    """Looks at values, which no graph can."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden):
+        out = self.inner(hidden)
+        return out if out.sum().item() > 1e9 else out * 1.0
+
+
+@pytest.mark.parametrize(("share", "again"), [(1.0, False), (0.5, True), (0.0, True)])
+def test_blocks_that_do_not_compile_run_in_eager_mode(graphs, caplog, share, again):
+    plain, model = tiny_model("llama", layers=2, attention="sdpa"), compiled({"share": share})
+    for each in (plain, model):
+        for layer in base_model(each).model.layers:
+            layer.mlp = Branching(layer.mlp)
+    for _ in range(2):
+        assert_same(step(plain, tiny_batch("llama")), step(model, tiny_batch("llama")))
+    assert caplog.text.count("do not compile") == 1
+    assert "model.layers.*" in caplog.text
+    done = hf_ckpt.describe(model)
+    assert not done.in_graphs
+    assert bool(sum(done.recomputed.values())) == again
+    assert sum(done.forwards.values()) == 4 or share == 1
+
+
+def test_without_a_compiler_there_is_one_error(monkeypatch):
+    def compile_graph(graph, inputs):
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(compat, "compile_graph", compile_graph)
+    model = compiled({"share": 0.5})
+    with pytest.raises(HfCkptError, match=r"model\.layers\.0.*install g\+\+ or clang.*leave `compile` out"):
+        step(model, tiny_batch("llama"))
+
+
+def test_errors_of_the_user_are_theirs(graphs):
+    model = compiled({"share": 0.5})
+
+    def broken(*args, **kwargs):
+        raise KeyError("mine")
+
+    base_model(model).model.layers[1].mlp.forward = broken
+    with pytest.raises(KeyError, match="mine"):
+        step(model, tiny_batch("llama"))
+
+
+def test_a_model_that_is_compiled_as_a_whole_has_its_blocks(graphs):
+    plain, model = tiny_model("llama", layers=2, attention="sdpa"), compiled({"share": 0.5})
+    whole = torch.compile(model, backend="aot_eager")
+    found = {name.removeprefix("_orig_mod."): value for name, value in step(whole, tiny_batch("llama")).items()}
+    assert_near(step(plain, tiny_batch("llama")), found)
+    assert not graphs
+    assert sum(hf_ckpt.describe(model).forwards.values()) == 0
