@@ -5,8 +5,8 @@ partitioner's `activation_memory_budget`: 0 keeps the inputs, 1 what makes the s
 https://docs.pytorch.org/docs/stable/torch.compiler.html
 
 By itself the partitioner may run an operation that draws random numbers once more in backward, where it draws others:
-with a share below 1 gradients of a block with dropout were those of another mask (seen in torch 2.8 to 2.15). Here
-random draws, or the seeds that they come from, are always kept.
+with a share below 1 gradients of a block with dropout were those of another mask (seen in torch 2.8, 2.13 and 2.15).
+Here random draws, or the seeds that they come from, are always kept.
 """
 
 from __future__ import annotations
