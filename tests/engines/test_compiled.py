@@ -103,7 +103,9 @@ def test_backward_has_the_dropout_of_the_forward(family):
     """Whatever is run again, because the seeds are kept."""
     draws = {"attention_dropout": 0.3} if family == "llama" else {"dropout": 0.3}
     batch = tiny_batch(family, tokens=32)
-    first, *others = (step(compiled({"share": share}, family, **draws), batch) for share in SHARES)
+    models = [compiled({"share": share}, family, **draws) for share in SHARES]
+    first, *others = (step(model, batch) for model in models)
+    assert all(len(hf_ckpt.describe(model).in_graphs) == 2 for model in models)
     plain = step(compiled({"share": 1.0}, family), batch)
     with pytest.raises(AssertionError):
         assert_near(plain, first)  # dropout is on
@@ -221,6 +223,7 @@ def test_errors_of_the_user_are_theirs(graphs):
     base_model(model).model.layers[1].mlp.forward = broken
     with pytest.raises(KeyError, match="mine"):
         step(model, tiny_batch("llama"))
+    assert graphs  # of the block before
 
 
 def test_a_model_that_is_compiled_as_a_whole_has_its_blocks(graphs):
@@ -229,4 +232,5 @@ def test_a_model_that_is_compiled_as_a_whole_has_its_blocks(graphs):
     found = {name.removeprefix("_orig_mod."): value for name, value in step(whole, tiny_batch("llama")).items()}
     assert_near(step(plain, tiny_batch("llama")), found)
     assert not graphs
+    assert len(hf_ckpt.describe(model).in_graphs) == 2
     assert sum(hf_ckpt.describe(model).forwards.values()) == 0
