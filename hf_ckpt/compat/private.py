@@ -40,7 +40,7 @@ _ROWS = (
         (
             "torch.utils._python_dispatch._push_mode",
             "torch.utils._python_dispatch._pop_mode",
-            "torch._C._len_torch_dispatch_stack",
+            "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
         ),
         "counts the live bytes of a training step below the dispatch modes of others",
     ),

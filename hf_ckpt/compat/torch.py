@@ -390,19 +390,41 @@ without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = 
 
 _push_mode = private("torch.utils._python_dispatch._push_mode")
 _pop_mode = private("torch.utils._python_dispatch._pop_mode")
-_modes = private("torch._C._len_torch_dispatch_stack")
+_modes_on = private("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
+_entered: set[TorchDispatchMode] = set()
 
 
 def enter_dispatch_mode_below(mode: TorchDispatchMode) -> None:
     """Enter a dispatch mode as if before all that are on, so that these can be left by their own `with` blocks."""
-    above = [_pop_mode() for _ in range(_modes())]
-    for each in (mode, *reversed(above)):
-        _push_mode(each)
+    _entered.add(mode)
+    _stack_modes(lambda on: [mode, *on])
 
 
 def leave_dispatch_mode(mode: TorchDispatchMode) -> None:
-    """Leave a mode that was entered by `enter_dispatch_mode_below`; those that are on beside it stay on."""
-    modes = [_pop_mode() for _ in range(_modes())]
-    for each in reversed(modes):
-        if each is not mode:
-            _push_mode(each)
+    """Leave a mode that was entered by `enter_dispatch_mode_below`; those that are on beside it stay on.
+
+    A mode in the middle of an operation, or one that is on in another thread, cannot be left: it stays alive.
+    """
+    if mode in _modes_on():
+        _stack_modes(lambda on: [each for each in on if each is not mode])
+        _entered.discard(mode)
+
+
+def _stack_modes(order: Callable[[list[TorchDispatchMode]], list[TorchDispatchMode]]) -> None:
+    """Put the dispatch modes that are on in another order.
+
+    They are held by a list meanwhile, because torch 2.8 frees a mode that it takes from its stack when nothing else
+    refers to it. No garbage is collected: what it finds may be a model whose measurement ends with it, which would come
+    here while the stack is empty.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        on = _modes_on()
+        for _ in on:
+            _pop_mode()
+        for mode in order(on):
+            _push_mode(mode)
+    finally:
+        if collects:
+            gc.enable()

@@ -1,0 +1,93 @@
+"""Tests of a measurement that is on over a step: it goes below the dispatch modes of others and never harms them."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode
+
+from hf_ckpt import compat
+
+pytestmark = pytest.mark.compat
+
+
+class Seen(TorchDispatchMode):
+    """Counts the operations that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_is_entered_below_those_that_are_on():
+    below = Seen()
+    with Seen() as above:
+        compat.enter_dispatch_mode_below(below)
+        assert _get_current_dispatch_mode_stack() == [below, above]
+        torch.ones(2) + 1
+    torch.ones(2) + 1
+    compat.leave_dispatch_mode(below)
+    torch.ones(2) + 1
+    assert (above.count, below.count) == (2, 4)
+    assert _get_current_dispatch_mode_stack() == []
+
+
+_ONLY_ON_THE_STACK = """
+import gc, weakref
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from hf_ckpt import compat
+
+class Plain(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+first, mode = Plain(), Plain()
+_push_mode(first)
+alive = weakref.ref(first)
+del first
+for _ in range(3):
+    compat.enter_dispatch_mode_below(mode)
+    compat.leave_dispatch_mode(mode)
+    gc.collect()
+assert alive() is not None
+print((torch.ones(2) + 1).sum().item())
+"""
+
+
+def test_a_mode_that_only_torchs_stack_holds_stays_alive():
+    """torch 2.8 frees such a mode when it is taken from the stack, which ends the process later."""
+    done = subprocess.run([sys.executable, "-c", _ONLY_ON_THE_STACK], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "4.0\n"), done.stderr
+
+
+def test_garbage_collected_meanwhile_does_not_leave_a_mode_on(monkeypatch):
+    """The measurement of a model that is garbage ends when it is collected, which any allocation may do."""
+    old, new = Seen(), Seen()
+
+    def pop():
+        if gc.isenabled():  # as an allocation would
+            gc.collect()
+        return _pop_mode()
+
+    monkeypatch.setattr("hf_ckpt.compat.torch._pop_mode", pop)
+    compat.enter_dispatch_mode_below(old)
+    model = torch.nn.Identity()
+    model.itself = [model]
+    weakref.finalize(model, compat.leave_dispatch_mode, old)
+    del model
+    compat.enter_dispatch_mode_below(new)
+    assert gc.isenabled()
+    gc.collect()
+    assert _get_current_dispatch_mode_stack() == [new]
+    compat.leave_dispatch_mode(new)
+    assert _get_current_dispatch_mode_stack() == []
