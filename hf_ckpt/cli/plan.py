@@ -82,6 +82,7 @@ def add(verbs: Any) -> None:
     plan.add_argument(
         "--head", type=_head, default="full", help="auto: the plan may take the head in chunks; or tokens a chunk"
     )
+    plan.add_argument("--compile", action="store_true", help="blocks are compiled, one by one; the plan gives shares")
     plan.add_argument("--frontier", action="store_true", help="show time against peak, and what transformers offers")
     plan.add_argument("--max-batch", action="store_true", help="the largest batch that fits into the budget")
     plan.add_argument("--max-seq", action="store_true", help="the longest sequences that fit into the budget")
@@ -118,6 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_tokens=arguments.max_seq,
         measure=arguments.measure,
         head=arguments.head,
+        compiled=arguments.compile,
         host_budget=arguments.host_budget,
     )
     with progress_bar(console, None) as on_progress:
@@ -158,6 +160,10 @@ def print_forecast(found: Forecast, console: Console | None = None) -> None:
     console = console or make_console()
     _print_workload(found, console)
     console.print(str(found.plan), highlight=False)
+    graphs = found.plan.graphs()
+    if graphs:
+        each = ", ".join(f"{kind} at share {share:g}" for kind, share in graphs)
+        console.print(f"compiles {len(graphs)} graphs with their backward: {each}", highlight=False)
     _print_peak(found, console)
     _print_comparison(found, console)
     for asked, answer, unit in (("batch", found.max_batch, "sequences"), ("seq", found.max_tokens, "tokens")):

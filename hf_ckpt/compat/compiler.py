@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from hf_ckpt.compat.private import private
 
@@ -42,13 +43,16 @@ def call_parts(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
     return found, args, kwargs
 
 
-def compiled_copy(function: Any, name: str, backend: Callable[..., Any]) -> Compiled:
-    """Return a compiled copy of a function, which shares no graphs with other copies. It may not break the graph."""
+def compiled_copy(function: Any, name: str, backend: Callable[..., Any], *, dynamic: bool | None = None) -> Compiled:
+    """Return a compiled copy of a function, which shares no graphs with other copies. It may not break the graph.
+
+    `dynamic` says whether graphs are for tensors of any size: never, always, or from the second size on (None).
+    """
     code = function.__code__.replace(co_name=name)
     copied = types.FunctionType(code, function.__globals__, name)
     compile_: Any = torch.compile
     limit = {"recompile_limit": _MOST_GRAPHS} if "recompile_limit" in inspect.signature(compile_).parameters else {}
-    compiled: Compiled = compile_(copied, backend=backend, fullgraph=True, **limit)
+    compiled: Compiled = compile_(copied, backend=backend, fullgraph=True, dynamic=dynamic, **limit)
     return compiled
 
 
@@ -56,6 +60,23 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Compile
     """Compile a graph by torch's default compiler."""
     compiled: Compiled = private("torch._inductor.compile")(graph, inputs)
     return compiled
+
+
+def cut_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], each: Callable[..., Any]) -> Compiled:
+    """Do what `compile_graph` does up to the graphs of forward and backward, and give these to `each`."""
+    with private("torch._functorch.config").patch(enable_autograd_cache=False):
+        made: Compiled = private("torch._inductor.compile_fx.compile_fx")(graph, inputs, inner_compile=each)
+    return made
+
+
+def is_fusible(operation: Any) -> bool:
+    """Whether torch's compiler writes code of its own for an operation, so that it can be fused with others."""
+    lowering = private("torch._inductor.lowering")
+    return (
+        operation in lowering.lowerings
+        and operation not in lowering.fallbacks
+        and getattr(operation, "overloadpacket", None) not in flop_registry
+    )
 
 
 @contextlib.contextmanager

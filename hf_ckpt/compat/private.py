@@ -101,9 +101,11 @@ _ROWS = (
     PrivateName(
         (
             "torch._inductor.compile",
+            "torch._inductor.compile_fx.compile_fx",
             "torch._inductor.config",
             "torch._inductor.custom_graph_pass.CustomGraphPass",
             "torch._inductor.exc.InductorError",
+            "torch._inductor.lowering",
             "torch._functorch.config",
             "torch._dynamo.exc.TorchDynamoException",
             "torch._ops.OpOverload",

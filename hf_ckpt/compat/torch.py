@@ -410,6 +410,25 @@ def leave_dispatch_mode(mode: TorchDispatchMode) -> None:
         _entered.discard(mode)
 
 
+@contextlib.contextmanager
+def modes_lifted() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Turn all dispatch modes off inside this context; it gives a context in which they are on again."""
+    on = _modes_on()
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        for mode in on:
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in on:
+                _pop_mode()
+
+    with unseen_by_modes():
+        yield again
+
+
 def _stack_modes(order: Callable[[list[TorchDispatchMode]], list[TorchDispatchMode]]) -> None:
     """Put the dispatch modes that are on in another order.
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from hf_ckpt import compat
+from hf_ckpt.engines import fused
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.region import Region, Request
 from hf_ckpt.engines.sac import SacRegion
@@ -69,15 +71,17 @@ class CompiledRegion(Region):
             self.in_graph = True  # of a compiler of others, which the block is left to
             return fn(*args)
         args = tuple(None if compat.is_cache(arg) else arg for arg in args)
-        if self.plain or any(isinstance(arg, torch.Tensor) and compat.is_fake(arg) for arg in args):
+        if self.plain:
             return fn(*args)
         self.forwards += 1
         if self.fallback is not None:
             return self.fallback(fn, *args)
         module = compat.module_of(fn)
         kind: Any = None if module is None else type(module)
+        fake = next((arg for arg in args if isinstance(arg, torch.Tensor) and compat.is_fake(arg)), None)
+        run = _compiled(kind, self.share) if fake is None else _imitated(kind, self.share, fake)
         try:
-            output = _compiled(kind, self.share)(*compat.call_parts(fn), args)
+            output = run(*compat.call_parts(fn), args)
         except Exception as error:
             if not compat.is_compile_error(error):
                 raise
@@ -125,18 +129,41 @@ def _compiled(kind: Any, share: float) -> _Run:
 
     Its results, beside the graph's inputs, are kept within the share.
     """
-    return compat.compiled_copy(_run, f"{'block' if kind is None else kind.__name__}_{share:g}", _backend(share))
+    return compat.compiled_copy(_run, _name(kind, share), functools.partial(_compile, share, compat.compile_graph))
+
+
+_imitations: weakref.WeakKeyDictionary[Any, dict[Any, _Run]] = weakref.WeakKeyDictionary()
+"""Mode of fake tensors -> functions that imitate compiled ones on them."""
+
+
+def _imitated(kind: Any, share: float, fake: Any) -> _Run:
+    """As `_compiled`, for tensors without values: nothing is compiled, memory is taken as compiled code would take it.
+
+    The compiler's own parts, down to its partitioner, make the graphs; see `fused`. They run without dispatch modes,
+    whose operations they would otherwise take for the block's.
+    """
+    known = _imitations.setdefault(fake.fake_mode, {})
+    if (kind, share) not in known:
+        cut = functools.partial(_compile, share, functools.partial(compat.cut_graph, each=fused.stand_in))
+        known[kind, share] = compat.compiled_copy(_run, _name(kind, share), cut, dynamic=False)
+    found = known[kind, share]
+
+    def run(*args: Any) -> Any:
+        with compat.modes_lifted() as modes, fused.seen_by(modes):
+            return found(*args)
+
+    return run
+
+
+def _name(kind: Any, share: float) -> str:
+    return f"{'block' if kind is None else kind.__name__}_{share:g}"
 
 
 def _run(function: Callable[..., Any], first: Sequence[Any], kwargs: dict[str, Any], args: Sequence[Any]) -> Any:
     return function(*first, *args, **kwargs)
 
 
-def _backend(share: float) -> Callable[..., Any]:
-    """torch's default compiler, with this share of kept bytes and with random draws kept."""
-
-    def compile_within(graph: Any, inputs: Any) -> Any:
-        with compat.keeping(share):
-            return compat.compile_graph(graph, inputs)
-
-    return compile_within
+def _compile(share: float, compiler: Callable[..., Any], graph: Any, inputs: Any) -> Any:
+    """Compile a graph with this share of kept bytes and with random draws kept."""
+    with compat.keeping(share):
+        return compiler(graph, inputs)

@@ -27,7 +27,7 @@ from hf_ckpt.prediction.machine import this_device
 from hf_ckpt.prediction.skeleton import Skeleton, skeleton_of
 from hf_ckpt.prediction.timeline import Timeline, worst_timeline
 from hf_ckpt.prediction.timings import ShallowModels, depths_of, measured
-from hf_ckpt.prediction.trace import Step, chunked_head, trace_costs
+from hf_ckpt.prediction.trace import Step, actions_for, chunked_head, trace_costs
 from hf_ckpt.prediction.workload import Workload, skeleton_of_workload
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import budget_bytes, format_bytes, parse_bytes
@@ -60,6 +60,8 @@ class Request:
     """Measure times on this machine, in place of those that the device table predicts."""
     head: int | str = "full"
     """As `Spec.head`: `auto` lets the plan run the head in chunks."""
+    compiled: bool = False
+    """Whether every block is compiled, as by `Spec.compile`."""
     host_budget: str | None = None
     """Host memory that offloading may use, as "64GiB"; None for no offloading."""
 
@@ -129,6 +131,7 @@ def predict(
     budget: float | str | None = None,
     head: int | str = "full",
     host_budget: str | None = None,
+    compiled: bool = False,
     frontier: bool = False,
     on_progress: Progress | None = None,
     **workload: Any,
@@ -147,6 +150,7 @@ def predict(
         budget: the peak that is allowed, as "20GiB", or as a share of the device ("80%" or 0.8); by default 90 %.
         head: as `Spec.head`: `auto` lets the plan run the head in chunks.
         host_budget: host memory that offloading may use, as "64GiB"; None for no offloading.
+        compiled: whether every block is compiled (`"compile": "blocks"`), so that the plan gives each a share.
         frontier: whether to also find the fastest plans for budgets from the lowest peak to that of no checkpointing.
         on_progress: called with a few words before everything that takes a while.
         workload: further fields of `Workload`, as `tokens`, `lora`, `dtype`, `autocast`, `optimizer`, `accumulation`.
@@ -155,7 +159,7 @@ def predict(
     found, for a model that cannot be traced, and for adapters or types that are asked of a live model, which has its
     own.
     """
-    request = Request(device=device, budget=budget, head=head, host_budget=host_budget, frontier=frontier)
+    request = Request(device, budget, frontier, head=head, compiled=compiled, host_budget=host_budget)
     if isinstance(batch, Mapping):
         workload = {**sizes_of_batch(batch), **workload}
     else:
@@ -205,11 +209,12 @@ class _Forecaster:
     def forecast(self) -> Forecast:
         """Everything that was asked for."""
         step = step_of_workload(self.workload, self.skeleton)
-        costs = self._costs(self.workload, "tracing")
+        costs = self._costs(self.workload, "tracing", compiled=False)
+        planned = self._costs(self.workload, "tracing compiled blocks") if self.asked.compiled else costs
         by_transformers = transformers_costs(costs, self.skeleton, step, self.device)
         if self.asked.measure:
-            costs, by_transformers = self._measured(costs, by_transformers)
-        candidates = self._candidates(costs, self.workload)
+            costs, by_transformers, planned = self._measured(costs, by_transformers, planned)
+        candidates = self._candidates(planned, self.workload)
         max_batch = self._largest("batch") if self.asked.max_batch else None
         max_tokens = self._largest("tokens") if self.asked.max_tokens else None
         found = (("--batch", max_batch), ("--seq", max_tokens))
@@ -224,15 +229,18 @@ class _Forecaster:
             plan=plan,
             timeline=worst_timeline(made_from, chosen),
             usual=(*usual_options(costs, self.device.host_bandwidth, by_transformers), *segmented_options(costs)),
-            further=_further(costs, candidates, self.skeleton, step, self.device),
+            further=_further(costs, () if self.asked.compiled else candidates, self.skeleton, step, self.device),
             frontier=tuple(frontier(candidates)) if self.asked.frontier else (),
             max_batch=max_batch,
             max_tokens=max_tokens,
         )
 
-    def _costs(self, workload: Workload, what: str) -> Costs:
+    def _costs(self, workload: Workload, what: str, *, compiled: bool | None = None) -> Costs:
+        """What the workload costs, with blocks in eager mode or compiled: as it was asked for, unless said."""
         self.tell(what)
-        costs = trace_costs(self.skeleton, step_of_workload(workload, self.skeleton), self.device)
+        actions = actions_for(self.skeleton, compiled=self.asked.compiled if compiled is None else compiled)
+        step = step_of_workload(workload, self.skeleton)
+        costs = trace_costs(self.skeleton, step, self.device, actions=actions)
         static = costs.static.always + costs.static.gradients + costs.static.step_bytes
         if static > _MOST_BYTES:
             raise HfCkptError(
@@ -246,19 +254,23 @@ class _Forecaster:
         head, host_limit = self.asked.head, self.host_limit
         return cost_options(costs, self.skeleton, step, self.device, head=head, host_limit=host_limit)
 
-    def _measured(self, costs: Costs, by_transformers: Costs) -> tuple[Costs, Costs]:
-        """Both with times measured on this machine. `by_transformers` are the costs of transformers' own checkpointing,
-        or `costs` where they do not differ."""
-        models, apart = ShallowModels(self.workload), by_transformers is not costs
+    def _measured(self, costs: Costs, by_transformers: Costs, planned: Costs) -> tuple[Costs, Costs, Costs]:
+        """All with times measured on this machine.
+
+        `by_transformers` are the costs of transformers' own checkpointing, and `planned` those of compiled blocks, or
+        `costs` where they do not differ.
+        """
+        models = ShallowModels(self.workload)
         time = functools.partial(
             measured,
             on_progress=self.tell,
             depths=depths_of(costs),
             optimizer_seconds=models.optimizer_seconds,
         )
-        costs = time(costs, models.step_seconds)
+        timed = time(costs, models.step_seconds)
         step_seconds = functools.partial(models.step_seconds, put_on=own_trial)
-        return costs, time(by_transformers, step_seconds) if apart else costs
+        own = timed if by_transformers is costs else time(by_transformers, step_seconds)
+        return timed, own, timed if planned is costs else time(planned, models.step_seconds)
 
     def _peak_with(self, name: str, number: int) -> int:
         """The lowest peak that any plan has with another batch size or sequence length, in bytes."""

@@ -30,8 +30,8 @@ from hf_ckpt.prediction.layout import held_bytes, layout_of
 from hf_ckpt.prediction.machine import this_device
 from hf_ckpt.prediction.optimizers import bytes_of
 from hf_ckpt.prediction.skeleton import Skeleton, skeleton_of
-from hf_ckpt.prediction.trace import Step, trace_costs
-from hf_ckpt.spec.actions import Action
+from hf_ckpt.prediction.trace import Step, actions_for, trace_costs
+from hf_ckpt.spec.actions import ACTIONS, Action
 from hf_ckpt.spec.plan import Plan, Prediction
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import budget_bytes, format_bytes, format_seconds, parse_bytes
@@ -109,7 +109,9 @@ def plan_for(
     bias = 0 if before is None else before.bias_bytes
     over = False
     try:
-        costs = _in_clean_thread(lambda: _trace(model, spec.head, host_limit, wanted, device, parts, call))
+        costs = _in_clean_thread(
+            lambda: _trace(model, spec.head, host_limit, wanted, device, parts, call, compiled=spec.compile is not None)
+        )
         if first:
             plan = plan_within(costs, limit, device.name)
         else:
@@ -176,7 +178,11 @@ def prediction_of(model: nn.Module, plan: Plan, shape: BatchShape) -> Prediction
             for block, action in actions
         ]
     host_limit = sys.maxsize if any(action.kind == "offload" or action.moved for _, action in actions) else None
-    candidates = _in_clean_thread(lambda: _trace(model, plan.head, host_limit, shape, device))
+    compiled = [action for _, action in actions if ACTIONS[action.kind].compiles]
+    if compiled and len(compiled) < len(actions):
+        raise HfCkptError("some of its blocks are compiled, and others are not")
+    asked = tuple(sorted(set(compiled), key=lambda action: -(action.share or 0.0)))
+    candidates = _in_clean_thread(lambda: _trace(model, plan.head, host_limit, shape, device, actions=asked))
     try:
         costs, choice = costs_behind(candidates, dataclasses.replace(plan, actions=tuple(actions)))
     except ValueError as error:
@@ -205,9 +211,16 @@ def _trace(
     device: Device,
     layout: Layout | None = None,
     call: compat.Call | None = None,
+    *,
+    compiled: bool = False,
+    actions: Sequence[Action] = (),
 ) -> tuple[Costs, ...]:
-    """The candidates for a plan of a live model; see `cost_options` for `head` and `host_limit`."""
+    """The candidates for a plan of a live model; see `cost_options` for `head` and `host_limit`.
+
+    Blocks have the `actions` that are given, or else those that a plan chooses from, in eager mode or `compiled`.
+    """
     skeleton = skeleton_of(model)
+    actions = actions or actions_for(skeleton, compiled=compiled)
     optimizers = compat.optimizers_of(model)
     step = Step(
         batch=batch_of(shape.inputs) if shape.inputs else batch_for(skeleton.base, shape.sizes),
@@ -217,7 +230,7 @@ def _trace(
         optimizer_bytes=bytes_of(optimizers) if optimizers else None,
         loss=loss_for(skeleton.base, shape.inputs),
     )
-    step, costs = _costs_as_called(skeleton, step, device, call)
+    step, costs = _costs_as_called(skeleton, step, device, call, actions)
     options = functools.partial(cost_options, skeleton=skeleton, step=step, device=device)
     if layout is not None:  # a sharded head cannot run in chunks
         found = options(costs, head="full", host_limit=host_limit, segments=False)
@@ -229,15 +242,17 @@ def _trace(
     return options(costs, head=head, host_limit=host_limit, segments=compat.parameters_stay(model))
 
 
-def _costs_as_called(skeleton: Skeleton, step: Step, device: Device, call: compat.Call | None) -> tuple[Step, Costs]:
+def _costs_as_called(
+    skeleton: Skeleton, step: Step, device: Device, call: compat.Call | None, actions: Sequence[Action]
+) -> tuple[Step, Costs]:
     """What the step costs as the trainer runs it, or as the model runs by itself where that cannot be traced."""
     if call is not None:
         as_called = step_as_called(step, call)
         try:
-            return as_called, trace_costs(skeleton, as_called, device)
+            return as_called, trace_costs(skeleton, as_called, device, actions=actions)
         except HfCkptError as error:
             log.info("hf_ckpt: planned with the model's own loss, because the trainer's cannot be traced: %s", error)
-    return step, trace_costs(skeleton, step, device)
+    return step, trace_costs(skeleton, step, device, actions=actions)
 
 
 def _in_clean_thread(work: Callable[[], tuple[Costs, ...]]) -> tuple[Costs, ...]:

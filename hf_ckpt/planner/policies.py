@@ -113,7 +113,9 @@ def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None)
 
 def _compiled(policy: str, share: float | None = None) -> Action:
     """The action of a compiled block, with the share that a policy stands for where none is given."""
-    return Action(COMPILED.kind, share={"none": 1.0, "selective": 0.5, "full": 0.0}[policy] if share is None else share)
+    if share is None:
+        share = {"none": 1.0, "selective": 0.5}.get(policy, 0.0)  # until a plan is made for the first batch, the least
+    return Action(COMPILED.kind, share=share)
 
 
 def _base_selection(spec: Spec, stacks: Stacks, problems: list[str]) -> list[Block]:

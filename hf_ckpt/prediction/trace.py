@@ -183,12 +183,13 @@ def chunked_head(costs: Costs, skeleton: Skeleton, step: Step, device: Device, h
     return dataclasses.replace(costs, head=dict.fromkeys(costs.head, (forward, backward)), head_tokens=head)
 
 
-def actions_for(skeleton: Skeleton) -> tuple[Action, ...]:
-    """The actions that a plan for this model chooses from.
+def actions_for(skeleton: Skeleton, *, compiled: bool = False) -> tuple[Action, ...]:
+    """The actions that a plan for this model chooses from, with its blocks in eager mode or `compiled`.
 
     Those that run attention again are among them only for eager attention, which holds its weights.
     """
-    return candidates(eager_attention=getattr(skeleton.base.config, "_attn_implementation", None) == "eager")
+    eager_attention = getattr(skeleton.base.config, "_attn_implementation", None) == "eager"
+    return candidates(eager_attention=eager_attention, compiled=compiled)
 
 
 def _choices(frozen: Sequence[bool], actions: int) -> tuple[tuple[int, ...], ...]:

@@ -66,6 +66,8 @@ class ActionKind:
     """Fields of `Action`, beside `kind`, that this action may have."""
     candidates: tuple[Action, ...] = ()
     """The forms of this action that a plan for a budget chooses from. Their costs are found by tracing them."""
+    compiles: bool = False
+    """Whether the block is compiled. Either all blocks of a plan for a budget are, or none."""
     eager_candidates: tuple[Action, ...] = ()
     """Further candidates, for models whose attention holds its weights (`attn_implementation="eager"`)."""
     offloads: Mapping[Action, Action] = dataclasses.field(default_factory=dict)
@@ -134,6 +136,8 @@ ACTIONS: dict[str, ActionKind] = {
             engine="hf_ckpt.engines.compiled:make",
             is_policy=False,
             options=("share",),
+            compiles=True,
+            candidates=(Action("compiled", share=1.0), Action("compiled", share=0.5), COMPILED),
             next=COMPILED,
             next_in_words="share 0 for compiled blocks",
             colours={
@@ -146,15 +150,16 @@ ACTIONS: dict[str, ActionKind] = {
 }
 
 
-def candidates(*, eager_attention: bool) -> tuple[Action, ...]:
+def candidates(*, eager_attention: bool = False, compiled: bool = False) -> tuple[Action, ...]:
     """Return the actions that a plan for a budget chooses from; those that keep most come first.
 
     `eager_attention` says whether the model's attention holds its weights. Only then does it pay to save the results of
-    linear layers alone, and to run attention again.
+    linear layers alone, and to run attention again. `compiled` says whether blocks are compiled.
     """
     found: list[Action] = []
     for record in ACTIONS.values():
-        found += [*record.candidates, *(record.eager_candidates if eager_attention else ())]
+        if record.compiles == compiled:
+            found += [*record.candidates, *(record.eager_candidates if eager_attention else ())]
     return tuple(found)
 
 

@@ -125,6 +125,14 @@ class Plan:
         """Return the actions by block name, for the blocks whose action is not `keep`."""
         return {block.name: action for block, action in self.actions if action.kind != "keep"}
 
+    def graphs(self) -> list[tuple[str, float]]:
+        """Return what is compiled: (class of blocks, share) once for all blocks that have it.
+
+        Blocks that train otherwise than the rest have one graph more, as the first one behind a frozen embedding.
+        """
+        pairs = [(block.kind, action.share) for block, action in self.actions if action.share is not None]
+        return list(dict.fromkeys(pairs))
+
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able dict, which `Plan.from_dict` reads back to an equal plan."""
 

@@ -326,8 +326,8 @@ def _compile_checks(spec: Spec, given: Mapping[str, Any], policies: set[str], pl
             "`share` is for the blocks that the policy is about, but policy is 'none'; leave one of them out.",
         ),
         (
-            compiled and bool(planned),
-            f'`compile: "blocks"` cannot be planned for yet, but policy is {spec.policy!r}; give a `share`, 0 to 1.',
+            compiled and shares and bool(planned),
+            f"`share` is what the plan chooses, but policy is {spec.policy!r}; leave one of them out.",
         ),
         (
             compiled and "offload" in policies,

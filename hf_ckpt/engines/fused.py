@@ -1,0 +1,459 @@
+"""What compiled graphs allocate, read and write, shown on fake tensors by groups of operations that are fused.
+
+Nothing is compiled. torch's compiler hands over the graphs of a forward and its backward as its partitioner has cut
+them; here each runs on fake tensors, so that whoever counts live bytes and time sees what compiled code would do. What
+is written to memory follows the rules of the compiler's lowering, simplified: kernels of libraries, such as products
+of matrices, read and write tensors; what lies between two of them is one group, of which only those results are
+written that are read outside it; cheap operations are computed again by each group that reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from hf_ckpt import compat
+
+_MOST_READS = 4
+"""What reads more tensors is not computed again by each reader (`realize_reads_threshold` of inductor)."""
+
+_MOST_ALONE = 8
+"""What reads more tensors has a tensor of its own (`realize_acc_reads_threshold` of inductor)."""
+
+_LIBRARY: Any = torch.library.Library("hf_ckpt", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("fused(Tensor[] reads, Tensor(a!)[] writes) -> ()")
+_LIBRARY.impl("fused", lambda reads, writes: None, "CompositeExplicitAutograd")
+
+_modes: contextvars.ContextVar[Callable[[], contextlib.AbstractContextManager[Any]]] = contextvars.ContextVar(
+    "modes", default=contextlib.nullcontext
+)
+
+
+@contextlib.contextmanager
+def seen_by(modes: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """Run graphs inside the context that `modes` makes, so that dispatch modes see what they allocate."""
+    token = _modes.set(modes)
+    try:
+        yield
+    finally:
+        _modes.reset(token)
+
+
+def stand_in(graph: fx.GraphModule, inputs: Any, **options: Any) -> Callable[[list[Any]], list[Any]]:
+    """Take the place of torch's compiler for one graph: see `FakeGraph`."""
+    return FakeGraph(graph)
+
+
+class FakeGraph:
+    """Runs a graph of a forward or backward on fake tensors, and takes memory as its compiled form would.
+
+    Args:
+        graph: of ATen operations, with the value of every node in its `meta["val"]`.
+    """
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self._boxed_call = True  # tells torch that the arguments come as one list, which is emptied
+        self._graph = graph
+        self._inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        (self._output,) = (node for node in graph.graph.nodes if node.op == "output")
+        kept = set(_memory_of(self._output))
+        self._steps = in_order(list(units_of(graph.graph)), self._inputs, kept)
+        last = {node: place for place, unit in enumerate(self._steps) for node in (*unit.reads, *unit.writes)}
+        self._freed: list[list[fx.Node]] = [[] for _ in self._steps]
+        for node, place in last.items():
+            if node not in kept:
+                self._freed[place].append(node)
+        self._unused = [node for node in self._inputs if node not in last and node not in kept]
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        with _modes.get()():
+            return self._run(args)
+
+    def _run(self, args: list[Any]) -> list[Any]:
+        values: dict[fx.Node, Any] = dict(zip(self._inputs, args, strict=True))
+        args.clear()
+        for node in self._unused:
+            del values[node]
+        for node in self._graph.graph.nodes:
+            if node.op == "get_attr":
+                values[node] = _empty(node.meta["val"]) if "val" in node.meta else getattr(self._graph, node.target)
+        for unit, freed in zip(self._steps, self._freed, strict=True):
+            if unit.operation is None:
+                _run_fused(unit, values, freed)
+            else:
+                _run_alone(unit.operation, values)
+            for node in freed:
+                values.pop(node, None)
+        return list(fx.map_arg(self._output.args[0], functools.partial(_value, values=values)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unit:
+    """What runs at once: one operation by itself, or a group of fused ones."""
+
+    place: int
+    """Where it comes in the graph."""
+    operation: fx.Node | None
+    """None for a group."""
+    reads: tuple[fx.Node, ...]
+    """Inputs and results in memory that it reads."""
+    writes: tuple[fx.Node, ...]
+    """Results that it writes to memory."""
+    over: dict[fx.Node, fx.Node]
+    """Result of a group -> the tensor that no other of them reads, in whose memory it may be written."""
+
+
+def units_of(graph: fx.Graph) -> Iterator[Unit]:
+    """The units of a graph, in the order of their operations."""
+    found = _Lowered(graph)
+    group = _Fusion(found).groups()
+    members: dict[fx.Node, list[fx.Node]] = {}
+    for node in found.reads:
+        members.setdefault(group.get(node, node), []).append(node)
+    read = {(source, group.get(node)) for node, sources in found.reads.items() for source in sources}
+    readers: dict[fx.Node, set[fx.Node | None]] = {}
+    for source, reader in read:
+        readers.setdefault(source, set()).add(reader)
+    for place, (first, inside) in enumerate(members.items()):
+        if first not in group:
+            yield Unit(place, first, found.reads[first], tuple(filter(_is_part, first.users)) or (first,), {})
+            continue
+        sources = dict.fromkeys(source for node in inside for source in found.reads[node] if source not in inside)
+        outside = [node for node in inside if node in found.demanded or readers.get(node, set()) - {group[first]}]
+        only = {source: [node for node in inside if source in found.reads[node]] for source in sources}
+        over = {node: source for source, nodes in only.items() for node in nodes if len(nodes) == 1}
+        if outside:
+            yield Unit(place, None, tuple(sources), tuple(outside), over)
+
+
+class _Lowered:
+    """What of a graph is computed into a tensor of its own; other operations are computed by each that reads them."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.reads: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        """Operation with a tensor of its own -> the tensors that it reads, which are inputs or have an entry, too."""
+        nodes = [node for node in graph.nodes if node.op in ("call_function", "output") and not _is_view(node)]
+        self.demanded = {
+            source for node in nodes if not is_fused(node) and not _is_part(node) for source in _memory_of(node)
+        }
+        """Results that must lie in memory, because a kernel of a library reads them or the graph gives them back."""
+        self._within: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self._heavy: set[fx.Node] = set()
+        for node in nodes:
+            if node.op == "output":
+                continue
+            if not is_fused(node):
+                if not _is_part(node):
+                    self.reads[node] = self._expanded(node)
+                continue
+            found = self._expanded(node)
+            if any(source in self._heavy for source in _memory_of(node)) or _name(node) in _HEAVY:
+                self._heavy.add(node)
+            if node in self.demanded or self._is_shared(node, found) or _is_apart(node) or len(found) > _MOST_ALONE:
+                self.reads[node] = found
+                self._heavy.discard(node)
+            else:
+                self._within[node] = found
+
+    def _is_shared(self, node: fx.Node, reads: Sequence[fx.Node]) -> bool:
+        """Whether several read a result that is not cheap enough to be computed by each of them."""
+        return len(set(_users(node))) > 1 and (len(reads) > _MOST_READS or node in self._heavy)
+
+    def _expanded(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        found: dict[fx.Node, None] = {}
+        for source in _memory_of(node):
+            found |= dict.fromkeys(self._within.get(source, (source,)))
+        return tuple(found)
+
+
+class _Fusion:
+    """Joins operations to groups that are computed at once.
+
+    An operation joins the group of what it reads, or of what reads the same, unless something that is run apart lies
+    between them. Sums over tokens go through memory in another order than what they sum up, and are computed apart.
+    """
+
+    def __init__(self, lowered: _Lowered) -> None:
+        self._reads = lowered.reads
+        self._group = {node: node for node in self._reads if is_fused(node)}
+        self._members = {node: [node] for node in self._group}
+        self._readers: dict[fx.Node, list[fx.Node]] = {}
+        for node, sources in self._reads.items():
+            for source in sources:
+                self._readers.setdefault(_parent(source) if _is_alone_part(source) else source, []).append(node)
+
+    def groups(self) -> dict[fx.Node, fx.Node]:
+        """Operation -> the operation that stands for its group."""
+        for node in list(self._group):
+            for source in self._reads[node]:
+                if source in self._group and not _sums_tokens(node) and not _sums_tokens(source):
+                    self._join(source, node)
+        for readers in self._readers.values():
+            fused = [node for node in readers if node in self._group]
+            for first, second in itertools.pairwise(fused):
+                if _sums_tokens(first) == _sums_tokens(second):
+                    self._join(first, second)
+        return self._group
+
+    def _join(self, first: fx.Node, second: fx.Node) -> None:
+        new, old = self._group[first], self._group[second]
+        if new is old or self._follows(new, old) or self._follows(old, new):
+            return
+        self._members[new] += self._members.pop(old)
+        self._group |= dict.fromkeys(self._members[new], new)
+
+    def _follows(self, first: fx.Node, second: fx.Node) -> bool:
+        """Whether the second group needs something from outside of both that needs the first."""
+        both = {first, second}
+        left = [user for user in self._after(first) if self._group.get(user, user) not in both]
+        seen = set(left)
+        while left:
+            for user in self._after(left.pop()):
+                group = self._group.get(user, user)
+                if group is second:
+                    return True
+                if user not in seen and group is not first:
+                    seen.add(user)
+                    left.append(user)
+        return False
+
+    def _after(self, node: fx.Node) -> Iterator[fx.Node]:
+        """What reads a result of the operation, or of the group that it is in."""
+        for member in self._members.get(self._group.get(node, node), [node]):
+            yield from self._readers.get(member, ())
+
+
+# --- order ---
+
+
+def in_order(units: Sequence[Unit], inputs: Iterable[fx.Node], kept: set[fx.Node]) -> list[Unit]:
+    """The units in an order that needs little memory: that of the graph or a greedy one, whichever has the lower peak.
+
+    Args:
+        units: of a graph.
+        inputs: of the graph. Those that are made for it alone are freed when they are read last.
+        kept: results and inputs that are given back at the end.
+    """
+    given = [node for node in inputs if not node.name.startswith(_HELD_ELSEWHERE)]
+    sorter = _Sorter(units, given, kept)
+    return min((sorter.plain(), sorter.greedy()), key=sorter.peak)
+
+
+_HELD_ELSEWHERE = ("primals_", "arg", "fwd_rng_state", "bwd_rng_state")
+"""How torch names inputs that live on, such as parameters."""
+
+
+class _Sorter:
+    def __init__(self, units: Sequence[Unit], given: Sequence[fx.Node], kept: set[fx.Node]) -> None:
+        self.units = units
+        self.given = given
+        self.kept = kept
+        made_by = {node: unit for unit in units for node in unit.writes}
+        self.before = {unit: {made_by[node] for node in unit.reads if node in made_by} for unit in units}
+        self.readers: dict[fx.Node, set[Unit]] = {node: set() for node in (*given, *made_by)}
+        for unit in units:
+            for node in unit.reads:
+                if node in self.readers:
+                    self.readers[node].add(unit)
+        self.sizes = {node: _nbytes(node) for node in self.readers}
+
+    def plain(self) -> list[Unit]:
+        """The order of the graph, as far as groups that come together allow it."""
+        done: dict[Unit, None] = {}
+
+        def add(unit: Unit) -> None:
+            if unit not in done:
+                for other in sorted(self.before[unit], key=lambda found: found.place):
+                    add(other)
+                done[unit] = None
+
+        for unit in self.units:
+            add(unit)
+        return list(done)
+
+    def greedy(self) -> list[Unit]:
+        """Next comes what leaves least behind, among those that do not raise the peak, or else what raises it least."""
+        left = dict.fromkeys(self.units)
+        waiting = {node: set(readers) for node, readers in self.readers.items()}
+        live = sum(self.sizes[node] for node in self.given)
+        peak = max(live, sum(self.sizes[node] for node in self.kept if node in self.sizes))
+        order: list[Unit] = []
+        done: set[Unit] = set()
+        while left:
+            ready = [unit for unit in left if self.before[unit] <= done]
+
+            def rank(unit: Unit, room: int = peak - live) -> tuple[int, int, int]:
+                new = self._new(unit)
+                return (new if new > room else 0, new - self._freed(unit, waiting), unit.place)
+
+            unit = min(ready, key=rank)
+            live += self._new(unit)
+            peak = max(peak, live)
+            live -= self._freed(unit, waiting)
+            for node in unit.reads:
+                waiting.get(node, set()).discard(unit)
+            order.append(unit)
+            done.add(unit)
+            del left[unit]
+        return order
+
+    def peak(self, order: Sequence[Unit]) -> int:
+        """Most bytes that are alive at once."""
+        waiting = {node: set(readers) for node, readers in self.readers.items()}
+        live = peak = sum(self.sizes[node] for node in self.given)
+        for unit in order:
+            live += self._new(unit)
+            peak = max(peak, live)
+            live -= self._freed(unit, waiting)
+            for node in unit.reads:
+                waiting.get(node, set()).discard(unit)
+        return peak
+
+    def _new(self, unit: Unit) -> int:
+        return sum(self.sizes[node] for node in unit.writes)
+
+    def _freed(self, unit: Unit, waiting: dict[fx.Node, set[Unit]]) -> int:
+        """Bytes of what only this unit still reads, or nobody."""
+        return sum(
+            self.sizes[node]
+            for node in (*unit.reads, *unit.writes)
+            if node in waiting and node not in self.kept and waiting[node] <= {unit}
+        )
+
+
+# --- running ---
+
+
+def _run_alone(node: fx.Node, values: dict[fx.Node, Any]) -> None:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), functools.partial(_value, values=values))
+    result = node.target(*args, **kwargs)  # type: ignore[operator]
+    parts = [user for user in node.users if _is_part(user)]
+    values.update({part: result[part.args[1]] for part in parts} if parts else {node: result})
+
+
+def _run_fused(unit: Unit, values: dict[fx.Node, Any], freed: Sequence[fx.Node]) -> None:
+    reads = [values[node] for node in unit.reads if isinstance(values[node], torch.Tensor)]
+    for node in unit.writes:
+        old, like = unit.over.get(node), node.meta["val"]
+        if old is not None and old in freed and old.op == "call_function" and _fits(values[old], like):
+            values[node] = values[old].as_strided(like.size(), like.stride())
+        else:
+            values[node] = _empty(like)
+    torch.ops.hf_ckpt.fused(reads, [values[node] for node in unit.writes])
+
+
+def _fits(old: Any, like: torch.Tensor) -> bool:
+    """Whether a tensor's memory is just what another one needs."""
+    same = isinstance(old, torch.Tensor) and old.dtype == like.dtype
+    return same and old.untyped_storage().nbytes() == like.untyped_storage().nbytes()
+
+
+def _empty(like: Any) -> Any:
+    if not isinstance(like, torch.Tensor):
+        return like
+    return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
+
+
+def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """The value of a node; views are made from what they show."""
+    if not _is_view(node):
+        return values[node]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), functools.partial(_value, values=values))
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+# --- nodes ---
+
+
+def is_fused(node: fx.Node) -> bool:
+    """Whether an operation is computed in a group with others, rather than by a kernel of its own."""
+    if _is_part(node):
+        return is_fused(_parent(node))
+    return node.op == "call_function" and not _is_view(node) and compat.is_fusible(node.target)
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether a node is one of several results of an operation, each with memory of its own."""
+    return node.target is operator.getitem and not _is_view(_parent(node))
+
+
+def _parent(node: fx.Node) -> fx.Node:
+    (parent,) = node.all_input_nodes
+    return parent
+
+
+@functools.cache
+def _is_view_of_input(operation: Any) -> bool:
+    returns = getattr(getattr(operation, "_schema", None), "returns", ())
+    seen = [result.alias_info is not None and not result.alias_info.is_write for result in returns]
+    return operation is torch.ops.aten._unsafe_view.default or (bool(seen) and all(seen))
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a result lies in the memory of what it was made from."""
+    if node.target is operator.getitem:
+        return _is_view(_parent(node))
+    return node.op == "call_function" and _is_view_of_input(node.target)
+
+
+def _is_alone_part(node: fx.Node) -> bool:
+    """Whether a node is a result of a kernel that gives several."""
+    return _is_part(node) and not is_fused(node)
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(getattr(node.target, "_schema", None), "name", "")
+
+
+def _is_apart(node: fx.Node) -> bool:
+    """Whether an operation always has a tensor of its own, as one has that gives one number for many."""
+    schema = getattr(node.target, "_schema", None)
+    arguments = () if schema is None else schema.arguments
+    return _is_part(node) or _name(node) in _OWN or any(argument.name == "keepdim" for argument in arguments)
+
+
+_OWN = frozenset(
+    ("prims::inductor_random", *(f"aten::{name}" for name in ("sum", "mean", "cat", "index_put", "scatter_add")))
+)
+_HEAVY = frozenset(f"aten::{name}" for name in ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"))
+"""Operations that are not computed again by several readers; so it is on CPUs."""
+
+
+def _sums_tokens(node: fx.Node) -> bool:
+    """Whether an operation reduces other dimensions than the last one."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not any(argument.name == "keepdim" for argument in schema.arguments):
+        return False
+    value, dims = node.all_input_nodes[0].meta["val"], node.args[1] if len(node.args) > 1 else None
+    dims = [dims] if isinstance(dims, int) else dims
+    return not isinstance(dims, (list, tuple)) or not {-1, value.dim() - 1}.intersection(dims)
+
+
+def _memory_of(node: fx.Node) -> list[fx.Node]:
+    """The inputs and results in whose memory a node's arguments lie, seen through views."""
+    found: list[fx.Node] = []
+    for source in node.all_input_nodes:
+        found += _memory_of(source) if _is_view(source) else [source]
+    return found
+
+
+def _users(node: fx.Node) -> list[fx.Node]:
+    """The operations that read a result, seen through views."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        found += _users(user) if _is_view(user) else [user]
+    return found
+
+
+def _nbytes(node: fx.Node) -> int:
+    found = [value for value in compat.tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+    return sum(value.untyped_storage().nbytes() for value in found)
