@@ -6,12 +6,12 @@ import pytest
 
 
 def sparing(names, cases, *fast, ids=None):
-    """Parametrise a test with all cases; those that are not among `fast` are marked `slow`."""
+    """Parametrise a test with all cases; those that are not among `fast` are marked `thorough`."""
     cases = list(cases)
     strange = [case for case in fast if case not in cases]
     assert not strange, f"no cases of this test: {strange}"
     marked = []
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
-        marked.append(pytest.param(*values, marks=() if case in fast else pytest.mark.slow))
+        marked.append(pytest.param(*values, marks=() if case in fast else pytest.mark.thorough))
     return pytest.mark.parametrize(names, marked, ids=ids)

@@ -147,7 +147,7 @@ def test_any_plan_on_any_model(case):
     check_case(case)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @examples(50, 0.33)
 @given(cases())
 def test_many_plans_on_many_models(case):
