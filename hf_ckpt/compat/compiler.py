@@ -71,10 +71,9 @@ def cut_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], each: Callable
 
 def is_fusible(operation: Any) -> bool:
     """Whether torch's compiler writes code of its own for an operation, so that it can be fused with others."""
-    lowering = private("torch._inductor.lowering")
     return (
-        operation in lowering.lowerings
-        and operation not in lowering.fallbacks
+        operation in private("torch._inductor.lowering.lowerings")
+        and operation not in private("torch._inductor.lowering.fallbacks")
         and getattr(operation, "overloadpacket", None) not in flop_registry
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import turns
-from ways import COMPILED, NONE, OURS
+from ways import COMPILED, NONE, OURS, OURS_COMPILED
 
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.prediction.workload import Workload
@@ -46,6 +46,8 @@ class PeerRow:
     """Peak of what the allocator took from the device; on a CPU the resident size of the process."""
     live_bytes: int | None = None
     """Peak of all live tensors, each storage once; unknown inside compiled graphs."""
+    first_seconds: float | None = None
+    """Forward and backward of the first step, in which graphs are compiled; on caches that begin empty."""
     step_seconds: list[float] = dataclasses.field(default_factory=list)
     """Of whole optimizer steps: the fastest of each turn."""
     reference_seconds: list[float] = dataclasses.field(default_factory=list)
@@ -72,7 +74,7 @@ class PeerRow:
     @property
     def compiled(self) -> bool:
         """Whether it is listed apart: another kind of program runs."""
-        return self.group == COMPILED
+        return self.group in (COMPILED, OURS_COMPILED)
 
     @property
     def time_ratios(self) -> list[float]:
@@ -153,14 +155,18 @@ class PeerCase:
     """The way whose gradients and times the others are compared with: the first that ran."""
 
     def at_budgets(self) -> list[AtBudget]:
-        """One line a budget. torch.compile is left aside."""
-        others = [row for row in self.rows if row.group != OURS and not row.compiled and row.step_seconds]
+        """One line a budget. Plans of blocks in eager mode are not compared with what is compiled."""
+        others = [row for row in self.rows if row.group not in (OURS, OURS_COMPILED) and row.step_seconds]
         found = []
         for row in self.rows:
             if row.budget_bytes is None or row.budget_share is None:
                 continue
             limit = row.budget_bytes
-            fitting = [other for other in others if (other.allocated_bytes or limit + 1) <= limit]
+            fitting = [
+                other
+                for other in others
+                if (other.allocated_bytes or limit + 1) <= limit and (row.compiled or not other.compiled)
+            ]
             rival = min(fitting, key=lambda other: other.time_ratio or 0.0, default=None)
             mine, theirs = row.time_ratio, None if rival is None else rival.time_ratio
             ratio = mine / theirs if mine is not None and theirs is not None else None

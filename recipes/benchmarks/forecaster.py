@@ -10,6 +10,7 @@ from machine import keep_freed_memory
 from ways import NONE, SELECTIVE
 
 from hf_ckpt.attach.around import own_trial
+from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.models.blocks import vocabulary_head
 from hf_ckpt.planner.alternatives import further_options, usual_options
 from hf_ckpt.planner.budgets import costs_behind, peak_of_least, plan_of, plan_within
@@ -51,11 +52,15 @@ class Forecaster:
         self.timings = Timings(costs, seconds, models.optimizer_seconds, depths=depths)
         own_seconds = functools.partial(seconds, put_on=own_trial)
         self.own_timings = None if own is costs else Timings(own, own_seconds, models.optimizer_seconds, depths=depths)
+        compiled = trace_costs(self.skeleton, self.step, self.device, actions=actions_for(self.skeleton, compiled=True))
+        self.compiled_timings = Timings(compiled, seconds, models.optimizer_seconds, depths=depths)
         self.planned: dict[str, Plan] = {}
+        self.planned_compiled: dict[str, Plan] = {}
 
     def take(self) -> None:
         """Time shallow models once."""
         self.timings.take()
+        self.compiled_timings.take()
         if self.own_timings is not None:
             self.own_timings.take()
 
@@ -71,11 +76,33 @@ class Forecaster:
             found.append((name, share, limit, self.planned[name]))
         return found
 
+    def compiled_plans(self) -> list[tuple[str, float, int, Plan]]:
+        """As `plans`, with blocks compiled, for the same budgets; those that none fits into are left out."""
+        costs, found = self.compiled_timings.costs(), []
+        for name, share, limit, _ in self.plans():
+            name = f"compiled blocks, {name}"
+            try:
+                plan = plan_within(costs, round((1 - UNSEEN) * limit), self.device.name)
+            except InfeasibleError:
+                continue
+            self.planned_compiled[name] = plan
+            found.append((name, share, limit, plan))
+        return found
+
     def predictions(self) -> dict[str, tuple[int, float]]:
         """Name of a row -> bytes and seconds that it should need and take, by the times taken so far."""
         costs = self.timings.costs()
         predicted = self._of_alternatives(costs)
-        for name, plan in self._plans(costs).items():
+        compiled = self.compiled_timings.costs()
+        plans = dict(self._plans(costs))
+        plans |= {
+            name: plan_of(compiled, costs_behind([compiled], plan)[1]) for name, plan in self.planned_compiled.items()
+        }
+        ends = {1: 0, 0: len(compiled.actions) - 1}
+        plans |= {
+            f"compiled blocks, share {share}": plan_of(compiled, compiled.uniform(end)) for share, end in ends.items()
+        }
+        for name, plan in plans.items():
             assert plan.prediction is not None
             predicted[name] = plan.prediction.peak_bytes, plan.prediction.step_seconds
         return predicted

@@ -43,6 +43,8 @@ class CpuAllocations:
 
     def __init__(self) -> None:
         self.peak_bytes = 0
+        self.left_bytes = 0
+        """What was allocated since the beginning and is alive at the end, less what was alive before and is not."""
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
     def __enter__(self) -> CpuAllocations:
@@ -55,6 +57,7 @@ class CpuAllocations:
         for size in _cpu_allocations(self._profile):
             current += size
             self.peak_bytes = max(self.peak_bytes, current)
+        self.left_bytes = current
 
 
 def _cpu_allocations(profile: Any) -> list[int]:

@@ -2,9 +2,10 @@
 
 Measures peak, step time, tokens a second and gradients of no checkpointing, transformers' own options, torch's SAC,
 TRL's offloading and compiled activation budgets, and of what hf_ckpt does: fixed specs, and plans for five budgets,
-with the error of every prediction. Each way has a process of its own. They take turns, step by step; on an accelerator,
-whose memory they would share, they run one after the other. Peaks are those of the allocator, beside a count of all
-live tensors. The exit code is 1 if a row of hf_ckpt did nothing, or gave other gradients than it promises.
+with blocks in eager mode and compiled, with the error of every prediction. Each way has a process of its own. They take
+turns, step by step; on an accelerator, whose memory they would share, they run one after the other. Peaks are those of
+the allocator, beside a count of all live tensors. The exit code is 1 if a row of hf_ckpt did nothing, or gave other
+gradients than it promises.
 
     python recipes/benchmarks/peers.py mini-llama mini-bert --json peers.json --png peers.png
     python recipes/benchmarks/peers.py mini-gpt2 --repeats 1 --only transformers
@@ -30,7 +31,7 @@ from figures import PeerBench, PeerCase, PeerRow, read_json, write_json
 from forecaster import BUDGETS, STEPS, Forecaster
 from machine import circumstances
 from session import Session
-from ways import NONE, OURS, Way, known_ways, wanted
+from ways import NONE, OURS, OURS_COMPILED, Way, known_ways, wanted
 from workers import Worker, WorkerError
 
 from hf_ckpt import compat
@@ -79,7 +80,7 @@ def bench_peers(
 
 def progress_steps(workloads: Sequence[Workload], repeats: int, only: Sequence[str] = ()) -> int:
     """How often `bench_peers` reports progress."""
-    return len(workloads) * (1 + len(wanted(only)) + len(BUDGETS) + repeats)
+    return len(workloads) * (1 + len(wanted(only)) + 2 * len(BUDGETS) + repeats)
 
 
 def _bench_case(workload: Workload, repeats: int, only: Sequence[str], on_progress: Progress) -> PeerCase:
@@ -93,6 +94,10 @@ def _bench_case(workload: Workload, repeats: int, only: Sequence[str], on_progre
             forecaster.ask("take")
         for name, share, limit, plan in forecaster.ask("plans"):
             rows[Way(name, OURS, plan)] = PeerRow(name, OURS, plan=str(plan), budget_share=share, budget_bytes=limit)
+        for name, share, limit, plan in forecaster.ask("compiled_plans"):
+            rows[Way(name, OURS_COMPILED, plan)] = PeerRow(
+                name, OURS_COMPILED, plan=str(plan), budget_share=share, budget_bytes=limit
+            )
         case = Case(workload, rows, Path(folder) / "gradients.pt", tell)
         if compat.accelerator_type() is None:
             case.run(repeats, forecaster)

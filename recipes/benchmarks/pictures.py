@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from engines import EngineBench, EngineCase
     from figures import PeerBench, PeerCase, PeerRow
 
-MARKERS = {"none": "s", "transformers": "X", "torch SAC": "^", "TRL": "v", "torch.compile": "D", "hf_ckpt": "o"}
+MARKERS = {
+    "none": "s",
+    "transformers": "X",
+    "torch SAC": "^",
+    "TRL": "v",
+    "torch.compile": "D",
+    "hf_ckpt": "o",
+    "hf_ckpt compiled": "P",
+}
 """Group -> marker."""
 COLOURS = {
     "none": "black",
@@ -26,6 +34,7 @@ COLOURS = {
     "TRL": "tab:purple",
     "torch.compile": "0.6",
     "hf_ckpt": "tab:blue",
+    "hf_ckpt compiled": "tab:brown",
 }
 """Group -> colour."""
 

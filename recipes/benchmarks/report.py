@@ -34,6 +34,7 @@ PEER_NAMES = (
     "of none",
     "spread",
     "tok/s",
+    "first s",
     "grad.",
 )
 BUDGET_NAMES = ("budget", "MiB", "plan", "peak MiB", "of none", "fastest other", "peak MiB", "of none", "ratio")
@@ -60,7 +61,7 @@ def print_peers(result: PeerBench, console: Console | None = None) -> None:
     """Two tables a model: every way, and what is the fastest at each budget."""
     console = console or make_console()
     for case in result.cases:
-        console.print(_table(_title(case), PEER_NAMES, map(_cells, case.rows), left=(0, 1, 11)))
+        console.print(_table(_title(case), PEER_NAMES, map(_cells, case.rows), left=(0, 1, 12)))
         for name, told in _told(case):
             console.print(f"{name}: {told}", markup=False, highlight=False, soft_wrap=True)
         lines = _budget_cells(case)
@@ -100,6 +101,7 @@ def _legend(result: PeerBench) -> str:
         f"of none: forward, backward and optimizer: the fastest of a few steps over that of {compared} beside them; "
         f"median and spread of {result.repeats} turns\n"
         "error:   measured over predicted, less 1\n"
+        "first:   forward and backward of the first step, in which graphs are compiled (caches begin empty)\n"
         "*:       on the frontier: no other way is as fast with as little memory (compiled ones aside)"
     )
 
@@ -136,6 +138,7 @@ def _cells(row: PeerRow) -> tuple[str, ...]:
         format_ratio(row.time_ratio),
         _spread(row.time_ratios),
         "-" if row.tokens_per_second is None else f"{row.tokens_per_second:.0f}",
+        "-" if row.first_seconds is None else f"{row.first_seconds:.1f}",
         _gradients(row),
     )
 

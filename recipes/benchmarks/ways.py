@@ -24,6 +24,7 @@ from hf_ckpt.planner.install import trial
 from hf_ckpt.spec.plan import Plan
 
 TRANSFORMERS, TORCH_SAC, TRL, COMPILED, OURS = "transformers", "torch SAC", "TRL", "torch.compile", "hf_ckpt"
+OURS_COMPILED = "hf_ckpt compiled"
 MATMULS = ("aten.mm.default", "aten.addmm.default")
 """torchtitan counts and saves `mm`; `addmm` is the same with a bias, as Transformers' GPT-2 and BERT have it."""
 ATTENTION = (
@@ -143,6 +144,13 @@ def _ours(model: nn.Module, options: Mapping[str, Any] | Plan) -> Iterator[Runni
         yield Running(model, counts=functools.partial(_ours_so_far, model, head != "full"))
 
 
+@contextlib.contextmanager
+def _ours_compiled(model: nn.Module, options: Mapping[str, Any] | Plan) -> Iterator[Running]:
+    """What is run again inside graphs is not counted."""
+    with trial(model, options):
+        yield Running(model)
+
+
 def _ours_so_far(model: nn.Module, in_chunks: bool) -> dict[str, int]:
     """Blocks below the first trainable parameter are left out: they have nothing to run again."""
     found = describe(model)
@@ -157,6 +165,7 @@ TURN_ON: Mapping[str, Callable[[nn.Module, Any], contextlib.AbstractContextManag
     TRL: _trl,
     COMPILED: _compiled,
     OURS: _ours,
+    OURS_COMPILED: _ours_compiled,
 }
 
 NONE = Way("none", "none")
@@ -186,6 +195,10 @@ OUR_WAYS = (
     Way("offload", OURS, {"policy": "offload"}, to_host=True),
     Way("head in chunks", OURS, {"policy": "none", "head": "auto"}),
     Way("full, head in chunks", OURS, {"policy": "full", "head": "auto"}),
+    *(
+        Way(f"compiled blocks, share {share:g}", OURS_COMPILED, {"compile": "blocks", "share": share})
+        for share in (1, 0)
+    ),
 )
 """What hf_ckpt does by a fixed spec. Plans come on top."""
 PLANNED = Way("planned", OURS, {"policy": "budget"})

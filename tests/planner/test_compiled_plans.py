@@ -1,0 +1,192 @@
+"""Plans for compiled blocks: bytes of every share before anything is compiled, and budgets that are kept."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch._dynamo
+from helpers.adapters import with_lora
+from helpers.sparing import sparing
+from helpers.steps import assert_near, enable
+from machine import CpuAllocations
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.attach.attach import trial
+from hf_ckpt.attach.record import installation
+from hf_ckpt.cli.main import main
+from hf_ckpt.engines import compiled as engine
+from hf_ckpt.errors import InfeasibleError
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.prediction.devices import device_named
+from hf_ckpt.prediction.skeleton import skeleton_of
+from hf_ckpt.prediction.timeline import timeline
+from hf_ckpt.prediction.trace import Step, actions_for, trace_costs
+from hf_ckpt.spec.plan import Plan
+
+pytestmark = pytest.mark.compat
+SIZES = {"hidden": 128, "attention": "sdpa"}
+BATCH = {"batch": 4, "tokens": 64}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch):
+    """Graphs of one test are not those of another."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
+    torch._dynamo.reset()
+    engine._compiled.cache_clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """An error where anything is compiled."""
+
+    def compile_graph(graph, inputs):
+        raise AssertionError("nothing has to be compiled to plan")
+
+    monkeypatch.setattr(compat, "compile_graph", compile_graph)
+
+
+def model_of(family, kind="", **options):
+    draws = {"attention_dropout": 0.1} if family == "llama" else {"dropout": 0.1}
+    model = tiny_model(family, layers=3, **{**SIZES, **options}, **(draws if "dropout" in kind else {}))
+    model = model.to(torch.bfloat16) if "bf16" in kind else model
+    return with_lora(model, family, lora_dropout=0.0) if "lora" in kind else model
+
+
+def costs_of(model, batch, **step):
+    skeleton = skeleton_of(model)
+    actions = actions_for(skeleton, compiled=True)
+    return trace_costs(skeleton, Step(batch, **step), device_named("cpu"), actions=actions)
+
+
+def real_peak(model, batch, actions):
+    """Bytes that a forward and backward takes at its peak, by the allocator, once graphs are compiled."""
+    found = find_blocks(model)
+    with trial(model, Plan(found.family, found.model, tuple(zip(found.blocks, actions, strict=True)))):
+        for _ in range(2):
+            model(**batch).loss.backward()
+            model.zero_grad(set_to_none=True)
+        with CpuAllocations() as seen:
+            model(**batch).loss.backward()
+        model.zero_grad(set_to_none=True)
+    return seen.peak_bytes
+
+
+CASES = [(family, kind) for family in FAMILIES for kind in ("", "lora", "bf16", "dropout", "lora, bf16")]
+TOO_LOW = {("llama", "dropout"): 0.07}
+"""Share of a peak that is not seen: LLaMA's only dropout is that of attention weights, wide ones for short tokens."""
+
+
+@sparing(("family", "kind"), CASES, ("llama", ""))
+def test_peaks_are_those_that_are_reached(family, kind):
+    """The same share for all blocks, and a mixture; weights count in what a peak is compared with, as in a budget."""
+    model, batch = model_of(family, kind), tiny_batch(family, **BATCH)
+    costs = costs_of(model, batch, optimizer="sgd")
+    ways = [costs.uniform(number) for number in range(len(costs.actions))]
+    ways.append(tuple(tuple(place % len(costs.actions) for place, _ in enumerate(each)) for each in ways[0]))
+    for choice in ways:
+        actions = [costs.actions[number] for stack in choice for number in stack]
+        predicted = timeline(costs, choice).peak_bytes
+        real = costs.static.always + real_peak(model, batch, actions)
+        # A first block may not keep its input, while under other shares it would: that is not told apart.
+        above = len(costs.stacks) * BATCH["batch"] * BATCH["tokens"] * SIZES["hidden"] * 4
+        assert (1 - TOO_LOW.get((family, kind), 0.02)) * real <= predicted <= 1.02 * real + above, choice
+
+
+@sparing("family", ["llama", "gpt2", "bert"], "gpt2")
+def test_kept_bytes_are_exact(family):
+    """What a block more leaves after the forward, to the byte. (T5's blocks of two stacks share graphs of any size,
+    which keep up to 4 % more.)
+    """
+    batch = tiny_batch(family, **BATCH)
+    costs = costs_of(model_of(family), batch)
+    for number, action in enumerate(costs.actions):
+        left = []
+        for layers in (3, 4):
+            model = tiny_model(family, layers=layers, **SIZES)
+            found = find_blocks(model)
+            plan = Plan(found.family, found.model, tuple((block, action) for block in found.blocks))
+            with trial(model, plan):
+                model(**batch).loss.backward()
+                model.zero_grad(set_to_none=True)
+                with CpuAllocations() as seen:
+                    loss = model(**batch).loss
+                left.append(seen.left_bytes)
+                del loss
+        pairs = [(each, pair) for each in costs.stacks for pair in each.costs if pair[0] and pair[0][1] == pair[1][1]]
+        more = {each.name: each.costs[pair].forward.net for each, pair in pairs if pair[1][1] == number}
+        assert left[1] - left[0] == sum(more.values()), action
+
+
+def test_nothing_is_compiled_to_plan(no_compiler):
+    found = hf_ckpt.predict(model_of("llama"), BATCH["batch"], tokens=BATCH["tokens"], compiled=True)
+    assert {action.kind for _, action in found.plan.actions} == {"compiled"}
+    assert found.plan.graphs() == [("LlamaDecoderLayer", 1.0)]
+    assert next(option.name for option in found.usual) == "none"  # in eager mode, to compare with
+
+
+def test_less_memory_is_more_blocks_with_lower_shares(no_compiler):
+    model = model_of("llama")
+    most = hf_ckpt.predict(model, 4, tokens=64, compiled=True)
+    least = most.costs.uniform(len(most.costs.actions) - 1)
+    low = timeline(most.costs, least).peak_bytes
+    half = hf_ckpt.predict(model, 4, tokens=64, compiled=True, budget=(low + most.peak_bytes) // 2)
+    shares = [action.share for _, action in half.plan.actions]
+    assert sum(shares) < sum(action.share for _, action in most.plan.actions)
+    assert low <= half.peak_bytes <= (low + most.peak_bytes) // 2
+    assert half.step_seconds > most.step_seconds
+
+
+def budgeted(model, budget):
+    hf_ckpt.install(model, {"compile": "blocks", "budget": budget})
+    enable(model)
+    return model
+
+
+@sparing("family", FAMILIES, "llama")
+def test_a_budget_is_kept_with_the_same_gradients(family):
+    batch = tiny_batch(family, **BATCH)
+    costs = costs_of(model_of(family), batch)
+    high, low = (timeline(costs, costs.uniform(number)).peak_bytes for number in (0, len(costs.actions) - 1))
+    reference = model_of(family)
+    hf_ckpt.install(reference, {"compile": "blocks", "policy": "none"})
+    enable(reference)
+    reference(**batch).loss.backward()
+    for part in (0.25, 0.75):
+        budget = round(low + part * (high - low))
+        model = budgeted(model_of(family), budget)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+        for _ in range(2):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        planned = installation(model).planned
+        with CpuAllocations() as seen:
+            model(**batch).loss.backward()
+        assert sum(action.share for _, action in planned.plan.actions) < len(planned.plan.actions)
+        assert len(hf_ckpt.describe(model).in_graphs) == len(find_blocks(model).blocks)
+        assert planned.costs[0].static.always + seen.peak_bytes <= 1.01 * budget
+        assert_near(
+            {name: found.grad for name, found in reference.named_parameters()},
+            {name: found.grad for name, found in model.named_parameters()},
+        )
+
+
+def test_a_budget_too_small_says_what_would_fit(no_compiler):
+    model = budgeted(model_of("gpt2"), "1KiB")
+    with pytest.raises(InfeasibleError, match="lowest peak"):
+        model(**tiny_batch("gpt2", **BATCH))
+
+
+def test_the_command_says_what_is_compiled(no_compiler, tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    found = main(["plan", "gpt2", "--batch", "2", "--seq", "128", "--compile", "--budget", "3GiB", "--out", str(plan)])
+    assert found == 0
+    assert "compiles 1 graphs with their backward: GPT2Block at share 1" in capsys.readouterr().out
+    assert {action.kind for _, action in Plan.load(plan).actions} == {"compiled"}
