@@ -137,11 +137,12 @@ ACTIONS: dict[str, ActionKind] = {
             is_policy=False,
             options=("share",),
             compiles=True,
-            candidates=(Action("compiled", share=1.0), Action("compiled", share=0.5), COMPILED),
+            candidates=(Action("compiled", share=1.0), Action("compiled", share=0.8), COMPILED),
             next=COMPILED,
             next_in_words="share 0 for compiled blocks",
             colours={
                 "compiled (share 1)": "#937860",
+                "compiled (share 0.8)": "#a98a72",
                 "compiled (share 0.5)": "#b39b84",
                 "compiled (share 0)": "#d6c7b8",
             },
