@@ -169,6 +169,7 @@ def describe(model: nn.Module) -> Description:
         kept_to_rebuild=_total(region.kept_to_rebuild for region in regions),
         chunked_heads=record.heads.calls,
         in_graphs=tuple(name for name, region in record.regions.items() if region.in_graph),
+        compiled_by_others=record.compiled_by_others(),
         head_in_graph=record.heads.in_graph,
         moved=_total([{name: region.moved_bytes} for name, region in record.regions.items() if region.moved_bytes]),
     )

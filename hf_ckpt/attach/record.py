@@ -167,6 +167,10 @@ class Installation:
     outermost: Outermost = dataclasses.field(default_factory=Outermost)
     """The forward that runs now; a plan may be exchanged in the middle of it."""
 
+    def compiled_by_others(self) -> tuple[str, ...]:
+        """Return the blocks that were to be compiled, but lie in a graph that something else compiles."""
+        return tuple(name for name, region in self.regions.items() if region.left_to_others)
+
     def __getstate__(self) -> dict[str, Any]:
         # What was planned for a batch depends on this process and its memory.
         return {**vars(self), "planned": None, "window": None}

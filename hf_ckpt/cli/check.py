@@ -27,6 +27,7 @@ def add(verbs: Any) -> None:
     check.add_argument("--spec", default="full", help="JSON, words like policy=full, or a YAML file (default: full)")
     check.add_argument("--batch", type=positive, default=2, help="sequences (default 2)")
     check.add_argument("--tokens", type=positive, default=32, help="tokens a sequence (default 32)")
+    check.add_argument("--compile", action="store_true", help="with each block compiled, as by compile=blocks")
     check.add_argument("--bf16", action="store_true", help="weights and computation in bfloat16")
     check.add_argument("--json", action="store_true", help="print JSON instead of the table")
     check.set_defaults(run=run)
@@ -37,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     from hf_ckpt.spec.spec import Spec
 
     spec = Spec.parse(arguments.spec)  # before torch is imported, which takes seconds
+    if arguments.compile:
+        spec = Spec.parse({**spec.to_dict(), "compile": "blocks"})
     import torch
 
     from hf_ckpt.cli.check_models import check_families, check_model
@@ -70,9 +73,10 @@ def print_checks(rows: Sequence[tuple[str, str, Any]], console: Console | None =
         equal = f"{check.parameters - check.different}/{check.parameters} bit-equal"
         loss = "equal" if not check.loss_difference else f"off by {check.loss_difference:.2g}"
         recomputed = f"{sum(check.recomputed.values())} of {len(check.plan.active())}"
+        recomputed = f"{len(check.compiled)} compiled" if check.compiled else recomputed
         table.add_row(model, spec, loss, equal, recomputed, "ok" if check else "[bold red]FAILED")
     console = console or make_console()
     console.print(table)
     for model, spec, check in rows:
-        if not check:
+        if not check or check.compiled:
             console.print(f"{model}, {spec}:\n{check}", markup=False, highlight=False)

@@ -127,6 +127,11 @@ def is_compile_error(error: Exception) -> bool:
     return isinstance(error, kinds)
 
 
+def is_backend_error(error: Exception) -> bool:
+    """Whether what a graph is handed to failed, rather than making the graph."""
+    return isinstance(error, private("torch._dynamo.exc.BackendCompilerFailed"))
+
+
 def missing_compiler(error: BaseException) -> str:
     """Say what is missing to compile for the device, where that is why torch.compile failed; else return ""."""
     seen: BaseException | None = error

@@ -108,6 +108,7 @@ _ROWS = (
             "torch._inductor.lowering.fallbacks",
             "torch._inductor.lowering.lowerings",
             "torch._functorch.config",
+            "torch._dynamo.exc.BackendCompilerFailed",
             "torch._dynamo.exc.TorchDynamoException",
             "torch._ops.OpOverload",
         ),

@@ -68,7 +68,7 @@ class CompiledRegion(Region):
         if not torch.is_grad_enabled():
             return fn(*args)
         if compat.is_compiling():
-            self.in_graph = True  # of a compiler of others, which the block is left to
+            self.in_graph = self.left_to_others = True
             return fn(*args)
         args = tuple(None if compat.is_cache(arg) else arg for arg in args)
         if self.plain:
@@ -83,7 +83,7 @@ class CompiledRegion(Region):
         try:
             output = run(*compat.call_parts(fn), args)
         except Exception as error:
-            if not compat.is_compile_error(error):
+            if not compat.is_compile_error(error) or (fake is not None and compat.is_backend_error(error)):
                 raise
             self._fall_back(error)
             return fn(*args) if self.fallback is None else self.fallback(fn, *args)
@@ -142,7 +142,10 @@ def _imitated(kind: Any, share: float, fake: Any) -> _Run:
     The compiler's own parts, down to its partitioner, make the graphs; see `fused`. They run without dispatch modes,
     whose operations they would otherwise take for the block's.
     """
-    known = _imitations.setdefault(fake.fake_mode, {})
+    known = _imitations.get(fake.fake_mode)
+    if known is None:
+        _imitations.clear()  # functions hold on to the tensors that they were compiled for
+        known = _imitations[fake.fake_mode] = {}
     if (kind, share) not in known:
         cut = functools.partial(_compile, share, functools.partial(compat.cut_graph, each=fused.stand_in))
         known[kind, share] = compat.compiled_copy(_run, _name(kind, share), cut, dynamic=False)

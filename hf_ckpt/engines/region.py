@@ -38,6 +38,8 @@ class Region:
     """How often the block, or operations and modules inside it, were run again in backward."""
     in_graph: bool
     """Whether it was called from a graph of torch.compile, where nothing can be counted."""
+    left_to_others: bool = False
+    """Whether it was to be compiled, but lies in a graph that something else compiles."""
     observer: Observer | None
     """Makes a context that is entered around every recomputation; set by measurements, else None."""
     runs_block_again: bool = True

@@ -42,6 +42,8 @@ class Description:
     """Calls of the head that ran in chunks so far."""
     in_graphs: tuple[str, ...] = ()
     """Planned blocks that were called from a graph of torch.compile, where no call is counted."""
+    compiled_by_others: tuple[str, ...] = ()
+    """Blocks that were to be compiled, but lie in a graph that something else compiles, where no share counts."""
     head_in_graph: bool = False
     """Whether the head is planned to run in chunks, but ran as a whole in a graph of torch.compile."""
 
@@ -68,6 +70,10 @@ class Description:
             )
         if self.in_graphs:
             lines.append(f"  in graphs of torch.compile, where nothing is counted: {len(self.in_graphs)} blocks")
+        if self.compiled_by_others:
+            lines.append(
+                f"  compiled by something else, so that no share counts: {len(self.compiled_by_others)} blocks"
+            )
         if self.head_in_graph:
             lines.append("  in a graph of torch.compile, where it runs as a whole: the head")
         if self.moved:

@@ -233,6 +233,8 @@ class MemoryTimeCallback(TrainerCallback):
             _warn_unplanned(record.spec.policy)
         if record is not None and record.enabled and record.heads.in_graph:
             _warn_head_in_graph()
+        if record is not None and record.enabled and record.compiled_by_others():
+            _warn_compiled_by_others()
         if planned is None or planned.plan is self._told:
             return
         self._told = planned.plan
@@ -426,6 +428,15 @@ def _warn_head(model: str, percent: int, size: str) -> None:
 
 def _warn_head_in_graph() -> None:
     warn_once(log, "hf_ckpt: the head is not run in chunks, because torch.compile has it in a graph.")
+
+
+def _warn_compiled_by_others() -> None:
+    warn_once(
+        log,
+        'hf_ckpt: `compile: "blocks"` has no effect, because the model, or each of its blocks, is compiled by '
+        "something else, which decides what is kept. Leave `torch_compile` (or accelerate's dynamo settings) out, and "
+        "hf_ckpt compiles the blocks.",
+    )
 
 
 def _warn_unwritten(reason: str) -> None:

@@ -6,6 +6,7 @@ It also counts recomputations, since equal gradients prove nothing where the pla
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from hf_ckpt.attach.attach import describe, paused
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import base_model
 from hf_ckpt.planner.install import trial
+from hf_ckpt.spec.actions import ACTIONS
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import SpecLike
 
@@ -72,13 +74,19 @@ class Verification:
     """The largest difference of a gradient or the loss: the norm of the difference over the norm without the plan, or
     over 1 % of the largest gradient's norm where that is more."""
     allowed_difference: float = 0.0
-    """What `largest_difference` may be: 0 (bit-equal) unless the head runs in chunks."""
+    """What `largest_difference` may be: 0 (bit-equal) unless the head runs in chunks or blocks are compiled."""
     chunked_heads: int = 0
     """Calls of the head that ran in chunks."""
     in_graphs: tuple[str, ...] = ()
     """Planned blocks that were called from a graph of torch.compile, where no recomputation is counted."""
     different_buffers: tuple[str, ...] = ()
     """Buffers, such as running statistics, that are not bit-equal after the two steps."""
+    compiled: tuple[str, ...] = ()
+    """Planned blocks that are compiled. The step is compared with one of the same blocks, compiled, at share 1;
+    inductor may fuse each share in another way, so that gradients may differ by rounding."""
+    from_float64: tuple[float, float] | None = None
+    """Where blocks are compiled: how far all gradients of the model in eager mode, and those with the plan, are from
+    the model's in float64 (norm over norm). None where none are, or where the model draws random numbers."""
     cache_difference: float = 0.0
     """What a key/value cache changes without any plan: the largest difference, measured as `largest_difference`. It is
     above 0 where the step with the plan, in which no cache is built, equals the step without plan and cache only."""
@@ -92,9 +100,10 @@ class Verification:
         """
         if self.not_recomputed or not self.parameters or self.different_buffers:
             return False
-        if self.plan.head == "full":
+        if self.plan.head == "full" and not self.compiled:
             return not (self.loss_difference or self.different)
-        return self.chunked_heads > 0 and self.largest_difference <= self.allowed_difference
+        headed = self.plan.head == "full" or self.chunked_heads > 0
+        return headed and self.largest_difference <= self.allowed_difference
 
     def __bool__(self) -> bool:
         return self.ok
@@ -122,9 +131,17 @@ class Verification:
                 f"a key/value cache alone changes gradients by {self.cache_difference:.2g} of their norm here; "
                 "compared without a cache"
             )
+        if self.compiled:
+            lines.append(
+                f"{len(self.compiled)} blocks compiled, compared with the same blocks at share 1; largest difference "
+                f"{self.largest_difference:.2g} of a gradient's norm, allowed {self.allowed_difference:g}"
+            )
+        if self.from_float64 is not None:
+            eager, compiled = self.from_float64
+            lines.append(f"from gradients in float64: {eager:.2g} in eager mode, {compiled:.2g} with the plan")
         if self.not_recomputed:
             lines.append(f"planned but not recomputed: {', '.join(self.not_recomputed)}")
-        if self.in_graphs:
+        if set(self.in_graphs) - set(self.compiled):
             lines.append(
                 "torch.compile hides what is recomputed in its graphs: verify the model before it is compiled, or in "
                 "`with torch.compiler.set_stance('force_eager')`"
@@ -174,6 +191,12 @@ def verify(
                 uncached = step({**batch, "use_cache": False})
             if _largest(cached, uncached) <= _rounding(cached.gradients.values()):
                 plain = uncached
+        compiled = tuple(name for name, action in after.plan.active().items() if ACTIONS[action.kind].compiles)
+        distances = None
+        if compiled:
+            distances = _distances(model, loss_fn, seed, buffers, batch, plain, planned)
+            with trial(model, _keeping(after.plan)):
+                plain = cached = step(batch)
     # `budget` makes its plan in the second run, and blocks may have had no function before.
     recomputed = {name: count - before.recomputed.get(name, 0) for name, count in after.recomputed.items()}
     unequal = _unequal(plain, planned)
@@ -185,16 +208,31 @@ def verify(
         different=len(unequal),
         first_difference=_difference(unequal[0], plain.gradients, planned.gradients) if unequal else None,
         recomputed=recomputed,
-        not_recomputed=tuple(name for name, count in recomputed.items() if not count and name not in after.frozen),
+        not_recomputed=tuple(
+            name
+            for name, count in recomputed.items()
+            if not count and name not in after.frozen and not (name in compiled and name in after.in_graphs)
+        ),
         largest_difference=_largest(plain, planned),
-        allowed_difference=0.0 if after.plan.head == "full" else _rounding(plain.gradients.values()),
+        allowed_difference=(0.0 if after.plan.head == "full" and not compiled else _rounding(plain.gradients.values())),
         chunked_heads=after.chunked_heads - before.chunked_heads,
         in_graphs=after.in_graphs,
         different_buffers=tuple(
             name for name, buffer in plain.buffers.items() if not _equal(buffer, planned.buffers.get(name))
         ),
+        compiled=compiled,
+        from_float64=distances,
         cache_difference=_largest(cached, plain),
     )
+
+
+def _keeping(plan: Plan) -> Plan:
+    """Return a plan whose compiled blocks keep what makes the step fastest."""
+    actions = (
+        (block, dataclasses.replace(action, share=1.0) if ACTIONS[action.kind].compiles else action)
+        for block, action in plan.actions
+    )
+    return dataclasses.replace(plan, actions=tuple(actions), prediction=None)
 
 
 class _Step(NamedTuple):
@@ -203,6 +241,41 @@ class _Step(NamedTuple):
     loss: torch.Tensor
     gradients: Gradients
     buffers: dict[str, torch.Tensor]
+
+
+def _distances(
+    model: nn.Module,
+    loss_fn: Callable[[Any], torch.Tensor] | None,
+    seed: int,
+    buffers: Mapping[str, torch.Tensor],
+    batch: Mapping[str, Any],
+    *steps: _Step,
+) -> tuple[float, float] | None:
+    """Return how far the gradients of two steps are from those of the model in float64 without a plan.
+
+    None where the model draws random numbers, which are others in float64.
+    """
+    with paused(model):
+        first, second = (_run(model, loss_fn, seed + more, buffers, batch) for more in (0, 1))
+        if not torch.equal(first.loss, second.loss):
+            return None
+        exact_model = copy.deepcopy(model).double()
+    with paused(exact_model):
+        inputs = {name: _in_float64(value) for name, value in batch.items()}
+        wide = {name: _in_float64(buffer) for name, buffer in buffers.items()}
+        exact = _run(exact_model, loss_fn, seed, wide, inputs).gradients
+    names = [name for name, gradient in exact.items() if gradient is not None]
+    size = sum(float(found.square().sum()) for name in names if (found := exact[name]) is not None) ** 0.5
+    far = []
+    for step in steps:
+        pairs = ((exact[name], step.gradients[name]) for name in names)
+        gaps = (float((one - other).square().sum()) for one, other in pairs if one is not None and other is not None)
+        far.append(sum(gaps) ** 0.5 / size if size else 0.0)
+    return far[0], far[1]
+
+
+def _in_float64(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _unequal(one: _Step, other: _Step) -> list[str]:

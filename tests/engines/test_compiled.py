@@ -234,3 +234,64 @@ def test_a_model_that_is_compiled_as_a_whole_has_its_blocks(graphs):
     assert not graphs
     assert len(hf_ckpt.describe(model).in_graphs) == 2
     assert sum(hf_ckpt.describe(model).forwards.values()) == 0
+
+
+# --- others ---------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_in_graphs_of_others_are_named():
+    """A model that is compiled as a whole: no share counts, and it is said."""
+    model = compiled({"share": 0.0})
+    assert hf_ckpt.describe(model).compiled_by_others == ()
+    torch.compile(model, backend="eager")(**tiny_batch("llama", tokens=8)).loss.backward()
+    told = hf_ckpt.describe(model)
+    assert told.compiled_by_others == tuple(find_blocks(model).modules)
+    assert "compiled by something else, so that no share counts: 2 blocks" in str(told)
+
+
+def test_the_callback_says_that_others_compile(graphs, caplog):
+    callback = hf_ckpt.MemoryTimeCallback()
+    model = compiled({"share": 0.0})
+    with caplog.at_level(logging.WARNING, "hf_ckpt"):
+        step(model, tiny_batch("llama", tokens=8))
+        callback._tell_plan(None, None, model)
+        assert "has no effect" not in caplog.text
+    other = compiled({"share": 0.0})
+    torch.compile(other, backend="eager")(**tiny_batch("llama", tokens=8)).loss.backward()
+    with caplog.at_level(logging.WARNING, "hf_ckpt"):
+        callback._tell_plan(None, None, other)
+    assert '`compile: "blocks"` has no effect' in caplog.text
+
+
+# --- verification ---------------------------------------------------------------------------------------------------
+
+
+def test_verify_compares_with_the_same_blocks_at_share_1():
+    model = tiny_model("llama", layers=2, attention="sdpa")
+    result = hf_ckpt.verify(model, tiny_batch("llama", tokens=32), {**BLOCKS, "share": 0.0})
+    assert result, result
+    assert result.compiled == result.in_graphs == tuple(find_blocks(model).modules)
+    eager, here = result.from_float64
+    assert 0 < here < 2 * eager < 1e-5
+    assert "2 blocks compiled" in str(result)
+
+
+def test_verify_sees_compiled_blocks_that_compute_something_else(monkeypatch):
+    right = engine._compiled
+
+    def wrong(kind, share):
+        run = right(kind, share)
+        return run if share else lambda *args: run(*args) * 1.001
+
+    monkeypatch.setattr(engine, "_compiled", wrong)
+    model = tiny_model("llama", layers=2, attention="sdpa")
+    result = hf_ckpt.verify(model, tiny_batch("llama", tokens=32), {**BLOCKS, "share": 0.0})
+    assert not result
+    assert result.largest_difference > result.allowed_difference
+
+
+def test_no_distance_to_float64_where_numbers_are_drawn():
+    model = tiny_model("bert", layers=2, attention="sdpa", dropout=0.1)
+    result = hf_ckpt.verify(model, tiny_batch("bert", tokens=16), {**BLOCKS, "share": 0.0})
+    assert result.from_float64 is None
+    assert result.compiled

@@ -296,6 +296,18 @@ def test_tables_of_peers_are_those_of_their_figures():
     assert times <= 0.15
 
 
+def test_tables_of_compiled_blocks_are_those_of_their_figures():
+    """`recipes/benchmarks/peers.py --show compiled-cpu.json --markdown ...` made them."""
+    result = PeerBench.from_dict(read("compiled-cpu.json"))
+    assert between(FIGURES, "compiled") == peers_as_markdown(result).strip()
+    assert result.ok
+    assert [case.workload.model for case in result.cases] == ["mini-llama", "mini-gpt2"]
+    plans = [row for case in result.cases for row in case.rows if row.name.startswith("compiled blocks")]
+    assert len(plans) == 14
+    assert max(abs(row.peak_error) for row in plans) < 0.001
+    assert all(line.fits for case in result.cases for line in case.at_budgets())
+
+
 def test_table_of_the_largest_is_that_of_its_figures():
     results = [LargestBench.from_dict(read(f"max-{name}-cpu.json")) for name in ("batch", "seq")]
     assert between(FIGURES, "largest") == largest_as_markdown(results)
