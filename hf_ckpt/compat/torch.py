@@ -410,6 +410,9 @@ def leave_dispatch_mode(mode: TorchDispatchMode) -> None:
         _entered.discard(mode)
 
 
+_TOLD = ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode")
+
+
 @contextlib.contextmanager
 def modes_lifted() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
     """Turn all dispatch modes off inside this context; it gives a context in which they are on again."""
@@ -425,8 +428,16 @@ def modes_lifted() -> Iterator[Callable[[], contextlib.AbstractContextManager[No
             for _ in on:
                 _pop_mode()
 
+    module = private("torch.utils._python_dispatch")
+    told = {name: getattr(module, name) for name in _TOLD if hasattr(module, name)}
     with unseen_by_modes():
-        yield again
+        for name in told:  # torch 2.8 compiles nothing while these say that a mode is on
+            setattr(module, name, False)
+        try:
+            yield again
+        finally:
+            for name, value in told.items():
+                setattr(module, name, value)
 
 
 def _stack_modes(order: Callable[[list[TorchDispatchMode]], list[TorchDispatchMode]]) -> None:

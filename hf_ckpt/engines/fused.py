@@ -393,9 +393,11 @@ def _parent(node: fx.Node) -> fx.Node:
 
 @functools.cache
 def _is_view_of_input(operation: Any) -> bool:
-    returns = getattr(getattr(operation, "_schema", None), "returns", ())
-    seen = [result.alias_info is not None and not result.alias_info.is_write for result in returns]
-    return operation is torch.ops.aten._unsafe_view.default or (bool(seen) and all(seen))
+    schema = getattr(operation, "_schema", None)
+    if schema is None or not schema.returns:
+        return False
+    seen = (result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
+    return schema.name == "aten::_unsafe_view" or all(seen)
 
 
 def _is_view(node: fx.Node) -> bool:
