@@ -45,6 +45,14 @@ _ROWS = (
         "counts the live bytes of a training step below the dispatch modes of others",
     ),
     PrivateName(
+        (
+            "torch.utils._python_dispatch._is_in_torch_dispatch_mode",
+            "torch.utils._python_dispatch._is_in_non_infra_torch_dispatch_mode",
+        ),
+        "tells torch 2.8 that no dispatch mode is on while a block is planned for as compiled",
+        without="nothing has to be told",
+    ),
+    PrivateName(
         ("torch.utils._python_dispatch._disable_current_modes",),
         "hides from selective checkpointing what it does by itself in backward",
     ),

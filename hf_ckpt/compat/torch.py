@@ -410,9 +410,6 @@ def leave_dispatch_mode(mode: TorchDispatchMode) -> None:
         _entered.discard(mode)
 
 
-_TOLD = ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode")
-
-
 @contextlib.contextmanager
 def modes_lifted() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
     """Turn all dispatch modes off inside this context; it gives a context in which they are on again."""
@@ -428,16 +425,26 @@ def modes_lifted() -> Iterator[Callable[[], contextlib.AbstractContextManager[No
             for _ in on:
                 _pop_mode()
 
-    module = private("torch.utils._python_dispatch")
-    told = {name: getattr(module, name) for name in _TOLD if hasattr(module, name)}
+    told = {
+        "_is_in_torch_dispatch_mode": private("torch.utils._python_dispatch._is_in_torch_dispatch_mode"),
+        "_is_in_non_infra_torch_dispatch_mode": private(
+            "torch.utils._python_dispatch._is_in_non_infra_torch_dispatch_mode"
+        ),
+    }
     with unseen_by_modes():
-        for name in told:  # torch 2.8 compiles nothing while these say that a mode is on
-            setattr(module, name, False)
+        _tell(dict.fromkeys(told, False))  # torch 2.8 compiles nothing while these say that a mode is on
         try:
             yield again
         finally:
-            for name, value in told.items():
-                setattr(module, name, value)
+            _tell(told)
+
+
+def _tell(told: Mapping[str, bool | None]) -> None:
+    """Give variables of the module that has dispatch modes other values, where it has them."""
+    module = private("torch.utils._python_dispatch")
+    for name, value in told.items():
+        if hasattr(module, name):
+            setattr(module, name, value)
 
 
 def _stack_modes(order: Callable[[list[TorchDispatchMode]], list[TorchDispatchMode]]) -> None:

@@ -27,6 +27,8 @@ ENABLE_NAMES = tuple(
 transformers 5.23, and the first goes in version 6. Both are replaced where both exist."""
 DISABLE_NAMES = tuple(name.replace("_enable", "_disable") for name in ENABLE_NAMES)
 """The methods of a model that disable checkpointing, in the order of `ENABLE_NAMES`."""
+HOOKS_STAY_OUTSIDE = "__init_subclass__" in vars(transformers.modeling_layers.GradientCheckpointingLayer)
+"""Whether a block's own forward is checkpointed, and not the call with the hooks that are on the block."""
 HAS_OWN_OFFLOAD = "offload" in inspect.signature(getattr(PreTrainedModel, ENABLE_NAMES[-1])).parameters
 """Whether transformers itself can keep the inputs of blocks in host memory."""
 HAS_EVERY_N_LAYERS = "every_n_layers" in inspect.signature(getattr(PreTrainedModel, ENABLE_NAMES[-1])).parameters

@@ -186,8 +186,14 @@ def chunked_head(costs: Costs, skeleton: Skeleton, step: Step, device: Device, h
 def actions_for(skeleton: Skeleton, *, compiled: bool = False) -> tuple[Action, ...]:
     """The actions that a plan for this model chooses from, with its blocks in eager mode or `compiled`.
 
+    Raises `HfCkptError` where compiled blocks cannot be traced with this version of transformers.
     Those that run attention again are among them only for eager attention, which holds its weights.
     """
+    if compiled and not compat.HOOKS_STAY_OUTSIDE:
+        raise HfCkptError(
+            "this version of transformers checkpoints a block together with the hooks that are on it, which cannot be "
+            "traced as compiled blocks. Give a `share`, leave `compile` out, or use transformers 5.23."
+        )
     eager_attention = getattr(skeleton.base.config, "_attn_implementation", None) == "eager"
     return candidates(eager_attention=eager_attention, compiled=compiled)
 

@@ -18,7 +18,7 @@ from hf_ckpt.attach.attach import trial
 from hf_ckpt.attach.record import installation
 from hf_ckpt.cli.main import main
 from hf_ckpt.engines import compiled as engine
-from hf_ckpt.errors import InfeasibleError
+from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.prediction.devices import device_named
@@ -27,7 +27,7 @@ from hf_ckpt.prediction.timeline import timeline
 from hf_ckpt.prediction.trace import Step, actions_for, trace_costs
 from hf_ckpt.spec.plan import Plan
 
-pytestmark = pytest.mark.compat
+pytestmark = pytest.mark.skipif(not compat.HOOKS_STAY_OUTSIDE, reason="no plans for compiled blocks")
 SIZES = {"hidden": 128, "attention": "sdpa"}
 BATCH = {"batch": 4, "tokens": 64}
 
@@ -176,6 +176,12 @@ def test_a_budget_is_kept_with_the_same_gradients(family):
             {name: found.grad for name, found in reference.named_parameters()},
             {name: found.grad for name, found in model.named_parameters()},
         )
+
+
+def test_versions_that_cannot_be_traced_are_named(monkeypatch):
+    monkeypatch.setattr(compat, "HOOKS_STAY_OUTSIDE", False)
+    with pytest.raises(HfCkptError, match="use transformers 5"):
+        hf_ckpt.predict(model_of("llama"), 1, tokens=8, compiled=True)
 
 
 def test_a_budget_too_small_says_what_would_fit(no_compiler):
