@@ -441,10 +441,13 @@ def modes_lifted() -> Iterator[Callable[[], contextlib.AbstractContextManager[No
 
 def _tell(told: Mapping[str, bool | None]) -> None:
     """Give variables of the module that has dispatch modes other values, where it has them."""
-    module = private("torch.utils._python_dispatch")
-    for name, value in told.items():
-        if hasattr(module, name):
-            setattr(module, name, value)
+    there = vars(private("torch.utils._python_dispatch"))
+    there.update({name: value for name, value in told.items() if name in there})
+
+
+def is_seen_by_modes() -> bool:
+    """Whether a dispatch mode is on that has to see every operation, so that torch.compile compiles nothing."""
+    return not all(getattr(type(mode), "ignore_compile_internals", bool)() for mode in _modes_on())
 
 
 def _stack_modes(order: Callable[[list[TorchDispatchMode]], list[TorchDispatchMode]]) -> None:

@@ -39,7 +39,7 @@ LINEAR = Action("selective", SELECTIVE["selective, save linear"])
 class Forecaster:
     """Predicts all rows of a workload, from blocks traced on fake tensors and shallow models timed on this machine."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, compiled: bool = False) -> None:
         keep_freed_memory()
         self.skeleton, self.device = skeleton_of_workload(workload), this_device()
         self.step = step_of_workload(workload, self.skeleton)
@@ -52,15 +52,19 @@ class Forecaster:
         self.timings = Timings(costs, seconds, models.optimizer_seconds, depths=depths)
         own_seconds = functools.partial(seconds, put_on=own_trial)
         self.own_timings = None if own is costs else Timings(own, own_seconds, models.optimizer_seconds, depths=depths)
-        compiled = trace_costs(self.skeleton, self.step, self.device, actions=actions_for(self.skeleton, compiled=True))
-        self.compiled_timings = Timings(compiled, seconds, models.optimizer_seconds, depths=depths)
+        self.compiled_timings = None
+        if compiled:
+            actions = actions_for(self.skeleton, compiled=True)
+            costs = trace_costs(self.skeleton, self.step, self.device, actions=actions)
+            self.compiled_timings = Timings(costs, seconds, models.optimizer_seconds, depths=depths)
         self.planned: dict[str, Plan] = {}
         self.planned_compiled: dict[str, Plan] = {}
 
     def take(self) -> None:
         """Time shallow models once."""
         self.timings.take()
-        self.compiled_timings.take()
+        if self.compiled_timings is not None:
+            self.compiled_timings.take()
         if self.own_timings is not None:
             self.own_timings.take()
 
@@ -78,6 +82,8 @@ class Forecaster:
 
     def compiled_plans(self) -> list[tuple[str, float, int, Plan]]:
         """As `plans`, with blocks compiled, for the same budgets; those that none fits into are left out."""
+        if self.compiled_timings is None:
+            return []
         costs, found = self.compiled_timings.costs(), []
         for name, share, limit, _ in self.plans():
             name = f"compiled blocks, {name}"
@@ -93,16 +99,7 @@ class Forecaster:
         """Name of a row -> bytes and seconds that it should need and take, by the times taken so far."""
         costs = self.timings.costs()
         predicted = self._of_alternatives(costs)
-        compiled = self.compiled_timings.costs()
-        plans = dict(self._plans(costs))
-        plans |= {
-            name: plan_of(compiled, costs_behind([compiled], plan)[1]) for name, plan in self.planned_compiled.items()
-        }
-        ends = {1: 0, 0: len(compiled.actions) - 1}
-        plans |= {
-            f"compiled blocks, share {share}": plan_of(compiled, compiled.uniform(end)) for share, end in ends.items()
-        }
-        for name, plan in plans.items():
+        for name, plan in {**self._plans(costs), **self._plans_compiled()}.items():
             assert plan.prediction is not None
             predicted[name] = plan.prediction.peak_bytes, plan.prediction.step_seconds
         return predicted
@@ -136,6 +133,17 @@ class Forecaster:
         for name, plan in self.planned.items():
             plans[name] = plan_of(costs, costs_behind([costs], plan)[1])
         return plans
+
+    def _plans_compiled(self) -> Mapping[str, Plan]:
+        """Of the rows of compiled blocks: the ends of the ladder of shares, and what was planned for budgets."""
+        if self.compiled_timings is None:
+            return {}
+        costs = self.compiled_timings.costs()
+        ends = {1: 0, 0: len(costs.actions) - 1}
+        plans = {f"compiled blocks, share {share}": plan_of(costs, costs.uniform(end)) for share, end in ends.items()}
+        return plans | {
+            name: plan_of(costs, costs_behind([costs], plan)[1]) for name, plan in self.planned_compiled.items()
+        }
 
 
 def restricted(costs: Costs, actions: Sequence[Action]) -> Costs:

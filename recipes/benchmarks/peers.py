@@ -88,7 +88,8 @@ def _bench_case(workload: Workload, repeats: int, only: Sequence[str], on_progre
         on_progress(f"{workload.model}: {text}")
 
     rows = {way: PeerRow(way.name, way.group) for way in wanted(only)}
-    with Worker(Forecaster, workload) as forecaster, tempfile.TemporaryDirectory() as folder:
+    compiled = not only or OURS_COMPILED in only
+    with Worker(Forecaster, workload, compiled) as forecaster, tempfile.TemporaryDirectory() as folder:
         tell("timing blocks and planning")
         for _ in range(TAKES):
             forecaster.ask("take")

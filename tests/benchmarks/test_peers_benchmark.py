@@ -82,7 +82,7 @@ def test_what_fails_on_the_way_keeps_what_was_measured(tmp_path, monkeypatch):
 class Planner:
     """In the place of a forecaster: plans `full` twice, and predicts `none` only."""
 
-    def __init__(self, workload):
+    def __init__(self, workload, compiled=False):
         found = find_blocks(real_model(workload))
         self.plan = Plan(found.family, found.model, tuple((block, FULL) for block in found.blocks))
 
@@ -91,6 +91,9 @@ class Planner:
 
     def plans(self):
         return [(f"planned for {share:.0%}", share, 2**30, self.plan) for share in (0.3, 0.5)]
+
+    def compiled_plans(self):
+        return []
 
     def predictions(self):
         return {"none": (2**20, 1.0)}

@@ -11,13 +11,13 @@ import session
 import torch
 from session import Session
 from torch.utils._python_dispatch import TorchDispatchMode
-from ways import COMPILED, NONE, OUR_WAYS, PEERS, TRL, Way, known_ways, wanted
+from ways import COMPILED, NONE, OUR_WAYS, OURS_COMPILED, PEERS, TRL, Way, known_ways, wanted
 
 from hf_ckpt import compat
 from hf_ckpt.errors import HfCkptError, MissingDependencyError
 from hf_ckpt.prediction.workload import Workload
 
-EAGER = [way for way in (*PEERS, *OUR_WAYS) if way.group != COMPILED and not way.to_host]
+EAGER = [way for way in (*PEERS, *OUR_WAYS) if way.group not in (COMPILED, OURS_COMPILED) and not way.to_host]
 TO_HOST = ["offload (HF)", "activation offloading (TRL)", "full, activation offloading (TRL)", "offload"]
 NAMED = {way.name: way for way in (*PEERS, *OUR_WAYS)}
 

@@ -211,7 +211,7 @@ def test_an_enable_call_takes_only_the_exact_defaults_for_nothing(given_dict):
         ({"compile": "blocks", "policy": "selective", "save": ["attention"]}, "remove save"),
         ({"compile": "blocks", "segments": 2}, "remove segments"),
         ({"compile": "blocks", "policy": "offload"}, "compiled blocks are not offloaded"),
-        ({"compile": "blocks", "budget": "1GiB"}, '`compile: "blocks"` cannot be planned for yet'),
+        ({"compile": "blocks", "budget": "1GiB", "share": 0.5}, "`share` is what the plan chooses"),
         ({"plan": "p.json", "compile": "blocks"}, "`plan` already says what every block gets"),
         ({"context_fn": print}, "`context_fn` is a callable, which TrainingArguments cannot save as JSON"),
         ({"selective": True}, "`selective` is TRL's switch"),
