@@ -22,6 +22,13 @@ from hf_ckpt.planner.course import tightened
 pytestmark = pytest.mark.compat
 
 
+@pytest.fixture(autouse=True)
+def measurements_end():
+    """A measurement of a step ends with its model, which no test shall leave to the next one."""
+    yield
+    gc.collect()
+
+
 def wasteful_step(model, optimizer, batch, waste=4):
     """A step of a loop that holds `waste` bytes that nobody knows of. Its peak, and its gradients."""
     optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -23,6 +24,13 @@ from hf_ckpt.prediction import optimizers
 from hf_ckpt.spec.spec import Spec
 
 pytestmark = pytest.mark.compat
+
+
+@pytest.fixture(autouse=True)
+def measurements_end():
+    """A measurement of a step ends with its model, which no test shall leave to the next one."""
+    yield
+    gc.collect()
 
 
 @sparing(("family", "lora"), [(family, lora) for family in FAMILIES for lora in (False, True)], ("llama", False))
