@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.engines import segments
+from hf_ckpt.engines import compiled, segments
 from hf_ckpt.engines.rebuild import tape
 from hf_ckpt.logs import forget_warnings
 
@@ -47,6 +47,16 @@ def no_block_left_open():
     yield
     assert tape.running.tape is None
     assert segments._open.run is None
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    """Graphs of compiled blocks of one test are not those of another."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
+    torch._dynamo.reset()
+    compiled._compiled.cache_clear()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -37,7 +37,8 @@ class CompiledRegion(Region):
     """The function of a block that is compiled by itself.
 
     A block that does not compile runs as it would without the compiler, with a warning: as it is for a share of 1, as
-    `full` for 0, and as `selective` in between.
+    `full` for 0, and as `selective` in between. So it does, without a warning, while a dispatch mode has to see every
+    operation, such as torch's counter of operations.
     """
 
     transforms = frozenset()
@@ -50,15 +51,15 @@ class CompiledRegion(Region):
         self.forwards = 0
         self.in_graph = False
         self.observer = None
-        self.fallback: Region | None = None
-        """What runs the block in eager mode; None for as long as it compiles."""
-        self.plain = False
-        """Whether the block does not compile, and runs as it is."""
+        self.compiles = True
+        """Whether the block compiles, as far as is known."""
+        self.eager = _eager(block, share, options)
+        """What runs the block in eager mode; None where it runs as it is."""
 
     @property
     def recomputed(self) -> int:  # type: ignore[override]
-        """How often a block that does not compile was run again; what happens inside graphs is not counted."""
-        return 0 if self.fallback is None else self.fallback.recomputed
+        """How often the block was run again in eager mode; what happens inside graphs is not counted."""
+        return 0 if self.eager is None else self.eager.recomputed
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, compiled.
@@ -71,14 +72,10 @@ class CompiledRegion(Region):
             self.in_graph = self.left_to_others = True
             return fn(*args)
         args = tuple(None if compat.is_cache(arg) else arg for arg in args)
-        if self.plain:
-            return fn(*args)
         fake = next((arg for arg in args if isinstance(arg, torch.Tensor) and compat.is_fake(arg)), None)
-        if fake is None and compat.is_seen_by_modes():  # as by a count of live bytes, or of operations
-            return fn(*args)
+        if not self.compiles or (fake is None and compat.is_seen_by_modes()):  # as by a count of all operations
+            return self._run_eagerly(fn, args)
         self.forwards += 1
-        if self.fallback is not None:
-            return self.fallback(fn, *args)
         module = compat.module_of(fn)
         kind: Any = None if module is None else type(module)
         run = _compiled(kind, self.share) if fake is None else _imitated(kind, self.share, fake)
@@ -87,10 +84,17 @@ class CompiledRegion(Region):
         except Exception as error:
             if not compat.is_compile_error(error) or (fake is not None and compat.is_backend_error(error)):
                 raise
+            self.forwards -= 1
             self._fall_back(error)
-            return fn(*args) if self.fallback is None else self.fallback(fn, *args)
+            return self._run_eagerly(fn, args)
         self.in_graph = True
         return output
+
+    def _run_eagerly(self, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+        if self.eager is None:
+            return fn(*args)
+        self.forwards += 1
+        return self.eager(fn, *args)
 
     def _fall_back(self, error: Exception) -> None:
         """Run the block in eager mode from now on. Raises `HfCkptError` where there is no compiler."""
@@ -100,13 +104,8 @@ class CompiledRegion(Region):
                 f"block {self.block!r} cannot be compiled, because {missing}. Without one leave `compile` out: blocks "
                 "then run in eager mode."
             ) from error
-        if self.share == 1:
-            self.plain = True
-        elif self.share == 0:
-            self.fallback = FullRegion(self.block, **self.options)
-        else:
-            self.fallback = SacRegion(self.block, save=DEFAULT_SAVE, **self.options)
-        eager = "none" if self.plain else "full" if self.share == 0 else "selective"
+        self.compiles = False
+        eager = "none" if self.share == 1 else "full" if self.share == 0 else "selective"
         first = next((line for line in str(error).splitlines() if line.strip()), "")
         warn_once(
             log,
@@ -116,6 +115,13 @@ class CompiledRegion(Region):
             first,
             eager,
         )
+
+
+def _eager(block: str, share: float, options: dict[str, Any]) -> Region | None:
+    """Make what runs a block in eager mode, as the policy that its share is nearest to; None for `none`."""
+    if share == 1:
+        return None
+    return FullRegion(block, **options) if share == 0 else SacRegion(block, save=DEFAULT_SAVE, **options)
 
 
 def make(request: Request) -> Region:

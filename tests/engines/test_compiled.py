@@ -14,6 +14,7 @@ from helpers.sparing import sparing
 from helpers.steps import assert_near, assert_same, enable, step
 from torch._dynamo.backends.registry import lookup_backend
 from torch._inductor.exc import InvalidCxxCompiler
+from torch.utils.flop_counter import FlopCounterMode
 
 import hf_ckpt
 from hf_ckpt import compat
@@ -23,18 +24,9 @@ from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 SHARES = (1.0, 0.5, 0.0)
 BLOCKS = {"compile": "blocks"}
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch):
-    """Graphs of one test are not those of another."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
-    torch._dynamo.reset()
-    engine._compiled.cache_clear()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -261,6 +253,23 @@ def test_the_callback_says_that_others_compile(graphs, caplog):
     with caplog.at_level(logging.WARNING, "hf_ckpt"):
         callback._tell_plan(None, None, other)
     assert '`compile: "blocks"` has no effect' in caplog.text
+
+
+@pytest.mark.parametrize(("share", "again"), [(1.0, 0), (0.5, 2), (0.0, 2)])
+def test_a_count_of_operations_sees_blocks_in_eager_mode(share, again):
+    """torch compiles nothing then; blocks keep what the policy keeps that the share is nearest to."""
+    batch = tiny_batch("llama", tokens=32)
+    model = compiled({"share": share})
+    with FlopCounterMode(display=False) as counter:  # which runs other kernels for some operations
+        plain = step(tiny_model("llama", layers=2, attention="sdpa"), batch)
+        found = step(model, batch)
+    assert_same(plain, found)
+    assert counter.get_total_flops() > 0
+    told = hf_ckpt.describe(model)
+    assert not told.in_graphs
+    assert sum(1 for count in told.recomputed.values() if count) == again
+    assert_near(plain, step(model, batch))
+    assert len(hf_ckpt.describe(model).in_graphs) == 2
 
 
 # --- verification ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 
 import pytest
 import torch
@@ -17,29 +17,24 @@ from hf_ckpt import compat
 from hf_ckpt.attach.attach import trial
 from hf_ckpt.attach.record import installation
 from hf_ckpt.cli.main import main
-from hf_ckpt.engines import compiled as engine
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.planner import live
+from hf_ckpt.planner.shapes import BatchShape
 from hf_ckpt.prediction.devices import device_named
 from hf_ckpt.prediction.skeleton import skeleton_of
 from hf_ckpt.prediction.timeline import timeline
 from hf_ckpt.prediction.trace import Step, actions_for, trace_costs
+from hf_ckpt.spec.actions import FULL, Action
 from hf_ckpt.spec.plan import Plan
 
-pytestmark = pytest.mark.skipif(not compat.HOOKS_STAY_OUTSIDE, reason="no plans for compiled blocks")
+pytestmark = [
+    pytest.mark.usefixtures("nothing_compiled"),
+    pytest.mark.skipif(not compat.HOOKS_STAY_OUTSIDE, reason="no plans for compiled blocks"),
+]
 SIZES = {"hidden": 128, "attention": "sdpa"}
 BATCH = {"batch": 4, "tokens": 64}
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch):
-    """Graphs of one test are not those of another."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
-    torch._dynamo.reset()
-    engine._compiled.cache_clear()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -176,6 +171,25 @@ def test_a_budget_is_kept_with_the_same_gradients(family):
             {name: found.grad for name, found in reference.named_parameters()},
             {name: found.grad for name, found in model.named_parameters()},
         )
+
+
+def test_a_plan_made_by_hand_is_predicted(no_compiler):
+    """As the guard does, for any share; a plan of which some blocks are compiled and others not has no prediction."""
+    model = model_of("llama")
+    hf_ckpt.install(model, {"compile": "blocks", "share": 0.3})
+    plan = hf_ckpt.describe(model).plan
+    shape = BatchShape({"decoder": (BATCH["batch"], BATCH["tokens"])})
+
+    def predicted(share):
+        actions = tuple((block, Action("compiled", share=share)) for block, _ in plan.actions)
+        return live.prediction_of(model, dataclasses.replace(plan, actions=actions), shape)
+
+    lower, higher = predicted(0.3), predicted(1.0)
+    assert lower.peak_bytes < higher.peak_bytes
+    first, *others = plan.actions
+    mixed = dataclasses.replace(plan, actions=((first[0], FULL), *others))
+    with pytest.raises(HfCkptError, match="some of its blocks are compiled"):
+        live.prediction_of(model, mixed, shape)
 
 
 def test_versions_that_cannot_be_traced_are_named(monkeypatch):
