@@ -68,7 +68,8 @@ class InfeasibleError(HfCkptError):
     """No plan fits into the budget.
 
     `budget_bytes` is that budget, `floor_bytes` the lowest peak of any plan, `parts` what fills it (name -> bytes), and
-    `hints` say what would lower it. The message is `shown`, followed by the hints.
+    `hints` say what would lower it. The message is `shown`, followed by the hints. `nearest` are the settings that do
+    fit (`planner.answers.Setting`), where these were asked for.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class InfeasibleError(HfCkptError):
     ) -> None:
         self.budget_bytes, self.floor_bytes = budget_bytes, floor_bytes
         self.parts, self.hints = dict(parts), tuple(hints)
+        self.nearest: tuple[Any, ...] = ()
         super().__init__("\n".join([shown, *(f"  - {hint}" for hint in self.hints)]))
 
 

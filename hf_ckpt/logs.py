@@ -1,9 +1,14 @@
-"""Warnings that are given once a process, however often their cause comes back."""
+"""Warnings that are given once a process, however often their cause comes back; and where plans are told of."""
 
 from __future__ import annotations
 
 import logging
 
+PLANS = logging.getLogger("hf_ckpt.plans")
+"""Gets one message, of level INFO, for every plan that a model gets, and for each that is made for a batch.
+
+`python -m hf_ckpt` prints these messages.
+"""
 _given: set[tuple[str, ...]] = set()
 
 

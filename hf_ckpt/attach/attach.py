@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.around import model_and_stacks
+from hf_ckpt.attach.functions import Functions
 from hf_ckpt.attach.hooks import (
     CacheHook,
     HeadForward,
@@ -28,8 +29,11 @@ from hf_ckpt.attach.hooks import (
     PartHook,
     SkippedHook,
     StackHook,
+    TiledForward,
     note_replica,
+    refuse_replica,
     warn_plain_head,
+    warn_plain_mlp,
 )
 from hf_ckpt.attach.record import (
     FLAG,
@@ -49,14 +53,13 @@ from hf_ckpt.attach.record import (
     write_switches,
 )
 from hf_ckpt.attach.windows import StepWindow
-from hf_ckpt.engines.offload import Mover
-from hf_ckpt.engines.region import Region, Request, hooks_for, make
-from hf_ckpt.engines.segments import Segment
+from hf_ckpt.engines.region import Region, hooks_for
 from hf_ckpt.errors import HfCkptError, OwnerConflictError, SpecError
+from hf_ckpt.logs import PLANS
 from hf_ckpt.models.blocks import (
     FoundBlocks,
     base_model,
-    blocks_of_known_code,
+    feed_forwards,
     find_blocks,
     frozen_prefix,
     plain_modules,
@@ -66,7 +69,6 @@ from hf_ckpt.models.families import GENERIC
 from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
-from hf_ckpt.units import parse_bytes
 
 log = logging.getLogger(__name__)
 
@@ -162,15 +164,18 @@ def describe(model: nn.Module) -> Description:
         spec=record.spec.to_dict(),
         enabled=record.enabled,
         frozen=tuple(name for name in frozen_prefix(model, find_blocks(model)) if name in planned),
-        forwards={name: region.forwards for name, region in record.regions.items()},
-        recomputed={name: region.recomputed for name, region in record.regions.items()},
+        forwards=record.functions.counts("forwards", record.regions),
+        recomputed=record.functions.counts("recomputed", record.regions),
         dropped=_total(region.dropped for region in regions),
         kept=_total(region.kept for region in regions),
         kept_to_rebuild=_total(region.kept_to_rebuild for region in regions),
         chunked_heads=record.heads.calls,
         in_graphs=tuple(name for name, region in record.regions.items() if region.in_graph),
         compiled_by_others=record.compiled_by_others(),
+        chunked_mlps=record.tiles.calls,
         head_in_graph=record.heads.in_graph,
+        mlp_in_graph=record.tiles.in_graph,
+        plans=dict(record.planned.plans) if record.planned is not None else {},
         moved=_total([{name: region.moved_bytes} for name, region in record.regions.items() if region.moved_bytes]),
     )
 
@@ -248,8 +253,8 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decid
             detach(base)
         else:
             take_off(base, trying)
-            trying.spec, trying.plan, trying.regions = before.spec, before.plan, before.regions
-            trying.planned = before.planned
+            trying.spec, trying.plan, trying.planned = before.spec, before.plan, before.planned
+            trying.functions, trying.regions = before.functions, before.regions
             if before.enabled:
                 put_on(base, trying)
 
@@ -280,41 +285,40 @@ def adopt(base: nn.Module, record: Installation, spec: Spec, plan: Plan) -> None
         take_off(base, record)
     if record.planned is not None and plan != record.planned.plan:
         record.planned = None
-    record.spec, record.plan, record.heads.in_graph = spec, plan, False
-    segments: dict[str, Segment] = {}
-    for _, names in plan.segments():
-        segments.update(dict.fromkeys(names, Segment(tuple(names))))
-    mover = Mover(None if spec.host_budget is None else parse_bytes(spec.host_budget))
-    # Backward begins with the last block of a stack, so nothing would be gained by moving what that block needs.
-    last = {pairs[-1][0].name for pairs in plan.stacks().values()}
-    known = blocks_of_known_code(find_blocks(base))
-    record.regions = {
-        name: make(
-            Request(
-                name,
-                action,
-                engine=spec.engine,
-                # `auto` always preserves it: on the CPU, keeping the state is lost in the noise of a recomputation,
-                # while looking for an active dropout takes 12 us (plain model) to 160 us (LoRA) a block.
-                preserve_rng_state=spec.preserve_rng_state is not False,
-                determinism_check=spec.determinism_check,
-                segment=segments.get(name),
-                mover=None if name in last else mover,
-                known=name in known,
-            )
-        )
-        for name, action in plan.active().items()
-    }
+    record.spec, record.plan = spec, plan
+    record.heads.in_graph = record.tiles.in_graph = False
+    record.functions = Functions(spec, record.functions.observer)
+    record.regions = record.functions.of(base, plan)
+    record.functions.active = bool(record.regions)
 
 
-def exchange(base: compat.PreTrainedModel, record: Installation, spec: Spec, plan: Plan) -> None:
-    """Put another plan on in the middle of a training. Whatever observed the old functions observes the new ones."""
-    observers = {name: region.observer for name, region in record.regions.items()}
-    watched = next(iter(observers.values()), None)
-    adopt(base, record, spec, plan)
-    for name, region in record.regions.items():
-        region.observer = observers.get(name, watched)
-    put_on(base, record)
+def exchange(base: compat.PreTrainedModel, record: Installation, plan: Plan) -> None:
+    """Put another plan of the same spec on in the middle of a training; functions that there are go on counting.
+
+    Where only functions on blocks differ, these are exchanged, and no hook changes.
+    """
+    regions = record.functions.of(base, plan)
+    chunks = (plan.head, plan.mlp) == (record.plan.head, record.plan.mlp)
+    same = record.enabled and chunks and record.hooked.issuperset(regions.values())
+    if not same:
+        take_off(base, record)  # by the plan that is on
+    before, record.plan, record.regions = record.regions, plan, regions
+    record.heads.in_graph = record.tiles.in_graph = False
+    record.functions.active = bool(regions)
+    if not same:
+        put_on(base, record)
+        return
+    for name, module in record.blocks.items():
+        if regions.get(name) is not before.get(name):
+            _switch(module, regions.get(name), record.before[name])
+
+
+def _switch(module: nn.Module, region: Region | None, before: Mapping[str, Any]) -> None:
+    """Let a block call `region`; without one, let it run as it did before the installation, but never checkpointed."""
+    if region is None:
+        switch_off(module, before)
+    else:
+        write_switches(module, {FLAG: GATE, FUNCTION: region})
 
 
 def put_on(base: compat.PreTrainedModel, record: Installation) -> None:
@@ -323,21 +327,22 @@ def put_on(base: compat.PreTrainedModel, record: Installation) -> None:
         take_off(base, record)
     for name, module in carriers(base).items():
         record.before.setdefault(name, read_switches(module))
-        if name in record.regions:
-            write_switches(module, {FLAG: GATE, FUNCTION: record.regions[name]})
-        else:
-            switch_off(module, record.before[name])
+        _switch(module, record.regions.get(name), record.before[name])
     found = find_blocks(base)
+    made = list(record.functions.made.values())
+    record.blocks, record.hooked = dict(found.modules), set(made)
     if record.spec.is_planned:
         _put_on_batch_hooks(found, record)
     if record.plan.head != "full":
         _put_on_head(found, record)
+    if record.plan.mlp != "full":
+        _put_on_tiles(found, record)
     _put_on_parts(found)
-    if record.regions or record.spec.is_planned:  # a plan may come when a cache is made already
+    if made or record.spec.is_planned:  # a plan may come when a cache is made already
         _put_on_caches(found, record)
-    if record.regions:
+    if made:
         _drop_input_gradients(base, record)
-        for module, hook, when, with_kwargs in hooks_for(record.regions, found):
+        for module, hook, when, with_kwargs in hooks_for(made, found):
             if when == "before":
                 record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs))
             elif when == "after":
@@ -349,13 +354,15 @@ def put_on(base: compat.PreTrainedModel, record: Installation) -> None:
 
 def _put_on_caches(found: FoundBlocks, record: Installation) -> None:
     """Keep caches from what runs the stacks, and from the models around it, which may make them."""
-    owners, outermost = set(found.owners), record.outermost
+    owners, outermost, functions = set(found.owners), record.outermost, record.functions
     for module in found.base.modules():
         hook: CacheHook | None = None
-        if module in owners and record.regions:
-            hook = StackHook(module, outermost)
+        if module in owners and functions.made:
+            inside = set(module.modules())
+            blocks = [name for name, block in found.modules.items() if block in inside]
+            hook = StackHook(module, outermost, functions, blocks, record.taken_over)
         elif isinstance(module, compat.PreTrainedModel) and not owners.isdisjoint(module.modules()):
-            hook = CacheHook(module, outermost, refuses=bool(record.regions))
+            hook = CacheHook(module, outermost, functions)
         if hook is not None:
             record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             record.handles.append(_always_after(module, outermost.leave))
@@ -382,12 +389,13 @@ def take_off(base: compat.PreTrainedModel, record: Installation) -> None:
     """Disable the record's plan. The record, and the hooks in place of the enable and disable methods, stay."""
     for name, module in carriers(base).items():
         switch_off(module, record.before.get(name, {}))
+    record.taken_over.give_back()
     for handle in record.handles:
         handle.remove()
     record.handles = []
     for module in base.modules():  # not only the head as it is now: adapters may have wrapped it since
-        if isinstance(vars(module).get("forward"), HeadForward):
-            del vars(module)["forward"]
+        for name in [key for key, value in vars(module).items() if isinstance(value, (HeadForward, TiledForward))]:
+            del vars(module)[name]
         for name in compat.ENABLE_NAMES:
             if isinstance(vars(module).get(name), PartHook):
                 del vars(module)[name]
@@ -397,7 +405,7 @@ def take_off(base: compat.PreTrainedModel, record: Installation) -> None:
     for _ in range(record.input_gradient_hooks):
         base.enable_input_require_grads()
     record.input_gradient_hooks = 0
-    record.enabled = False
+    record.enabled, record.blocks, record.hooked = False, {}, set()
 
 
 def _put_on_parts(found: FoundBlocks) -> None:
@@ -421,6 +429,19 @@ def _put_on_head(found: FoundBlocks, record: Installation) -> None:
         vars(head)["forward"] = HeadForward(base, head, record.plan.head, record.heads)
         record.handles.append(head.register_forward_pre_hook(note_replica))
         record.handles.append(found.owners[-1].register_forward_pre_hook(MissedHead(base, record.heads)))
+
+
+def _put_on_tiles(found: FoundBlocks, record: Installation) -> None:
+    """Let the feed-forward of every block run in chunks, or warn why one cannot."""
+    keeps_draws = record.spec.preserve_rng_state is not False
+    for found_one in feed_forwards(found):
+        owner, (name, method, _) = found_one.owner, found_one.where
+        if method in vars(owner):
+            warn_plain_mlp(name, f"something else has replaced its {method}")
+            continue
+        made = TiledForward(found.base, owner, found_one.where, record.plan.mlp, record.tiles, keeps_draws)
+        vars(owner)[method] = made
+        record.handles.append(owner.register_forward_pre_hook(refuse_replica))
 
 
 def _drop_input_gradients(base: compat.PreTrainedModel, record: Installation) -> None:
@@ -482,6 +503,16 @@ class EnableHook(ModelHook):
             adopt(base, record, *decided)
         put_on(base, record)
         count_enable_call()
+        _tell(base, record)
+
+
+def _tell(base: nn.Module, record: Installation) -> None:
+    """Log what a model got, once for each plan. A plan that is made for a batch is logged when it is made."""
+    if record.told == (record.spec, record.plan):
+        return
+    spec, plan = record.told = record.spec, record.plan
+    later = f"{spec.policy} {spec.budget or ''}".rstrip() + ", planned when the first batch comes"
+    PLANS.info("hf_ckpt: %s: %s", type(base).__name__, later if spec.is_planned else plan.summary())
 
 
 class DisableHook(ModelHook):
@@ -517,14 +548,16 @@ class BatchHook(ModelHook):
             return None
         if record.window is not None and record.window.has_seen_backward(base):
             _step_measured(base)
+        handles = record.handles
         decided = record.decider.batch(base, record, self.stack, args, kwargs)
-        if decided is None:
+        if decided is not None:
+            _carry_out(base, record, decided)
+            if decided.limit_bytes is not None:
+                batch = (args, kwargs)
+                record.window = StepWindow(base, record, decided.limit_bytes, batch, on_step=_step_measured)
+        if record.handles is handles:
             return None
-        _carry_out(base, record, decided)
-        if decided.limit_bytes is not None:
-            batch = (args, kwargs)
-            record.window = StepWindow(base, record, decided.limit_bytes, batch, on_step=_step_measured)
-        # torch goes on with the hooks that this module had when its forward began, which are those of the old plan.
+        # torch goes on with the hooks that this module had when its forward began, which are off by now.
         for hook in list(module._forward_pre_hooks.values()):
             if isinstance(hook, CacheHook):
                 args, kwargs = hook(module, args, kwargs) or (args, kwargs)
@@ -541,7 +574,7 @@ def _carry_out(base: compat.PreTrainedModel, record: Installation, decision: Dec
     """Put a plan on that was decided for a batch or after a step. A step that is being measured counts for nothing."""
     forget_window(record)
     record.planned = decision.planned
-    exchange(base, record, record.spec, decision.plan)
+    exchange(base, record, decision.plan)
 
 
 def _step_measured(base: Any) -> None:

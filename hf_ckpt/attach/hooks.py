@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 import threading
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.record import FUNCTION, HeadCalls, Outermost, installation
+from hf_ckpt.attach.functions import Functions
+from hf_ckpt.attach.record import FUNCTION, HeadCalls, Outermost, TakenOver, TileCalls, installation
+from hf_ckpt.attach.takeover import take_over
+from hf_ckpt.engines.block_settings import Settings
+from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.head.logits import Logits, chunked, has_dropout
 from hf_ckpt.engines.region import Region
+from hf_ckpt.engines.tiles import Tiles, is_watched, mostly_trained, tiled, tokens_per_tile
 from hf_ckpt.errors import HfCkptError, TransformError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import refuse_other_owner
@@ -40,13 +47,13 @@ class CacheHook:
     Args:
         owner: the module.
         outermost: shared by all such hooks of a model.
-        refuses: whether blocks are recomputed, so that a cache of the caller that holds tokens is refused.
+        functions: of the installation. Where blocks are recomputed, a cache of the caller that holds tokens is refused.
     """
 
-    def __init__(self, owner: nn.Module, outermost: Outermost, *, refuses: bool = True) -> None:
+    def __init__(self, owner: nn.Module, outermost: Outermost, functions: Functions) -> None:
         self.takes_use_cache = compat.wants_use_cache(owner)
         self.outermost = outermost
-        self.refuses = refuses
+        self.functions = functions
 
     def __call__(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         """Return the arguments without a cache; None where they stay as they are.
@@ -64,7 +71,7 @@ class CacheHook:
 
     def _check(self, owner: nn.Module, kwargs: dict[str, Any]) -> None:
         """Raise `HfCkptError` for a training forward with a cache of the caller that holds tokens."""
-        if not owner.training or not self.outermost.enter(owner) or not self.refuses:
+        if not owner.training or not self.outermost.enter(owner) or not self.functions.active:
             return
         cached = compat.cached_tokens(kwargs.get("past_key_values"))
         if cached:
@@ -80,31 +87,48 @@ class StackHook(CacheHook):
     """Forward pre-hook of a module that runs a stack.
 
     Beside what a `CacheHook` does, it warns when the plan cannot act because the module is in eval mode. At the first
-    training forward it refuses another owner of checkpointing that came after the plan was enabled, and a DeepSpeed
-    that cannot recompute.
+    training forward of a module it refuses another owner of checkpointing that came after the plan was enabled, and a
+    DeepSpeed that cannot recompute, tells all functions of the stack how parameters are held, and takes over blocks
+    that something else compiles.
+
+    Args:
+        owner: the module.
+        outermost: as for `CacheHook`.
+        functions: as for `CacheHook`.
+        blocks: names of the blocks in the stack.
+        taken_over: keeps what is put aside of other compilers.
     """
 
-    def __init__(self, owner: nn.Module, outermost: Outermost) -> None:
-        super().__init__(owner, outermost)
-        self.checked = False
+    def __init__(
+        self,
+        owner: nn.Module,
+        outermost: Outermost,
+        functions: Functions,
+        blocks: Collection[str],
+        taken_over: TakenOver,
+    ) -> None:
+        super().__init__(owner, outermost, functions)
+        self.blocks = frozenset(blocks)
+        self.taken_over = taken_over
+        self._checked: weakref.ref[nn.Module] | None = None
+        """The module of the last training forward. accelerate makes a second one, which has the hooks of the first."""
 
     def _check(self, owner: nn.Module, kwargs: dict[str, Any]) -> None:
         """Raise `HfCkptError` for a training forward that cannot be recomputed, and warn of eval mode."""
         if not owner.training:
-            if is_trained(owner):
+            if self.functions.active and is_trained(owner):
                 _warn_eval_mode(type(owner).__name__)
             return
         super()._check(owner, kwargs)
         active = compat.transforms()
         if active:
             _refuse_transforms(owner, active)
-        if not self.checked:
+        if self._checked is None or self._checked() is not owner:
             refuse_other_owner(owner)
             stay = compat.parameters_stay(owner)
             empty = None if stay else compat.deepspeed_with_empty_shapes(owner)
-            for module in owner.modules():
-                region = vars(module).get(FUNCTION)
-                if not isinstance(region, Region):
+            for region in self.functions.made.values():  # also those of plans that take turns with this one
+                if region.block not in self.blocks:
                     continue
                 if empty is not None and region.runs_block_again:
                     raise HfCkptError(
@@ -113,7 +137,11 @@ class StackHook(CacheHook):
                         f"{LAST_DEEPSPEED_WITH_EMPTY_SHAPES}, use ZeRO-2, or train without checkpointing."
                     )
                 region.told_of_parameters(stay, type(owner).__name__)
-            self.checked = True
+            take_over(owner, self.taken_over)
+            self._checked = weakref.ref(owner)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_checked": None}
 
 
 def _refuse_transforms(owner: nn.Module, active: set[str]) -> None:
@@ -292,6 +320,106 @@ class MissedHead(ModelHook):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.base, self.counter)
+
+
+def warn_plain_mlp(name: str, reason: str) -> None:
+    """Warn once that a feed-forward runs as a whole, although the plan has it run in chunks."""
+    warn_once(log, "hf_ckpt: the feed-forward %s is not run in chunks, because %s.", name, reason)
+
+
+def refuse_replica(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Forward pre-hook of a module with a `TiledForward`, which would run the original in the place of a copy.
+
+    Raises `HfCkptError` in a copy by `nn.DataParallel`.
+    """
+    if compat.is_replica(module):
+        raise HfCkptError(
+            "the feed-forward cannot run in chunks in copies of a model, whose weights are no parameters, as "
+            "nn.DataParallel makes them. Use DistributedDataParallel (torchrun or accelerate launch), or leave `mlp` "
+            "out."
+        )
+
+
+class TiledForward(ModelHook):
+    """The method that computes a feed-forward, while a plan is enabled that has it run in chunks.
+
+    In training forwards it runs in chunks; elsewhere, and where chunks are not possible, as a whole.
+
+    Args:
+        base: the model.
+        owner: the module whose method it is.
+        where: qualified name of the owner, name of the method, and names inside the owner of the modules that it uses.
+        asked: how many tokens a chunk has, or `auto`.
+        counter: told of each call.
+        keeps_draws: whether backward is to draw the random numbers of the forward again.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        owner: nn.Module,
+        where: tuple[str, str, tuple[str, ...]],
+        asked: int | str,
+        counter: TileCalls,
+        keeps_draws: bool,
+    ) -> None:
+        super().__init__(base)
+        self._owner = weakref.ref(owner)
+        self.where = where
+        # `apply_chunking_to_forward` of transformers counts the parameters of BERT's method.
+        self.__signature__ = inspect.signature(functools.partial(getattr(type(owner), where[1]), owner))
+        self.asked, self.counter, self.keeps_draws = asked, counter, keeps_draws
+        self.whole: bool | None = None
+        """Whether all parameters of the model lie whole on their device; None before the first training forward."""
+        self.settings: Settings | None = None
+        """How the owner was set in its last forward; None before the first."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the feed-forward for hidden states [sequences, tokens, hidden size]."""
+        owner = self._owner()
+        assert owner is not None, "the method of a module outlived it"
+        name, method, inside = self.where
+        run = functools.partial(getattr(type(owner), method), owner)
+        if not (torch.is_grad_enabled() and owner.training) or kwargs or len(args) != 1:
+            return run(*args, **kwargs)
+        if compat.is_compiling():
+            self.counter.in_graph = True
+            return run(*args)
+        parts = [owner.get_submodule(part) for part in inside]
+        plain = self._reason(owner, parts)
+        if plain is not None:
+            warn_plain_mlp(name, plain)
+            return run(*args)
+        if self.whole is None:
+            self.whole = compat.parameters_stay(self.base)
+        if self.settings is None or not self.settings.hold(owner):
+            self.settings = Settings(owner)
+        tokens = tokens_per_tile(self.asked, args[0].shape[:-1].numel(), trained=mostly_trained(parts))
+        state = ForwardState(name, owner, self.settings, self.whole)
+        output = tiled(Tiles(state, parts, run, tokens, keeps_draws=self.keeps_draws), *args)
+        self.counter.calls += 1
+        return output
+
+    def _reason(self, owner: nn.Module, parts: list[nn.Module]) -> str | None:
+        """Say why the feed-forward cannot run in chunks now; None where nothing is against it."""
+        if not all(any(True for _ in part.parameters()) and compat.parameters_stay(part) for part in parts):
+            return "its parameters are sharded or moved (FSDP1, ZeRO-3, tensor parallelism, device maps)"
+        if compat.transforms():
+            return "a transform of torch.func or forward-mode AD is active"
+        if self.keeps_draws and compat.is_capturing():
+            return "a CUDA graph is captured, where random state cannot be read"
+        if any(is_watched(module) for part in parts for module in part.modules() if module is not owner):
+            return "a hook lies on one of its modules, which would see each chunk by itself"
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TiledForward:
+        owner: Any = self._owner()
+        counter = copy.deepcopy(self.counter, memo)
+        base, owner = memo.get(id(self.base), self.base), memo.get(id(owner), owner)
+        return TiledForward(base, owner, self.where, self.asked, counter, self.keeps_draws)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.base, self._owner(), self.where, self.asked, self.counter, self.keeps_draws)
 
 
 class SkippedHook:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.attach.functions import Functions, Regions
 from hf_ckpt.engines.region import Region
 from hf_ckpt.models.blocks import base_model, plain_modules
 from hf_ckpt.spec.plan import Plan
@@ -62,7 +63,7 @@ class Decision:
 
     plan: Plan
     planned: Any
-    """What to keep as `Installation.planned`. It has an attribute `plan`."""
+    """What to keep as `Installation.planned`."""
     limit_bytes: int | None = None
     """The peak above which the decider wants to hear of the next step; None where nothing need be measured."""
 
@@ -109,6 +110,10 @@ class Outermost(threading.local):
 
     module: weakref.ref[nn.Module] | None = None
 
+    def is_running(self, module: nn.Module) -> bool:
+        """Return whether `module` is the outermost module whose forward runs now."""
+        return self.module is not None and self.module() is module
+
     def enter(self, module: nn.Module) -> bool:
         """Note that the forward of `module` begins; return whether it is the outermost."""
         running = None if self.module is None else self.module()
@@ -119,8 +124,28 @@ class Outermost(threading.local):
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook that is always called: note that the forward of `module` has ended."""
-        if self.module is not None and self.module() is module:
+        if self.is_running(module):
             self.module = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+class TakenOver:
+    """What was put aside of other compilers on a model, so that it can be given back.
+
+    A copy of a model begins without: torch compiles modules anew in a copy, or not at all.
+    """
+
+    def __init__(self) -> None:
+        self.before: list[tuple[nn.Module, dict[str, Any]]] = []
+        """Modules, and those of their attributes that were changed, as they were."""
+
+    def give_back(self) -> None:
+        """Let the other compilers have everything again."""
+        while self.before:
+            module, attributes = self.before.pop()
+            vars(module).update(attributes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
@@ -139,6 +164,16 @@ class HeadCalls:
 
 
 @dataclasses.dataclass
+class TileCalls:
+    """What has become of feed-forwards that are planned to run in chunks."""
+
+    calls: int = 0
+    """Forward calls that ran in chunks, those in recomputations included."""
+    in_graph: bool = False
+    """Whether one ran as a whole in a graph of torch.compile."""
+
+
+@dataclasses.dataclass
 class Installation:
     """The record that hf_ckpt keeps on a model: what was asked, what is planned, and how to undo it."""
 
@@ -148,8 +183,14 @@ class Installation:
     """The plan that is applied, or will be when checkpointing is enabled."""
     enabled: bool = False
     """Whether the plan is on the blocks now."""
-    regions: dict[str, Region] = dataclasses.field(default_factory=dict)
+    functions: Functions = dataclasses.field(default_factory=lambda: Functions(Spec()))
+    """All functions that plans of this spec have put on blocks so far."""
+    regions: Regions = dataclasses.field(default_factory=dict)
     """Block name -> its checkpointing function, for every block whose action is not `keep`."""
+    blocks: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
+    """Block name -> the module that the plan was put on; empty while nothing is enabled."""
+    hooked: set[Region] = dataclasses.field(default_factory=set)
+    """The functions whose hooks are on the model; a plan that needs no others goes on without further ones."""
     before: Saved = dataclasses.field(default_factory=dict)
     """Module name -> the values of `FLAG` and `FUNCTION` before installation."""
     input_gradient_hooks: int = 0
@@ -159,13 +200,21 @@ class Installation:
     decider: Decider | None = None
     """Asked by enable calls, and by forwards under `budget` and `auto`; None where the plan is fixed."""
     planned: Any = None
-    """The decider's own record of the batch it has planned for, once it has seen one. It has an attribute `plan`."""
+    """The decider's own record of the batch it has planned for, once it has seen one. It has the attributes `plan`, and
+    `plans`: what it was made for, in words -> each plan that the decider holds."""
     window: Any = None
     """The `StepWindow` that measures a step now; None without one."""
     heads: HeadCalls = dataclasses.field(default_factory=lambda: HeadCalls())
     """What has become of the head, where the plan has it run in chunks."""
+    tiles: TileCalls = dataclasses.field(default_factory=lambda: TileCalls())
+    """What has become of the feed-forwards, where the plan has them run in chunks."""
     outermost: Outermost = dataclasses.field(default_factory=Outermost)
     """The forward that runs now; a plan may be exchanged in the middle of it."""
+    taken_over: TakenOver = dataclasses.field(default_factory=TakenOver)
+    """What was put aside of others that compile blocks which hf_ckpt is to compile."""
+
+    told: tuple[Spec, Plan] | None = None
+    """The spec and the plan that were last logged as what the model got."""
 
     def compiled_by_others(self) -> tuple[str, ...]:
         """Return the blocks that were to be compiled, but lie in a graph that something else compiles."""
@@ -173,7 +222,7 @@ class Installation:
 
     def __getstate__(self) -> dict[str, Any]:
         # What was planned for a batch depends on this process and its memory.
-        return {**vars(self), "planned": None, "window": None}
+        return {**vars(self), "planned": None, "window": None, "blocks": {}, "hooked": set()}
 
 
 def installation(model: nn.Module) -> Installation | None:

@@ -7,12 +7,22 @@ room does so. Use it as `from hf_ckpt import compat; compat.is_compiling()`.
 from __future__ import annotations
 
 from hf_ckpt.compat.accelerate import accelerate_owns_checkpointing, accelerator_class, accumulated_steps
-from hf_ckpt.compat.callers import Call, call_of, call_past_hooks, float32_outputs, rebound
+from hf_ckpt.compat.callers import (
+    Call,
+    call_of,
+    call_past_hooks,
+    float32_outputs,
+    input_of_dropout,
+    longest_of,
+    rebound,
+)
 from hf_ckpt.compat.compiler import (
+    MOST_CHOICES,
     call_parts,
     compile_graph,
     compiled_copy,
     cut_graph,
+    eager_call,
     is_backend_error,
     is_compile_error,
     is_fusible,
@@ -47,7 +57,8 @@ from hf_ckpt.compat.fsdp import (
     shard_units,
     steps_in_lockstep,
 )
-from hf_ckpt.compat.peft import add_lora, merged_adapters
+from hf_ckpt.compat.kernels import accelerator_kernels
+from hf_ckpt.compat.peft import adapters_off, add_lora, like_bitsandbytes, merged_adapters
 from hf_ckpt.compat.torch import (
     SEEN_BY_HOOKS,
     FakeTensorMode,
@@ -117,11 +128,13 @@ from hf_ckpt.compat.transformers import (
     makes_inputs_require_gradients,
     module_of,
     own_checkpointing,
+    quantised_layers,
     set_layer_types,
     trainer_class,
     uninitialised,
     wants_use_cache,
 )
+from hf_ckpt.compat.trl import fused_forward
 
 __all__ = [
     "CAPTURING_FLAG",
@@ -133,6 +146,7 @@ __all__ = [
     "HAS_EVERY_N_LAYERS",
     "HAS_OWN_OFFLOAD",
     "HOOKS_STAY_OUTSIDE",
+    "MOST_CHOICES",
     "SEEN_BY_HOOKS",
     "WRAPPER_SEGMENTS",
     "Call",
@@ -146,8 +160,10 @@ __all__ = [
     "TorchDispatchMode",
     "accelerate_owns_checkpointing",
     "accelerator_class",
+    "accelerator_kernels",
     "accelerator_type",
     "accumulated_steps",
+    "adapters_off",
     "add_lora",
     "any_type_in_grouped_products",
     "attach_oom_observer",
@@ -171,6 +187,7 @@ __all__ = [
     "deepspeed_with_empty_shapes",
     "depends_on_values",
     "dump_memory_snapshot",
+    "eager_call",
     "empty_host_cache",
     "enter_dispatch_mode_below",
     "fake_values_count",
@@ -178,9 +195,11 @@ __all__ = [
     "forget_note",
     "forked_random_state",
     "forward_parameters",
+    "fused_forward",
     "gguf_arguments",
     "has_gradient_hooks",
     "holds_gradients_back",
+    "input_of_dropout",
     "is_backend_error",
     "is_cache",
     "is_capturing",
@@ -199,7 +218,9 @@ __all__ = [
     "layer_types",
     "leave_dispatch_mode",
     "leave_note",
+    "like_bitsandbytes",
     "local",
+    "longest_of",
     "makes_inputs_require_gradients",
     "memory_module",
     "memory_readers",
@@ -214,6 +235,7 @@ __all__ = [
     "own_reduction",
     "parameters_stay",
     "plain_class",
+    "quantised_layers",
     "random_state",
     "rank",
     "ranks",

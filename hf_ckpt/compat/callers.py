@@ -10,11 +10,12 @@ import dataclasses
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 """Makes the loss from a model's outputs and the labels."""
@@ -32,6 +33,8 @@ class Call:
     """The forward that was put on this model in place of its class's; None without one."""
     float32_outputs: bool = False
     """Whether accelerate casts the outputs to float32."""
+    trainer: Any = None
+    """The Trainer that computes a loss with the call; None without one."""
     loss: Loss | None = None
     """What the trainer computes the loss with; None where that is the model, or where it is not known."""
 
@@ -40,6 +43,8 @@ _LIBRARIES = {"accelerate", "hf_ckpt", "peft", "torch", "transformers", "trl"}
 _METHODS = {"compute_loss", "forward"}
 """Packages, and names of functions anywhere, whose frames lie between trainer and model. Other frames are not read:
 before Python 3.13, reading the variables of a frame keeps them alive until it ends, and training loops are long."""
+_MOST_SAMPLES = 20_000
+"""Most samples whose lengths are looked at one by one."""
 _NO_OPTIONS = {"return_dict", "use_cache"}
 """Arguments that a trace chooses by itself."""
 
@@ -71,7 +76,7 @@ def call_of(base: nn.Module, given: Mapping[str, Any] | None) -> Call | None:
     options = {name: value for name, value in plain.items() if name not in _NO_OPTIONS}
     has_labels = given.get("labels") is not None
     loss = None if has_labels or trainer is None else _loss_of(trainer, base)
-    return Call(has_labels, options, _forward_of(base), casts, loss)
+    return Call(has_labels, options, _forward_of(base), casts, trainer, loss)
 
 
 def call_past_hooks(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -97,6 +102,24 @@ def call_past_hooks(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]
     return tuple(values[rest]) if rest else (), given | (values[keywords] if keywords else {})
 
 
+def input_of_dropout() -> torch.Tensor | None:
+    """Return what is given to the `nn.functional.dropout` that hf_ckpt is called from, as a saved-tensor hook is.
+
+    `nn.Dropout` calls that function, too. None where hf_ckpt is called from anything else. A function that somebody has
+    put in its place does not count.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("hf_ckpt."):
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None or frame.f_code is not _DROPOUT or frame.f_code.co_filename != functional.__file__:
+        return None
+    given: torch.Tensor = frame.f_locals["input"]
+    return given
+
+
+_DROPOUT = getattr(functional.dropout, "__code__", None)
+
+
 def _is_between(frame: types.FrameType) -> bool:
     """Whether a frame may lie between a trainer and its model, and so ends soon."""
     library, name = str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_code.co_name
@@ -120,6 +143,32 @@ def _loss_of(trainer: Any, base: nn.Module) -> Loss | None:
         return None
     shift = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return lambda outputs, labels: smoother(outputs, labels, shift_labels=shift)
+
+
+def longest_of(trainer: Any) -> int:
+    """Return the tokens of the longest sequence that a Trainer's data hold; 0 where that cannot be told at little cost.
+
+    It is read from the sampler's lengths (`group_by_length`), a column of lengths, the column `input_ids`, or samples
+    that lie in a list. Shorter padding or truncation by the collator does not show.
+    """
+    handler = getattr(trainer, "callback_handler", None)
+    sampler = getattr(getattr(handler, "train_dataloader", None), "sampler", None)
+    lengths = getattr(sampler, "lengths", None)
+    return max(map(int, lengths or _lengths_in(trainer) or ()), default=0)
+
+
+def _lengths_in(trainer: Any) -> Iterable[int]:
+    """Return the lengths of the samples of a Trainer's training data; none where there may be too many to look at."""
+    data: Any = getattr(trainer, "train_dataset", None)
+    columns: Any = getattr(data, "column_names", None)
+    named = getattr(trainer.args, "length_column_name", None) if trainer is not None else None
+    if isinstance(columns, list) and named in columns:
+        return list(data[named])
+    if isinstance(columns, list) and "input_ids" in columns and len(data) <= _MOST_SAMPLES:
+        return [len(ids) for ids in data["input_ids"]]
+    if isinstance(data, list) and len(data) <= _MOST_SAMPLES:
+        return [len(row["input_ids"]) for row in data if isinstance(row, Mapping) and "input_ids" in row]
+    return ()
 
 
 def _forward_of(base: nn.Module) -> types.MethodType | None:

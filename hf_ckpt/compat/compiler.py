@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from hf_ckpt.compat.private import private
@@ -18,6 +19,8 @@ _LEAST_SHARE = 1e-9
 """What stands for a share of 0, for which torch does not look at what must be kept."""
 _MOST_GRAPHS = 64
 """Graphs that one compiled function may have, for blocks of other kinds, types and shapes."""
+MOST_CHOICES = 64
+"""How many experts a token is sent to at most; what takes more is no router. Sparse attention takes thousands."""
 _NOT_THERE = {
     "InvalidCxxCompiler": "torch finds no C++ compiler (install g++ or clang)",
     "CppCompileError": "the C++ compiler failed (is it whole, with its headers and OpenMP?)",
@@ -80,29 +83,42 @@ def is_fusible(operation: Any) -> bool:
 
 @contextlib.contextmanager
 def keeping(share: float) -> Iterator[None]:
-    """Compile within a share of what is kept for backward, from 0 to 1, and keep random draws whatever the share."""
+    """Compile within a share of what is kept for backward, from 0 to 1.
+
+    Kept whatever the share: random draws, and which experts a router chose, so that backward has those of the forward.
+    A pass of the user over graphs of forward and backward (`torch._inductor.config.joint_custom_post_pass`) runs, too.
+    """
     settings = private("torch._functorch.config").patch(activation_memory_budget=max(share, _LEAST_SHARE))
-    passes = private("torch._inductor.config").patch(joint_custom_post_pass=_keeping_draws())
-    with settings, passes:
+    inductor = private("torch._inductor.config")
+    given = inductor.joint_custom_post_pass
+    users = tuple(given) if isinstance(given, (list, tuple)) else () if given is None else (given,)
+    with settings, inductor.patch(joint_custom_post_pass=_keeping_what_may_change()(users)):
         yield
 
 
 @functools.cache
-def _keeping_draws() -> Any:
-    """Make the pass over a graph of forward and backward that marks random draws as kept."""
+def _keeping_what_may_change() -> Any:
+    """Make the class of the pass over a graph of forward and backward that marks random draws and choices as kept."""
     base: Any = private("torch._inductor.custom_graph_pass.CustomGraphPass")
 
-    class KeepingDraws(base):
+    class Keeping(base):
+        def __init__(self, users: tuple[Any, ...]) -> None:
+            self.users = users
+            """Passes of the user, which come first: what they add may draw."""
+
         def __call__(self, graph: torch.fx.Graph) -> None:
+            for each in self.users:
+                each(graph)
             for node in graph.nodes:
-                if _draws(node):
+                if _draws(node) or _chooses(node):
                     node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
 
-        def uuid(self) -> str:
-            """Tell caches of graphs on disk what this pass does."""
-            return "hf_ckpt: random draws are kept, 1"
+        def uuid(self) -> Any:
+            """Tell caches of graphs on disk what this pass does; None where a pass of the user does not tell."""
+            told = [each.uuid() if isinstance(each, base) else None for each in self.users]
+            return ("hf_ckpt: random draws and choices are kept, 2", *told) if all(told) else None
 
-    return KeepingDraws()
+    return Keeping
 
 
 def _draws(node: torch.fx.Node) -> bool:
@@ -119,6 +135,27 @@ def _draws(node: torch.fx.Node) -> bool:
     place = names.index("dropout_p")
     given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
     return bool(given != 0.0)
+
+
+def _chooses(node: torch.fx.Node) -> bool:
+    """Whether an operation chooses, as routers of experts do: other kernels may find other scores the largest."""
+    aten = torch.ops.aten
+    if node.target == aten.topk.default:
+        return isinstance(node.args[1], int) and node.args[1] <= MOST_CHOICES
+    return node.target == aten.argmax.default
+
+
+def eager_call(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes by which torch.compile runs a module, with values that run it in eager mode instead.
+
+    They are empty for a module that is not compiled, or only as a part of a larger one.
+    """
+    attributes: dict[str, Any] = {}
+    if isinstance(module, private("torch._dynamo.eval_frame.OptimizedModule")):
+        attributes["forward"] = module._orig_mod.__call__
+    if module._compiled_call_impl is not None:
+        attributes["_compiled_call_impl"] = None
+    return attributes
 
 
 def is_compile_error(error: Exception) -> bool:

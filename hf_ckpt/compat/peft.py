@@ -2,25 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from hf_ckpt.errors import MissingDependencyError
+from hf_ckpt.errors import HfCkptError, MissingDependencyError, reason_of
 
 
-def add_lora(model: nn.Module, *, rank: int, **config: Any) -> nn.Module:
-    """Put LoRA adapters of rank `rank` on every linear layer; `config` are further keys of PEFT's `LoraConfig`.
+def add_lora(
+    model: nn.Module,
+    *,
+    rank: int,
+    targets: str | Sequence[str] = "all-linear",
+    lora_dropout: float = 0.0,
+    **config: Any,
+) -> nn.Module:
+    """Put LoRA adapters on layers of a model.
 
-    Raises `MissingDependencyError` where PEFT is not installed.
+    Args:
+        model: to which the adapters are added.
+        rank: of the adapters.
+        targets: layers, as `target_modules` of PEFT's `LoraConfig`: endings of names, a regular expression, or
+            `all-linear` for every linear layer but the head.
+        lora_dropout: of what goes into the adapters.
+        config: further keys of `LoraConfig`.
+
+    Raises `MissingDependencyError` where PEFT is not installed, and `HfCkptError` where no layer is among `targets`.
     """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise MissingDependencyError("peft", "training LoRA adapters", "pip install 'hf-ckpt[demo]'") from error
-    adapted: nn.Module = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", **config))
+    chosen = targets if isinstance(targets, str) else list(targets)
+    asked = LoraConfig(r=rank, target_modules=chosen, lora_dropout=lora_dropout, **config)
+    try:
+        adapted: nn.Module = get_peft_model(model, asked)
+    except ValueError as error:
+        raise HfCkptError(f"PEFT puts no adapters on {type(model).__name__}: {reason_of(error)}.") from error
     return adapted
+
+
+def like_bitsandbytes(model: nn.Module, is_quantised: Callable[[Any], bool], *, copies: bool) -> None:
+    """Let adapters on quantised layers run as PEFT's own for bitsandbytes do (`peft/tuners/lora/bnb.py`).
+
+    Args:
+        model: with adapters.
+        is_quantised: tells the layers that stand in for those of bitsandbytes.
+        copies: whether the layer's result is copied before the adapter's is added, as for 4 bits.
+    """
+    from peft.tuners.lora.layer import Linear
+
+    class Adapted(Linear):
+        def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            result: torch.Tensor = self.base_layer(x, *args, **kwargs)
+            if self.disable_adapters:
+                return result
+            result = result.clone() if copies else result
+            for name in self.active_adapters:
+                if torch.is_autocast_enabled():
+                    output = self.lora_B[name](self.lora_A[name](self.lora_dropout[name](x))) * self.scaling[name]
+                else:
+                    x = self._cast_input_dtype(x, self.lora_A[name].weight.dtype)
+                    output = self.lora_B[name](self.lora_A[name](self.lora_dropout[name](x))) * self.scaling[name]
+                    output = output.to(result.dtype)
+                result = result + output
+            return result
+
+    for module in model.modules():
+        if type(module) is Linear and is_quantised(module.base_layer):
+            module.__class__ = Adapted
+
+
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Run a model without its adapters inside this context, as PEFT's `disable_adapter` does."""
+    off: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    before = [module._disable_adapters for module in off]
+    for module in off:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module, value in zip(off, before, strict=True):
+            module._disable_adapters = value
 
 
 def merged_adapters(attributes: Mapping[str, Any]) -> list[Any] | None:

@@ -104,6 +104,25 @@ def gguf_arguments() -> dict[str, Any]:
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
+def quantised_layers(model: nn.Module) -> list[str]:
+    """Return the names of the layers that `from_pretrained` replaces for a `BitsAndBytesConfig`.
+
+    These are linear layers and those of `Conv1D`, without the head, what is tied to it, and what stays in float32.
+    """
+    from transformers.quantizers import quantizers_utils
+    from transformers.quantizers.base import HfQuantizer
+
+    kept = HfQuantizer.get_modules_to_not_convert(model, None, getattr(model, "_keep_in_fp32_modules", None))
+    converts = getattr(quantizers_utils, "should_convert_module", None)
+
+    def replaced(name: str, module: nn.Module) -> bool:
+        if type(module) is not nn.Linear and not isinstance(module, transformers.pytorch_utils.Conv1D):
+            return False
+        return bool(converts(name, kept)) if converts else not any(key in name for key in kept)
+
+    return [name for name, module in model.named_modules() if replaced(name, module)]
+
+
 def forward_parameters(module: nn.Module) -> list[str]:
     """Return the names of the arguments that the forward of `module` takes, in their order."""
     return list(inspect.signature(module.forward).parameters)

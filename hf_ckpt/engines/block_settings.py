@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.models.blocks import routers
 
 _SIMPLE = (bool, int, float, str)
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
@@ -74,6 +75,8 @@ class Settings:
         self.merges = [len(merged) for merged in self.merged]
         self.counted = [*self.tensors, *self.merged]
         self.sizes = [*map(len, owners), *map(len, self.counted)]
+        self.chooses = bool(routers(block))
+        """Whether the block sends tokens to experts."""
 
     def hold(self, block: nn.Module) -> bool:
         """Whether the block is the one that was looked at, and nothing has changed since."""

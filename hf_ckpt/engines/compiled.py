@@ -1,12 +1,12 @@
 """`compiled`: torch.compile runs the block, and keeps of it what its partitioner takes within a share.
 
-Blocks of one class share their graphs, so that the time to compile does not grow with depth. The share is the
-partitioner's `activation_memory_budget`: 0 keeps the inputs, 1 what makes the step fastest.
+Blocks of one class in one stack share their graphs, so that the time to compile does not grow with depth. The share is
+the partitioner's `activation_memory_budget`: 0 keeps the inputs, 1 what makes the step fastest.
 https://docs.pytorch.org/docs/stable/torch.compiler.html
 
 By itself the partitioner may run an operation that draws random numbers once more in backward, where it draws others:
 with a share below 1 gradients of a block with dropout were those of another mask (seen in torch 2.8, 2.13 and 2.15).
-Here random draws, or the seeds that they come from, are always kept.
+Here random draws, or the seeds that they come from, are always kept. So is what routers of experts choose.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,7 @@ class CompiledRegion(Region):
     """
 
     transforms = frozenset()
+    compiles_block = True
 
     def __init__(self, block: str, share: float, **options: Any) -> None:
         self.block = block
@@ -61,6 +62,11 @@ class CompiledRegion(Region):
         """How often the block was run again in eager mode; what happens inside graphs is not counted."""
         return 0 if self.eager is None else self.eager.recomputed
 
+    @property
+    def keeps_choices(self) -> bool:  # type: ignore[override]
+        """Whether routers choose the same again, should the block not compile."""
+        return self.eager is not None and self.eager.keeps_choices
+
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, compiled.
 
@@ -77,8 +83,8 @@ class CompiledRegion(Region):
             return self._run_eagerly(fn, args)
         self.forwards += 1
         module = compat.module_of(fn)
-        kind: Any = None if module is None else type(module)
-        run = _compiled(kind, self.share) if fake is None else _imitated(kind, self.share, fake)
+        kind = _Kind(self.block.rpartition(".")[0], None if module is None else type(module), self.share)
+        run = _compiled(kind) if fake is None else _imitated(kind, fake)
         try:
             output = run(*compat.call_parts(fn), args)
         except Exception as error:
@@ -131,20 +137,33 @@ def make(request: Request) -> Region:
     return CompiledRegion(request.block, share, **request.options)
 
 
+class _Kind(NamedTuple):
+    """Blocks that share their graphs. Stacks have their own: those of an encoder and a decoder run other lengths."""
+
+    stack: str
+    module: type | None
+    """Class of the blocks."""
+    share: float
+
+    def __str__(self) -> str:
+        """Name of its function, by which torch knows lengths that have changed before: no two kinds have one name."""
+        return f"{self.stack}: {'block' if self.module is None else self.module.__name__} at {self.share:g}"
+
+
 @functools.cache
-def _compiled(kind: Any, share: float) -> _Run:
-    """The compiled function for all blocks of one class, with a cache of graphs of its own for each share.
+def _compiled(kind: _Kind) -> _Run:
+    """The compiled function for all blocks of a kind, with a cache of graphs of its own.
 
     Its results, beside the graph's inputs, are kept within the share.
     """
-    return compat.compiled_copy(_run, _name(kind, share), functools.partial(_compile, share, compat.compile_graph))
+    return compat.compiled_copy(_run, str(kind), functools.partial(_compile, kind.share, compat.compile_graph))
 
 
-_imitations: weakref.WeakKeyDictionary[Any, dict[Any, _Run]] = weakref.WeakKeyDictionary()
+_imitations: weakref.WeakKeyDictionary[Any, dict[_Kind, _Run]] = weakref.WeakKeyDictionary()
 """Mode of fake tensors -> functions that imitate compiled ones on them."""
 
 
-def _imitated(kind: Any, share: float, fake: Any) -> _Run:
+def _imitated(kind: _Kind, fake: Any) -> _Run:
     """As `_compiled`, for tensors without values: nothing is compiled, memory is taken as compiled code would take it.
 
     The compiler's own parts, down to its partitioner, make the graphs; see `fused`. They run without dispatch modes,
@@ -154,10 +173,10 @@ def _imitated(kind: Any, share: float, fake: Any) -> _Run:
     if known is None:
         _imitations.clear()  # functions hold on to the tensors that they were compiled for
         known = _imitations[fake.fake_mode] = {}
-    if (kind, share) not in known:
-        cut = functools.partial(_compile, share, functools.partial(compat.cut_graph, each=fused.stand_in))
-        known[kind, share] = compat.compiled_copy(_run, _name(kind, share), cut, dynamic=False)
-    found = known[kind, share]
+    if kind not in known:
+        cut = functools.partial(_compile, kind.share, functools.partial(compat.cut_graph, each=fused.stand_in))
+        known[kind] = compat.compiled_copy(_run, str(kind), cut, dynamic=False)
+    found = known[kind]
 
     def run(*args: Any) -> Any:
         with compat.modes_lifted() as modes, fused.seen_by(modes):
@@ -166,15 +185,11 @@ def _imitated(kind: Any, share: float, fake: Any) -> _Run:
     return run
 
 
-def _name(kind: Any, share: float) -> str:
-    return f"{'block' if kind is None else kind.__name__}_{share:g}"
-
-
 def _run(function: Callable[..., Any], first: Sequence[Any], kwargs: dict[str, Any], args: Sequence[Any]) -> Any:
     return function(*first, *args, **kwargs)
 
 
 def _compile(share: float, compiler: Callable[..., Any], graph: Any, inputs: Any) -> Any:
-    """Compile a graph with this share of kept bytes and with random draws kept."""
+    """Compile a graph with this share of kept bytes, and with random draws and choices kept."""
     with compat.keeping(share):
         return compiler(graph, inputs)

@@ -7,7 +7,7 @@ adapters, hooks and tensors, and afterwards the block is as it was found. What c
 was overwritten, raises `ChangedBlockError`.
 
 Buffers that a forward changes (running statistics) are copied before it. The recomputation changes copies of them, so
-that statistics move once in each forward.
+that statistics move once in each forward. Routers of experts choose again what they chose, see `routers`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_ckpt import compat
 from hf_ckpt.engines.block_settings import Settings, lend
+from hf_ckpt.engines.routers import Choices
 from hf_ckpt.errors import ChangedBlockError
 
 _values = operator.methodcaller("values")
@@ -54,7 +55,7 @@ class ForwardState:
             not compared.
     """
 
-    __slots__ = ("block", "copies", "marks", "name", "settings", "tensors")
+    __slots__ = ("block", "choices", "copies", "marks", "name", "settings", "tensors")
 
     def __init__(self, name: str, block: nn.Module, settings: Settings, whole: bool) -> None:
         self.name = name
@@ -64,6 +65,7 @@ class ForwardState:
         if self.tensors and self.tensors[0] is not None and compat.is_fake(self.tensors[0]):
             self.tensors = ()  # a trace on tensors without values may do to them what it likes
         self.marks = _marks(self.tensors)
+        self.choices = Choices() if settings.chooses else None
         self.copies: list[_Copied] = []
         if settings.buffers:
             self._copy_buffers()
@@ -75,7 +77,17 @@ class ForwardState:
             if buffer is not None and not buffer.is_inference():
                 self.copies.append(_Copied(box, name, buffer, buffer.detach().clone()))
 
-    def ended(self) -> None:
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run the block for the first time, and note what is needed to run it again in the same way."""
+        if self.choices is None:
+            output = fn(*args)
+        else:
+            with self.choices.run():
+                output = fn(*args)
+        self._ended()
+        return output
+
+    def _ended(self) -> None:
         """Note which buffers the forward has changed, now that it has ended."""
         settings = self.settings
         if settings.written is None:
@@ -97,9 +109,9 @@ class ForwardState:
 
         Raises `ChangedBlockError`, in the context or when it is entered, for what cannot be had again.
         """
-        if not self.copies and self.settings.hold(self.block) and self._tensors_hold():
-            return contextlib.nullcontext()
-        return self._put_back()
+        holds = not self.copies and self.settings.hold(self.block) and self._tensors_hold()
+        around = contextlib.nullcontext() if holds else self._put_back()
+        return around if self.choices is None else self.choices.run_again(around)
 
     def _tensors_hold(self) -> bool:
         if not self.tensors:

@@ -24,6 +24,7 @@ class FullRegion(Region):
 
     may_copy = True
     """Whether the block may be recomputed from a copy of its hidden states, where it changes them in place."""
+    keeps_choices = True
 
     def __init__(self, block: str, *, preserve_rng_state: bool = True, determinism_check: str = "default") -> None:
         self.block = block
@@ -138,10 +139,7 @@ class _Counted:
     def __call__(self, *args: Any) -> Any:
         if not self.ran:
             self.ran = True
-            output = self.fn(*args)
-            if self.state is not None:
-                self.state.ended()
-            return output
+            return self.fn(*args) if self.state is None else self.state.run(self.fn, args)
         self.region.recomputed += 1
         around = self.region.observer() if self.region.observer else contextlib.nullcontext()
         with around, self.state.again() if self.state is not None else contextlib.nullcontext():

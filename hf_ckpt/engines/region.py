@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -38,6 +38,10 @@ class Region:
     """How often the block, or operations and modules inside it, were run again in backward."""
     in_graph: bool
     """Whether it was called from a graph of torch.compile, where nothing can be counted."""
+    keeps_choices: bool = False
+    """Whether routers of experts are to choose in a recomputation what they chose in the forward."""
+    compiles_block: bool = False
+    """Whether it is to compile the block, by itself."""
     left_to_others: bool = False
     """Whether it was to be compiled, but lies in a graph that something else compiles."""
     observer: Observer | None
@@ -113,11 +117,13 @@ def make(request: Request) -> Region:
     return made
 
 
-def hooks_for(regions: Mapping[str, Region], found: FoundBlocks) -> Iterator[Hook]:
-    """Yield the hooks that the engines of these regions (block name -> region) need on the modules of a model."""
+def hooks_for(regions: Collection[Region], found: FoundBlocks) -> Iterator[Hook]:
+    """Yield the hooks that the engines of these regions need on the modules of a model.
+
+    A block may have several regions, of plans that take turns. Hooks of one that is not on its block do nothing."""
     owners = list({id(owner): owner for owner in found.owners}.values())
     for record in ACTIONS.values():
         if record.hooks:
-            wanted: Callable[[Mapping[str, Region], FoundBlocks, Sequence[nn.Module]], Iterable[Hook]]
+            wanted: Callable[[Collection[Region], FoundBlocks, Sequence[nn.Module]], Iterable[Hook]]
             wanted = pkgutil.resolve_name(record.hooks)
             yield from wanted(regions, found, owners)

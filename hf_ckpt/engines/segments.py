@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from hf_ckpt import compat
 from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.full import FullRegion, needs_gradient, versions_of
 from hf_ckpt.engines.region import Hook, Region, Request
+from hf_ckpt.engines.routers import enter_router, leave_router
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.models.blocks import FoundBlocks
+from hf_ckpt.models.blocks import FoundBlocks, routers
 
 
 class Segment:
@@ -87,12 +88,19 @@ def make(request: Request) -> Region:
     return SegmentRegion(request.block, request.segment, **request.options)
 
 
-def hooks(regions: Mapping[str, Region], found: FoundBlocks, owners: Sequence[nn.Module]) -> Iterator[Hook]:
-    """Yield hooks on the modules that run the stacks, so that no segment stays open beyond its stack."""
-    segments = {region.segment for region in regions.values() if isinstance(region, SegmentRegion)}
+def hooks(regions: Collection[Region], found: FoundBlocks, owners: Sequence[nn.Module]) -> Iterator[Hook]:
+    """Yield hooks on the modules that run the stacks, so that no segment stays open beyond its stack.
+
+    Beside them there are hooks on the routers of all blocks that are run again as a whole.
+    """
+    segments = {region.segment for region in regions if isinstance(region, SegmentRegion)}
     for owner in owners if segments else ():
         yield Hook(owner, StartOfStack(segments), "before")
         yield Hook(owner, end_of_stack, "always")
+    choosing = dict.fromkeys(region.block for region in regions if region.keeps_choices)
+    for router in (router for name in choosing for router in routers(found.modules[name])):
+        yield Hook(router, enter_router, "before")
+        yield Hook(router, leave_router, "always")
 
 
 class StartOfStack:
@@ -191,9 +199,7 @@ class _Run:
             call.random_state = torch.get_rng_state(), get_device_states(*args)
         hidden = (_hidden_states(args, keywords),)
         versions = versions_of(hidden)
-        output = fn(*args)
-        if call.state is not None:
-            call.state.ended()
+        output = fn(*args) if call.state is None else call.state.run(fn, args)
         if not number:  # the others are recomputed from what the ones before return then
             region.refuse_changes(hidden, versions, output)
         for place, value in enumerate(compat.tree_leaves(output)):

@@ -37,6 +37,22 @@ class TinyModel:
 
 
 @dataclasses.dataclass(frozen=True)
+class FeedForward:
+    """Where the feed-forward of a block lies, which works on each token by itself, and how the block calls it.
+
+    It takes the hidden states alone, [sequences, tokens, hidden size], and returns the same shape.
+    """
+
+    path: str
+    """Names of attributes, from the block to the module that is called, as `mlp` or `layer.-1`; -1 is the last of a
+    list. Empty for the block itself."""
+    method: str = "forward"
+    """The method of that module that computes it."""
+    parts: tuple[str, ...] = ()
+    """Names of the modules inside it whose parameters the method uses; empty for all of it."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """What hf_ckpt knows of a group of models that share a structure. `hf_ckpt.register_family` adds one."""
 
@@ -51,6 +67,8 @@ class Family:
     cheap: tuple[str, ...] = ()
     """Class names of small modules that `selective` may run again as a whole, beside those of `CHEAP_EVERYWHERE`. They
     take one tensor and return one, draw no random numbers, and change nothing in place."""
+    feed_forward: FeedForward | None = None
+    """Where the feed-forward of each block lies; None where that is not known."""
     notes: str = ""
     """What else is worth knowing of these models, for people."""
     depths: Depths = dataclasses.field(default_factory=lambda: GENERIC_DEPTHS)
@@ -140,6 +158,7 @@ for _row in (
             "Gemma2RMSNorm",
             "Gemma3RMSNorm",
         ),
+        feed_forward=FeedForward("mlp"),
         depths={"decoder": ("num_hidden_layers",)},
         tiny=TinyModel(
             "LlamaConfig",
@@ -160,6 +179,7 @@ for _row in (
         model_types=("gpt2", "gpt_neo", "gptj"),
         stacks=(("decoder", "h"),),
         head="lm_head",
+        feed_forward=FeedForward("mlp"),
         depths={"decoder": ("n_layer", "num_layers")},
         learned_positions=("gpt2", "gpt_neo"),
         tiny=TinyModel(
@@ -181,6 +201,7 @@ for _row in (
         model_types=("gpt_neox",),
         stacks=(("decoder", "layers"),),
         head="lm_head",
+        feed_forward=FeedForward("mlp"),
         depths={"decoder": ("num_hidden_layers",)},
     ),
     Family(
@@ -188,6 +209,7 @@ for _row in (
         model_types=("bert", "roberta", "electra", "camembert", "xlm-roberta"),
         stacks=(("encoder", "encoder.layer"),),
         head="decoder",
+        feed_forward=FeedForward("", "feed_forward_chunk", ("intermediate", "output")),
         notes="One stack, called `encoder`; a BERT used as a decoder is counted the same way.",
         depths={"encoder": ("num_hidden_layers",)},
         learned_positions=("bert", "roberta", "electra", "camembert", "xlm-roberta"),
@@ -212,6 +234,7 @@ for _row in (
         stacks=(("encoder", "encoder.block"), ("decoder", "decoder.block")),
         head="lm_head",
         cheap=("T5LayerNorm", "MT5LayerNorm", "UMT5LayerNorm", "LongT5LayerNorm"),
+        feed_forward=FeedForward("layer.-1"),
         notes="Block 0 returns the position bias that all blocks share; attention modules carry a flag of their own.",
         depths={"encoder": ("num_layers",), "decoder": ("num_decoder_layers",)},
         tiny=TinyModel(

@@ -7,12 +7,23 @@ pictures read these records; nothing else lists the actions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-SAVE_CLASSES = ("linear", "attention")
+WIDTHS = ("narrow", "square", "wide")
+"""The parts of the class `linear`: layers whose result has fewer, as many, or more features than what they are given.
+Computing a result of so many features costs the less, the fewer features the layer is given."""
+CHEAP_CLASSES = ("norm", "elementwise")
+"""Classes of cheap results: those of norms, and those of all other cheap operations."""
+SAVE_CLASSES = ("linear", *WIDTHS, "attention", *CHEAP_CLASSES)
 """Classes of operations whose results `selective` may save."""
 DEFAULT_SAVE = ("linear", "attention")
 """The classes that `selective` saves where nothing is said."""
+
+
+def save_classes(names: Collection[str]) -> tuple[str, ...]:
+    """Return classes for `save` in the order of `SAVE_CLASSES`, each once; all of `WIDTHS` together are `linear`."""
+    found = {*names, *(("linear",) if {*WIDTHS} <= {*names} else ())}
+    return tuple(name for name in SAVE_CLASSES if name in found and not ("linear" in found and name in WIDTHS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +77,11 @@ class ActionKind:
     """Fields of `Action`, beside `kind`, that this action may have."""
     candidates: tuple[Action, ...] = ()
     """The forms of this action that a plan for a budget chooses from. Their costs are found by tracing them."""
+    finer: tuple[Action, ...] = ()
+    """Further forms, of which a plan for a budget may choose those that pay for the model at hand: a trace of one block
+    under each of them shows which these are."""
     compiles: bool = False
     """Whether the block is compiled. Either all blocks of a plan for a budget are, or none."""
-    eager_candidates: tuple[Action, ...] = ()
-    """Further candidates, for models whose attention holds its weights (`attn_implementation="eager"`)."""
     offloads: Mapping[Action, Action] = dataclasses.field(default_factory=dict)
     """Form of this action that holds tensors in host memory -> the action that keeps the same tensors on the device.
     The costs of the first are those of the second and the time of the copies."""
@@ -101,14 +113,29 @@ ACTIONS: dict[str, ActionKind] = {
             hooks="hf_ckpt.engines.rebuild.region:hooks",
             options=("save", "moved"),
             candidates=(SELECTIVE, Action("selective", ("attention",))),
-            eager_candidates=(Action("selective", ("linear",)),),
+            finer=tuple(
+                Action("selective", save)
+                for save in (
+                    ("linear", "attention", "norm", "elementwise"),
+                    ("linear", "attention", "norm"),
+                    ("linear",),
+                    ("narrow", "square", "attention"),
+                    ("narrow", "square"),
+                    ("narrow",),
+                )
+            ),
             offloads={dataclasses.replace(SELECTIVE, moved=True): SELECTIVE},
             next=FULL,
             next_in_words="`full` for `selective` blocks",
             colours={
+                "selective (save linear, attention, norm, elementwise)": "#1d6b4f",
+                "selective (save linear, attention, norm)": "#3a8a5c",
                 "selective (save linear, attention)": "#55a868",
-                "selective (save attention)": "#b5d99c",
                 "selective (save linear)": "#8fbf9f",
+                "selective (save narrow, square, attention)": "#86c07f",
+                "selective (save narrow, square)": "#9fcf92",
+                "selective (save attention)": "#b5d99c",
+                "selective (save narrow)": "#cfe8bd",
                 "selective (save linear, attention in host memory)": "#da8bc3",
             },
         ),
@@ -151,17 +178,18 @@ ACTIONS: dict[str, ActionKind] = {
 }
 
 
-def candidates(*, eager_attention: bool = False, compiled: bool = False) -> tuple[Action, ...]:
-    """Return the actions that a plan for a budget chooses from; those that keep most come first.
+def candidates(*, compiled: bool = False) -> tuple[Action, ...]:
+    """Return the actions that every plan for a budget chooses from; those that keep most come first.
 
-    `eager_attention` says whether the model's attention holds its weights. Only then does it pay to save the results of
-    linear layers alone, and to run attention again. `compiled` says whether blocks are compiled.
+    `compiled` says whether blocks are compiled.
     """
-    found: list[Action] = []
-    for record in ACTIONS.values():
-        if record.compiles == compiled:
-            found += [*record.candidates, *(record.eager_candidates if eager_attention else ())]
-    return tuple(found)
+    records = (record for record in ACTIONS.values() if record.compiles == compiled)
+    return tuple(action for record in records for action in record.candidates)
+
+
+def finer() -> tuple[Action, ...]:
+    """Return the actions that a plan for a budget may choose from beside `candidates`, where they pay for a model."""
+    return tuple(action for record in ACTIONS.values() for action in record.finer)
 
 
 def offloads() -> dict[Action, Action]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 from pathlib import Path
@@ -36,16 +37,23 @@ class Description:
     kept_to_rebuild: dict[str, int] = dataclasses.field(default_factory=dict)
     """The part of `kept` that autograd itself would not hold. Without `selective`, autograd would hold the rest of
     `kept`, and all of `dropped`."""
+    plans: dict[str, Plan] = dataclasses.field(default_factory=dict)
+    """Under `budget` and `auto`: the batch shape that a plan was made for, in words -> the plan. A batch takes the one
+    of its bucket; `plan` is that of the last batch."""
     moved: dict[str, int] = dataclasses.field(default_factory=dict)
     """Block name -> bytes that its last forward moved to host memory."""
     chunked_heads: int = 0
     """Calls of the head that ran in chunks so far."""
+    chunked_mlps: int = 0
+    """Forward calls of feed-forwards that ran in chunks so far, those in recomputations included."""
     in_graphs: tuple[str, ...] = ()
     """Planned blocks that were called from a graph of torch.compile, where no call is counted."""
     compiled_by_others: tuple[str, ...] = ()
     """Blocks that were to be compiled, but lie in a graph that something else compiles, where no share counts."""
     head_in_graph: bool = False
     """Whether the head is planned to run in chunks, but ran as a whole in a graph of torch.compile."""
+    mlp_in_graph: bool = False
+    """Whether feed-forwards are planned to run in chunks, but one ran as a whole in a graph of torch.compile."""
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON or YAML file, as `Plan.save` does."""
@@ -59,6 +67,9 @@ class Description:
             within = "" if predicted.budget_bytes is None else f" within {format_bytes(predicted.budget_bytes)}"
             seconds = format_seconds(predicted.step_seconds)
             lines.append(f"  predicted: peak {format_bytes(predicted.peak_bytes)}{within}, step {seconds}")
+        if len(self.plans) > 1:
+            lines.append(f"  plans for batches of {len(self.plans)} sizes:")
+            lines += [f"    {shape}: {_in_a_line(plan)}" for shape, plan in self.plans.items()]
         if self.frozen:
             lines.append(
                 f"  kept in effect: {len(self.frozen)} blocks below the first trainable parameter save nothing"
@@ -76,13 +87,27 @@ class Description:
             )
         if self.head_in_graph:
             lines.append("  in a graph of torch.compile, where it runs as a whole: the head")
+        if self.mlp_in_graph:
+            lines.append("  in a graph of torch.compile, where they run as a whole: feed-forwards")
         if self.moved:
             moved = format_bytes(sum(self.moved.values()))
             lines.append(f"  moved to host memory in the last forward: {moved} of {len(self.moved)} blocks")
         if self.chunked_heads:
             lines.append(f"  so far: {self.chunked_heads} calls of the head in chunks")
+        if self.chunked_mlps:
+            lines.append(f"  so far: {self.chunked_mlps} calls of feed-forwards in chunks")
         for verb, parts in (("dropped, to be rebuilt", self.dropped), ("kept", self.kept)):
             if parts:
                 shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
                 lines.append(f"  {verb} in the last forward: {format_bytes(sum(parts.values()))} ({shown})")
         return "\n".join(lines)
+
+
+def _in_a_line(plan: Plan) -> str:
+    """How many blocks have each action, and the predicted peak."""
+    counts = collections.Counter(str(action) for _, action in plan.actions)
+    found = ", ".join(f"{count} x {action}" for action, count in counts.items())
+    chunks = "" if plan.head == "full" else ", head in chunks"
+    chunks += "" if plan.mlp == "full" else ", feed-forward in chunks"
+    peak = "" if plan.prediction is None else f"; peak {format_bytes(plan.prediction.peak_bytes)}"
+    return found + chunks + peak

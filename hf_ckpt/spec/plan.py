@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import FileError, PlanMismatchError, shown
-from hf_ckpt.spec.actions import ACTIONS, COMPILED, SAVE_CLASSES, Action
+from hf_ckpt.spec.actions import ACTIONS, COMPILED, SAVE_CLASSES, Action, save_classes
 from hf_ckpt.spec.files import (
     LARGEST_BYTES,
     LARGEST_YAML_BYTES,
@@ -103,6 +103,8 @@ class Plan:
     head: int | str = "full"
     """`full` where the head and its loss run as a whole; otherwise the number of tokens in a chunk, or `auto` where it
     is chosen at each call."""
+    mlp: int | str = "full"
+    """How the feed-forward of each block runs, in the same words."""
 
     def stacks(self) -> dict[str, list[tuple[Block, Action]]]:
         """Return the blocks with their actions by the name of their stack."""
@@ -125,13 +127,13 @@ class Plan:
         """Return the actions by block name, for the blocks whose action is not `keep`."""
         return {block.name: action for block, action in self.actions if action.kind != "keep"}
 
-    def graphs(self) -> list[tuple[str, float]]:
-        """Return what is compiled: (class of blocks, share) once for all blocks that have it.
+    def graphs(self) -> list[tuple[str, str, float]]:
+        """Return what is compiled: (stack, class of blocks, share) once for all blocks that have it.
 
         Blocks that train otherwise than the rest have one graph more, as the first one behind a frozen embedding.
         """
-        pairs = [(block.kind, action.share) for block, action in self.actions if action.share is not None]
-        return list(dict.fromkeys(pairs))
+        found = [(block.stack, block.kind, action.share) for block, action in self.actions if action.share is not None]
+        return list(dict.fromkeys(found))
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able dict, which `Plan.from_dict` reads back to an equal plan."""
@@ -147,6 +149,7 @@ class Plan:
         stacks = {stack: [row(*pair) for pair in pairs] for stack, pairs in self.stacks().items()}
         found = {"hf_ckpt_plan": FORMAT_VERSION, "family": self.family, "model": self.model, "stacks": stacks}
         found |= {"head": self.head} if self.head != "full" else {}
+        found |= {"mlp": self.mlp} if self.mlp != "full" else {}
         return found if self.prediction is None else {**found, "prediction": self.prediction.to_dict()}
 
     @classmethod
@@ -162,7 +165,8 @@ class Plan:
             actions = tuple(_read_rows(given["stacks"]))
             predicted = given.get("prediction")
             prediction = None if predicted is None else Prediction.from_dict(predicted)
-            return cls(str(given["family"]), str(given["model"]), actions, prediction, _read_head(given))
+            head, mlp = _read_tokens(given, "head"), _read_tokens(given, "mlp")
+            return cls(str(given["family"]), str(given["model"]), actions, prediction, head, mlp)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise PlanMismatchError(f"{source} is damaged: {shown(error, 400)}") from error
 
@@ -195,6 +199,12 @@ class Plan:
             raise PlanMismatchError(f"cannot read a plan from {str(path)!r}: {error}") from error
         return cls.from_dict(loaded, source=str(path))
 
+    def summary(self) -> str:
+        """Return what blocks get in one line, as `full on blocks 0, 2 of 4`, by stack where there are several."""
+        stacks = self.stacks()
+        parts = [(f"{stack}: " if len(stacks) > 1 else "") + _summary(pairs) for stack, pairs in stacks.items()]
+        return "; ".join([*parts, *(["head in chunks"] if self.head != "full" else [])])
+
     def __str__(self) -> str:
         lines = [f"{self.model} (family {self.family}), {len(self.active())} of {len(self.actions)} blocks planned"]
         for stack, pairs in self.stacks().items():
@@ -204,9 +214,29 @@ class Plan:
             kinds = ", ".join(dict.fromkeys(block.kind for block, _ in pairs))
             parts = [f"{action} {_spans(indices)}" for action, indices in chosen.items()]
             lines.append(f"  {stack} ({len(pairs)} x {kinds}): {'; '.join(parts)}")
-        if self.head != "full":
-            lines.append(f"  head: in chunks ({self.head if isinstance(self.head, str) else f'{self.head} tokens'})")
+        for name, tokens in (("head", self.head), ("feed-forward", self.mlp)):
+            if tokens != "full":
+                lines.append(f"  {name}: in chunks ({tokens if isinstance(tokens, str) else f'{tokens} tokens'})")
         return "\n".join(lines)
+
+
+def _summary(pairs: list[tuple[Block, Action]]) -> str:
+    """Return what the blocks of one stack get, in one line."""
+    chosen: dict[str, list[int]] = {}
+    for block, action in pairs:
+        if action.kind != "keep":
+            chosen.setdefault(str(dataclasses.replace(action, segment=None)), []).append(block.index)
+    segments = len({action.segment for _, action in pairs} - {None})
+    in_segments = f" in {segments} segments" if segments else ""
+    if not chosen:
+        return f"everything is kept, in {len(pairs)} blocks"
+    if [len(indices) for indices in chosen.values()] == [len(pairs)]:
+        return f"{next(iter(chosen))}{in_segments} on all {len(pairs)} blocks"
+    parts = [
+        f"{action}{in_segments} on block{'s' if len(indices) > 1 else ''} {_spans(indices)}"
+        for action, indices in chosen.items()
+    ]
+    return f"{' and '.join(parts)} of {len(pairs)}"
 
 
 def run_lengths(blocks: int, runs: int) -> list[int]:
@@ -241,12 +271,12 @@ def _whole(value: Any, name: str) -> int:
     return value
 
 
-def _read_head(given: Mapping[str, Any]) -> int | str:
-    """Read `Plan.head` from a saved plan. Raises `ValueError` where it is none."""
-    head = given.get("head", "full")
-    if head not in ("full", "auto") and not (type(head) is int and head >= 1):
-        raise ValueError(f"its head is {shown(head)}, which is neither a number of tokens nor `auto` nor `full`")
-    return head  # type: ignore[no-any-return]
+def _read_tokens(given: Mapping[str, Any], key: str) -> int | str:
+    """Read `Plan.head` or `Plan.mlp` from a saved plan. Raises `ValueError` where it is none."""
+    tokens = given.get(key, "full")
+    if tokens not in ("full", "auto") and not (type(tokens) is int and tokens >= 1):
+        raise ValueError(f"its {key} is {shown(tokens)}, which is neither a number of tokens nor `auto` nor `full`")
+    return tokens  # type: ignore[no-any-return]
 
 
 def _read_rows(stacks: Mapping[str, list[Mapping[str, Any]]]) -> Iterator[tuple[Block, Action]]:
@@ -284,4 +314,4 @@ def _read_action(row: Mapping[str, Any]) -> Action:
         if given and option not in ACTIONS[kind].options:
             owners = " or ".join(f"`{record.name}`" for record in ACTIONS.values() if option in record.options)
             raise ValueError(f"{block} has `{option}`, which goes with {owners}, but its action is `{kind}`")
-    return Action(kind, tuple(save), segment, moved, None if share is None else float(share))
+    return Action(kind, save_classes(save), segment, moved, None if share is None else float(share))

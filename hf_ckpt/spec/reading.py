@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import shown
-from hf_ckpt.spec.actions import ACTIONS, SAVE_CLASSES
+from hf_ckpt.spec.actions import ACTIONS, SAVE_CLASSES, save_classes
 from hf_ckpt.units import UnitError, parse_budget, parse_bytes
 
 _OTHERS = (record.name for record in ACTIONS.values() if record.is_policy and record.name != "full")
 POLICIES = ("none", "full", *_OTHERS, "budget", "auto")
 ENGINES = ("auto", "rebuild", "sac")
-HEADS = ("full", "auto")
+CHUNKS = ("full", "auto")
 
 LayerRange = tuple[int, int]
 """First and last position of a range of blocks; a negative one counts from the end."""
@@ -169,17 +169,18 @@ def _read_budget(value: Any) -> int | float | str | None:
     return value  # type: ignore[no-any-return]
 
 
-def _read_head(value: Any) -> int | str:
+def _read_tokens(value: Any) -> int | str:
+    """Read how many tokens a chunk has, or a word in place of it."""
     if type(value) is int and value >= 1:
         return value
-    return one_of(*HEADS, "a number of tokens of at least 1")(value)  # type: ignore[no-any-return]
+    return one_of(*CHUNKS, "a number of tokens of at least 1")(value)  # type: ignore[no-any-return]
 
 
 def _read_save(value: Any) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not names or not all(name in SAVE_CLASSES for name in names):
         raise ValueError(f"must be a list out of {list(SAVE_CLASSES)}, but is {shown(value)} instead")
-    return tuple(name for name in SAVE_CLASSES if name in names)
+    return save_classes(names)
 
 
 def _read_share(value: Any) -> float | None:
@@ -256,7 +257,8 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "preserve_rng_state": one_of("auto", True, False),
     "determinism_check": one_of("default", "none"),
     "use_reentrant": _read_reentrant,
-    "head": _read_head,
+    "head": _read_tokens,
+    "mlp": _read_tokens,
     "plan": _read_plan,
     "compile": one_of(None, "blocks"),
     "share": _read_share,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import SpecError, shown
-from hf_ckpt.spec.actions import DEFAULT_SAVE
+from hf_ckpt.spec.actions import CHEAP_CLASSES, DEFAULT_SAVE
 from hf_ckpt.spec.files import load_yaml, parse_values, read_bytes
 from hf_ckpt.spec.reading import POLICIES, READERS, Layers, Rule, unknown_key
 
@@ -44,7 +44,7 @@ class Spec:
     policy: str = "full"
     """What blocks get: `none`, `full`, `selective` or `offload`; `budget` and `auto` choose for each block."""
     save: tuple[str, ...] = DEFAULT_SAVE
-    """For `selective`: the classes of operations whose results are kept, out of `linear` and `attention`."""
+    """For `selective`: the classes of operations whose results are kept, out of `SAVE_CLASSES`."""
     every_n_layers: int = 1
     """Apply the policy to blocks 0, n, 2n, ... of each stack."""
     layers: Layers | None = None
@@ -72,6 +72,9 @@ class Spec:
     head: int | str = "full"
     """`full` to run the head as a whole; a number to run it and its loss in chunks of so many tokens; `auto` to let
     hf_ckpt choose the number."""
+    mlp: int | str = "full"
+    """`full` to run the feed-forward of each block as a whole; a number to run it in chunks of so many tokens; `auto`
+    to let hf_ckpt choose the number."""
     plan: str | None = None
     """Path of a saved plan to install instead of planning."""
     compile: str | None = None
@@ -272,7 +275,13 @@ def _budget_checks(spec: Spec) -> _Checks:
 
 def _selective_checks(spec: Spec, given: Mapping[str, Any], policies: set[str], planned: set[str]) -> _Checks:
     """Check the keys of `selective`: `save` and `engine`."""
+    saves = {name for save in (spec.save, *(rule.save or () for rule in spec.rules)) for name in save}
     return [
+        (
+            spec.engine == "sac" and not saves.isdisjoint(CHEAP_CLASSES),
+            f"`save` of {' and '.join(f'`{name}`' for name in CHEAP_CLASSES)} needs the rebuild engine: SAC saves the "
+            "results of linear layers and of attention only.",
+        ),
         (
             "save" in given and not ({"selective"} | planned) & policies,
             f"`save` goes with `policy: selective`, but policy is {spec.policy!r}.",
@@ -280,6 +289,10 @@ def _selective_checks(spec: Spec, given: Mapping[str, Any], policies: set[str], 
         (
             spec.engine != "auto" and not ({"selective"} | planned) & policies,
             f"`engine` goes with `policy: selective`, but policy is {spec.policy!r}.",
+        ),
+        (
+            spec.engine == "sac" and spec.mlp != "full",
+            "`mlp` in chunks needs the rebuild engine: SAC would keep the results of every chunk.",
         ),
     ]
 
@@ -336,6 +349,11 @@ def _compile_checks(spec: Spec, given: Mapping[str, Any], policies: set[str], pl
         (
             compiled and bool(others),
             f'`compile: "blocks"` leaves to the compiler what a block keeps; remove {", ".join(others)}.',
+        ),
+        (
+            compiled and spec.mlp != "full",
+            "`mlp` in chunks would be a loop in the graph of a compiled block, which the compiler takes apart again; "
+            "leave `mlp` or `compile` out.",
         ),
     ]
 

@@ -143,6 +143,11 @@ class Deciding:
         """The plan of what it has planned, where the record looks for it."""
         return self.on_batch
 
+    @property
+    def plans(self):
+        """Every plan that it holds."""
+        return {"any batch": self.on_batch}
+
 
 def test_every_enable_call_asks_the_decider():
     model = tiny_model("llama")
@@ -208,7 +213,7 @@ def test_another_plan_takes_over_the_observer():
     decider = Deciding(on_batch=plan_of(model, KEEP, OFFLOAD, FULL, SELECTIVE))
     put_on(model, attach(model, Spec.parse("auto"), plan_of(model, FULL, KEEP, KEEP, KEEP), decider))
     seen = object()
-    installation(model).regions[ALL[0]].observer = seen
+    installation(model).functions.observe(seen)
     model(**tiny_batch("llama"))
     regions = installation(model).regions
     assert list(regions) == ALL[1:]

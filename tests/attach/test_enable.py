@@ -239,14 +239,15 @@ def test_lost_blocks_are_named():
     assert active(model) == ALL[:3]
 
 
-def test_nothing_is_logged_but_at_debug_level(caplog):
+def test_only_the_plan_is_logged_above_debug_level(caplog):
     model = tiny_model("llama")
     with caplog.at_level(logging.INFO, "hf_ckpt"):
         hf_ckpt.install(model)
         enable(model)
         step(model, tiny_batch("llama"))
         hf_ckpt.uninstall(model)
-    assert not caplog.records
+    (told,) = caplog.records
+    assert (told.name, told.levelno) == ("hf_ckpt.plans", logging.INFO)
 
 
 def test_the_head_can_be_asked_for_beside_a_plan_that_was_given():

@@ -20,6 +20,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in Path(hf_c
 NOT_OF_TORCH = {
     "transformers": {
         "_attn_implementation",
+        "_keep_in_fp32_modules",
         "_attn_implementation_internal",
         "_implementation_internal",
         "_from_config",
@@ -36,9 +37,12 @@ NOT_OF_TORCH = {
         "_kwargs",
         "_hooks",
     },
+    "peft": {"_cast_input_dtype", "_disable_adapters"},
     "operations": {
+        "_int_mm",
         "_to_copy",
         "_local_scalar_dense",
+        "_safe_softmax",
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_flash_attention",

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch._dynamo
 from helpers.adapters import with_lora
+from helpers.compiled import kept
 from helpers.sparing import sparing
-from helpers.steps import assert_near, assert_same, enable, step
-from torch._dynamo.backends.registry import lookup_backend
+from helpers.steps import ROUNDING_16, assert_near, assert_same, enable, outcome, step
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,19 +29,6 @@ SHARES = (1.0, 0.5, 0.0)
 BLOCKS = {"compile": "blocks"}
 
 
-@pytest.fixture
-def graphs(monkeypatch):
-    """Graphs that were compiled, without inductor, which takes long."""
-    found = []
-
-    def compile_graph(graph, inputs):
-        found.append(graph)
-        return lookup_backend("aot_eager_decomp_partition")(graph, inputs)
-
-    monkeypatch.setattr(compat, "compile_graph", compile_graph)
-    return found
-
-
 def compiled(spec, family="llama", lora=False, **options):
     layers = 1 if family == "t5" else 2  # its blocks are of as many kinds already
     model = tiny_model(family, **{"layers": layers, "attention": "sdpa", **options})
@@ -49,22 +36,6 @@ def compiled(spec, family="llama", lora=False, **options):
     hf_ckpt.install(model, {**BLOCKS, **spec})
     enable(model)
     return model
-
-
-def kept(model, batch):
-    """A step, and the bytes that autograd keeps for it, parameters left out."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    seen = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        found = step(model, batch)
-    return found, sum(seen.values())
 
 
 @sparing("family", FAMILIES, "llama")
@@ -129,6 +100,25 @@ def test_blocks_of_a_kind_share_graphs(graphs):
     assert len(graphs) == 4
 
 
+def test_stacks_of_other_lengths_have_graphs_of_their_own_sizes(graphs):
+    """An encoder and a decoder have blocks of one class; graphs for both lengths would be for any length, and keep
+    other tensors than was planned."""
+    model = compiled({"share": 0.0}, "t5")
+    batch = tiny_batch("t5", tokens=16)
+    assert batch["labels"].shape[1] != batch["input_ids"].shape[1]
+    step(model, batch)
+    assert len(graphs) == 2
+    free = [size for graph in graphs for node in graph.graph.nodes for size in sizes(node)]
+    assert free
+    assert all(isinstance(size, int) for size in free)
+
+
+def sizes(node):
+    """The sizes of a node's result, numbers or symbols; none for what is not a tensor."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return [value] if isinstance(value, torch.SymInt) else getattr(value, "shape", ())
+
+
 def test_what_is_described_and_taken_off_again(graphs):
     plain, model = tiny_model("llama", layers=2, attention="sdpa"), compiled({"policy": "full"})
     batch = tiny_batch("llama")
@@ -166,6 +156,47 @@ def test_adapters_autocast_and_accumulation(graphs, share):
             each(**batch).loss.backward()  # and a second backward on top of it
     assert_near(step(plain, batch), step(model, batch))
     assert len(graphs) == 4  # under autocast and without; the input of the first block needs no gradient
+
+
+def test_two_micro_steps_under_autocast(graphs):
+    """Bit-equal to the same compiled blocks without checkpointing."""
+
+    def accumulated(model):
+        for seed in (1, 2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(**tiny_batch("llama", seed=seed)).loss
+            loss.backward()
+        return outcome(model, loss)
+
+    plain = accumulated(tiny_model("llama", layers=2, attention="sdpa"))
+    models = [compiled({"share": share}) for share in SHARES]
+    first, *others = (accumulated(model) for model in models)
+    assert_near(plain, first, ROUNDING_16, together=True)
+    for found in others:
+        assert_same(first, found)
+    for model in models:
+        told = hf_ckpt.describe(model)
+        assert len(told.in_graphs) == 2
+        assert set(told.forwards.values()) == {2}
+    assert len(graphs) == len(SHARES)
+    once = compiled({"share": 0.0})
+    with pytest.raises(AssertionError):
+        assert_near(first, step(once, tiny_batch("llama", seed=2)), ROUNDING_16, together=True)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.0])
+def test_generation_in_train_mode(graphs, share):
+    """Without gradients blocks run as they are, with their cache; training goes on as before."""
+    plain, model = tiny_model("llama", layers=2, attention="sdpa"), compiled({"share": share})
+    prompt = {**tiny_batch("llama", tokens=8), "max_new_tokens": 6, "do_sample": False}
+    prompt.pop("labels")
+    before = step(model, tiny_batch("llama"))
+    assert torch.equal(plain.generate(**prompt), model.generate(**prompt))
+    assert model.training
+    assert set(hf_ckpt.describe(model).forwards.values()) == {1}
+    assert_same(before, step(model, tiny_batch("llama")))
+    assert set(hf_ckpt.describe(model).forwards.values()) == {2}
+    assert len(graphs) == 1
 
 
 class Branching(torch.nn.Module):
@@ -288,9 +319,9 @@ def test_verify_compares_with_the_same_blocks_at_share_1():
 def test_verify_sees_compiled_blocks_that_compute_something_else(monkeypatch):
     right = engine._compiled
 
-    def wrong(kind, share):
-        run = right(kind, share)
-        return run if share else lambda *args: run(*args) * 1.001
+    def wrong(kind):
+        run = right(kind)
+        return run if kind.share else lambda *args: run(*args) * 1.001
 
     monkeypatch.setattr(engine, "_compiled", wrong)
     model = tiny_model("llama", layers=2, attention="sdpa")

@@ -39,6 +39,7 @@ TOYS = {
     "ClampBackward1": lambda y: y.clamp(0.2, 1.5),
     "ClampMinBackward0": lambda y: y.clamp_min(0.2),
     "MulBackward0": lambda y: y * y.detach(),
+    "MulBackward1": lambda y: torch.ops.aten.mul.Scalar(y, 1.7),
     "DivBackward0": lambda y: y / (y.detach().abs() + 1),
     "NegBackward0": lambda y: -y,
     "PowBackward0": lambda y: y.pow(3),
@@ -74,6 +75,7 @@ TOYS = {
     ),
     "BmmBackward0": lambda y: torch.bmm(y, y.transpose(1, 2)),
     "SoftmaxBackward0": lambda y: torch.softmax(y, -1) * 2.0,
+    "SafeSoftmaxBackward0": lambda y: torch.ops.aten._safe_softmax(y, -1) * 2.0,
     "ScaledDotProductFlashAttentionForCpuBackward0": lambda y: functional.scaled_dot_product_attention(*_qkv(y)),
 }
 

@@ -26,7 +26,9 @@ from hf_ckpt.spec.actions import (
     ActionKind,
     candidates,
     colour_of,
+    finer,
     offloads,
+    save_classes,
 )
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
@@ -49,7 +51,7 @@ def test_the_records():
 @each_record
 def test_a_record_is_complete(record):
     """Its engine makes the function of a block, its forms have no options but its own, and each has a colour."""
-    forms = [*record.candidates, *record.eager_candidates, *record.offloads]
+    forms = [*record.candidates, *record.finer, *record.offloads]
     forms += [COMPILED] if record.name == COMPILED.kind else []  # no plan for a budget chooses it yet
     assert forms
     assert record.keeps
@@ -66,12 +68,20 @@ def test_a_record_is_complete(record):
 
 
 def test_what_a_budget_chooses_from():
-    """Actions that keep most come first; a model with eager attention has one more."""
+    """Actions that keep most come first; finer ones are chosen for each model."""
     attention, linear = (Action("selective", (name,)) for name in ("attention", "linear"))
-    assert candidates(eager_attention=False) == (KEEP, SELECTIVE, attention, FULL)
-    assert candidates(eager_attention=True) == (KEEP, SELECTIVE, attention, linear, FULL)
+    assert candidates() == (KEEP, SELECTIVE, attention, FULL)
+    assert linear in finer()
+    assert not set(finer()) & set(candidates())
     moved = dataclasses.replace(SELECTIVE, moved=True)
     assert list(offloads().items()) == [(FULL, OFFLOAD), (SELECTIVE, moved)]  # what keeps least comes first
+
+
+def test_classes_to_save_are_put_in_order():
+    assert save_classes(["attention", "narrow", "attention"]) == ("narrow", "attention")
+    assert save_classes(["wide", "square", "narrow"]) == ("linear",)  # these are all linear layers
+    assert save_classes(["norm", "square", "linear"]) == ("linear", "norm")
+    assert all(action.save == save_classes(action.save) for action in finer())
 
 
 # --- plan files -----------------------------------------------------------------------------------------------------
@@ -127,7 +137,7 @@ def make_twice(request):
 
 def hooks_of_twice(regions, found, owners):
     def count(module, args):
-        for region in regions.values():
+        for region in regions:
             region.hooked += 1
 
     return [Hook(owner, count, "before") for owner in owners]
@@ -178,7 +188,7 @@ def test_a_new_record_is_carried_out(twice, tmp_path):
 
 
 def test_a_new_record_is_found_by_planner_and_pictures(twice):
-    assert candidates(eager_attention=False)[-1] == TWICE
+    assert candidates()[-1] == TWICE
     assert offloads()[TWICE] == dataclasses.replace(TWICE, moved=True)
     assert colour_of(TWICE) == "#123456"
     plan = Plan.from_dict(plan_with(action="twice", moved=True))

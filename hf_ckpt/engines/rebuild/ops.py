@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from hf_ckpt import compat
+from hf_ckpt.spec.actions import CHEAP_CLASSES, WIDTHS
+
 LINEAR, ATTENTION = "linear", "attention"
-"""The classes of operations that `save` may name."""
-VIEW = "view"
-"""The class of operations that only look at their operand in another way."""
+"""The classes of operations that `save` may name, and that are expensive to run again."""
+NORM, ELEMENTWISE = CHEAP_CLASSES
+VIEW, CAST = "view", "cast"
+"""The classes of operations that only look at their operand in another way, or in another type."""
+MASK = "mask"
+"""Stands for the class of a dropout's mask, which is no result of an operation: it stays, as bits."""
 
 Function = Callable[..., torch.Tensor]
 """An operation, to be called with its operands."""
@@ -28,12 +34,15 @@ class Op:
     """How the results of one kind of autograd node are rebuilt."""
 
     op_class: str
-    """Its class: `linear` and `attention` may be named by `save`, `view` costs nothing, and others are for reports."""
+    """Its class: `linear` and `attention` may be named by `save`, `view` and `cast` are rebuilt in any case, and `save`
+    names all others together, as `elementwise`."""
     prepare: Callable[..., Function | None]
     """Reads the constants of an operation: (node, metadata of the result) -> the operation on its operands, or None if
     this one has to be kept. The metadata are shape, dtype and device."""
     constants: tuple[str, ...] = ()
     """For each operand, the name under which the node saves it (`_saved_<name>`), for operands without a gradient."""
+    saved: tuple[str, ...] = ()
+    """The names under which the node saves further operands, that come behind its inputs."""
     operands: int | None = None
     """How many of the node's inputs are operands, where `prepare` reads the others from the node; None for all."""
     several: bool = False
@@ -61,6 +70,11 @@ def _gelu(node: Any, metadata: Any) -> Function:
 def _pow(node: Any, metadata: Any) -> Function:
     exponent = node._saved_exponent
     return lambda x: x.pow(exponent)
+
+
+def _times_a_number(node: Any, metadata: Any) -> Function:
+    number = node._saved_other
+    return lambda x: torch.ops.aten.mul.Scalar(x, number)
 
 
 def _softplus(node: Any, metadata: Any) -> Function:
@@ -115,22 +129,28 @@ def _softmax(node: Any, metadata: Any) -> Function:
     return lambda x: torch.softmax(x, dim, dtype=dtype)
 
 
+def _safe_softmax(node: Any, metadata: Any) -> Function:
+    dim, dtype = _signed(node._saved_dim), metadata.dtype
+    return lambda x: torch.ops.aten._safe_softmax(x, dim, dtype)
+
+
 def _native_dropout(node: Any, metadata: Any) -> Function | None:
     """Dropout with the mask that the node saved: nothing is drawn again.
 
     As torch computes it in aten/src/ATen/native/Dropout.cpp and cuda/Dropout.cu.
     """
-    mask, kept = node._saved_result1, 1.0 - node._saved_p
+    kept = 1.0 - node._saved_p
     if not kept:
-        return lambda x: x * torch.zeros_like(mask, dtype=x.dtype)
+        return lambda x, mask: x * torch.zeros_like(mask, dtype=x.dtype)
     if metadata.device.type == "cpu":
         # With `train=False`, which only direct calls pass, nothing is scaled, and the node does not tell.
-        if bool(mask.all()):
+        mask = node._saved_result1
+        if not compat.is_fake(mask) and bool(mask.all()):
             return None
-        return lambda x: x * (mask.to(x.dtype) * (1.0 / kept))
+        return lambda x, mask: x * (mask.to(x.dtype) * (1.0 / kept))
     # CUDA computes x * mask * scale in float32, and the scale as well. Its backward kernel does the same.
     scale = float(1.0 / torch.tensor(kept, dtype=torch.float32))
-    return lambda x: torch.ops.aten.native_dropout_backward(x, mask, scale)
+    return lambda x, mask: torch.ops.aten.native_dropout_backward(x, mask, scale)
 
 
 def _clamp(node: Any, metadata: Any) -> Function:
@@ -258,6 +278,7 @@ UNARY = {
 }
 POINTWISE = {
     "MulBackward0": _plainly(torch.mul),
+    "MulBackward1": _times_a_number,
     "DivBackward0": _plainly(torch.div),
     "NegBackward0": _plainly(torch.neg),
     "PowBackward0": _pow,
@@ -287,18 +308,21 @@ OPS: dict[str, Op] = {
     **{name: Op("pointwise", _typed(prepare), ("self", "other")) for name, prepare in POINTWISE.items()},
     **{name: Op(VIEW, prepare) for name, prepare in VIEWS.items()},
     **{name: Op(VIEW, prepare, several=True) for name, prepare in PARTS.items()},
-    "ToCopyBackward0": Op("cast", _cast),
+    "ToCopyBackward0": Op(CAST, _cast),
     "CloneBackward0": Op("copy", _plainly(lambda x: x.clone(memory_format=torch.contiguous_format))),
     "CatBackward0": Op("copy", _cat),
     "IndexBackward0": Op("copy", _index),
     "MeanBackward1": Op("reduction", _mean),
-    "NativeDropoutBackward0": Op("dropout", _native_dropout, seen="cpu, torch 2.13 (torch.native_dropout)"),
+    "NativeDropoutBackward0": Op(
+        "dropout", _native_dropout, saved=("result1",), seen="cpu, torch 2.13 (torch.native_dropout)"
+    ),
     "EmbeddingBackward0": Op("embedding", _embedding),
     "MmBackward0": Op(LINEAR, _plainly(torch.mm), ("self", "mat2")),
     "AddmmBackward0": Op(LINEAR, _addmm, ("", "mat1", "mat2"), bias_of="mat2"),
     "GroupedMmBackward0": Op(LINEAR, _grouped_mm, ("self", "mat2")),
     "BmmBackward0": Op(ATTENTION, _plainly(torch.bmm), ("self", "mat2")),
     "SoftmaxBackward0": Op(ATTENTION, _softmax),
+    "SafeSoftmaxBackward0": Op(ATTENTION, _safe_softmax),
     "ScaledDotProductFlashAttentionForCpuBackward0": Op(
         ATTENTION,
         _attention("_scaled_dot_product_flash_attention_for_cpu", mask="attn_mask"),
@@ -327,6 +351,30 @@ OPS: dict[str, Op] = {
 """The rows, by name of the autograd node."""
 
 
-def ops_for(save: Sequence[str]) -> dict[str, Op]:
-    """Return the rows that may be used when results of the classes in `save` are to be kept."""
+IN_NORMS = {name: row for name, row in OPS.items() if row.op_class in (VIEW, CAST)}
+"""The rows that may be used inside norms whose results are to be kept."""
+
+
+def ops_for(save: Collection[str]) -> dict[str, Op]:
+    """Return the rows that may be used when results of the classes in `save` are to be kept.
+
+    Of linear layers only some may have to be kept: those of a `width` that `save` names.
+    """
+    if ELEMENTWISE in save:
+        return {
+            name: row
+            for name, row in OPS.items()
+            if name in IN_NORMS or (row.op_class in (LINEAR, ATTENTION) and row.op_class not in save)
+        }
     return {name: row for name, row in OPS.items() if row.op_class not in save}
+
+
+def width(features: int, given: int) -> str:
+    """Return the width of a linear layer: how the features of its result compare with those that it is given."""
+    return WIDTHS[(features >= given) + (features > given)]
+
+
+def width_of(node: Any) -> str:
+    """Return the `width` of the linear layer that a node of the class `linear` belongs to."""
+    *_, given, features = node._saved_mat2_sym_sizes
+    return width(features, given)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from hf_ckpt.engines.region import Hook, Observer, Region, Request
 from hf_ckpt.engines.sac import SacRegion
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import FoundBlocks, cheap_modules, embedding_norms
+from hf_ckpt.spec.actions import WIDTHS
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class RebuildRegion(Region):
     ) -> None:
         self.block = block
         self.fallback = fallback
+        self.keeps_choices = fallback is not None
         self.trial = fallback is not None
         """Whether the trial is still to come."""
         self.failed = False
@@ -70,6 +72,8 @@ class RebuildRegion(Region):
         self.save = save
         self.work = Work(block)
         self.rows = ops_for(save)
+        self.widths = frozenset(save) & {*WIDTHS}
+        """The widths of linear layers whose results are kept, where others are rebuilt."""
         self.forwards = 0
         self.dropped: dict[str, int] = {}
         self.kept: dict[str, int] = {}
@@ -205,16 +209,16 @@ def make(request: Request) -> Region:
     )
 
 
-def hooks(regions: Mapping[str, Region], found: FoundBlocks, owners: Sequence[nn.Module]) -> Iterator[Hook]:
+def hooks(regions: Collection[Region], found: FoundBlocks, owners: Sequence[nn.Module]) -> Iterator[Hook]:
     """Yield the hooks on small modules that are run again as a whole.
 
     Where tensors are moved to host memory, there is a hook on each module that runs a stack, too.
     """
-    rebuilding = {name: region for name, region in regions.items() if isinstance(region, RebuildRegion)}
-    movers = {id(region.mover): region.mover for region in rebuilding.values() if region.mover is not None}
+    rebuilding = [region for region in regions if isinstance(region, RebuildRegion)]
+    movers = {id(region.mover): region.mover for region in rebuilding if region.mover is not None}
     for mover, owner in itertools.product(movers.values(), owners):
         yield Hook(owner, EndOfStack(mover), "always")
-    for module in cheap_modules(found, rebuilding):
+    for module in cheap_modules(found, list(dict.fromkeys(region.block for region in rebuilding))):
         yield Hook(module, enter_module, "before", with_kwargs=True)
         yield Hook(module, leave_module, "always")
     for norm in embedding_norms(found) if rebuilding else ():

@@ -7,7 +7,6 @@ saves, and counts what is dropped and what stays. It ends with the forward.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,8 +19,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hf_ckpt import compat
 from hf_ckpt.engines.forward_state import address_of
 from hf_ckpt.engines.full import changed_by
-from hf_ckpt.engines.rebuild.ops import VIEW, Op
+from hf_ckpt.engines.rebuild import masks
+from hf_ckpt.engines.rebuild.ops import ELEMENTWISE, IN_NORMS, LINEAR, MASK, NORM, VIEW, Op, width_of
 from hf_ckpt.engines.rebuild.values import (
+    MASKS,
     NO_GRAPH,
     Inside,
     Kept,
@@ -32,15 +33,16 @@ from hf_ckpt.engines.rebuild.values import (
     Value,
     View,
     Work,
+    is_cast,
     layout_of,
+    read,
+    shaped,
+    warn_nothing_dropped,
 )
-from hf_ckpt.logs import warn_once
-from hf_ckpt.models.blocks import biases
+from hf_ckpt.models.blocks import biases, is_norm
 
 if TYPE_CHECKING:
     from hf_ckpt.engines.rebuild.region import RebuildRegion
-
-log = logging.getLogger(__name__)
 
 _Edge = tuple[Any, int]
 """An autograd node, and the number of one of its outputs."""
@@ -69,7 +71,7 @@ _handed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a small module that may be run again as a whole: have the tape of the block note its call."""
     tape = None if compat.is_compiling() else running.tape
-    if tape is None or tape.replay is not None or kwargs or len(args) != 1 or not torch.is_grad_enabled():
+    if tape is None or tape.replay or tape.inside or kwargs or len(args) != 1 or not torch.is_grad_enabled():
         return
     # Another hook may change what goes in or comes out, so operations of such a module are rebuilt one by one.
     if len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1 and isinstance(args[0], torch.Tensor):
@@ -79,7 +81,7 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Forward hook of a small module that may be run again: its output can be rebuilt from here on."""
     tape = None if compat.is_compiling() else running.tape
-    if tape is not None and tape.replay is not None and tape.replay.module is module:
+    if tape is not None and module is (tape.inside if tape.replay is None else tape.replay.module):
         tape.leave(output)
 
 
@@ -116,8 +118,12 @@ class Tape:
         """Value of each edge that was met; None if it cannot be rebuilt."""
         self.given: dict[_Edge, tuple[torch.Tensor, int]] = {}
         """The block's inputs that have a graph, and how often each had been changed in place at the beginning."""
+        self.offered: dict[_Edge, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """Inputs of dropouts, and how often each had been changed in place: what can be kept while it is alive."""
         self.replay: Replay | None = None
         """The call of the small module that runs now, if any."""
+        self.inside: nn.Module | None = None
+        """The norm that runs now, if its results stay."""
         self.names: dict[Kept | KeptByUser, str] = {}
         """Tensors that stay if anything needs them -> name of the node that made them. Parameters are left out."""
         self.saved: set[Any] = set()
@@ -135,11 +141,15 @@ class Tape:
         self.ungraphed: list[tuple[torch.Tensor, Value | None]] = []
         """Inputs, and outputs of norms, without a graph, because nothing below them is trained. A cast of one of them
         is found by its values."""
+        self.before: Any = None
+        """The node that made the tensor which was packed last."""
         self.on_trial: list[TrialValue] | None = None
         """The values packed in a trial; None outside of one."""
         self.seen: list[tuple[torch.Tensor, int]] = []
         """In a trial: tensors, and how often each had been changed in place when it was first seen."""
-        if region.trial and self.outer is None and not any(map(compat.is_fake, filter(torch.is_tensor, args))):
+        self.fake = any(map(compat.is_fake, filter(torch.is_tensor, args)))
+        """Whether a step is only tried out, on tensors without values."""
+        if region.trial and self.outer is None and not self.fake:
             self.on_trial = []
         for arg in args:
             if isinstance(arg, torch.Tensor):
@@ -155,13 +165,15 @@ class Tape:
         value: Value | None = None
         if self.region.reaches_back:
             handed: _Handed | None = _handed.pop(arg, None) if _handed.data else None  # type: ignore[no-untyped-call]
-            replay = handed.replay() if handed is not None and handed.version == arg._version else None
+            usable = handed is not None and handed.version == arg._version and NORM not in self.region.save
+            replay = handed.replay() if handed is not None and usable else None
             if replay is not None:
                 value = Rebuilt(self.work, type(replay.module).__name__, replay, [])
             # The indices are read from a node before the block, which would ask the user's hooks for them.
-            embeds = self.outer is None and node.name() == "EmbeddingBackward0" and not arg._version
-            if embeds and type(self.resolve(node.next_functions[0])) is Kept:
-                value = self._make(self.rows[node.name()], node, arg.output_nr)
+            row = self.rows.get("EmbeddingBackward0") if self.outer is None and not arg._version else None
+            row = row if node.name() == "EmbeddingBackward0" else None
+            if row is not None and type(self.resolve(node.next_functions[0])) is Kept:
+                value = self._make(row, node, arg.output_nr)
         if value is None:
             self.given[node, arg.output_nr] = arg, arg._version
         else:
@@ -188,29 +200,32 @@ class Tape:
                 value.original = None
         self.values.clear()
         self.given.clear()
+        self.offered.clear()
         self.names.clear()
         self.constants.clear()
         self.saved.clear()
         self.needed.clear()
         self.ungraphed.clear()
         self.seen.clear()
-        self.on_trial = None
-        self.replay = None
+        self.before = self.on_trial = None
+        self.replay = self.inside = None
         self.region.dropped, self.region.kept = self.dropped, self.kept
         extra: dict[str, int] = {}
         self.region.kept_to_rebuild = extra
         for name, nbytes in self.extra.values():
             extra[name] = extra.get(name, 0) + nbytes
         self.extra.clear()
-        if self.kept.keys() - {NO_GRAPH} and not self.dropped:
+        if self.kept.keys() - {NO_GRAPH} and not self.dropped and not self.fake:
             compiled = any(name.startswith("CompiledFunction") for name in self.kept)
-            _warn_nothing_dropped(self.region.save, compiled)
+            warn_nothing_dropped(self.region.save, compiled)
 
     @compat.untraced  # compiled parts of a block call it
     def pack(self, tensor: torch.Tensor) -> Value | Inside | TrialValue:
         """Saved-tensor hook: return what autograd is to hold in the place of `tensor`."""
         value = self._packed(tensor)
         if self.on_trial is None or type(value) is Kept:
+            return value
+        if type(value) is Rebuilt and value.op_class == MASK:  # its bits are right, whatever the block's code does
             return value
         self._look_at(tensor)
         held = TrialValue(value, tensor, self.work.block)
@@ -246,6 +261,7 @@ class Tape:
         if tensor.layout is not torch.strided:  # sparse: it has no storage to be counted by
             return Kept(tensor, self.work.block)
         value = self.value_of(tensor)
+        self.before = tensor.grad_fn
         root = value.root
         if type(root) is Rebuilt and value is root:
             root.layout = layout_of(tensor)
@@ -264,9 +280,9 @@ class Tape:
             if known is not None:
                 return known
         if node is None:
-            return self._from_ungraphed(tensor) or self._constant(tensor)
+            return self._mask(tensor) or self._from_ungraphed(tensor) or self._constant(tensor)
         edge = node, tensor.output_nr
-        value = self.resolve(edge) or self._small(edge, tensor)
+        value = self.resolve(edge) or self._small(edge, tensor) or self._small_view(edge, tensor)
         if value is None:
             return self._keep(edge, tensor)
         root = value.root
@@ -313,12 +329,16 @@ class Tape:
         node, number = edge
         name = node.name()
         row = self.rows.get(name)
+        if row is not None and row.op_class == LINEAR and self.region.widths and width_of(node) in self.region.widths:
+            row = None
         value: Value | None = None
         if row is not None:
             if node._sequence_nr() >= self.first:  # nothing from before this block is run again
                 value = self._make(row, node, number)
         elif name == "torch::autograd::AccumulateGrad":
             value = self._parameter(node.variable)
+        if value is None and edge in self.offered:
+            value = self._take_offer(edge)
         values[edge] = value
         return value
 
@@ -336,6 +356,11 @@ class Tape:
             if operand is None:
                 return None
             operands.append(operand)
+        for name in row.saved:
+            operand = self._saved_operand(node, name)
+            if operand is None:
+                return None
+            operands.append(operand)
         metadata = node._input_metadata[number]
         operation = row.prepare(node, metadata, number) if row.several else row.prepare(node, metadata)
         if operation is None:
@@ -349,7 +374,13 @@ class Tape:
         name = row.constants[place] if place < len(row.constants) else ""
         if not name:  # the row knows of no saved operand
             return self._frozen_bias(row, node) if row.bias_of and not place else None
-        found = getattr(node, f"_saved_{name}", None)
+        return self._saved_operand(node, name)
+
+    def _saved_operand(self, node: Any, name: str) -> Value | None:
+        """Return the value of a tensor without a graph that a node has saved under a name; None if it has not."""
+        found = read(node, name)
+        if isinstance(found, (Rebuilt, View)):
+            return found
         if not isinstance(found, torch.Tensor):
             return None
         return self._constant(found) if found.dim() else Kept(found, self.work.block)  # numbers are not counted
@@ -383,6 +414,14 @@ class Tape:
         value = self.values[edge] = self._make(self.rows[node.name()], node, 0)
         return value
 
+    def _small_view(self, edge: _Edge, tensor: torch.Tensor) -> Value | None:
+        """Return the value of a view of a float32 tensor that can be kept as 16 bits, such as an adapter's input."""
+        base = tensor._base
+        if base is None or base.grad_fn is None or self._small((base.grad_fn, base.output_nr), base) is None:
+            return None
+        value = self.values[edge] = self._of_base(base, tensor)
+        return value
+
     def _keep(self, edge: _Edge, tensor: torch.Tensor) -> Kept | KeptByUser:
         """Keep the tensor of an edge as it is."""
         value = self.values[edge] = self._stays(tensor, edge[0].name())
@@ -399,6 +438,52 @@ class Tape:
         self._look_at(tensor)
         return value
 
+    def _mask(self, tensor: torch.Tensor) -> Value | None:
+        """Return the value of a tensor without a graph that is the mask of a dropout: its bits stay. Else None.
+
+        It is known by what made it: autograd saves it inside a call of `functional.dropout`, which saves nothing else,
+        or right behind the softmax inside of torch's own attention, which only a dropout follows.
+        """
+        made_by_steps = 0 if tensor.dtype is torch.bool else 2  # noise is drawn, and then divided, in place
+        if tensor._version != made_by_steps or not masks.can_pack(tensor):
+            return None
+        given = compat.input_of_dropout()
+        if given is not None:
+            self._offer(given)
+        elif not self._is_behind_softmax(tensor):
+            return None
+        with torch.no_grad():
+            bits = self._stays(masks.pack(tensor), MASKS, copied=True)
+            scale = masks.scale_of(tensor)
+        unpack = functools.partial(masks.unpack, size=tensor.size(), stride=tensor.stride(), scale=scale)
+        return Rebuilt(self.work, MASK, unpack, [bits])
+
+    def _is_behind_softmax(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor packed before this one is the softmax of torch's own attention, of the same shape."""
+        node = self.before
+        if node is None or node.name() != "SafeSoftmaxBackward0":
+            return False
+        return tuple(node._input_metadata[0].shape) == tuple(tensor.shape)
+
+    def _offer(self, tensor: torch.Tensor) -> None:
+        """Note the input of a dropout. Its result can be made again from it, where the input is not known otherwise.
+
+        So it is in the adapter of a frozen linear layer: autograd saves the adapter's dropped-out float32 copy of what
+        the layer is given, and nothing else of that.
+        """
+        edge = tensor.grad_fn, tensor.output_nr
+        if tensor.grad_fn is not None and self.values.get(edge) is None:
+            self.values.pop(edge, None)
+            self.offered[edge] = weakref.ref(tensor), tensor._version
+
+    def _take_offer(self, edge: _Edge) -> Value | None:
+        """Keep the tensor of an edge that was offered, as 16 bits if it was cast up from them; None if it is gone."""
+        offered, version = self.offered.pop(edge)
+        tensor = offered()
+        if tensor is None or tensor._version != version:
+            return None
+        return self._small(edge, tensor) or self._keep(edge, tensor)
+
     def _from_ungraphed(self, tensor: torch.Tensor) -> Value | None:
         """Return the value of a tensor that is one of `ungraphed`, or the float32 cast of one; else None.
 
@@ -411,12 +496,12 @@ class Tape:
             if source.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
                 if not isinstance(value, Rebuilt) or source.dtype is not tensor.dtype:
                     return None
-                return View(value, functools.partial(_shaped, tensor.shape))
-            if _is_cast(tensor, source):
+                return View(value, functools.partial(shaped, tensor.shape))
+            if is_cast(tensor, source):
                 if value is None:
                     value = self._constant(source)
                     self.ungraphed[number] = source, value
-                return Rebuilt(self.work, "cast", functools.partial(_shaped, tensor.shape, dtype=tensor.dtype), [value])
+                return Rebuilt(self.work, "cast", functools.partial(shaped, tensor.shape, dtype=tensor.dtype), [value])
         return None
 
     def _constant(self, tensor: torch.Tensor) -> Kept | KeptByUser:
@@ -440,11 +525,26 @@ class Tape:
 
     def enter(self, module: nn.Module, tensor: torch.Tensor) -> None:
         """Note that a small module begins, which is given `tensor`."""
+        norm = is_norm(module)
+        if (NORM if norm else ELEMENTWISE) in self.region.save:
+            self.inside, self.rows = (module, IN_NORMS) if norm else (None, self.rows)
+            return
         value = self.value_of(tensor)
         self.replay = Replay(self.work, module, value, tensor, whole=self.region.reaches_back)
 
     def leave(self, output: Any) -> None:
-        """Note that the small module has ended with this output, which can be rebuilt from here on."""
+        """Note that the small module has ended with this output, which can be rebuilt from here on.
+
+        The output of a norm whose results stay can be rebuilt only if a single operation on what was saved inside of
+        the norm makes it, as the product with its weight does.
+        """
+        if self.inside is not None:
+            node = output.grad_fn if isinstance(output, torch.Tensor) else None
+            for source, number in node.next_functions if node is not None else ():
+                if source is not None:
+                    self.resolve((source, number))
+            self.inside, self.rows = None, self.region.rows
+            return
         replay, self.replay = self.replay, None
         if replay is None or not isinstance(output, torch.Tensor):
             return
@@ -498,29 +598,3 @@ class Tape:
                 name = self.names[root]
                 self.kept[name] = self.kept.get(name, 0) + nbytes
                 self.extra[storage] = name, nbytes
-
-
-def _shaped(shape: torch.Size, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return `x` in another shape and, if given, another type."""
-    return x.to(dtype).view(shape) if dtype is not None else x.view(shape)
-
-
-def _warn_nothing_dropped(save: tuple[str, ...], compiled: bool) -> None:
-    warn_once(
-        log,
-        "`selective` with save %s found nothing in a block that can be rebuilt, so every activation is kept there. %s",
-        list(save),
-        "It is compiled in itself: compile the whole model instead, or replace each block by `torch.compile(block)`; "
-        "or use `full`."
-        if compiled
-        else "Use `full` for such blocks.",
-    )
-
-
-def _is_cast(tensor: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether `tensor` holds the values of the 16-bit `source` in float32."""
-    if tensor.device.type != "cpu" or tensor.dtype != torch.float32 or source.dtype.itemsize != 2:
-        return False
-    found, wanted = tensor.reshape(-1), source.detach().reshape(-1)
-    few = slice(0, 64)  # most tensors that are no cast differ in these
-    return torch.equal(found[few], wanted[few].float()) and torch.equal(found, wanted.float())

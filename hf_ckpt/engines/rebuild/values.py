@@ -7,6 +7,8 @@ so no reference cycle arises, and a graph that is dropped without a backward fre
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +18,16 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.engines.forward_state import address_of
 from hf_ckpt.errors import ChangedBlockError, HfCkptError, InPlaceError, RebuildError, ReplayError
+from hf_ckpt.logs import warn_once
+
+log = logging.getLogger(__name__)
 
 NO_GRAPH = "(no graph)"
 """Stands for the name of a node in reports, for tensors that no node made: masks, position tables, statistics."""
+
+
+MASKS = "(masks as bits)"
+"""Stands for the name of a node in reports, for the bits of dropout's masks."""
 
 
 class Work:
@@ -164,6 +173,15 @@ Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 def layout_of(tensor: torch.Tensor) -> Layout:
     """Return shape, strides and type of a tensor."""
     return tensor.size(), tensor.stride(), tensor.dtype
+
+
+def is_cast(tensor: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether `tensor` holds the values of the 16-bit `source` in float32."""
+    if tensor.device.type != "cpu" or tensor.dtype != torch.float32 or source.dtype.itemsize != 2:
+        return False
+    found, wanted = tensor.reshape(-1), source.detach().reshape(-1)
+    few = slice(0, 64)  # most tensors that are no cast differ in these
+    return torch.equal(found[few], wanted[few].float()) and torch.equal(found, wanted.float())
 
 
 class Rebuilt(_Shared):
@@ -413,6 +431,32 @@ def _let_go(value: Value | Inside, done: set[Any]) -> None:
                 _let_go(operand, done)
 
 
+class _Reading(threading.local):
+    """Whether this thread reads what a node has saved, and the value that was found in the place of a tensor."""
+
+    on = False
+    found: Rebuilt | View | None = None
+
+
+_reading = _Reading()
+_NOTHING = torch.empty(0, device="cpu")
+
+
+def read(node: Any, name: str) -> Any:
+    """Return what an autograd node has saved, or, without rebuilding it, the value of a tensor that is to be rebuilt.
+
+    Args:
+        node: the node.
+        name: the name that it saves something under. None is returned for a name that the node does not have.
+    """
+    _reading.on, _reading.found = True, None
+    try:
+        saved = getattr(node, f"_saved_{name}", None)
+        return saved if _reading.found is None else _reading.found
+    finally:
+        _reading.on, _reading.found = False, None
+
+
 @compat.untraced
 def unpack(value: Value | Inside | TrialValue) -> torch.Tensor:
     """Saved-tensor hook: return the tensor. It is rebuilt without autocast: its operands have the right types."""
@@ -421,6 +465,9 @@ def unpack(value: Value | Inside | TrialValue) -> torch.Tensor:
     assert not isinstance(value, TrialValue)
     if type(value) is Kept:
         return value.value()
+    if _reading.on and isinstance(value, (Rebuilt, View)):
+        _reading.found = value
+        return _NOTHING
     if type(value) is KeptByUser and value.original is not None:  # read from a node during the forward
         return value.original
     work: Work | None = None  # of the value, if it has to be rebuilt now
@@ -456,3 +503,21 @@ def _hand_out(value: Value | Inside) -> torch.Tensor:
 def never(value: Any) -> torch.Tensor:
     """Stands for `unpack` where no backward will come. Raises `AssertionError`."""
     raise AssertionError("a replayed module's own graph was asked for a saved tensor")
+
+
+def warn_nothing_dropped(save: tuple[str, ...], compiled: bool) -> None:
+    """Warn once of a block in which nothing is rebuilt; `compiled` says whether it is compiled in itself."""
+    warn_once(
+        log,
+        "`selective` with save %s found nothing in a block that can be rebuilt, so every activation is kept there. %s",
+        list(save),
+        "It is compiled in itself: compile the whole model instead, or replace each block by `torch.compile(block)`; "
+        "or use `full`."
+        if compiled
+        else "Use `full` for such blocks.",
+    )
+
+
+def shaped(shape: torch.Size, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return `x` in another shape and, if given, another type."""
+    return x.to(dtype).view(shape) if dtype is not None else x.view(shape)

@@ -1,0 +1,151 @@
+"""Mixtures of experts: a block that runs again sends every token to the experts that its forward chose.
+
+A router takes the experts with the largest scores (`topk`). Where two scores tie, or differ in the last bit from one
+run to the next, as with kernels that add up in any order, a recomputation would choose others: its tensors have other
+shapes, or the gradients are of experts that never saw the token. So the indices of the first forward are kept, a byte
+each for up to 256 experts, and given again. Values are taken from the scores of the recomputation, at those indices.
+
+Hooks on the routers see their calls of `topk`, and nothing else is looked at. Blocks without a router have no hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hf_ckpt import compat
+
+_TOP_K = (torch.topk, torch.Tensor.topk)
+
+
+class Choices:
+    """What the routers of a block choose in one forward, and choose again whenever that forward is run again."""
+
+    def __init__(self) -> None:
+        self._kept: list[torch.Tensor | None] = []
+        """The indices of every call of `topk`, in their order; None for one that is no choice of experts."""
+        self._next: int | None = None
+        """Place of the next call in a recomputation; None in the first forward."""
+        self._seeing: contextlib.ExitStack | None = None
+        """Ends what sees the calls of the router that runs now; None between routers."""
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """Keep what is chosen inside this context, which is the first forward."""
+        with self._open(None):
+            yield
+
+    @contextlib.contextmanager
+    def run_again(self, around: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        """Choose the same inside this context, and inside `around`."""
+        with around, self._open(0):
+            yield
+
+    @contextlib.contextmanager
+    def _open(self, first: int | None) -> Iterator[None]:
+        before, _running.choices, self._next = _running.choices, self, first
+        try:
+            yield
+        finally:
+            _running.choices = before
+            self.leave()  # after an interrupt (Ctrl-C) inside of a router
+
+    def enter(self) -> None:
+        """See what is chosen from now on."""
+        if self._seeing is None:
+            self._seeing = contextlib.ExitStack()
+            self._seeing.enter_context(_SeesTopK(self))
+
+    def leave(self) -> None:
+        """See nothing any more."""
+        seeing, self._seeing = self._seeing, None
+        if seeing is not None:
+            seeing.close()
+
+    def top_k(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `torch.topk` in the first forward; afterwards return the same indices, with values at their places."""
+        scores = args[0] if args else kwargs["input"]
+        dim = int(args[2] if len(args) > 2 else kwargs.get("dim", -1))
+        if self._next is None:
+            found = function(*args, **kwargs)
+            self._kept.append(_small(found.indices, scores, dim))
+            return found
+        place, self._next = self._next, self._next + 1
+        kept = self._kept[place] if place < len(self._kept) else None
+        if kept is None or not _fits(kept, scores, dim):
+            return function(*args, **kwargs)
+        indices = kept.long()
+        return torch.return_types.topk((_Chosen.apply(scores, indices, dim), indices))  # type: ignore[no-untyped-call]
+
+
+class _Running(threading.local):
+    """The block with routers that this thread runs, if any."""
+
+    choices: Choices | None = None
+
+
+_running = _Running()
+
+
+def enter_router(router: nn.Module, args: tuple[Any, ...]) -> None:
+    """Forward pre-hook of a router: in blocks that are checkpointed, see what it chooses."""
+    if not compat.is_compiling() and _running.choices is not None and not compat.transforms():
+        _running.choices.enter()
+
+
+def leave_router(router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forward hook of a router that is always called: see no more."""
+    if not compat.is_compiling() and _running.choices is not None:
+        _running.choices.leave()
+
+
+class _SeesTopK(TorchFunctionMode):
+    """Hands calls of `topk` to the choices of the block."""
+
+    def __init__(self, choices: Choices) -> None:
+        super().__init__()
+        self.choices = choices
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function in _TOP_K and not (kwargs and "out" in kwargs):
+            return self.choices.top_k(function, args, kwargs or {})
+        return function(*args, **(kwargs or {}))
+
+
+class _Chosen(torch.autograd.Function):
+    """The scores at given indices. It saves what `topk` saves, so that a recomputation fits to its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, indices: torch.Tensor, dim: int) -> torch.Tensor:
+        ctx.save_for_backward(indices)
+        ctx.dim, ctx.shape = dim, scores.shape
+        return scores.gather(dim, indices)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        (indices,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.shape).scatter(ctx.dim, indices, gradient), None, None
+
+
+def _small(indices: torch.Tensor, scores: torch.Tensor, dim: int) -> torch.Tensor | None:
+    """Return indices into `scores` in as few bytes as they need; None where they are too many for a router."""
+    experts = scores.shape[dim]
+    if indices.shape[dim] > compat.MOST_CHOICES:
+        return None
+    return indices.to(torch.uint8 if experts <= 2**8 else torch.int16 if experts <= 2**15 else torch.int32)
+
+
+def _fits(kept: torch.Tensor, scores: torch.Tensor, dim: int) -> bool:
+    """Whether indices can be taken from these scores."""
+    shape = list(scores.shape)
+    shape[dim] = kept.shape[dim]
+    return shape == list(kept.shape) and kept.device == scores.device

@@ -1,0 +1,234 @@
+"""The feed-forward in chunks of tokens: its intermediate results never exist for the whole sequence.
+
+A feed-forward works on each token by itself. So its forward runs chunk by chunk without a graph, and only its input
+stays. In backward each chunk runs again and is differentiated at once. Gradients of the weights add up chunk by chunk
+in one tensor each, so that they agree with those of the whole up to rounding. Prior work: Arctic Long Sequence Training
+(Bekman et al., 2025, https://arxiv.org/abs/2506.13996) and the tiled MLP of Liger Kernel.
+
+The input is kept before the first chunk runs. Where the block is recomputed (`full`), torch stops the recomputation as
+soon as it has all that backward needs, which is there unless something behind the feed-forward keeps its output. So no
+feed-forward is run three times. The last product of a feed-forward, whose result backward does not need, is run again
+with the others of its chunk; a plain recomputation stops before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from hf_ckpt import compat
+from hf_ckpt.engines.block_settings import lend
+from hf_ckpt.engines.forward_state import ForwardState
+from hf_ckpt.engines.head.chunks import autocast
+from hf_ckpt.engines.rebuild.tape import enter_module, leave_module
+
+AUTO_PIECES = 8
+AUTO_LEAST, AUTO_MOST_FROZEN, AUTO_MOST = 512, 2048, 4096
+"""Chunks of `auto`, in tokens: an eighth of the batch, which leaves intermediate results smaller than the block's other
+tensors, but enough to keep a device busy, and not more than that takes. Each chunk of trained weights reads and writes
+their whole gradients, so those chunks may be larger."""
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+"""The plain feed-forward: [..., tokens, hidden size] -> the same shape."""
+
+
+standing_for: contextvars.ContextVar[Callable[[int], contextlib.AbstractContextManager[None]] | None]
+standing_for = contextvars.ContextVar("hf_ckpt: one chunk stands for many", default=None)
+"""Set by traces on fake tensors, where the chunks between the first and the last are all alike: makes a context in
+which one of them is run in the place of so many."""
+
+
+def tokens_per_tile(asked: int | str, tokens: int, *, trained: bool) -> int:
+    """Return how many tokens the feed-forward takes at a time.
+
+    Args:
+        asked: that number, or `auto`.
+        tokens: number of tokens of the batch.
+        trained: whether its weights are trained, and not only those of adapters.
+    """
+    if isinstance(asked, int):
+        return asked
+    piece = -(-tokens // AUTO_PIECES)
+    return max(AUTO_LEAST, min(-(-piece // 128) * 128, AUTO_MOST if trained else AUTO_MOST_FROZEN))
+
+
+def mostly_trained(parts: Iterable[nn.Module]) -> bool:
+    """Whether most of the weights of these modules are trained, which they are not where adapters are."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for part in parts for parameter in part.parameters()]
+    return 2 * sum(size for size, trained in sizes if trained) > sum(size for size, _ in sizes)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a hook that is not one of `selective` is called whenever this module is, or its gradients come."""
+    boxes = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return any(hook not in (enter_module, leave_module) for box in boxes for hook in box.values())
+
+
+class Tiles:
+    """One call of a feed-forward in chunks, and what is needed to run each chunk again.
+
+    Args:
+        state: of the module that owns the feed-forward.
+        parts: the modules that compute it.
+        run: the plain feed-forward.
+        tokens: number of tokens a chunk.
+        keeps_draws: whether the chunks are to draw the same random numbers again.
+    """
+
+    def __init__(
+        self, state: ForwardState, parts: Sequence[nn.Module], run: Run, tokens: int, *, keeps_draws: bool
+    ) -> None:
+        self.state = state
+        self.run, self.tokens, self.keeps_draws = run, tokens, keeps_draws
+        self.boxes = [module._parameters for part in parts for module in part.modules() if module._parameters]
+        trained = (tensor for box in self.boxes for tensor in box.values() if tensor is not None)
+        found = list({id(tensor): tensor for tensor in trained if tensor.requires_grad}.values())
+        self.parameters = found
+        """The trained parameters, each once."""
+        numbers = {id(tensor): number for number, tensor in enumerate(found)}
+        self.places = [(box, key, numbers[id(p)]) for box in self.boxes for key, p in box.items() if id(p) in numbers]
+        """(dict of a module's parameters, name, number in `parameters`) of each trained parameter."""
+        self.input: Any = None
+        """The node that keeps the input."""
+        self.draws: tuple[torch.Tensor, list[int], list[torch.Tensor]] | None = None
+        """Random state before the first chunk: of the CPU, numbers of devices, and their states."""
+
+    def chunks(self, rows: int) -> Iterator[slice]:
+        """Yield the rows of each chunk; one empty chunk if there are no rows."""
+        found = [slice(start, min(start + self.tokens, rows)) for start in range(0, max(rows, 1), self.tokens)]
+        one_for_many = standing_for.get()
+        if one_for_many is None or len(found) < 4:
+            yield from found
+            return
+        yield found[0]
+        with one_for_many(len(found) - 2):
+            yield found[1]
+        yield found[-1]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Run all chunks, without a graph, and return the output [..., tokens, hidden size]."""
+        self.device_type = hidden.device.type
+        self.autocast_dtype = compat.autocast_dtype(self.device_type)
+        if self.keeps_draws:
+            self.draws = torch.get_rng_state(), *get_device_states(hidden)
+        with torch.no_grad(), autocast(self.device_type, self.autocast_dtype):
+            output: torch.Tensor = self.state.run(self._all, (hidden,))
+        return output
+
+    def _all(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = _as_rows(hidden)
+        output: torch.Tensor | None = None
+        for chunk in self.chunks(rows.shape[1]):
+            made = self.run(rows[:, chunk])
+            if output is None:
+                output = made.new_empty(1, rows.shape[1], made.shape[-1])
+            output[:, chunk] = made
+        assert output is not None
+        return output.view(*hidden.shape[:-1], output.shape[-1])
+
+    def backward(
+        self, hidden: torch.Tensor, gradient: torch.Tensor, wants_input: bool
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """Run each chunk again and differentiate it.
+
+        Args:
+            hidden: the input of the forward.
+            gradient: the gradient of its output.
+            wants_input: whether the gradient of the input is wanted.
+
+        Returns the gradient of the input, and that of each of `parameters`; None for one without.
+        """
+        rows, down = _as_rows(hidden), _as_rows(gradient)
+        found = torch.empty_like(rows) if wants_input else None
+        with self._as_in_forward(hidden) as stand_ins:
+            for chunk in self.chunks(rows.shape[1]):
+                given = rows[:, chunk].detach().requires_grad_(wants_input)
+                made = self.run(given)
+                if made.requires_grad:
+                    torch.autograd.backward(made, down[:, chunk])
+                if found is not None:
+                    found[:, chunk] = 0.0 if given.grad is None else given.grad
+                del given, made  # or the next chunk would run beside them
+        return None if found is None else found.view(hidden.shape), [stand_in.grad for stand_in in stand_ins]
+
+    @contextlib.contextmanager
+    def _as_in_forward(self, hidden: torch.Tensor) -> Iterator[list[nn.Parameter]]:
+        """Make the context for running chunks again, with gradients on and with the draws of the forward.
+
+        Other parameters with the same values stand in for the trained ones, so that torch adds up their gradients in
+        place, chunk by chunk, and hooks of the real ones see only the sum. Yields these parameters.
+        """
+        with contextlib.ExitStack() as around:
+            if self.draws is not None:
+                cpu, devices, states = self.draws
+                kind = {"device_type": hidden.device.type} if devices else {}
+                around.enter_context(torch.random.fork_rng(devices, **kind))
+                torch.set_rng_state(cpu)
+                set_device_states(devices, states, **kind)
+            around.enter_context(self.state.again())
+            stand_ins: dict[int, nn.Parameter] = {}
+            contents = {id(box): dict(box) for box in self.boxes}
+            for box, key, number in self.places:
+                now = contents[id(box)][key]
+                assert now is not None, "a parameter that was there is gone"
+                contents[id(box)][key] = stand_ins.setdefault(number, nn.Parameter(now.detach()))
+            for box in self.boxes:
+                lend(box, contents[id(box)], around)
+            around.enter_context(torch.enable_grad())
+            # Weights are cast once for all chunks; inside another autocast, the casts would stay until that one ends.
+            dtype, alone = self.autocast_dtype, not compat.autocast_is_on()
+            around.enter_context(torch.autocast(self.device_type, dtype, dtype is not None, cache_enabled=alone))
+            yield [stand_ins[number] for number in range(len(self.parameters))]
+
+
+def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of all sequences as those of one: [1, tokens, hidden size]."""
+    return tensor.reshape(1, -1, tensor.shape[-1])
+
+
+def tiled(tiles: Tiles, hidden: torch.Tensor) -> torch.Tensor:
+    """Run a feed-forward in chunks on hidden states [..., tokens, hidden size]; returns what the plain one would."""
+    if not (tiles.parameters or hidden.requires_grad):  # frozen, as all before it: nothing is kept
+        return tiles.forward(hidden)
+    token = torch.empty(0, device=hidden.device, requires_grad=True)
+    kept = _Input.apply(token, hidden)  # type: ignore[no-untyped-call]
+    tiles.input = kept.grad_fn
+    output: torch.Tensor = _FeedForward.apply(tiles, kept, hidden, *tiles.parameters)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Input(torch.autograd.Function):
+    """Keeps the input of a feed-forward, before it is run. What it returns ties it to the graph, and is empty."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden)
+        return token.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class _FeedForward(torch.autograd.Function):
+    """A feed-forward in chunks, which are recomputed in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tiles: Tiles, kept: torch.Tensor, hidden: torch.Tensor, *parameters: Any) -> torch.Tensor:
+        ctx.tiles = tiles
+        return tiles.forward(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (hidden,) = ctx.tiles.input.saved_tensors
+        found, sums = ctx.tiles.backward(hidden, gradient, ctx.needs_input_grad[2])
+        return None, gradient.new_empty(0), found, *sums

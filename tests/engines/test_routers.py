@@ -1,0 +1,299 @@
+"""A block that runs again sends tokens to the experts of its forward, even where scores change in the last bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from helpers.compiled import kept
+from helpers.experts import EXPERTS, ONE_BY_ONE, OTHERS, experts
+from helpers.sparing import sparing
+from helpers.steps import assert_frees_everything, assert_near, assert_same, enable, step, without_cache
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.compat import compiler
+from hf_ckpt.engines import routers as engine
+from hf_ckpt.models.blocks import find_blocks, routers
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+
+ALL = (*EXPERTS, *OTHERS)
+SPECS = {"full": {"policy": "full"}, "offload": {"policy": "offload"}, "segments": {"policy": "full", "segments": 1}}
+BATCH = {"tokens": 24}
+needs_routers = pytest.mark.skipif(ONE_BY_ONE is None, reason="routers of transformers 4 return something else")
+
+
+def routers_of(model):
+    return [router for block in find_blocks(model).modules.values() for router in routers(block)]
+
+
+class Noise(TorchFunctionMode):
+    """Changes about half of the scores that routers compute by their last bit: other ones in every call."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.weights = {router.weight.data_ptr() for router in routers_of(model)}
+        self.calls = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if function is functional.linear and args[1].data_ptr() in self.weights:
+            self.calls += 1
+            drawn = torch.rand(found.shape, generator=torch.Generator().manual_seed(self.calls)) < 0.5
+            values = found.detach()
+            found = found + (torch.nextafter(values, torch.full_like(values, torch.inf)) - values) * drawn
+        return found
+
+
+def tied(name):
+    """A model whose routers find all experts equally good, as far as rounding lets them."""
+    model = experts(name)
+    with torch.no_grad():
+        for router in routers_of(model):
+            router.weight.fill_(1.0)
+    return model
+
+
+@contextlib.contextmanager
+def chosen(model):
+    """What the routers return as indices: one list for each router."""
+    lists = [[] for _ in routers_of(model)]
+    handles = [
+        router.register_forward_hook(lambda _, args, output, found=found: found.append(output[-1].clone()))
+        for router, found in zip(routers_of(model), lists, strict=True)
+    ]
+    yield lists
+    for handle in handles:
+        handle.remove()
+
+
+def noisy_step(model):
+    """A step whose router scores change from run to run; and what was chosen."""
+    with Noise(model), chosen(model) as lists:
+        return step(model, tiny_batch("llama", **BATCH)), lists
+
+
+@needs_routers
+@sparing(
+    ("name", "spec"),
+    [(name, spec) for name in ALL for spec in SPECS],
+    *((name, "full") for name in ALL),
+    ("mixtral", "offload"),
+    ("mixtral", "segments"),
+)
+def test_the_same_experts_whatever_the_last_bit(name, spec, lanes):
+    plain, _ = noisy_step(tied(name))
+    model = tied(name)
+    hf_ckpt.install(model, SPECS[spec])
+    enable(model)
+    steps = 2 if spec == "offload" else 1  # whose first one moves nothing of blocks whose code is not known
+    for _ in range(steps):
+        found, lists = noisy_step(model)
+    assert_near(plain, found, 1e-4)
+    for first, again in lists:
+        assert torch.equal(first, again)
+    told = hf_ckpt.describe(model)
+    assert set(told.recomputed.values()) == {steps}
+    assert bool(told.moved) == (spec == "offload")
+
+
+@needs_routers
+def test_blocks_that_do_not_compile_choose_the_same(nothing_compiled, graphs):
+    """They run as under `full`."""
+    model = tied("mixtral")
+    for block in find_blocks(model).modules.values():
+        block.self_attn.register_forward_pre_hook(
+            torch.compiler.disable(lambda *args: None)
+        )  # torch 2.15 compiles experts
+    hf_ckpt.install(model, {"compile": "blocks", "share": 0.0})
+    enable(model)
+    step(model, tiny_batch("llama", **BATCH))  # which finds it out; nothing compiles while modes look on
+    assert graphs == []
+    plain, _ = noisy_step(tied("mixtral"))
+    found, lists = noisy_step(model)
+    assert_near(plain, found, 1e-4)
+    assert all(torch.equal(first, again) for first, again in lists)
+    assert set(hf_ckpt.describe(model).recomputed.values()) == {2}
+
+
+@needs_routers
+@pytest.mark.parametrize("keeps", [True, False])
+def test_compiled_blocks_choose_once(nothing_compiled, keeps, monkeypatch):
+    """Whatever their share; without it a backward chooses again."""
+    if not keeps:
+        monkeypatch.setattr(compiler, "_chooses", lambda node: False)
+    backward = []
+
+    def compile_graph(graph, inputs):
+        return compat.cut_graph(graph, inputs, each)
+
+    def each(graph, inputs, *, is_backward=False, **options):
+        if is_backward:
+            backward.append([node for node in graph.graph.nodes if node.target == torch.ops.aten.topk.default])
+        return make_boxed_func(graph)
+
+    monkeypatch.setattr(compat, "compile_graph", compile_graph)
+    model = experts("deepseek_v3")
+    batch = tiny_batch("llama", **BATCH)
+    expected = step(model, batch)
+    hf_ckpt.install(model, {"compile": "blocks", "share": 0.0})
+    enable(model)
+    assert_near(expected, step(model, batch))
+    assert len(hf_ckpt.describe(model).in_graphs) == 2
+    assert len(backward) == 1
+    assert bool(backward[0]) != keeps
+
+
+@needs_routers
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_without_it_others_are_chosen(name, monkeypatch):
+    """Or tensors have other shapes, which torch notices."""
+    monkeypatch.setattr(engine.Choices, "enter", lambda self: None)
+    model = tied(name)
+    hf_ckpt.install(model, {"policy": "full", "determinism_check": "none"})
+    enable(model)
+    with Noise(model), chosen(model) as lists, contextlib.suppress(RuntimeError, CheckpointError):
+        step(model, tiny_batch("llama", **BATCH))
+    assert any(not torch.equal(*both) for both in lists if len(both) == 2)
+
+
+@needs_routers
+@sparing(
+    ("name", "spec"),
+    [(name, spec) for name in ALL for spec in SPECS],
+    *((name, "full") for name in OTHERS),
+    ("olmoe", "segments"),
+    ("qwen2_moe", "offload"),
+)
+def test_bit_equal_where_the_router_is(name, spec, lanes):
+    """In a copy of the model, too."""
+    model = experts(name)
+    batch = tiny_batch("llama", **BATCH)
+    expected = step(model, batch)
+    hf_ckpt.install(model, SPECS[spec])
+    enable(model)
+    assert_same(expected, step(model, batch))
+    assert set(hf_ckpt.describe(model).recomputed.values()) == {1}
+    twin = copy.deepcopy(model)
+    assert_same(expected, step(twin, batch))
+    assert set(hf_ckpt.describe(twin).recomputed.values()) == {2}
+
+
+@needs_routers
+@sparing("name", ALL, "mixtral", "gpt_oss")
+def test_bit_equal_in_16_bits_with_less_kept(name):
+    """And nothing stays of a forward without a backward."""
+    batch = tiny_batch("llama", **BATCH)
+    expected, most = kept(experts(name, torch.bfloat16), batch)
+    model = experts(name, torch.bfloat16)
+    hf_ckpt.install(model, {"policy": "full"})
+    enable(model)
+    found, least = kept(model, batch)
+    assert_same(expected, found)
+    assert least < 0.6 * most
+    assert set(hf_ckpt.describe(model).recomputed.values()) == {1}
+    assert_frees_everything(model, batch)
+
+
+@needs_routers
+def test_two_backwards_of_one_forward():
+    model = tied("mixtral")
+    hf_ckpt.install(model, {"policy": "full"})
+    enable(model)
+    with Noise(model), chosen(model) as lists:
+        loss = model(**without_cache(model, tiny_batch("llama", **BATCH))).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for first, *again in lists:
+        assert len(again) == 2
+        assert all(torch.equal(first, other) for other in again)
+
+
+@needs_routers
+def test_accumulated_forwards_keep_their_own():
+    """The choices of one forward are not those of the next."""
+    model = tied("qwen3_moe")
+    hf_ckpt.install(model, {"policy": "full"})
+    enable(model)
+    with Noise(model), chosen(model) as lists:
+        losses = [model(**without_cache(model, tiny_batch("llama", seed=seed, **BATCH))).loss for seed in (1, 2)]
+        for loss in losses:
+            loss.backward()
+    for first, second, first_again, second_again in lists:
+        assert torch.equal(first, first_again)
+        assert torch.equal(second, second_again)
+        assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dense_blocks_have_no_hooks(family):
+    model = tiny_model(family)
+    assert routers_of(model) == []
+    hf_ckpt.install(model, {"policy": "full"})
+    enable(model)
+    inside = [module for block in find_blocks(model).modules.values() for module in block.modules()]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in inside)
+
+
+@needs_routers
+@pytest.mark.parametrize("name", ALL)
+def test_hooks_are_on_routers_only_and_come_off(name):
+    model = experts(name)
+    hf_ckpt.install(model, {"policy": "full"})
+    enable(model)
+    blocks = find_blocks(model).modules.values()
+    hooked = [module for block in blocks for module in block.modules() if module._forward_pre_hooks]
+    assert hooked == routers_of(model)
+    assert ["Router" in type(module).__name__ for module in hooked] == [True, True]
+    hf_ckpt.uninstall(model)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in hooked)
+
+
+@needs_routers
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_an_error_in_a_router_leaves_nothing(error):
+    model = experts("mixtral")
+    hf_ckpt.install(model, {"policy": "full"})
+    enable(model)
+
+    def raises(*args):
+        raise error("here")
+
+    router = routers_of(model)[1]
+    router.forward = raises
+    with pytest.raises(error):
+        step(model, tiny_batch("llama", **BATCH))
+    del router.forward
+    assert engine._running.choices is None
+    assert torch._C._len_torch_function_stack() == 0
+    assert_same(step(experts("mixtral"), tiny_batch("llama", **BATCH)), step(model, tiny_batch("llama", **BATCH)))
+
+
+def test_what_is_kept_is_small():
+    """A byte for each expert that a token is sent to; sparse attention chooses too many to keep."""
+    choices = engine.Choices()
+    for experts_there, kind in ((256, torch.uint8), (257, torch.int16), (40_000, torch.int32)):
+        scores = torch.rand(3, experts_there)
+        found = engine._small(scores.topk(8).indices, scores, -1)
+        assert found.dtype == kind
+        assert torch.equal(found.long(), scores.topk(8).indices)
+    assert engine._small(torch.rand(3, 200).topk(65).indices, torch.rand(3, 200), -1) is None
+    with choices.run():
+        choices.enter()
+        first = torch.tensor([[1.0, 3.0, 2.0]]).topk(k=1, dim=1)
+    scores = torch.tensor([[9.0, 5.0, 7.0]], requires_grad=True)
+    with choices.run_again(contextlib.nullcontext()):
+        choices.enter()
+        again = torch.topk(input=scores, k=1)
+        wider = torch.topk(torch.rand(2, 3), 1)  # one more call than before
+    assert first.indices.tolist() == again.indices.tolist() == [[1]]
+    assert again.values.tolist() == [[5.0]]
+    assert wider.indices.shape == (2, 1)
+    (gradient,) = torch.autograd.grad(again.values.sum(), scores)
+    assert gradient.tolist() == [[0.0, 1.0, 0.0]]

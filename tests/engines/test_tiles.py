@@ -1,0 +1,458 @@
+"""Feed-forwards in chunks: the gradients of the whole up to rounding, no run too many, and no needless memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+from helpers.adapters import with_lora
+from helpers.experts import experts
+from helpers.others import other_model
+from helpers.snapshots import snapshot
+from helpers.sparing import sparing
+from helpers.steps import ROUNDING, ROUNDING_16, assert_near, assert_same, enable, gradients, step, without_cache
+from helpers.tiles import CHUNK, by_hand, calls, counted_tokens, on, owners
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_ckpt
+from hf_ckpt.attach.hooks import TiledForward
+from hf_ckpt.engines.tiles import AUTO_LEAST, AUTO_MOST, AUTO_MOST_FROZEN, tokens_per_tile
+from hf_ckpt.errors import ChangedBlockError, HfCkptError, SpecError
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.families import FAMILIES
+from hf_ckpt.models.tiny import FAMILIES as TINY
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+LAYERS = 2
+SPECS = {
+    "none": {"policy": "none"},
+    "full": {"policy": "full"},
+    "selective": {"policy": "selective"},
+    "attention": {"policy": "selective", "save": ["attention"]},
+    "offload": {"policy": "offload"},
+    "mixed": {"rules": [{"layers": "0", "policy": "full"}, {"layers": "1", "policy": "selective"}]},
+    "segments": {"segments": 1},
+}
+
+
+def model_of(family, **options):
+    return tiny_model(family, layers=LAYERS, **options)
+
+
+def batch_of(family):
+    """46 tokens, and 23 for the decoder of T5, so that the last chunk is shorter than the others."""
+    return tiny_batch(family, batch=2, tokens=46 if family == "t5" else 23)
+
+
+# --- gradients ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.compat
+@sparing(("family", "name"), [(family, name) for family in TINY for name in SPECS], *[(f, "full") for f in TINY])
+def test_gradients_are_those_of_the_whole_up_to_rounding(family, name):
+    expected = step(model_of(family), batch_of(family))
+    model = on(model_of(family), **SPECS[name])
+    assert_near(expected, step(model, batch_of(family)))
+    planned = hf_ckpt.describe(model)
+    assert all(planned.recomputed.values())
+    assert len(planned.recomputed) == (0 if name == "none" else len(owners(model)))
+    assert planned.chunked_mlps >= len(owners(model))
+
+
+@sparing("family", TINY, "llama", "gpt2")
+def test_actions_make_no_difference_to_chunks(family):
+    """With feed-forwards in chunks, gradients under every action are bit-equal to those where blocks keep all."""
+    expected = step(on(model_of(family, dropout=0.1)), batch_of(family))
+    for spec in SPECS.values():
+        assert_same(expected, step(on(model_of(family, dropout=0.1), **spec), batch_of(family)), str(spec))
+
+
+@sparing(("family", "lora"), [(f, lora) for f in TINY for lora in (False, True)], ("gpt2", False), ("llama", True))
+def test_backward_draws_what_the_forward_drew(family, lora):
+    """With dropout in the feed-forward and in its adapters: as if autograd had kept every chunk."""
+    model = model_of(family, dropout=0.2)
+    model = with_lora(model, family, lora_dropout=0.3) if lora else model
+    with by_hand(model):
+        expected = step(model, batch_of(family))
+    for spec in (SPECS["none"], SPECS["full"], SPECS["selective"]):
+        got = step(on(model, **spec), batch_of(family))
+        assert torch.equal(got["loss"], expected["loss"])
+        assert_near(expected, got)
+        hf_ckpt.uninstall(model)
+    if family == "llama" and not lora:  # it has no dropout in its feed-forward
+        return
+    wrong = on(model, policy="none", preserve_rng_state=False)  # the check sees other draws
+    with pytest.raises(AssertionError):
+        assert_near(expected, step(wrong, batch_of(family)))
+
+
+@pytest.mark.parametrize("name", ["none", "full", "selective"])
+def test_adapters_with_a_frozen_base(name):
+    model = with_lora(model_of("llama"), "llama", lora_dropout=0.0, targets=["q_proj", "gate_proj", "down_proj"])
+    expected = step(model, batch_of("llama"))
+    assert_near(expected, step(on(model, **SPECS[name]), batch_of("llama")))
+    assert sum(value is not None for value in expected.values()) > 1 + 4 * LAYERS
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["none", "full", "selective"])
+def test_autocast(name, dtype):
+    found = []
+    for tokens in (None, CHUNK):
+        model = model_of("llama")
+        model = model if tokens is None else on(model, tokens, **SPECS[name])
+        torch.manual_seed(0)
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(**without_cache(model, batch_of("llama"))).loss
+        loss.backward()
+        found.append({"loss": loss.detach(), **gradients(model)})
+    assert_near(*found, most=ROUNDING_16, together=True)
+    assert all(value.dtype == torch.float32 for value in found[1].values())
+
+
+def test_gradients_are_accumulated():
+    batches = [tiny_batch("llama", batch=2, tokens=tokens) for tokens in (23, 8)]
+    found = []
+    for model in (model_of("llama"), on(model_of("llama"), policy="full")):
+        for batch in batches:
+            model(**without_cache(model, batch)).loss.backward()
+        found.append(gradients(model))
+    assert_near(*found)
+
+
+OTHER_SHAPES = {
+    "t5, not gated": lambda: tiny_model("t5", layers=LAYERS, feed_forward_proj="relu"),
+    "mistral": lambda: other_model("MistralForCausalLM"),
+    "qwen3": lambda: other_model("Qwen3ForCausalLM"),
+    "gemma2": lambda: other_model("Gemma2ForCausalLM", attention="eager"),
+    "gpt_neox, parallel": lambda: other_model("GPTNeoXForCausalLM", dropout=0.0),
+    "roberta": lambda: other_model("RobertaForMaskedLM", dropout=0.0, max_position_embeddings=64),
+    "bert, chunks of its own": lambda: other_model("BertForMaskedLM", dropout=0.0, chunk_size_feed_forward=23),
+    "granite, generic": lambda: granite(),
+}
+
+
+def granite():
+    """A family without a row, whose feed-forward has the shape of LLaMA's."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": LAYERS}
+    config = transformers.GraniteConfig(vocab_size=320, num_key_value_heads=2, pad_token_id=0, **sizes)
+    torch.manual_seed(0)
+    return transformers.GraniteForCausalLM(config).train()
+
+
+@pytest.mark.parametrize("name", OTHER_SHAPES)
+def test_other_models(name):
+    batch = batch_of("t5" if name.startswith("t5") else "llama")
+    model = OTHER_SHAPES[name]()
+    expected = step(model, batch)
+    for spec in ("none", "full"):
+        assert_near(expected, step(on(model, **SPECS[spec]), batch))
+        assert calls(model) >= LAYERS
+        hf_ckpt.uninstall(model)
+
+
+# --- what is run --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize(
+    ("name", "runs"), [("none", 2), ("full", 2), ("selective", 2), ("attention", 2), ("segments", 2.5)]
+)
+def test_no_feed_forward_runs_three_times(family, name, runs):
+    """Once in the forward and once in the backward, also where the block is recomputed; in a segment, all but the last
+    block's once more, because the next block is recomputed from their output."""
+    model, batch = on(model_of(family), **SPECS[name]), batch_of(family)
+    with counted_tokens(model) as seen:
+        step(model, batch)
+    each = [92, 46] if family == "t5" else [46]  # tokens of a block of each stack
+    assert sum(seen) == runs * LAYERS * sum(each)
+    assert max(seen) == CHUNK
+
+
+def test_what_lies_behind_a_feed_forward_may_need_it():
+    """Gemma 2 has a norm behind, which saves the output: recomputed blocks run the feed-forward once more."""
+    model = on(other_model("Gemma2ForCausalLM", attention="eager"), policy="full")
+    with counted_tokens(model) as seen:
+        step(model, batch_of("llama"))
+    assert sum(seen) == 3 * LAYERS * 46
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens", "trained", "expected"),
+    [
+        (7, 10_000, True, 7),
+        ("auto", 100, True, AUTO_LEAST),
+        ("auto", 8192, True, 1024),
+        ("auto", 9000, False, 1152),
+        ("auto", 10**6, True, AUTO_MOST),
+        ("auto", 10**6, False, AUTO_MOST_FROZEN),
+    ],
+)
+def test_sizes_of_chunks(asked, tokens, trained, expected):
+    assert tokens_per_tile(asked, tokens, trained=trained) == expected
+
+
+def test_hooks_see_each_parameter_once_per_backward():
+    model = on(model_of("llama"), policy="full")
+    seen = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    step(model, batch_of("llama"))
+    assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def peak_of(model, batch):
+    """Most live bytes of a step above those before it."""
+    model.zero_grad(set_to_none=True)
+    with LiveBytes(model, batch) as live:
+        model(**without_cache(model, batch)).logits[..., :1].sum().backward()
+    return live.peak_bytes - live.start_bytes
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ["none", "full", "selective"])
+def test_the_peak_falls(name, lora):
+    """In a wide feed-forward on many tokens, nearly all that is left is what lies outside of it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 256, "vocab_size": 64, "max_position_embeddings": 4096}
+    batch = tiny_batch("llama", batch=1, tokens=2048)
+    batch = {"input_ids": batch["input_ids"] % 64}
+    peaks = []
+    for tokens in (None, 64):
+        model = tiny_model("llama", layers=1, attention="sdpa", **sizes)
+        model = with_lora(model, "llama", lora_dropout=0.0, targets=["q_proj", "up_proj"]) if lora else model
+        if tokens is not None or name != "none":
+            spec = SPECS[name] | ({} if tokens is None else {"mlp": tokens})
+            hf_ckpt.install(model, spec)
+            enable(model)
+        peaks.append(peak_of(model, batch))
+    inner = 2048 * 256 * 4
+    assert peaks[0] > 3 * inner
+    assert peaks[0] - peaks[1] > 2.5 * inner
+
+
+def test_gradients_of_weights_are_held_once():
+    """However many chunks there are: one sum for each weight, and what one chunk adds to one of them."""
+    model = tiny_model("llama", layers=1, hidden_size=128, intermediate_size=1024, vocab_size=64)
+    size = model.model.layers[0].mlp.up_proj.weight.nbytes
+    batch = {"input_ids": tiny_batch("llama", batch=1, tokens=32)["input_ids"] % 64}
+    peaks = {tokens: peak_of(on(copy.deepcopy(model), tokens), batch) for tokens in (2, 32)}
+    assert peaks[2] <= peaks[32] + size
+
+
+def test_frozen_weights_cost_nothing():
+    """Neither the gradient of a frozen weight nor a chunk of a frozen block is ever made."""
+    model = tiny_model("llama", layers=LAYERS)
+    model.requires_grad_(False)
+    model.model.layers[1].mlp.up_proj.weight.requires_grad_(True)
+    expected = step(model, batch_of("llama"))
+    on(model)
+    with counted_tokens(model) as seen:
+        got = step(model, batch_of("llama"))
+    assert_near(expected, got)
+    assert list(got) == ["loss", "model.layers.1.mlp.up_proj.weight"]
+    assert sum(seen) == (LAYERS + 1) * 46  # the backward runs the last block's only
+
+
+@pytest.mark.parametrize("name", ["none", "full", "selective"])
+def test_nothing_stays_alive(name):
+    model = on(model_of("llama"), **SPECS[name])
+    batch = without_cache(model, batch_of("llama"))
+    step(model, batch)
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveBytes(model) as live:
+            loss = model(**batch).loss
+            held = live.current_bytes - live.start_bytes
+            del loss
+            assert live.current_bytes - live.start_bytes <= 1024 < held
+            loss = model(**batch).loss
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+            kept = live.current_bytes - live.start_bytes
+            assert kept <= 1024  # the loss is still there: what the graph has used is gone
+            del loss
+    finally:
+        gc.enable()
+
+
+# --- a model that changes, and one that does not train ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["none", "full"])
+def test_a_mode_that_changes_before_backward_is_put_back(name):
+    model, batch = model_of("gpt2", dropout=0.3), batch_of("gpt2")
+    with by_hand(model):
+        expected = step(model, batch)
+    on(model, **SPECS[name])
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    loss = model(**without_cache(model, batch)).loss
+    model.eval()
+    loss.backward()
+    assert not any(module.training for module in model.modules())
+    assert_near(expected, {"loss": loss.detach(), **gradients(model)})
+
+
+def test_an_overwritten_weight_is_an_error():
+    model = on(model_of("llama"))
+    loss = model(**without_cache(model, batch_of("llama"))).loss
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+    with pytest.raises(ChangedBlockError, match=r"layers\.1\.mlp"):
+        loss.backward()
+
+
+def test_parameters_of_functional_call():
+    model, batch = model_of("llama"), without_cache(model_of("llama"), batch_of("llama"))
+    found = []
+    for tokens in (None, CHUNK):
+        model = model_of("llama") if tokens is None else on(model_of("llama"), policy="full")
+        fast = {name: (p.detach() * 1.5).requires_grad_() for name, p in model.named_parameters()}
+        loss = torch.func.functional_call(model, fast, kwargs=batch).loss
+        loss.backward()
+        assert all(p.grad is None for p in model.parameters())
+        found.append({name: value.grad for name, value in fast.items()})
+    assert_near(*found)
+
+
+@pytest.mark.compat
+def test_generation_and_evaluation_are_as_without():
+    model, prompt = model_of("llama"), tiny_batch("llama", tokens=6)
+    prompt.pop("labels")
+    plain = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    with torch.no_grad():
+        logits = model(**prompt).logits
+    on(model, policy="full")
+    assert torch.equal(model.generate(**prompt, max_new_tokens=8, do_sample=False), plain)
+    with torch.no_grad():
+        assert torch.equal(model(**prompt).logits, logits)
+    model.eval()
+    model(**prompt).logits.sum().backward()
+    assert calls(model) == 0
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_model_is_as_before_when_it_is_taken_off(family):
+    model = model_of(family)
+    before, keys = snapshot(model), list(model.state_dict())
+    expected = step(model, batch_of(family))
+    model.zero_grad(set_to_none=True)
+    on(model, policy="full")
+    assert list(model.state_dict()) == keys
+    with hf_ckpt.paused(model):
+        assert_same(expected, step(model, batch_of(family)))
+        assert calls(model) == 0
+    step(model, batch_of(family))
+    assert calls(model) == len(owners(model))
+    hf_ckpt.uninstall(model)
+    model.zero_grad(set_to_none=True)
+    assert snapshot(model) == before
+    assert_same(expected, step(model, batch_of(family)))
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_copies_run_their_own_weights(family):
+    model = on(model_of(family), policy="full")
+    copies = [copy.deepcopy(model), pickle.load(io.BytesIO(pickle.dumps(model)))]
+    expected = step(model, batch_of(family))
+    model.zero_grad(set_to_none=True)
+    for copied in copies:
+        assert_same(expected, step(copied, batch_of(family)))
+        assert calls(copied) == calls(model) == len(owners(model))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        found = [vars(owner)[method] for owner, method in owners(copied)]
+        assert all(type(one) is TiledForward and one.base is copied for one in found)
+
+
+# --- where it does not work ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: experts("mixtral"), "'model.layers.0' .*it sends tokens to experts"),
+        (lambda: other_model("OPTForCausalLM"), "no modules of gate_proj, up_proj and down_proj"),
+        (lambda: other_model("Phi3ForCausalLM"), "no modules of gate_proj"),
+    ],
+    ids=["experts", "opt", "phi3"],
+)
+def test_models_whose_feed_forward_is_not_known_are_refused(make, reason):
+    model = make()
+    before = snapshot(model)
+    with pytest.raises(SpecError, match=reason):
+        hf_ckpt.install(model, {"policy": "full", "mlp": "auto"})
+    assert snapshot(model) == before
+
+
+def test_every_known_family_says_where_it_lies():
+    assert all(family.feed_forward is not None for family in FAMILIES.values())
+
+
+@pytest.mark.parametrize("change", ["hook", "forward"])
+def test_it_runs_as_a_whole_where_chunks_would_show(change, caplog):
+    model = model_of("llama")
+    mlp = model.model.layers[0].mlp
+    seen = []
+    if change == "hook":
+        mlp.up_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape[:-1].numel()))
+        reason = "a hook lies on one of its modules"
+    else:
+        mlp.forward = lambda hidden: type(mlp).forward(mlp, hidden)
+        reason = "something else has replaced its forward"
+    expected = step(model, batch_of("llama"))
+    on(model)
+    assert_near(expected, step(model, batch_of("llama")))
+    assert calls(model) == LAYERS - 1
+    assert f"model.layers.0.mlp is not run in chunks, because {reason}" in caplog.text
+    assert seen == ([46, 46] if change == "hook" else [])
+
+
+def test_a_copy_of_data_parallel_is_an_error():
+    model = on(model_of("bert"))
+    copied = model._replicate_for_data_parallel()
+    layer = model.bert.encoder.layer[0]._replicate_for_data_parallel()
+    assert copied is not model
+    with pytest.raises(HfCkptError, match="DistributedDataParallel"):
+        layer(torch.randn(1, 4, 32))
+
+
+def test_under_torch_compile_it_runs_as_a_whole():
+    model = on(model_of("llama"))
+    torch.compile(model.model.layers[0].mlp, backend="eager")(
+        torch.randn(1, 7, 32, requires_grad=True)
+    ).sum().backward()
+    assert calls(model) == 0
+    described = hf_ckpt.describe(model)
+    assert described.mlp_in_graph
+    assert "in a graph of torch.compile, where they run as a whole: feed-forwards" in str(described)
+
+
+# --- DDP ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize("name", ["none", "full"])
+def test_ddp(name, options):
+    expected = step(model_of("llama"), batch_of("llama"))
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = on(model_of("llama"), **SPECS[name])
+        wrapped = DistributedDataParallel(model, **options)
+        for count in (1, 2, 3):
+            got = step(wrapped, batch_of("llama"))
+            assert_near(expected, {key.removeprefix("module."): value for key, value in got.items()}, ROUNDING)
+            assert calls(model) == count * LAYERS
+    finally:
+        distributed.destroy_process_group()
