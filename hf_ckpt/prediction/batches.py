@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.models.blocks import base_model, find_blocks
+from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
 from hf_ckpt.prediction.skeleton import Skeleton
 from hf_ckpt.prediction.trace import Step
 from hf_ckpt.prediction.workload import DTYPES, Workload
@@ -197,17 +197,69 @@ def step_of_model(workload: Workload, model: nn.Module) -> Step:
 
 
 def _step(workload: Workload, model: nn.Module, stacks: Sequence[str]) -> Step:
-    sizes = dict.fromkeys(stacks, (workload.batch, workload.tokens))
+    rows, tokens = (1, workload.rows * workload.tokens) if workload.packing else (workload.rows, workload.tokens)
+    sizes = dict.fromkeys(stacks, (rows, tokens))
     if len(sizes) > 1 and "decoder" in sizes and workload.target_tokens is not None:
-        sizes["decoder"] = workload.batch, workload.target_tokens
-    return Step(
-        batch=batch_for(model, sizes),
-        padded=workload.padded,
-        autocast=DTYPES[workload.autocast] if workload.autocast else None,
+        sizes["decoder"] = workload.rows, workload.target_tokens
+    batch: dict[str, Any] = batch_for(model, sizes)
+    if workload.packing:  # position ids take the place of the mask, and say where a sequence begins
+        batch = {**batch, "position_ids": batch["input_ids"]}
+        del batch["attention_mask"]
+    autocast = workload.autocast_name
+    step = Step(
+        batch=batch,
+        padded=workload.padded or (workload.packing and not workload.attention.startswith("flash_attention")),
+        autocast=DTYPES[autocast] if autocast else None,
         accumulation=workload.accumulation,
         optimizer=workload.optimizer,
         loss=loss_for(model),
+        reference=workload.reference_name,
     )
+    return step if workload.trainer is None else _step_of_trl(step, workload.trainer, model)
+
+
+def _step_of_trl(step: Step, trainer: str, model: nn.Module) -> Step:
+    """The micro-step as a trainer of TRL runs it.
+
+    Raises `HfCkptError` for a model without a language-model head, and `MissingDependencyError` without TRL.
+    """
+    base = base_model(model)
+    if vocabulary_head(base) is None or getattr(base.config, "is_encoder_decoder", False):
+        raise HfCkptError(f"{type(base).__name__} is no causal language model, which the trainer {trainer} needs.")
+    loss, told = _OF_TRL[trainer]
+    forward = compat.fused_forward(base, ("log_probs", "entropy", *told))
+    batch = {**step.batch, "fused_lm_head": True} if forward is not None else step.batch
+    return dataclasses.replace(step, batch=batch, loss=loss, forward=forward)
+
+
+def _label_scores(outputs: Any) -> torch.Tensor:
+    """Log probabilities of labels, [sequences, tokens], from the outputs of TRL's forward, or from logits."""
+    found = getattr(outputs, "log_probs", None)
+    if isinstance(found, torch.Tensor):
+        return found
+    logits: torch.Tensor = outputs.logits[:, :-1]
+    return logits.log_softmax(-1)[..., 0]
+
+
+def _preference(outputs: Any) -> torch.Tensor:
+    """DPO's loss (https://arxiv.org/abs/2305.18290, equation 7); the reference's scores are a few numbers."""
+    chosen, rejected = _label_scores(outputs).sum(1).chunk(2)
+    return -nn.functional.logsigmoid(chosen - rejected).mean()
+
+
+def _policy(outputs: Any) -> torch.Tensor:
+    """GRPO's loss without a reference, in which the ratio to the old policy is clipped."""
+    scores = _label_scores(outputs)
+    ratio = torch.exp(scores - scores.detach())
+    return -torch.min(ratio, ratio.clamp(0.8, 1.2)).mean()
+
+
+_OF_TRL: dict[str, tuple[Callable[[Any], torch.Tensor] | None, tuple[str, ...]]] = {
+    "sft": (None, ("is_top1",)),
+    "dpo": (_preference, ("mean_logits", "is_top1")),
+    "grpo": (_policy, ()),
+}
+"""Trainer -> (its loss, where that is not the model's own; what it has computed of each token for its logs)."""
 
 
 def sizes_of_batch(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,12 @@ DTYPE_NAMES = ("float32", "bfloat16", "float16")
 """Types that weights and autocast may have, as torch names them."""
 MOST_TOKENS = 2**32
 """Most tokens of one micro-step: beyond them the bytes of a model are no numbers that can be calculated with."""
+TRAINERS = ("sft", "dpo", "grpo")
+"""Trainers of TRL whose steps can be planned for."""
+REFERENCES = ("adapters-off", "model", "precomputed")
+"""Where DPO takes its reference from: the policy without its adapters, a second model, or a column of the data."""
+PARALLEL = ("ddp", "fsdp2")
+"""How ranks may share the work: each with a whole model, or with parts of its parameters, gradients and state."""
 _ATTENTIONS = ("sdpa", "eager", "flex_attention")
 
 

@@ -95,6 +95,9 @@ class StackCosts:
     """Bytes of the gradients of tensors that all its blocks share, alive from the last block's backward on."""
     before_turn_bytes: int
     """How many bytes more are alive when the backward of what runs before the stack begins than after its forward."""
+    held: tuple[int, ...] = ()
+    """Kind -> bytes of one block that are held until the backward of the whole model ends, under every action; empty
+    for none. Layers of bitsandbytes in 8 bits hold on to their inputs so."""
     instead: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Action that keeps tensors in host memory -> the action that keeps the same tensors on the device."""
     movable: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -108,6 +111,10 @@ class StackCosts:
     def lent_by(self, key: Key) -> int:
         """The most `lent_bytes` that a block has, whatever the action of the block before it."""
         return max(cost.lent_bytes for (_, found), cost in self.costs.items() if found == key)
+
+    def held_by(self, kind: int) -> int:
+        """Bytes that one block of a kind holds until the backward ends."""
+        return self.held[kind] if self.held else 0
 
     def keys(self, choice: Sequence[int]) -> list[Key]:
         """The key of every block, for one action a block."""
@@ -154,6 +161,8 @@ class Costs:
     optimizer_nanoseconds: int = 0
     head_tokens: int | str = "full"
     """How the head runs, in the words of `Plan.head`: `full`, `auto`, or the tokens of a chunk."""
+    mlp_tokens: int | str = "full"
+    """How the feed-forward of each block runs, in the words of `Plan.mlp`."""
     segments: tuple[int, ...] = ()
     """For each stack, how many segments its blocks are recomputed in; empty where blocks are recomputed one by one.
     Segments go with one choice only: `full` for every block."""

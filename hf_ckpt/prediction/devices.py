@@ -6,7 +6,7 @@ import dataclasses
 
 from hf_ckpt.errors import HfCkptError
 
-_GB = 10**9
+_GIB = 2**30
 _TERA = 10**12
 
 
@@ -16,8 +16,9 @@ class Device:
 
     name: str
     """As `hf-ckpt plan --device` takes it."""
-    memory_bytes: int | None
-    """Bytes of memory; None for a CPU, where the machine decides."""
+    memory_gib: float | None
+    """Memory that a process has of it, in GiB: `total_memory` of torch's device properties, which is less than the data
+    sheet and `nvidia-smi` say, because the driver keeps some for itself. None for a CPU, where the machine decides."""
     flops16: float
     """Operations a second with dense matrices in bfloat16, or in float16 where there is no bfloat16."""
     flops32: float
@@ -33,7 +34,22 @@ class Device:
     bandwidth_efficiency: float = 0.75
     """Share of `bandwidth` that a training step reaches."""
     source: str = ""
-    """Whose data sheet the figures are from."""
+    """Whose data sheet the rates are from, as the device is called in texts."""
+    reported: str = ""
+    """What the vendor's tool prints as the device's memory. `memory_gib` is what torch prints of such a device, in its
+    error for memory that ran out, in public reports; drivers differ by about 0.1 GiB."""
+    words: tuple[str, ...] = ()
+    """Words of which all stand in what the device calls itself; its name without these."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory that a process has of it, in bytes; None for a CPU, where the machine decides."""
+        return None if self.memory_gib is None else round(self.memory_gib * _GIB)
+
+    @property
+    def title(self) -> str:
+        """The device in a sentence: `RTX 4090`, or `this CPU`."""
+        return self.source.removeprefix("NVIDIA ").removeprefix("AMD ") if self.memory_gib is not None else "this CPU"
 
     def nanoseconds(self, flops: int, moved_bytes: int, element_bytes: int) -> int:
         """Predicted time of one operation: as long as its computing or its memory traffic takes, whichever is longer.
@@ -49,18 +65,70 @@ class Device:
         return max(self.launch_nanoseconds, round(max(computing, moving) * 1e9))
 
 
+def _row(
+    name: str,
+    source: str,
+    memory: tuple[float, str],
+    rates: tuple[float, float, float, float],
+    launch: int,
+    words: str = "",
+) -> Device:
+    """A row of an accelerator.
+
+    Args:
+        name: as `--device` takes it.
+        source: whose data sheet the rates are from.
+        memory: GiB that torch tells, and what the vendor's tool prints.
+        rates: 10^12 operations a second in 16 bits (with float32 accumulation) and in float32, 10^12 bytes a second of
+            the device's memory, and 10^9 bytes a second of its link to the host.
+        launch: least nanoseconds of an operation.
+        words: of which all stand in what the device calls itself, where these are not `name`.
+    """
+    flops16, flops32, bandwidth, host = rates
+    return Device(
+        name,
+        memory[0],
+        flops16 * _TERA,
+        flops32 * _TERA,
+        bandwidth * _TERA,
+        host * 1e9,
+        launch,
+        source=source,
+        reported=memory[1],
+        words=tuple(words.split()),
+    )
+
+
 DEVICES = {
     device.name: device
     for device in (
-        Device("h200", 141 * _GB, 989 * _TERA, 67 * _TERA, 4.8 * _TERA, 55e9, 5000, source="NVIDIA H200 SXM"),
-        Device("h100", 80 * _GB, 989 * _TERA, 67 * _TERA, 3.35 * _TERA, 55e9, 5000, source="NVIDIA H100 SXM"),
-        Device("a100-80", 80 * _GB, 312 * _TERA, 19.5 * _TERA, 2.039 * _TERA, 25e9, 6000, source="NVIDIA A100 80GB"),
-        Device("a100-40", 40 * _GB, 312 * _TERA, 19.5 * _TERA, 1.555 * _TERA, 25e9, 6000, source="NVIDIA A100 40GB"),
-        Device("l40s", 48 * _GB, 362 * _TERA, 91.6 * _TERA, 0.864 * _TERA, 25e9, 6000, source="NVIDIA L40S"),
-        Device("l4", 24 * _GB, 121 * _TERA, 30.3 * _TERA, 0.3 * _TERA, 25e9, 7000, source="NVIDIA L4"),
-        Device("a10", 24 * _GB, 125 * _TERA, 31.2 * _TERA, 0.6 * _TERA, 25e9, 7000, source="NVIDIA A10"),
-        Device("t4", 16 * _GB, 65 * _TERA, 8.1 * _TERA, 0.32 * _TERA, 12e9, 8000, source="NVIDIA T4"),
-        Device("4090", 24 * _GB, 165 * _TERA, 82.6 * _TERA, 1.008 * _TERA, 25e9, 5000, source="NVIDIA RTX 4090"),
+        _row("h200", "NVIDIA H200", (139.80, "143771 MiB"), (989, 67, 4.8, 55), 5000),
+        _row("h100", "NVIDIA H100 SXM", (79.11, "81559 MiB"), (989, 67, 3.35, 55), 5000),
+        _row("h100-pcie", "NVIDIA H100 PCIe", (79.11, "81559 MiB"), (756, 51, 2.0, 55), 5000, "h100 pcie"),
+        _row("h100-nvl", "NVIDIA H100 NVL", (93.00, "95830 MiB"), (835, 60, 3.9, 55), 5000, "h100 nvl"),
+        _row("gh200", "NVIDIA GH200", (94.50, "97871 MiB"), (989, 67, 4.0, 400), 5000),
+        _row("b200", "NVIDIA B200", (178.35, "183359 MiB"), (2250, 75, 7.67, 55), 5000),
+        _row("a100-80", "NVIDIA A100 80GB", (79.15, "81920 MiB"), (312, 19.5, 2.039, 25), 6000, "a100 80gb"),
+        _row("a100-40", "NVIDIA A100 40GB", (39.39, "40960 MiB"), (312, 19.5, 1.555, 25), 6000, "a100 40gb"),
+        _row("v100-32", "NVIDIA V100 32GB", (31.74, "32768 MiB"), (125, 15.7, 0.9, 12), 7000, "v100 32gb"),
+        _row("v100-16", "NVIDIA V100 16GB", (15.77, "16384 MiB"), (125, 15.7, 0.9, 12), 7000, "v100 16gb"),
+        _row("l40s", "NVIDIA L40S", (44.40, "46068 MiB"), (362, 91.6, 0.864, 25), 6000),
+        _row("l4", "NVIDIA L4", (22.05, "23034 MiB"), (121, 30.3, 0.3, 25), 7000),
+        _row("a10", "NVIDIA A10", (22.06, "23028 MiB"), (125, 31.2, 0.6, 25), 7000),
+        _row("a10g", "NVIDIA A10G", (22.06, "23028 MiB"), (70, 31.5, 0.6, 25), 7000),
+        _row("t4", "NVIDIA T4", (14.58, "15360 MiB"), (65, 8.1, 0.32, 12), 8000),
+        _row("a6000", "NVIDIA RTX A6000", (47.41, "49140 MiB"), (154.8, 38.7, 0.768, 25), 6000),
+        _row("6000-ada", "NVIDIA RTX 6000 Ada", (47.37, "49140 MiB"), (364, 91.1, 0.96, 25), 5000, "rtx 6000 ada"),
+        _row("5090", "NVIDIA RTX 5090", (31.36, "32607 MiB"), (209.5, 104.8, 1.792, 50), 5000),
+        _row("5080", "NVIDIA RTX 5080", (15.46, "16303 MiB"), (112.6, 56.3, 0.96, 50), 5000),
+        _row("4090", "NVIDIA RTX 4090", (23.64, "24564 MiB"), (165, 82.6, 1.008, 25), 5000),
+        _row("4080", "NVIDIA RTX 4080", (15.57, "16376 MiB"), (97.5, 48.7, 0.717, 25), 5000),
+        _row("4070-ti-super", "NVIDIA RTX 4070 Ti SUPER", (15.57, "16376 MiB"), (88.2, 44.1, 0.672, 25), 5000),
+        _row("4060-ti-16", "NVIDIA RTX 4060 Ti 16GB", (15.57, "16380 MiB"), (44.1, 22.1, 0.288, 12), 5000, "4060 ti"),
+        _row("3090", "NVIDIA RTX 3090", (23.57, "24576 MiB"), (71, 35.6, 0.936, 25), 6000),
+        _row("3060", "NVIDIA RTX 3060 12GB", (11.75, "12288 MiB"), (25.5, 12.7, 0.36, 25), 6000),
+        _row("mi300x", "AMD MI300X", (191.98, "206141652992 B"), (1307, 163.4, 5.3, 55), 6000),
+        _row("mi250x", "AMD MI250X, one of its two dies", (63.98, "68702699520 B"), (191.5, 23.9, 1.638, 25), 7000),
         # A few cores of a server: only a guess, which measuring replaces.
         Device("cpu", None, 0.2 * _TERA, 0.15 * _TERA, 20e9, 20e9, 5000, source="a guess at two server cores"),
     )
@@ -76,10 +144,10 @@ def device_named(name: str) -> Device:
 
 
 def device_like(description: str) -> Device | None:
-    """The row that fits what a device calls itself, as "NVIDIA A100-SXM4-80GB"; None where no row fits."""
-    words = description.lower().replace("-", " ").split()
-    for name in DEVICES:
-        model, _, size = name.partition("-")
-        if model in words and (not size or f"{size}gb" in words):
-            return DEVICES[name]
-    return None
+    """The row that fits what a device calls itself, as "NVIDIA A100-SXM4-80GB"; None where no row fits.
+
+    Where several do, it is the one with most words: an "NVIDIA H100 PCIe" is no "h100".
+    """
+    said = set(description.lower().replace("-", " ").split())
+    fitting = [device for device in DEVICES.values() if said.issuperset(device.words or device.name.split("-"))]
+    return max(fitting, key=lambda device: len(device.words or device.name.split("-")), default=None)

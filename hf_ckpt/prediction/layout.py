@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from torch import nn
@@ -9,8 +10,8 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.prediction.fsdp2 import Gathered, Layout
-from hf_ckpt.prediction.optimizers import bytes_of, optimizer_bytes, state_bytes
-from hf_ckpt.prediction.skeleton import Weights
+from hf_ckpt.prediction.optimizers import OptimizerBytes, bytes_of, optimizer_bytes, state_bytes
+from hf_ckpt.prediction.skeleton import Skeleton, Weights
 
 
 def held_bytes(model: nn.Module) -> int:
@@ -56,6 +57,44 @@ def layout_of(model: nn.Module, held_back: bool = False) -> Layout | None:
         outside=outside,
         held_back=held_back,
         widened=max((-(-shard.reduce.itemsize // shard.compute.itemsize) for shard in shards), default=1),
+    )
+
+
+def layout_for(skeleton: Skeleton, ranks: int, own: int, optimizer: OptimizerBytes, parameters: int) -> Layout:
+    """How FSDP2 will split a model that does not exist yet, with a `fully_shard` for every block and for the rest.
+
+    Args:
+        skeleton: of the whole model, in the type that it computes in.
+        ranks: that it is split over.
+        own: bytes of an element of the parts, which stay in the type of the weights.
+        optimizer: what the optimizer needs for all parts together.
+        parameters: how many elements all parameters have.
+    """
+
+    def gathered(weights: Weights) -> Gathered:
+        found = Gathered()
+        for shape, size, trained in weights.tensors:
+            part = -(-math.prod(shape) // ranks)
+            whole = part * ranks * size
+            found += Gathered(
+                whole=whole,
+                cast=part * size if size != own else 0,
+                sent=whole if trained else 0,
+                kept=part * own if trained else 0,
+                summed=part * size if trained and size != own else 0,
+            )
+        return found
+
+    blocks = {
+        block.name: gathered(stack.kinds[kind].weights)
+        for stack in skeleton.stacks
+        for block, kind in zip(stack.blocks, stack.row, strict=True)
+    }
+    return Layout(
+        parameters=-(-parameters // ranks) * own,
+        optimizer=-(-optimizer.state // ranks),
+        blocks=blocks,
+        outside=gathered(skeleton.outside),
     )
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 from hf_ckpt import compat
-from hf_ckpt.measure.machine import device_name
+from hf_ckpt.measure.machine import device_memory, device_name
 from hf_ckpt.prediction.devices import DEVICES, Device, device_like
+from hf_ckpt.units import GIB
 
 log = logging.getLogger(__name__)
 
 
 def this_device() -> Device:
-    """The row of this machine's accelerator, or of the CPU where there is none.
+    """The row of this machine's accelerator, with the memory that its driver tells, or the row of the CPU.
 
     An accelerator without a row gets that of an 80 GB A100, with a warning.
     """
@@ -23,5 +25,5 @@ def this_device() -> Device:
         log.warning(
             "hf_ckpt has no figures for %s and takes those of an A100; see hf-ckpt plan --measure.", device_name()
         )
-        return DEVICES["a100-80"]
-    return found
+        found = DEVICES["a100-80"]
+    return dataclasses.replace(found, memory_gib=device_memory(0).total_bytes / GIB)

@@ -28,10 +28,16 @@ class Run:
         self.lent_before = 0
         """Bytes that the blocks of earlier stacks made and that are freed when the forward ends."""
         self.released = tracer.released
+        self.held = tracer.held
 
     def phase(self, what: str, stack: int, block: int) -> Phase:
         """A part of the step, named as in `tracer.Place`; empty where that part was not run."""
         return self.phases.get((what, stack, block), Phase())
+
+    def cost(self, stack: int, block: int) -> tuple[int, int]:
+        """(bytes that a block leaves alive behind its forward, nanoseconds of its forward and backward)."""
+        forward, backward = self.phase("forward", stack, block), self.phase("backward", stack, block)
+        return forward.net, forward.nanoseconds + backward.nanoseconds
 
     def behind(self, what: str, stack: int) -> Phase:
         """The part `what` ("before" the next stack, or "head") behind `stack`, as if it freed nothing that was made
@@ -41,6 +47,10 @@ class Run:
         """
         phase, held = self.phase(*((what, stack + 1, 0) if what == "before" else (what, 0, 0))), self.released[stack]
         return dataclasses.replace(phase, points=tuple((other + held, done) for other, done in phase.points))
+
+    def held_behind(self, stack: int, block: int) -> int:
+        """Bytes that the blocks behind one made, in its stack and in later ones, and that last to the end."""
+        return sum(size for (_, *place), size in self.held.items() if tuple(place) > (stack, block))
 
     def other(self, place: Place) -> int | None:
         """Bytes alive when a part began, finished gradients not counted; None where it was not run."""
@@ -78,6 +88,7 @@ def stack_costs(
         shared += its_shared
         start = run.other(("before back", stack, 0))
         if start is not None:
+            start -= run.held_behind(stack, -1)
             before_turns.append(start - run.starts["forward", stack, 0][0] + run.lent_before)
     first = runs[0]
     return {
@@ -90,7 +101,19 @@ def stack_costs(
         "turn_bytes": max(turns, default=0),
         "shared_bytes": max((*shared, 0)),
         "before_turn_bytes": max(before_turns, default=0),
+        "held": tuple(_held(stack, runs, kind) for kind in range(len(gradients))),
     }
+
+
+def _held(stack: int, runs: Sequence[Run], kind: int) -> int:
+    """Bytes that a block of a kind holds until the backward of the model ends."""
+    found = (
+        run.held.get(("forward", stack, place), 0)
+        for run in runs
+        for place, key in enumerate(run.walks[stack])
+        if key[0] == kind
+    )
+    return max(found, default=0)
 
 
 def ways_of(walk: Walk) -> list[_Pair]:
@@ -143,6 +166,7 @@ def _at_turn(stack: int, run: Run, costs: dict[_Pair, BlockCost]) -> tuple[list[
         start = run.other(("backward", stack, place))
         if start is None:
             continue
+        start -= run.held_behind(stack, place)
         above = start - lasting[place] + costs[pair].output_bytes + run.released[stack]
         if place == len(walk) - 1:
             turn = above
@@ -162,11 +186,9 @@ def _with_unseen(
             for next_action in choices[following]:
                 key = following, next_action
                 wanted = (kind, action), key
-                likes: Iterable[_Pair] = (
-                    ((following, action), key),
-                    *(seen for seen in costs if seen[1] == key and seen[0] is not None),
-                    (None, key),
-                )
                 if wanted not in full:
+                    seen = [pair for pair in costs if pair[1] == key and pair[0] is not None]
+                    seen.sort(key=lambda pair: costs[pair].forward.net, reverse=True)
+                    likes: Iterable[_Pair] = ((following, action), key), *seen, (None, key)
                     full[wanted] = next(costs[like] for like in likes if like in costs)
     return full

@@ -25,7 +25,7 @@ from hf_ckpt.spec.plan import Block
 
 # Attributes that wrappers and hf_ckpt put on modules of a live model. A copy must run the class's own forward.
 _PUT_ON = (
-    *("forward", "_old_forward", "_hf_hook", "_hf_ckpt", "_compiled_call_impl"),
+    *("forward", "feed_forward_chunk", "_old_forward", "_hf_hook", "_hf_ckpt", "_compiled_call_impl"),
     *("enable_input_require_grads", "disable_input_require_grads", *compat.ENABLE_NAMES, *compat.DISABLE_NAMES),
     compat.CAPTURING_FLAG,
 )

@@ -84,7 +84,7 @@ class Timeline:
             "weights and optimizer state": worst.static_bytes,
             "gradients": gradients,
             "kept for backward": saved,
-            f"work of {worst.label}": level - worst.static_bytes - gradients - saved,
+            f"temporary in {worst.label}": level - worst.static_bytes - gradients - saved,
         }
 
 
@@ -131,6 +131,8 @@ class _Builder:
         """Key of the last block of the last stack so far."""
         self.done = 0
         """Bytes of the gradients that the backwards so far finish."""
+        self.held = 0
+        """Bytes that blocks whose backwards ran so far go on to hold."""
 
     def add_forwards(self) -> None:
         for stack, chosen in zip(self.costs.stacks, self.choice, strict=True):
@@ -173,10 +175,11 @@ class _Builder:
                 start = levels[place + 1] + stack.turn_bytes - cost.output_bytes + (0 if at_end else stack.shared_bytes)
                 new = 0 if self.accumulated else self.done
                 label = f"backward of {stack.name} {block.index}"
-                self._add(label, phase, start + new, self.resident + new, block.name, True)
+                self._add(label, phase, start + self.held + new, self.resident + new, block.name, True)
                 self.done += stack.gradients[key[0]]
+                self.held += stack.held_by(key[0])
             new = 0 if self.accumulated else self.done
-            start = levels[0] + stack.before_turn_bytes + new
+            start = levels[0] + stack.before_turn_bytes + self.held + new
             label = f"{_before(stack, self.costs)}, backward"
             self._add(label, stack.before_backward, start, self.resident + new, None, True)
             self.done += stack.before_gradients

@@ -149,7 +149,9 @@ class ShallowModels:
             self._models[depth] = real_model(self.workload, depth).to(self.device).train()
         return self._models[depth]
 
-    def step_seconds(self, depth: int, action: Action, put_on: PutOn = trial, steps: int = 1) -> float:
+    def step_seconds(
+        self, depth: int, action: Action, put_on: PutOn = trial, steps: int = 1, mlp: int | str = "full"
+    ) -> float:
         """Seconds of one forward and backward with every block under `action`.
 
         Args:
@@ -157,13 +159,14 @@ class ShallowModels:
             action: of every block.
             put_on: puts the plan on the model for a while.
             steps: of which the fastest counts, behind one that warms up.
+            mlp: how the feed-forward of each block runs, as `Plan.mlp`.
         """
         model = self._at(depth)
         step = step_of_model(self.workload, model)
         inputs = real_inputs(self.workload, model, self.device)
         dtype, enabled = step.autocast or torch.bfloat16, step.autocast is not None
         autocast = torch.autocast(self.device, dtype=dtype, enabled=enabled)
-        return timed_step(model, inputs, action, autocast, step.loss, put_on, steps)
+        return timed_step(model, inputs, action, autocast, step.loss, put_on, steps, mlp)
 
     def optimizer_seconds(self, depth: int) -> float | None:
         """Seconds of one step of the optimizer, behind one that makes its state.
@@ -193,6 +196,7 @@ def timed_step(
     loss_of: Callable[[Any], torch.Tensor] | None = None,
     put_on: PutOn = trial,
     steps: int = 1,
+    mlp: int | str = "full",
 ) -> float:
     """Seconds of one forward and backward with every block under `action`.
 
@@ -204,9 +208,10 @@ def timed_step(
         loss_of: makes the loss from the outputs of a model that computes none itself.
         put_on: puts the plan on the model for a while.
         steps: of which the fastest counts, behind one that warms up.
+        mlp: how the feed-forward of each block runs, as `Plan.mlp`.
     """
     found = find_blocks(model)
-    plan = Plan(found.family, found.model, tuple((block, action) for block in found.blocks))
+    plan = Plan(found.family, found.model, tuple((block, action) for block in found.blocks), mlp=mlp)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)

@@ -7,9 +7,11 @@ and `timeline` puts it together at any depth.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,16 +21,18 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import trial
+from hf_ckpt.engines.tiles import standing_for
 from hf_ckpt.errors import HfCkptError, InPlaceError
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
-from hf_ckpt.prediction.costs import Costs, StackCosts, Static
+from hf_ckpt.prediction.costs import Costs, Key, Phase, StackCosts, Static
 from hf_ckpt.prediction.devices import Device
+from hf_ckpt.prediction.ladder import rungs
 from hf_ckpt.prediction.optimizers import OptimizerBytes, optimizer_bytes
 from hf_ckpt.prediction.runs import Run, stack_costs, ways_of
 from hf_ckpt.prediction.skeleton import Skeleton, own_forward
 from hf_ckpt.prediction.tracer import Answers, Tracer
 from hf_ckpt.prediction.walks import Walk, rows_of, walks_of
-from hf_ckpt.spec.actions import KEEP, Action, candidates
+from hf_ckpt.spec.actions import ACTIONS, KEEP, Action, candidates, finer
 from hf_ckpt.spec.plan import Plan
 
 
@@ -60,6 +64,9 @@ class Step:
     """Makes the loss from the outputs of a model that computes none itself."""
     forward: types.MethodType | None = None
     """A forward that was put on the model in place of its class's; None where the class's own runs."""
+    reference: str | None = None
+    """Where the loss takes a reference from, a name in `choices.REFERENCES`: a pass without gradients, behind the
+    forward. None, and `precomputed`, for no such pass."""
     float32_outputs: bool = False
     """Whether the outputs are cast to float32 before the loss is taken from them, as accelerate does under autocast."""
 
@@ -77,6 +84,7 @@ def trace_costs(
     *,
     actions: Sequence[Action] | None = None,
     put_on: PutOn = trial,
+    mlp: int | str = "full",
     on_progress: Callable[[str], None] | None = None,
 ) -> Costs:
     """Trace what a model costs under every action, for one batch shape.
@@ -85,18 +93,20 @@ def trace_costs(
         skeleton: of the model.
         step: the micro-step to run.
         device: whose row says how long operations take.
-        actions: those to trace, `actions_for(skeleton)` unless given. Blocks below the first trainable parameter, which
+        actions: those to trace, those of `actions_for` unless given. Blocks below the first trainable parameter, which
             save nothing, get the first of them.
         put_on: puts a plan on a model for a while.
+        mlp: how the feed-forward of each block runs, as `Plan.mlp`.
         on_progress: called with a few words before each short model is run.
 
     Raises `HfCkptError` where the model cannot run on fake tensors.
     """
-    actions = actions_for(skeleton) if actions is None else actions
+    actions = actions_for(skeleton, step, device) if actions is None else actions
     stacks = skeleton.stacks
     choices = [_choices(kinds_frozen, len(actions)) for kinds_frozen in ([k.frozen for k in s.kinds] for s in stacks)]
-    trace = functools.partial(_trace, skeleton, step=step, device=device, actions=actions, put_on=put_on)
-    short = [walks_of(stack.row, choice) for stack, choice in zip(stacks, choices, strict=True)]
+    trace = functools.partial(_trace, skeleton, step=step, device=device, actions=actions, put_on=put_on, mlp=mlp)
+    apart = [number for number, action in enumerate(actions) if action in finer()]
+    short = [walks_of(stack.row, choice, apart) for stack, choice in zip(stacks, choices, strict=True)]
     whole = [rows_of(stack.row, choice) for stack, choice in zip(stacks, choices, strict=True)]
     runs = _runs(short, whole, trace, on_progress)
     for number in range(len(stacks)):  # what no block ever keeps is freed under every plan
@@ -105,6 +115,8 @@ def trace_costs(
             run.released[number] -= always
     made = _stacks(skeleton, choices, runs)
     head = {run.walks[-1][-1]: (run.behind("head", len(stacks) - 1), run.phase("head back", 0, 0)) for run in runs}
+    if step.reference in ("adapters-off", "model"):
+        head = _behind_a_reference(skeleton, made, head)
     static = _static(skeleton, step, device)
     moved = 2 * (static.optimizer + static.gradients) + static.gradients
     return Costs(
@@ -117,6 +129,7 @@ def trace_costs(
         tokens=step.tokens,
         accumulation=step.accumulation,
         optimizer_nanoseconds=device.nanoseconds(0, moved, 4),
+        mlp_tokens=mlp,
     )
 
 
@@ -167,7 +180,7 @@ def chunked_head(costs: Costs, skeleton: Skeleton, step: Step, device: Device, h
     """
     short = [[tuple((kind, 0) for kind in dict.fromkeys(stack.row))] for stack in skeleton.stacks]
     whole = [[tuple((kind, 0) for kind in stack.row)] for stack in skeleton.stacks]
-    trace = functools.partial(_trace, skeleton, step=step, device=device, actions=[KEEP])
+    trace = functools.partial(_trace, skeleton, step=step, device=device, actions=[KEEP], mlp=costs.mlp_tokens)
     ((plain,), (chunked,)) = (_runs(short, whole, functools.partial(trace, head=how)) for how in ("full", head))
     forward, backward = chunked.phase("head", 0, 0), chunked.phase("head back", 0, 0)
     # `costs` count what is freed behind the last stack for the blocks, this trace counts it for the head.
@@ -183,19 +196,61 @@ def chunked_head(costs: Costs, skeleton: Skeleton, step: Step, device: Device, h
     return dataclasses.replace(costs, head=dict.fromkeys(costs.head, (forward, backward)), head_tokens=head)
 
 
-def actions_for(skeleton: Skeleton, *, compiled: bool = False) -> tuple[Action, ...]:
-    """The actions that a plan for this model chooses from, with its blocks in eager mode or `compiled`.
+def actions_for(skeleton: Skeleton, step: Step, device: Device, *, compiled: bool = False) -> tuple[Action, ...]:
+    """The actions that a plan for this model chooses from; those that keep most come first.
+
+    Beside those of every plan these are the few of the finer ones that pay, by a trace of one short model in which each
+    of them has one block of every stack. There are none for a model that does not run as a short one.
+
+    Args:
+        skeleton: of the model.
+        step: the micro-step to run.
+        device: whose row says how long operations take.
+        compiled: whether blocks are compiled.
 
     Raises `HfCkptError` where compiled blocks cannot be traced with this version of transformers.
-    Those that run attention again are among them only for eager attention, which holds its weights.
     """
     if compiled and not compat.HOOKS_STAY_OUTSIDE:
         raise HfCkptError(
             "this version of transformers checkpoints a block together with the hooks that are on it, which cannot be "
             "traced as compiled blocks. Give a `share`, leave `compile` out, or use transformers 5.23."
         )
-    eager_attention = getattr(skeleton.base.config, "_attn_implementation", None) == "eager"
-    return candidates(eager_attention=eager_attention, compiled=compiled)
+    stacks = skeleton.stacks
+    always = candidates(compiled=compiled)
+    every = (*always, *finer())
+    kinds = [next((kind for kind in _most_often(stack.row) if not stack.kinds[kind].frozen), None) for stack in stacks]
+    if compiled or all(kind is None for kind in kinds):
+        return always
+    walks = [_past_all(stack.row, kind, len(every)) for stack, kind in zip(stacks, kinds, strict=True)]
+    try:
+        run = _trace(skeleton, walks, step, device, every)
+    except CannotTraceError:
+        return always
+    steps = []
+    for number, (stack, kind) in enumerate(zip(stacks, kinds, strict=True)):
+        first = len(walks[number]) - len(every) - 1
+        if kind is not None:
+            steps.append([(stack.row.count(kind), *run.cost(number, first + place)) for place in range(len(every))])
+    chosen = rungs(steps, len(always))
+    return tuple(every[number] for number in chosen)
+
+
+def _most_often(row: Sequence[int]) -> list[int]:
+    """The kinds of a stack's blocks; those of most blocks come first."""
+    return [kind for kind, _ in collections.Counter(row).most_common()]
+
+
+def _past_all(row: Sequence[int], kind: int | None, actions: int) -> Walk:
+    """A walk with a block of one kind under each of so many actions, behind what the stack has before such blocks.
+
+    The first action comes once more before them, and the last one behind them, since blocks at the ends of a stack
+    differ. Without a kind, it is one block of each kind under the first action.
+    """
+    kinds = list(dict.fromkeys(row))
+    before = [(found, 0) for found in (kinds if kind is None else kinds[: kinds.index(kind)])]
+    if kind is None:
+        return tuple(before)
+    return (*before, (kind, 0), *((kind, number) for number in range(actions)), (kind, actions - 1))
 
 
 def _choices(frozen: Sequence[bool], actions: int) -> tuple[tuple[int, ...], ...]:
@@ -212,6 +267,7 @@ def _trace(
     put_on: PutOn = trial,
     *,
     head: int | str = "full",
+    mlp: int | str = "full",
 ) -> Run:
     """Run the short model whose stacks follow `walks`, forward and backward."""
     rows = [[kind for kind, _ in walk] for walk in walks]
@@ -219,8 +275,10 @@ def _trace(
         found = find_blocks(model)
         numbers = [action for walk in walks for _, action in walk]
         pairs = zip(found.blocks, (actions[number] for number in numbers), strict=True)
-        plan = Plan(found.family, found.model, tuple(pairs), head=head)
+        plan = Plan(found.family, found.model, tuple(pairs), head=head, mlp=mlp)
         stack.enter_context(put_on(model, plan))
+        if device.name != "cpu" and not any(ACTIONS[action.kind].compiles for action in actions):
+            stack.enter_context(compat.accelerator_kernels())
         try:
             with skeleton.fake, compat.fake_values_count(), compat.any_type_in_grouped_products():
                 return _run(model, found, walks, step, device)
@@ -243,10 +301,13 @@ def _run(model: nn.Module, found: FoundBlocks, walks: Sequence[Walk], step: Step
     if compat.wants_use_cache(model):
         inputs["use_cache"] = False
     tracer = Tracer(device, found.blocks, found.modules, model, inputs)
-    with tracer, Answers(padded=step.padded, casts=device.name == "cpu"):
+    with contextlib.ExitStack() as around:
+        around.callback(standing_for.reset, standing_for.set(tracer.one_for_many))
+        around.enter_context(tracer)
+        around.enter_context(Answers(padded=step.padded, casts=device.name == "cpu"))
         autocast = functools.partial(torch.autocast, "cpu", dtype=step.autocast)
         with autocast() if step.autocast is not None else contextlib.nullcontext():
-            loss = _loss(model, inputs, step)
+            loss = _loss(model, inputs, step, tracer)
         tracer.begin("head back", 0, 0, backward=True)
         loss.backward()  # type: ignore[no-untyped-call]
         tracer.finish()
@@ -273,13 +334,35 @@ def _stacks(
     return made
 
 
+def _behind_a_reference(
+    skeleton: Skeleton, stacks: Sequence[StackCosts], head: Mapping[Key, tuple[Phase, Phase]]
+) -> dict[Key, tuple[Phase, Phase]]:
+    """The costs of the head, with the time of a pass of the whole model without gradients in its forward.
+
+    The pass was traced for its bytes, which do not depend on the depth. It takes the time of the forward under the
+    first action.
+    """
+    nanoseconds = sum(next(iter(stack.before.values())).nanoseconds for stack in stacks)
+    for stack in stacks:
+        forwards = {key[0]: cost.forward.nanoseconds for (_, key), cost in stack.costs.items() if key[1] == 0}
+        nanoseconds += sum(forwards[kind] for kind in stack.kinds)
+    return {
+        key: (dataclasses.replace(phase, nanoseconds=2 * phase.nanoseconds + nanoseconds), backward)
+        for key, (phase, backward) in head.items()
+    }
+
+
 def _static(skeleton: Skeleton, step: Step, device: Device) -> Static:
     everything = skeleton.weights
     found = step.optimizer_bytes
     if found is None:
         found = optimizer_bytes(everything, step.optimizer, "cpu" if device.name == "cpu" else "cuda")
+    # A second model as large as the first, with a copy in the type of autocast, which lasts as long as the forward.
+    reference = everything.nbytes if step.reference == "model" else 0
+    if reference and step.autocast is not None:
+        reference += sum(math.prod(shape) * step.autocast.itemsize for shape, size, _ in everything.tensors if size > 2)
     return Static(
-        parameters=everything.nbytes,
+        parameters=everything.nbytes + reference,
         buffers=skeleton.buffers,
         optimizer=found.state,
         gradients=everything.gradients,
@@ -299,17 +382,26 @@ def _unplannable(model: str, error: Exception) -> str:
     return f"{model} cannot be planned for, because {reason}. `selective`, `full` and other policies need no plan."
 
 
-def _loss(model: nn.Module, inputs: Mapping[str, Any], step: Step) -> torch.Tensor:
+def _loss(model: nn.Module, inputs: Mapping[str, Any], step: Step, tracer: Tracer) -> torch.Tensor:
     """Run the forward, in a function of its own so that its outputs are freed before the backward, as in a Trainer."""
-    if step.forward is None:
-        outputs = model(**inputs)
-    else:
-        with own_forward(model, compat.rebound(step.forward, model)):
-            outputs = model(**inputs)
+    outputs, held = _outputs(model, inputs, step), None
+    if step.reference in ("adapters-off", "model"):
+        off = compat.adapters_off(model) if step.reference == "adapters-off" else contextlib.nullcontext()
+        with tracer.beside_the_step(), torch.no_grad(), off:
+            held = _outputs(model, inputs, step)
     if step.float32_outputs:
         outputs = compat.float32_outputs(outputs)
     loss: torch.Tensor = step.loss(outputs) if step.loss is not None else outputs.loss
+    del held
     return loss
+
+
+def _outputs(model: nn.Module, inputs: Mapping[str, Any], step: Step) -> Any:
+    """Run the forward that the step has."""
+    if step.forward is None:
+        return model(**inputs)
+    with own_forward(model, compat.rebound(step.forward, model)):
+        return model(**inputs)
 
 
 def _fake(value: Any) -> Any:

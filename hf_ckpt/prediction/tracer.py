@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,14 +97,20 @@ class Tracer(LiveBytes):
         self._done = 0
         """Bytes of finished gradients."""
         self._backward = False
+        self._beside = False
+        """Whether something runs that is no part of the step's forward, as `beside_the_step`."""
         self._next: Place | None = None
         """The part that begins with the next operation, if another one does."""
-        self._made: dict[int, Place] = {}
-        """Storage, as an address -> the part of the forward in which it was made."""
+        self._made: dict[int, tuple[Place, int]] = {}
+        """Storage, as an address -> (the part of the forward in which it was made, its bytes)."""
+        self.held: dict[Place, int] = collections.Counter()
+        """Forward of a block -> bytes that it made and that are still there when the backward ends."""
         self._given_on: dict[Place, int] = collections.Counter()
         """Forward of a block -> bytes that it made and that were freed behind the block."""
         self.lent: dict[Place, int] = collections.Counter()
         """Forward of a block -> bytes that it made and that were freed when the forward of the model ended."""
+        self._times = 1
+        """How often what runs now would be run."""
         self._held_back = 0
         """Bytes of these that are freed already; they count as alive until the backward begins."""
         self.released: dict[int, int] = collections.Counter()
@@ -141,15 +148,39 @@ class Tracer(LiveBytes):
         self.phases[self._place] = Phase(points, *self._sums)
         self.ends[self._place] = self._level()
 
+    @contextlib.contextmanager
+    def one_for_many(self, times: int) -> Iterator[None]:
+        """Count what is done inside of this context so many times; it leaves as many bytes alive as it has found."""
+        self._times = times
+        try:
+            yield
+        finally:
+            self._times = 1
+
     def finish(self) -> None:
-        """End the last part of the step."""
+        """End the last part of the step. What is freed later is freed by no part of it."""
         self._end()
+        for place, size in self._made.values():
+            if place[0] == "forward":
+                self.held[place] += size
+        self._made.clear()
 
     def _note(self) -> None:
         """Record the live bytes of this moment, where they have changed."""
         level = self._level()
         if not self._points or self._points[-1] != level:
             self._points.append(level)
+
+    @contextlib.contextmanager
+    def beside_the_step(self) -> Iterator[None]:
+        """Count the bytes, but not the time, of what runs in this context, and let no part of the step begin by it."""
+        if self._next is not None:
+            self.begin(*self._next)
+        sums, self._beside = list(self._sums), True
+        try:
+            yield
+        finally:
+            self._sums, self._beside = sums, False
 
     def outputs(self) -> dict[Place, int]:
         """Forward of a block -> bytes that it made and that were freed behind the block: its output."""
@@ -176,14 +207,14 @@ class Tracer(LiveBytes):
         self._handles = []
 
     def _enter_block(self, stack: int, index: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._backward:  # older layers run their hooks again when they are recomputed
+        if self._backward or self._beside:  # older layers run their hooks again when they are recomputed
             return
         if not index and args and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
             self._on_gradient(args[0], "before back", stack, 0)
         self.begin("forward", stack, index)
 
     def _leave_block(self, stack: int, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._backward:
+        if self._backward or self._beside:
             return
         first = output[0] if isinstance(output, tuple) else output
         if first.requires_grad:
@@ -222,12 +253,13 @@ class Tracer(LiveBytes):
     def _count(self, tensor: torch.Tensor) -> bool:
         new = super()._count(tensor)
         if new and self._place[0] in ("forward", "before"):
-            self._made[tensor.untyped_storage()._cdata] = self._place
+            storage = tensor.untyped_storage()
+            self._made[storage._cdata] = self._place, storage.nbytes()
         return new
 
     def _freed(self, key: int, size: int) -> None:
         super()._freed(key, size)
-        maker = self._made.pop(key, None)
+        maker, _ = self._made.pop(key, (None, 0))
         if maker is None:
             return
         what, stack, _ = self._place
@@ -246,9 +278,10 @@ class Tracer(LiveBytes):
         moved = sum(value.nbytes for value in {id(value): value for value in (*read, *made)}.values())
         count = flop_registry.get(func._overloadpacket, _MORE_FLOPS.get(func))
         flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-        size = max((value.element_size() for value in made if value.is_floating_point()), default=2)
+        floating = [value for value in made if value.is_floating_point()]
+        size = max(floating, key=torch.Tensor.numel).element_size() if floating else 2  # statistics may be float32
         for place, value in enumerate((self.device.nanoseconds(flops, moved, size), flops, moved, 1)):
-            self._sums[place] += value
+            self._sums[place] += value * self._times
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -277,6 +310,7 @@ def _grouped_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward_flops,
+    torch.ops.aten._int_mm.default: lambda a, b, *args, **kwargs: int(2 * a.shape[0] * a.shape[1] * b.shape[1]),
 }
 if hasattr(torch.ops.aten, "_grouped_mm"):
     _MORE_FLOPS[torch.ops.aten._grouped_mm.default] = _grouped_flops

@@ -30,7 +30,7 @@ from hf_ckpt.prediction.offload import OFFLOADED, with_offloading
 from hf_ckpt.prediction.skeleton import skeleton_of
 from hf_ckpt.prediction.timeline import step_nanoseconds, timeline, worst_timeline
 from hf_ckpt.prediction.trace import Step, chunked_head, trace_costs
-from hf_ckpt.spec.actions import FULL, OFFLOAD, SELECTIVE, Action
+from hf_ckpt.spec.actions import FULL, OFFLOAD, SELECTIVE, Action, candidates
 from hf_ckpt.spec.plan import Plan
 
 GIGA = 10**9  # bytes a second: a byte takes a nanosecond
@@ -173,7 +173,7 @@ def traced(family, tuning):
     batch = tiny_batch(family, batch=4, tokens=128)
     model = model_of(family, tuning, dtype=torch.bfloat16, **PEAK)
     skeleton, step = skeleton_of(model), Step(batch, accumulation=2, optimizer="sgd")
-    return model, inputs_of(model, batch), trace_costs(skeleton, step, H100), skeleton, step
+    return model, inputs_of(model, batch), trace_costs(skeleton, step, H100, actions=candidates()), skeleton, step
 
 
 def mixed(costs):
@@ -240,7 +240,7 @@ def test_a_plan_moves_only_what_it_has_to():
     """Offloading is in a plan where nothing else fits, and not where something as fast does."""
     skeleton = skeleton_of(model_of("llama", "lora", dtype=torch.bfloat16, layers=40, hidden=64))
     step = Step(tiny_batch("llama", batch=4, tokens=128), optimizer="sgd")
-    costs = trace_costs(skeleton, step, H100)
+    costs = trace_costs(skeleton, step, H100, actions=candidates())
     options = {"head": "full", "segments": False}
     assert cost_options(costs, skeleton, step, H100, **options) == (costs,)
     ways = cost_options(costs, skeleton, step, H100, host_limit=2**40, **options)
@@ -269,7 +269,7 @@ def test_a_head_in_chunks_is_taken_where_it_is_allowed_and_needed():
     model = model_of("llama", dtype=torch.bfloat16, layers=3, hidden=64, vocab_size=4000)
     batch = tiny_batch("llama", batch=4, tokens=256)
     skeleton, step = skeleton_of(model), Step(batch, optimizer="sgd")
-    costs = trace_costs(skeleton, step, H100)
+    costs = trace_costs(skeleton, step, H100, actions=candidates())
     ways = cost_options(costs, skeleton, step, H100, head="auto")
     plain = [found for found in ways if found.head_tokens == "full"]
     floor = plan_of_least(plain).prediction.peak_bytes
@@ -288,7 +288,7 @@ def test_peaks_with_a_head_in_chunks_are_those_that_are_reached(family, head):
         model = model_of(family, tuning, dtype=torch.bfloat16, layers=3, hidden=128, vocab_size=4000)
         batch = tiny_batch(family, batch=4, tokens=256)
         inputs, skeleton, step = inputs_of(model, batch), skeleton_of(model), Step(batch, optimizer="sgd")
-        costs = trace_costs(skeleton, step, DEVICES["cpu"])
+        costs = trace_costs(skeleton, step, DEVICES["cpu"], actions=candidates())
         found = chunked_head(costs, skeleton, step, DEVICES["cpu"], head)
         for number in (0, found.actions.index(FULL)):
             choice = found.uniform(number)

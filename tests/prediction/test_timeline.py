@@ -88,7 +88,7 @@ def test_a_first_micro_step_by_hand():
         "weights and optimizer state": 148,
         "gradients": 6,
         "kept for backward": 18,  # of the embedding and the blocks: the head's own 16 are its work
-        "work of head and loss, backward": 25,
+        "temporary in head and loss, backward": 25,
     }
 
 
@@ -112,7 +112,7 @@ def test_a_later_micro_step_by_hand():
         "weights and optimizer state": 148,
         "gradients": 30,
         "kept for backward": 18,
-        "work of head and loss": 30,
+        "temporary in head and loss": 30,
     }
 
 

@@ -26,7 +26,7 @@ from hf_ckpt.prediction.timeline import step_nanoseconds
 from hf_ckpt.prediction.timings import ShallowModels, depths_of, measured
 from hf_ckpt.prediction.trace import chunked_head, trace_costs
 from hf_ckpt.prediction.workload import Workload, real_model, skeleton_of_workload
-from hf_ckpt.spec.actions import Action
+from hf_ckpt.spec.actions import Action, candidates
 
 SMALL = Workload("gpt2", batch=2, tokens=64)
 
@@ -36,7 +36,7 @@ def small():
     """(costs, skeleton, step) of a small workload on the CPU."""
     skeleton = skeleton_of_workload(SMALL)
     step = step_of_workload(SMALL, skeleton)
-    return trace_costs(skeleton, step, DEVICES["cpu"]), skeleton, step
+    return trace_costs(skeleton, step, DEVICES["cpu"], actions=candidates()), skeleton, step
 
 
 def test_measured_times_take_the_place_of_the_tables():
@@ -146,7 +146,7 @@ def test_transformers_own_checkpointing_of_t5(every):
     workload = Workload("mini-t5", batch=1, tokens=128, optimizer="sgd")
     skeleton = skeleton_of_workload(workload)
     step = step_of_workload(workload, skeleton)
-    costs = trace_costs(skeleton, step, DEVICES["cpu"])
+    costs = trace_costs(skeleton, step, DEVICES["cpu"], actions=candidates())
     own = transformers_costs(costs, skeleton, step, DEVICES["cpu"])
     name = "full" if every == 1 else f"every_n_layers: {every}"
     with_own, without = (
@@ -173,16 +173,35 @@ def test_devices_are_known_by_their_own_names():
     for name, described in {
         "h200": "NVIDIA H200",
         "h100": "NVIDIA H100 80GB HBM3",
+        "h100-pcie": "NVIDIA H100 PCIe",
+        "h100-nvl": "NVIDIA H100 NVL",
+        "gh200": "NVIDIA GH200 480GB",
+        "b200": "NVIDIA B200",
         "a100-80": "NVIDIA A100-SXM4-80GB",
         "a100-40": "NVIDIA A100-PCIE-40GB",
+        "v100-32": "Tesla V100-SXM2-32GB",
+        "v100-16": "Tesla V100-SXM2-16GB",
         "l40s": "NVIDIA L40S",
         "l4": "NVIDIA L4",
         "a10": "NVIDIA A10",
+        "a10g": "NVIDIA A10G",
         "t4": "Tesla T4",
+        "a6000": "NVIDIA RTX A6000",
+        "6000-ada": "NVIDIA RTX 6000 Ada Generation",
+        "5090": "NVIDIA GeForce RTX 5090",
+        "5080": "NVIDIA GeForce RTX 5080",
         "4090": "NVIDIA GeForce RTX 4090",
+        "4080": "NVIDIA GeForce RTX 4080",
+        "4070-ti-super": "NVIDIA GeForce RTX 4070 Ti SUPER",
+        "4060-ti-16": "NVIDIA GeForce RTX 4060 Ti",
+        "3090": "NVIDIA GeForce RTX 3090",
+        "3060": "NVIDIA GeForce RTX 3060",
+        "mi300x": "AMD Instinct MI300X",
+        "mi250x": "AMD Instinct MI250X",
     }.items():
         assert device_like(described) is DEVICES[name], described
     assert device_like("NVIDIA A1000 Laptop GPU") is None
+    assert set(DEVICES) - {"cpu"} == {device.name for device in DEVICES.values() if device.reported}
     with pytest.raises(HfCkptError, match="device must be one of h200, h100"):
         device_named("b300")
 
@@ -192,3 +211,13 @@ def test_operations_take_what_is_longest():
     assert device.nanoseconds(0, 0, 2) == device.launch_nanoseconds
     assert device.nanoseconds(10**13, 0, 2) < device.nanoseconds(10**13, 0, 4)
     assert device.nanoseconds(0, 10**10, 2) == device.nanoseconds(10**6, 10**10, 2)
+
+
+def test_a_card_has_the_memory_that_its_driver_leaves_to_a_process():
+    """Less than the tools of its vendor print, which is less than stands on the box: never more than is there."""
+    for device in DEVICES.values():
+        size, _, unit = device.reported.partition(" ")
+        if device.memory_bytes is not None:
+            printed = int(size) * {"MiB": 2**20, "B": 1}[unit]
+            assert 0.93 * printed < device.memory_bytes <= printed, device.name
+    assert DEVICES["4090"].memory_bytes == pytest.approx(23.64 * 2**30, abs=1)

@@ -19,20 +19,33 @@ from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.prediction.optimizers import OptimizerBytes
 from hf_ckpt.prediction.skeleton import skeleton_of
 from hf_ckpt.prediction.trace import Step, actions_for, trace_costs
-from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, Action, candidates
+from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, Action, candidates, finer
 
-ACTIONS = candidates(eager_attention=False)
-LINEAR = Action("selective", ("linear",))
+EVERYTHING = Action("selective", ("linear", "attention", "norm", "elementwise"))
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
 @pytest.mark.compat
-@sparing(("attention", "expected"), [("sdpa", ACTIONS), ("eager", (*ACTIONS[:-1], LINEAR, FULL))], ("sdpa", ACTIONS))
-def test_actions_to_choose_from(attention, expected):
-    """Attention is run again only where it holds weights."""
-    skeleton = skeleton_of(tiny_model("llama", attention=attention))
-    assert actions_for(skeleton) == expected
-    assert trace_costs(skeleton, Step(tiny_batch("llama")), CPU).actions == expected
+def test_actions_to_choose_from():
+    """Those of every plan, and finer ones that pay: LLaMA's norms take long to run again for what they keep."""
+    skeleton, at_work = skeleton_of(tiny_model("llama", hidden=64)), Step(tiny_batch("llama", batch=4, tokens=128))
+    costs = trace_costs(skeleton, at_work, CPU)
+    found = costs.actions
+    assert found[0] == KEEP
+    assert {*candidates()} < {*found} <= {*candidates(), *finer()}
+    assert Action("selective", ("linear", "attention", "norm")) in found
+    assert EVERYTHING not in found  # there are no masks
+    key = costs.stacks[0].kinds[-1]
+    kept = [costs.stacks[0].costs[(key, n), (key, n)].forward.net for n in range(len(found))]
+    assert kept == sorted(kept, reverse=True)
+
+
+def test_only_the_actions_of_every_plan_where_no_block_saves_anything():
+    model = tiny_model("llama")
+    for block in find_blocks(model).modules.values():
+        block.requires_grad_(False)
+    model.model.embed_tokens.requires_grad_(False)
+    assert actions_for(skeleton_of(model), Step(tiny_batch("llama")), CPU) == candidates()
 
 
 # --- tracing leaves nothing -----------------------------------------------------------------------------------------

@@ -1,0 +1,110 @@
+"""Predictions for accelerators: dropout, and attention with dropout, save there what other kernels save."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from helpers.adapters import with_lora
+from torch import nn
+from torch.nn import functional
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.attach.attach import trial
+from hf_ckpt.engines.rebuild import masks
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.prediction.devices import device_named
+from hf_ckpt.prediction.skeleton import skeleton_of
+from hf_ckpt.prediction.trace import Step, trace_costs
+from hf_ckpt.spec.actions import KEEP, SELECTIVE, Action
+from hf_ckpt.spec.plan import Plan
+
+ACTIONS = (KEEP, SELECTIVE, Action("selective", ("attention",)))
+
+
+def adapted(layers):
+    model = tiny_model("llama", layers=layers, attention="sdpa").to(torch.bfloat16)
+    return with_lora(model, "llama", lora_dropout=0.1)
+
+
+def predicted(model, batch, device):
+    """Action -> bytes that one more block leaves at the end of the forward."""
+    costs = trace_costs(skeleton_of(model), Step(batch), device_named(device), actions=ACTIONS)
+    (stack,) = costs.stacks
+    found = {}
+    for number, action in enumerate(costs.actions):
+        found[action] = stack.costs[(0, number), (0, number)].forward.net
+    return found
+
+
+def counted(layers, batch, action):
+    model = adapted(layers)
+    found = find_blocks(model)
+    with (
+        trial(model, Plan(found.family, found.model, tuple((block, action) for block in found.blocks))),
+        compat.accelerator_kernels(),
+        LiveBytes(model, batch) as live,
+    ):
+        loss = model(**batch, use_cache=False).loss
+        held = live.current_bytes - live.start_bytes
+        dropped = hf_ckpt.describe(model).dropped
+        loss.backward()
+    assert bool(dropped.get("dropout")) == (action != KEEP)
+    return held
+
+
+def test_masks_are_bytes_and_then_bits():
+    """Bytes of one more block, as the same operations leave them on a CPU; noise in bfloat16 takes more."""
+    batch = tiny_batch("llama", tokens=64)
+    masks._rows(torch.device("cpu"))  # which is made once
+    found = predicted(adapted(4), batch, "h100")
+    for action in ACTIONS:
+        assert counted(4, batch, action) - counted(3, batch, action) == found[action], action
+    noise = predicted(adapted(4), batch, "cpu")
+    assert noise[KEEP] > found[KEEP]
+    assert 0 <= noise[SELECTIVE] - found[SELECTIVE] <= 16  # the number that a noise has beside 0
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_with_dropout_keeps_no_weights(padded):
+    """Bytes grow with the length, and on the CPU with its square; a mask that is added to scores has no heads."""
+    skeleton = skeleton_of(tiny_model("gpt2", layers=4, dropout=0.1, attention="sdpa"))
+
+    def bend(device):
+        found = []
+        for tokens in (32, 64, 96):
+            step = Step(tiny_batch("gpt2", tokens=tokens), padded=padded)
+            costs = trace_costs(skeleton, step, device_named(device), actions=(KEEP,)).stacks[0].costs
+            found.append(costs[(0, 0), (0, 0)].forward.net)
+        less, middle, most = found
+        return most - 2 * middle + less
+
+    mask = 2 * 32**2 * 2 * 4 if padded else 0  # float32, for two sequences
+    assert bend("h100") == mask
+    assert bend("cpu") > 4 * mask
+    assert bend("cpu") > 0
+
+
+def test_nothing_stays_and_other_threads_go_on():
+    before = functional.scaled_dot_product_attention
+    ones = torch.ones(1000, dtype=torch.bfloat16, requires_grad=True)
+    seen = []
+
+    def saves():
+        seen.append(functional.dropout(ones, 0.5).grad_fn.name())
+
+    with compat.accelerator_kernels():
+        saves()
+        other = threading.Thread(target=saves)
+        other.start()
+        other.join()
+        assert functional.dropout(ones, 0.5, training=False) is ones
+        assert nn.Dropout(0.0)(ones) is ones
+    saves()
+    assert seen == ["NativeDropoutBackward0", "MulBackward0", "MulBackward0"]
+    assert functional.scaled_dot_product_attention is before
+    assert "dropout" not in vars(torch._VF)
