@@ -26,6 +26,8 @@ class Alternative:
     """Most bytes of tensors alive at any moment of a step."""
     step_seconds: float
     """Seconds of one optimizer step with all its micro-steps."""
+    budget_bytes: int | None = None
+    """The budget that a plan was made for; None for an option that was not planned."""
 
 
 def usual_options(costs: Costs, host_bandwidth: float, own: Costs | None = None) -> list[Alternative]:
@@ -74,7 +76,7 @@ def frontier(ways: Costs | Sequence[Costs], points: int = 24) -> list[Alternativ
     found: list[Alternative] = []
     for number in range(points):
         limit = low + (high - low) * number // max(points - 1, 1)
-        option = _of_plan("planned", plan_within(candidates, limit))
+        option = dataclasses.replace(_of_plan("planned", plan_within(candidates, limit)), budget_bytes=limit)
         if not found or option.step_seconds < found[-1].step_seconds:
             found.append(option)
     return found

@@ -14,8 +14,8 @@ from hf_ckpt.spec.plan import Block, Plan, Prediction, numbers_of_runs
 from hf_ckpt.units import format_bytes
 
 GAIN = 0.01
-"""Share of time that a later candidate has to save over earlier ones: these run the head as a whole, so that gradients
-are bit-equal to those without checkpointing."""
+"""Share of time that a later candidate has to save over earlier ones: these run head and feed-forward as a whole, so
+that gradients are bit-equal to those without checkpointing."""
 
 
 def plan_within(ways: Costs | Sequence[Costs], budget_bytes: int, device: str = "", hints: Sequence[str] = ()) -> Plan:
@@ -71,7 +71,7 @@ def lowest_of(several: Sequence[Costs]) -> tuple[Costs, Choice]:
 
 
 def costs_behind(ways: Sequence[Costs], plan: Plan) -> tuple[Costs, Choice]:
-    """The candidate that has a plan's actions and its head, and the plan's choice by the numbers of that candidate.
+    """The candidate that has a plan's actions, head and feed-forward, and the plan's choice by the candidate's numbers.
 
     Raises `ValueError` where no candidate has them.
     """
@@ -80,7 +80,8 @@ def costs_behind(ways: Sequence[Costs], plan: Plan) -> tuple[Costs, Choice]:
     for costs in ways:
         numbers = {action: number for number, action in enumerate(costs.actions)}
         plain = [[dataclasses.replace(action, segment=None) for action in row] for row in rows]
-        same = costs.head_tokens == plan.head and costs.segments == (counts if any(counts) else ())
+        same = (costs.head_tokens, costs.mlp_tokens) == (plan.head, plan.mlp)
+        same = same and costs.segments == (counts if any(counts) else ())
         if same and all(action in numbers for row in plain for action in row):
             return costs, tuple(tuple(numbers[action] for action in row) for row in plain)
     raise ValueError("the plan was made from none of these costs")
@@ -111,7 +112,7 @@ def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, devic
             runs = numbers_of_runs(len(actions), min(costs.segments[number], len(actions)))
             actions = [dataclasses.replace(a, segment=run) for a, run in zip(actions, runs, strict=True)]
         pairs += zip(stack.blocks, actions, strict=True)
-    return Plan(costs.family, costs.model, tuple(pairs), prediction, costs.head_tokens)
+    return Plan(costs.family, costs.model, tuple(pairs), prediction, costs.head_tokens, costs.mlp_tokens)
 
 
 def _infeasible(costs: Costs, budget_bytes: int, hints: Sequence[str]) -> InfeasibleError:
@@ -131,7 +132,7 @@ def _infeasible(costs: Costs, budget_bytes: int, hints: Sequence[str]) -> Infeas
         found.append("a smaller batch with as many more accumulated steps, or shorter sequences")
     if worst.is_heads:
         chunks = 'the head in chunks ("head": "auto"), or ' if costs.head_tokens == "full" else ""
-        size = format_bytes(parts[f"work of {worst.worst.label}"])
+        size = format_bytes(parts[f"temporary in {worst.worst.label}"])
         found.append(f"the head and its loss are the peak, with {size}: {chunks}fewer tokens a micro-step")
     kept = parts["kept for backward"]
     if kept and not any(stack.instead for stack in costs.stacks):

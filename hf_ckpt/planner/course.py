@@ -1,28 +1,30 @@
-"""What becomes of plans in training: one for each batch that needs another, and corrections by measured steps."""
+"""What becomes of plans in training: one for each bucket of batch shapes, and corrections by measured steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import paused
 from hf_ckpt.attach.record import Installation
-from hf_ckpt.planner.budgets import costs_behind, peak_of_least
-from hf_ckpt.planner.live import Planned, plan_for, within_or_least
+from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.models.families import learned_positions
+from hf_ckpt.planner.buckets import DIGITS, Buckets, Node, Planned, Trace
+from hf_ckpt.planner.budgets import costs_behind, peak_of_least, plan_within
+from hf_ckpt.planner.live import costs_of, plan_for, tell, within_or_least
+from hf_ckpt.planner.policies import fit_plan
 from hf_ckpt.planner.shapes import BatchShape, autocast_of, is_padded, micro_steps, sizes_with
 from hf_ckpt.prediction.batches import inputs_of
+from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.optimizers import state_bytes
 from hf_ckpt.prediction.timeline import timeline
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import format_bytes
 
 log = logging.getLogger(__name__)
-
-REMEMBERED = 4
-"""How many plans for other batch shapes are remembered beside the one in use."""
 
 
 def plan_batch(
@@ -34,10 +36,10 @@ def plan_batch(
 ) -> Planned | None:
     """The plan for a training batch that a forward is given; None where the present plan serves.
 
-    It is an earlier plan where one of those serves, and else is made for the batch.
+    It is an earlier plan where one of those serves, and else is made for the bucket of the batch.
 
     Args:
-        base: the model; its plan is paused while another is made.
+        base: the model; its plan is paused while costs are traced.
         record: what hf_ckpt keeps on the model.
         stack: the stack whose forward it is; None for that of the whole model.
         args: positional arguments of the forward.
@@ -45,86 +47,175 @@ def plan_batch(
 
     Raises what `plan_for` raises.
     """
-    before: Planned | None = record.planned
-    if stack is not None:
-        called = compat.call_past_hooks(base)
-        if called is not None:
-            stack, (args, kwargs) = None, called
-        elif before is not None and before.shape.inputs:
-            return None  # the forward of the whole model was seen
-    seen = _shape_of(base, record, stack, args, kwargs)
-    if seen is None:
-        return None
-    if before is not None:
-        known = (before, *before.others)
-        serving = [found for found in known if found.serves(seen)]
-        if serving:
-            best = next((found for found in serving if not found.over), serving[0])
-            return None if best is before else _taken_up(best, before)
-    call = compat.call_of(base, kwargs if stack is None else None)
-    with paused(base):
-        if before is None:
-            return plan_for(base, record.spec, seen, call=call)
-        return _more(base, record, before, seen, call)
-
-
-def _shape_of(
-    base: compat.PreTrainedModel,
-    record: Installation,
-    stack: str | None,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> BatchShape | None:
-    """The shape of a batch, with the sizes of all stacks for a first plan; None where the arguments do not tell it."""
-    stacks = list(dict.fromkeys(block.stack for block, _ in record.plan.actions))
-    inputs = inputs_of(base, args, kwargs) if stack is None else ()
-    sizes = sizes_with(stacks, stack, args, kwargs, inputs)
-    if not sizes:
-        return None
+    forward = _Forward(base, record, stack, args, kwargs)
     before: Planned | None = record.planned
     if before is None:
-        first = next(iter(sizes.values()))
-        sizes = {name: sizes.get(name, first) for name in stacks}
+        return _first(forward)
+    buckets = before.buckets
+    if stack is not None and buckets.told and record.outermost.is_running(base):
+        return None
+    key = buckets.key(base, stack, args, kwargs)
+    found = buckets.seen.get(key)
+    if found is None:
+        found = _found(forward)
+        if found is not None:
+            buckets.remember(key, found)
+    buckets.told = stack is None and found is not None
+    return None if found is before else found
+
+
+class _Forward(NamedTuple):
+    """A forward that is about to run."""
+
+    base: compat.PreTrainedModel
+    record: Installation
+    stack: str | None
+    """The stack whose forward it is; None for that of the whole model."""
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def whole_call(self) -> tuple[bool, tuple[Any, ...], Mapping[str, Any]]:
+        """Whether the arguments of the whole model's forward are known, and the arguments: that forward's, where it was
+        called past its hooks and only the forward of a stack is seen."""
+        called = None if self.stack is None else compat.call_past_hooks(self.base)
+        return (self.stack is None, self.args, self.kwargs) if called is None else (True, *called)
+
+    def trainers_call(self) -> compat.Call | None:
+        """The call of the trainer that it is a part of, as far as that can be told."""
+        return compat.call_of(self.base, self.kwargs if self.stack is None else None)
+
+
+def _first(forward: _Forward) -> Planned | None:
+    """The first plan of a training; None where the forward does not tell the shape of its batch."""
+    base, record, stack = forward[:3]
+    whole, args, kwargs = forward.whole_call()
+    inputs = inputs_of(base, args, kwargs) if whole else ()
+    stacks = _stacks(record)
+    sizes = sizes_with(stacks, None if whole else stack, args, kwargs, inputs)
+    if not sizes:
+        return None
+    first = next(iter(sizes.values()))
+    sizes = {name: sizes.get(name, first) for name in stacks}
     held_back = compat.holds_gradients_back(base)
-    padded = is_padded(kwargs, before is not None and before.shape.padded)
-    return BatchShape(sizes, padded, 2 if held_back else micro_steps(base), autocast_of(base), held_back, inputs)
+    accumulation = 2 if held_back else micro_steps(base)
+    seen = BatchShape(sizes, is_padded(kwargs, False), accumulation, autocast_of(base), held_back, inputs)
+    call = forward.trainers_call()
+    with paused(base):
+        made = plan_for(base, record.spec, seen, call)
+    buckets = made.buckets
+    buckets.nodes.append(Node(made.shape, made.costs))
+    buckets.on_lines = record.spec.compile is None
+    buckets.most = learned_positions(base.config) or 0
+    buckets.expected = 0 if call is None else compat.longest_of(call.trainer)
+    buckets.observe(base, made.shape, sharded=not compat.parameters_stay(base))
+    buckets.told = stack is None
+    return buckets.hold(_fitted(record, made))
 
 
-def _taken_up(planned: Planned, before: Planned) -> Planned:
-    """A plan that was made earlier, in place of `before`, with the bias that is known by now."""
-    others = tuple(found for found in (before, *before.others) if found.shape != planned.shape)
-    found = dataclasses.replace(planned, others=())
-    if before.bias_bytes > planned.bias_bytes:
-        found = _made_again(dataclasses.replace(found, bias_bytes=before.bias_bytes))
-    return dataclasses.replace(found, others=others)
+def _stacks(record: Installation) -> list[str]:
+    return list(dict.fromkeys(block.stack for block, _ in record.plan.actions))
 
 
-def _more(
-    base: compat.PreTrainedModel, record: Installation, before: Planned, seen: BatchShape, call: compat.Call | None
-) -> Planned:
-    """A plan for a batch that no plan so far serves: with room for earlier ones, or else for this one by itself.
+def _found(forward: _Forward) -> Planned | None:
+    """The plan for a batch that is like none before; None where the arguments do not tell the shape of the batch."""
+    base, record, stack = forward[:3]
+    before: Planned = record.planned
+    buckets = before.buckets
+    whole, args, kwargs = forward.whole_call()
+    if not whole and before.shape.inputs:
+        return before  # the forward of the whole model was seen
+    inputs = inputs_of(base, args, kwargs) if whole else ()
+    sizes = sizes_with(_stacks(record), None if whole else stack, args, kwargs, inputs)
+    if not sizes:
+        return None
+    state = buckets.state(base, kwargs)
+    seen = BatchShape(sizes={**before.shape.sizes, **sizes}, inputs=inputs, **state)
+    buckets.observe(base, seen)
+    found = buckets.serving(seen)
+    if found is not None:
+        return _with_bias(record, found)
 
-    Where neither fits it is the one with the lowest peak for this batch, with a warning.
+    def trace(shape: BatchShape) -> tuple[Costs, ...]:
+        with paused(base):
+            return costs_of(base, record.spec, shape, forward.trainers_call(), before.costs[0])
+
+    return buckets.hold(_fitted(record, _more(record, before, seen, trace)))
+
+
+def _fitted(record: Installation, planned: Planned) -> Planned:
+    """What was planned, for the blocks as they are."""
+    blocks = [block for block, _ in record.plan.actions]
+    plan = fit_plan(planned.plan, blocks, record.plan.family, record.plan.model)
+    return dataclasses.replace(planned, plan=plan)
+
+
+def _with_bias(record: Installation, planned: Planned) -> Planned:
+    """A plan that was made earlier, with the bias that is known by now: another one where it breaks the limit."""
+    bias = planned.buckets.bias_bytes
+    if bias <= planned.bias_bytes:
+        return planned
+    found = dataclasses.replace(planned, bias_bytes=bias)
+    if not found.over and _peak(found.plan) + bias > found.limit_bytes:
+        found = _fitted(record, _made_again(found))
+    return planned.buckets.hold(found, instead=planned)
+
+
+def _more(record: Installation, before: Planned, seen: BatchShape, trace: Trace) -> Planned:
+    """A plan for the bucket of a batch that no plan so far serves, or where none fits that, for a narrower one.
+
+    Where no plan fits the batch by itself, it is the one with the lowest peak for this batch, with a warning.
     """
-    known = (before, *before.others)
-    usual = next((found for found in known if not found.over), before)
-    wide = usual.shape.with_room_for(seen)
-    made = plan_for(base, record.spec, wide, usual, call)
-    alone = dataclasses.replace(wide, sizes={**usual.shape.sizes, **seen.sizes})
-    if made.over and alone != wide:
-        made = plan_for(base, record.spec, alone, usual, call)
-    if made.over and not any(found.over for found in known):
+    buckets = before.buckets
+    limit, bias = before.limit_bytes, buckets.bias_bytes
+    for wanted in _rooms(buckets, seen):
+        try:
+            shape, costs = buckets.costs_for(wanted, trace)
+            plan = plan_within(costs, limit - bias, _device(before))
+        except InfeasibleError:
+            continue
+        except HfCkptError:  # the model may have no place for so many tokens
+            if wanted == seen:
+                raise
+            continue
+        tell(record.spec, shape, plan, limit)
+        return dataclasses.replace(before, shape=shape, costs=costs, plan=plan, bias_bytes=bias, over=False)
+    return _tightest(record, dataclasses.replace(before, shape=seen, bias_bytes=bias), trace)
+
+
+def _rooms(buckets: Buckets, seen: BatchShape) -> list[BatchShape]:
+    """The shapes that a plan for a batch may be made for: its buckets, the widest first, and the batch by itself."""
+    wider = [buckets.bucket_of(seen, digits) for digits in DIGITS]
+    usual = buckets.largest()
+    if seen.inputs and usual is not None:  # images and the like: one plan for all, as far as it fits
+        wider = [usual.shape.with_room_for(seen)]
+    rooms = [*wider, seen]
+    return [shape for place, shape in enumerate(rooms) if shape not in rooms[:place]]
+
+
+def _tightest(record: Installation, planned: Planned, trace: Trace) -> Planned:
+    """The plan with the lowest peak for a shape, unless one fits after all; with a warning the first time."""
+    buckets, seen = planned.buckets, planned.shape
+    usual, first = buckets.largest(), not any(found.over for found in buckets.held)
+    if first and all(node.shape != seen for node in buckets.nodes):
+        buckets.trace(seen, trace)  # the line through other shapes may lie too high
+    costs = buckets.costs_for(seen, trace)[1]
+    plan, over = within_or_least(costs, planned.limit_bytes, planned.bias_bytes, _device(planned))
+    made = dataclasses.replace(planned, costs=costs, plan=plan, over=over)
+    tell(record.spec, seen, plan, planned.limit_bytes)
+    if over and first:
         log.warning(
             "hf_ckpt: no plan fits %s into %s: the lowest peak is %s. Such batches get the plan that needs least; %s",
-            made.shape,
+            seen,
             format_bytes(made.limit_bytes),
-            format_bytes(_peak(made.plan) + made.bias_bytes),
-            _what_would_fit(usual, made),
+            format_bytes(_peak(plan) + made.bias_bytes),
+            _what_would_fit(usual or made, made),
         )
-    others = (found for found in known if found.over or made.over or not made.shape.covers(found.shape))
-    return dataclasses.replace(
-        made, others=tuple(dataclasses.replace(found, others=()) for found in others)[:REMEMBERED]
-    )
+    return made
+
+
+def _device(planned: Planned) -> str:
+    """Name of the row of the device table that a plan was made with."""
+    return planned.plan.prediction.device if planned.plan.prediction else ""
 
 
 def _what_would_fit(usual: Planned, over: Planned) -> str:
@@ -139,12 +230,13 @@ def _what_would_fit(usual: Planned, over: Planned) -> str:
 
 
 def tightened(planned: Planned, excess_bytes: int) -> Planned:
-    """The plan for the same shape with `excess_bytes` less to use.
+    """The plan for the same shape with `excess_bytes` less to use; plans for other shapes are made anew from then on.
 
     Where none fits it is the plan with the lowest peak, with a warning.
     """
     limit = max(1, planned.limit_bytes - excess_bytes)
-    return _made_again(dataclasses.replace(planned, limit_bytes=limit, others=()))
+    buckets = planned.buckets.without_plans()
+    return buckets.hold(_made_again(dataclasses.replace(planned, limit_bytes=limit, buckets=buckets)))
 
 
 def corrected(planned: Planned, measured_bytes: int, predicted_bytes: int) -> Planned:
@@ -176,8 +268,7 @@ def corrected(planned: Planned, measured_bytes: int, predicted_bytes: int) -> Pl
 
 def _made_again(planned: Planned) -> Planned:
     """The plan for the same shape by the limit and the bias as they are now; with a warning where none fits."""
-    device = planned.plan.prediction.device if planned.plan.prediction else ""
-    plan, over = within_or_least(planned.costs, planned.limit_bytes, planned.bias_bytes, device)
+    plan, over = within_or_least(planned.costs, planned.limit_bytes, planned.bias_bytes, _device(planned))
     if over:
         log.warning(
             "hf_ckpt: no plan for %s is tight enough for %s, so the tightest is taken, which is predicted to need %s.",
@@ -188,20 +279,25 @@ def _made_again(planned: Planned) -> Planned:
     return dataclasses.replace(planned, plan=plan, over=over)
 
 
-def after_step(planned: Planned, base: compat.PreTrainedModel, measured_bytes: int, accumulated: bool) -> Planned:
-    """What is known after the first step of a plan was measured; see `corrected`.
+def after_step(base: compat.PreTrainedModel, record: Installation, measured_bytes: int, accumulated: bool) -> Planned:
+    """What is known after a step of the plan that is on was measured; see `corrected`.
 
     Args:
-        planned: the plan that ran.
         base: the model.
+        record: what hf_ckpt keeps on it.
         measured_bytes: the peak of one micro-step, without the optimizer's step behind it.
         accumulated: whether the micro-step added to gradients of earlier ones.
     """
+    planned: Planned = record.planned
     costs, choice = costs_behind(planned.costs, planned.plan)
     moments = timeline(costs, choice, accumulated and costs.accumulation > 1).moments
     predicted = max(moment.peak_bytes for moment in moments[:-1])
     there = sum(map(state_bytes, compat.optimizers_of(base)))  # there is none before the first step of an optimizer
-    return corrected(planned, measured_bytes, predicted - max(0, costs.static.optimizer - there))
+    planned.buckets.measured.add(id(planned))
+    found = corrected(planned, measured_bytes, predicted - max(0, costs.static.optimizer - there))
+    if found is planned:
+        return planned
+    return planned.buckets.hold(found if found.plan is planned.plan else _fitted(record, found), instead=planned)
 
 
 def _peak(plan: Plan) -> int:

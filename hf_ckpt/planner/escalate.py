@@ -7,13 +7,13 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import exchange, put_on
+from hf_ckpt.attach.attach import adopt, exchange, put_on
 from hf_ckpt.attach.record import GIVEN_PLAN, Installation, carriers, installation, is_on
 from hf_ckpt.engines.offload import lane_of
 from hf_ckpt.models.blocks import base_model, vocabulary_head
+from hf_ckpt.planner.buckets import Planned
 from hf_ckpt.planner.course import tightened
 from hf_ckpt.planner.install import install_one
-from hf_ckpt.planner.live import Planned
 from hf_ckpt.planner.policies import fit_plan, tighter_plan
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import format_bytes
@@ -26,7 +26,7 @@ def _carry_out(base: compat.PreTrainedModel, record: Installation, planned: Plan
     """Put a plan of `budget` or `auto` on, and remember what it was made from."""
     blocks = [block for block, _ in record.plan.actions]
     record.planned = planned
-    exchange(base, record, record.spec, fit_plan(planned.plan, blocks, record.plan.family, record.plan.model))
+    exchange(base, record, fit_plan(planned.plan, blocks, record.plan.family, record.plan.model))
 
 
 def step_down(model: nn.Module, *, exact: bool = False) -> str | None:
@@ -50,7 +50,7 @@ def step_down(model: nn.Module, *, exact: bool = False) -> str | None:
         install_one(base, "none" if kept else "full")
         record = installation(base)
         assert record is not None
-    elif not record.enabled and (record.plan.active() or record.plan.head != "full"):
+    elif not record.enabled and (record.plan.active() or record.plan.head != "full" or record.plan.mlp != "full"):
         put_on(base, record)
         return f"the installed plan (`{record.spec.policy}`)"
     changed = _plan_again(base, record)
@@ -65,8 +65,9 @@ def step_down(model: nn.Module, *, exact: bool = False) -> str | None:
         return None
     plan, name = tighter
     keys = ("engine", "preserve_rng_state", "determinism_check", "host_budget")
-    spec = Spec(plan=GIVEN_PLAN, head=plan.head, **{key: getattr(record.spec, key) for key in keys})
-    exchange(base, record, spec, plan)
+    spec = Spec(plan=GIVEN_PLAN, head=plan.head, mlp=plan.mlp, **{key: getattr(record.spec, key) for key in keys})
+    adopt(base, record, spec, plan)
+    put_on(base, record)
     return name
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,26 @@ from hf_ckpt.measure.machine import device_memory
 from hf_ckpt.models.blocks import find_blocks, vocabulary_head
 from hf_ckpt.models.families import learned_positions
 from hf_ckpt.planner.alternatives import Alternative, frontier, further_options, segmented_options, usual_options
+from hf_ckpt.planner.answers import Setting, headline, shares_of, spec_of, to_write
 from hf_ckpt.planner.budgets import costs_behind, peak_of_least, plan_within
-from hf_ckpt.planner.options import cost_options, transformers_costs
+from hf_ckpt.planner.nearest import Asked, nearest_settings
+from hf_ckpt.planner.options import cost_options, transformers_costs, ways_to_run, with_host_memory
+from hf_ckpt.planner.shapes import rounded_up
 from hf_ckpt.prediction.batches import sizes_of_batch, step_of_workload
 from hf_ckpt.prediction.choices import MOST_TOKENS
 from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.devices import Device, device_named
+from hf_ckpt.prediction.fsdp2 import with_shards
+from hf_ckpt.prediction.layout import layout_for
 from hf_ckpt.prediction.machine import this_device
-from hf_ckpt.prediction.skeleton import Skeleton, skeleton_of
+from hf_ckpt.prediction.optimizers import optimizer_bytes
+from hf_ckpt.prediction.scaling import UnlikeError, between
+from hf_ckpt.prediction.skeleton import Skeleton, Weights, skeleton_of
 from hf_ckpt.prediction.timeline import Timeline, worst_timeline
 from hf_ckpt.prediction.timings import ShallowModels, depths_of, measured
 from hf_ckpt.prediction.trace import Step, actions_for, chunked_head, trace_costs
-from hf_ckpt.prediction.workload import Workload, skeleton_of_workload
+from hf_ckpt.prediction.workload import DTYPES, Workload, skeleton_of_workload
+from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import budget_bytes, format_bytes, parse_bytes
 
@@ -39,6 +49,7 @@ DEFAULT_SHARE = 0.9
 _UNITS = {"batch": "sequences", "tokens": "tokens"}
 MOST = 2**20
 """Most sequences or tokens that are tried in search of the largest that fit."""
+_UNTIMED = "what ranks send to each other takes time that is not predicted"
 _MOST_BYTES = 2**60  # of weights and what belongs to them; the solver adds in numbers of 64 bits
 
 
@@ -60,10 +71,32 @@ class Request:
     """Measure times on this machine, in place of those that the device table predicts."""
     head: int | str = "full"
     """As `Spec.head`: `auto` lets the plan run the head in chunks."""
+    mlp: int | str = "full"
+    """As `Spec.mlp`: `auto` lets the plan run the feed-forward of each block in chunks."""
     compiled: bool = False
     """Whether every block is compiled, as by `Spec.compile`."""
     host_budget: str | None = None
     """Host memory that offloading may use, as "64GiB"; None for no offloading."""
+    nearest: bool = False
+    """Where nothing fits, also find the nearest settings that do, for `InfeasibleError.nearest`."""
+    quick: bool = False
+    """Only plan: neither look for settings that fit where nothing does, nor price other ways to train."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each sequence of the data, to plan for every batch shape; `Workload.tokens` is the longest of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """The batches of the data whose longest sequences are of nearly one length, and the plan for them."""
+
+    tokens: int
+    """Tokens of the longest sequence."""
+    batches: int
+    """How many of the batches, in the order of the data."""
+    peak_bytes: int
+    step_seconds: float
+    recomputed: int
+    """Blocks with another action than `keep`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +120,10 @@ class Forecast:
     """What offloading and a head in chunks would need and take."""
     frontier: tuple[Alternative, ...] = ()
     """The fastest plans for other budgets, where they were asked for."""
+    host_budget: str | None = None
+    """Host memory that offloading may use."""
+    buckets: tuple[Bucket, ...] = ()
+    """Plans for the batch shapes of the data, where lengths were given."""
     max_batch: int | None = None
     """Most sequences of a micro-step that fit into the budget; None where that was not asked."""
     max_tokens: int | None = None
@@ -102,9 +139,24 @@ class Forecast:
         """Predicted seconds of one optimizer step under the plan, with all its micro-steps."""
         return self.timeline.nanoseconds / 1e9
 
+    @property
+    def answer(self) -> str:
+        """Whether it fits, in a sentence."""
+        speed = self.plan.prediction.tokens_per_second if self.plan.prediction else None
+        return headline(self.peak_bytes, self.budget_bytes, self.device, speed)
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The checkpointing kwargs under which a training makes this plan, as `Spec.parse` reads them."""
+        compiled = any(action.kind == "compiled" for action in self.costs.actions)
+        return spec_of(self.plan, self.budget_bytes, self.host_budget, compiled=compiled)
+
     def to_dict(self) -> dict[str, Any]:
         """The forecast in numbers, texts, lists and dicts, which JSON can hold; costs and timeline are left out."""
         return {
+            "fits": True,
+            "answer": self.answer,
+            "write": to_write(self.workload, self.spec),
             "workload": dataclasses.asdict(self.workload),
             "device": dataclasses.asdict(self.device),
             "budget_bytes": self.budget_bytes,
@@ -114,6 +166,7 @@ class Forecast:
             "usual": [_row(option) for option in self.usual],
             "further": [_row(option) for option in self.further],
             "frontier": [_row(option) for option in self.frontier],
+            "buckets": [dataclasses.asdict(bucket) for bucket in self.buckets],
             "max_batch": self.max_batch,
             "max_seq": self.max_tokens,
         }
@@ -130,6 +183,7 @@ def predict(
     device: str | None = None,
     budget: float | str | None = None,
     head: int | str = "full",
+    mlp: int | str = "full",
     host_budget: str | None = None,
     compiled: bool = False,
     frontier: bool = False,
@@ -149,6 +203,7 @@ def predict(
         device: a row of the device table; by default this machine's.
         budget: the peak that is allowed, as "20GiB", or as a share of the device ("80%" or 0.8); by default 90 %.
         head: as `Spec.head`: `auto` lets the plan run the head in chunks.
+        mlp: as `Spec.mlp`: `auto` lets the plan run the feed-forward of each block in chunks.
         host_budget: host memory that offloading may use, as "64GiB"; None for no offloading.
         compiled: whether every block is compiled (`"compile": "blocks"`), so that the plan gives each a share.
         frontier: whether to also find the fastest plans for budgets from the lowest peak to that of no checkpointing.
@@ -159,21 +214,41 @@ def predict(
     found, for a model that cannot be traced, and for adapters or types that are asked of a live model, which has its
     own.
     """
-    request = Request(device, budget, frontier, head=head, compiled=compiled, host_budget=host_budget)
+    request = Request(device, budget, frontier, head=head, mlp=mlp, compiled=compiled, host_budget=host_budget)
     if isinstance(batch, Mapping):
         workload = {**sizes_of_batch(batch), **workload}
     else:
         workload["batch"] = batch
     if isinstance(model, nn.Module):
-        fixed = sorted({"lora", "dtype", "attention", "architecture"} & workload.keys())
+        fixed = sorted(_OF_THE_MODEL & workload.keys())
         if fixed:
             raise HfCkptError(f"a live model has its own {', '.join(fixed)}: leave these out, or give its config.")
+        _refuse_moved_weights(model)
         asked = Workload(model=find_blocks(model).model, **workload)
         with paused(model):
             return _Forecaster(asked, request, skeleton_of(model), on_progress).forecast()
     if isinstance(model, (str, Path)):
         return forecast(Workload(model=str(model), **workload), request, on_progress=on_progress)
     return forecast(Workload(model=str(model.model_type), **workload), request, config=model, on_progress=on_progress)
+
+
+_OF_THE_MODEL = {
+    *("lora", "lora_targets", "lora_dropout", "load_in_4bit", "load_in_8bit", "double_quant"),
+    *("dtype", "attention", "architecture"),
+}
+"""Fields of `Workload` that a live model answers itself."""
+
+
+def _refuse_moved_weights(model: nn.Module) -> None:
+    """Raise `HfCkptError` for a model whose weights `device_map` has put into host memory or on a disk."""
+    found = getattr(find_blocks(model).base, "hf_device_map", None) or {}
+    away = [name for name, place in found.items() if str(place) in ("cpu", "disk")]
+    if away and any(str(place) not in ("cpu", "disk") for place in found.values()):
+        raise HfCkptError(
+            f"`device_map` keeps weights of {', '.join(away[:3])}{' ...' if away[3:] else ''} in host memory or on a "
+            "disk, from where they come again for every forward: such a training cannot be planned for. Take fewer "
+            'bits (load_in_4bit), more devices, or a smaller model, and `device_map={"": 0}`.'
+        )
 
 
 def forecast(
@@ -193,7 +268,17 @@ def forecast(
     """
     if on_progress is not None:
         on_progress("reading the model")
-    return _Forecaster(workload, asked, skeleton_of_workload(workload, config), on_progress).forecast()
+    return _Forecaster(workload, asked, _skeleton(workload, asked, config), on_progress).forecast()
+
+
+def _skeleton(workload: Workload, asked: Request, config: Any = None) -> Skeleton:
+    """The skeleton of a workload's model, for the device that is asked about."""
+    return skeleton_of_workload(workload, config, on_cpu=device_of(asked).name == "cpu")
+
+
+def device_of(asked: Request) -> Device:
+    """The device that is asked about: a row of the table, or this machine's."""
+    return device_named(asked.device) if asked.device else this_device()
 
 
 class _Forecaster:
@@ -201,9 +286,13 @@ class _Forecaster:
 
     def __init__(self, workload: Workload, asked: Request, skeleton: Skeleton, tell: Progress | None) -> None:
         self.workload, self.asked, self.skeleton = workload, asked, skeleton
+        self.actions: dict[bool, tuple[Action, ...]] = {}
+        """Whether blocks are compiled -> the actions that a plan chooses from."""
         self.tell: Progress = tell or (lambda text: None)
-        self.device = device_named(asked.device) if asked.device else this_device()
+        self.device = device_of(asked)
         self.budget = _budget_bytes(asked.budget, self.device)
+        if asked.compiled and asked.mlp != "full":
+            raise HfCkptError("compiled blocks run their feed-forward as a whole: leave `mlp` or compiling out.")
         self.host_limit = None if asked.host_budget is None else parse_bytes(asked.host_budget)
 
     def forecast(self) -> Forecast:
@@ -212,9 +301,15 @@ class _Forecaster:
         costs = self._costs(self.workload, "tracing", compiled=False)
         planned = self._costs(self.workload, "tracing compiled blocks") if self.asked.compiled else costs
         by_transformers = transformers_costs(costs, self.skeleton, step, self.device)
+        ways: Sequence[Costs] = [
+            planned if mlp == "full" else self._costs(self.workload, "tracing feed-forwards in chunks", mlp=mlp)
+            for mlp in ways_to_run(self.asked.mlp)
+        ]
+        if by_transformers is not costs:
+            by_transformers = self._shared(by_transformers, self.workload)
         if self.asked.measure:
-            costs, by_transformers, planned = self._measured(costs, by_transformers, planned)
-        candidates = self._candidates(planned, self.workload)
+            costs, by_transformers, ways = self._measured(costs, by_transformers, ways)
+        candidates = self._candidates(ways, self.workload)
         max_batch = self._largest("batch") if self.asked.max_batch else None
         max_tokens = self._largest("tokens") if self.asked.max_tokens else None
         found = (("--batch", max_batch), ("--seq", max_tokens))
@@ -228,19 +323,88 @@ class _Forecaster:
             costs=made_from,
             plan=plan,
             timeline=worst_timeline(made_from, chosen),
-            usual=(*usual_options(costs, self.device.host_bandwidth, by_transformers), *segmented_options(costs)),
-            further=_further(costs, () if self.asked.compiled else candidates, self.skeleton, step, self.device),
+            usual=(
+                *usual_options(costs, self.device.host_bandwidth, by_transformers),
+                *(() if self.workload.sharded else segmented_options(costs)),
+            ),
+            further=()
+            if self.workload.sharded or self.asked.quick
+            else _further(costs, () if self.asked.compiled else candidates, self.skeleton, step, self.device),
             frontier=tuple(frontier(candidates)) if self.asked.frontier else (),
+            host_budget=self.asked.host_budget,
+            buckets=tuple(self._buckets(candidates)) if self.asked.lengths else (),
             max_batch=max_batch,
             max_tokens=max_tokens,
         )
 
-    def _costs(self, workload: Workload, what: str, *, compiled: bool | None = None) -> Costs:
+    def _buckets(self, longest: Sequence[Costs]) -> Iterator[Bucket]:
+        """A plan for every bucket of lengths, from costs between those of the longest and of the shortest one."""
+        workload = self.workload
+        counts: collections.Counter[int] = collections.Counter()
+        for tokens in shares_of(self.asked.lengths, workload.batch):
+            counts[min(rounded_up(tokens, 3), workload.tokens)] += 1
+        least = min(counts)
+        high = tuple(costs for costs in longest if not costs.segments)
+        low = high if least == workload.tokens else self._plannable(dataclasses.replace(workload, tokens=least))
+        for tokens, batches in sorted(counts.items()):
+            try:
+                costs = between(low, high, tokens - least, max(1, workload.tokens - least)) if low is not high else high
+            except UnlikeError:
+                costs = self._plannable(dataclasses.replace(workload, tokens=tokens))
+            plan = plan_within(costs, self.budget, self.device.name)
+            assert plan.prediction is not None
+            yield Bucket(tokens, batches, plan.prediction.peak_bytes, plan.prediction.step_seconds, len(plan.active()))
+
+    def _plannable(self, workload: Workload) -> tuple[Costs, ...]:
+        """The candidates for another length, without segments."""
+        found = self._candidates([self._costs(workload, f"trying {workload.tokens} tokens")], workload)
+        return tuple(costs for costs in found if not costs.segments)
+
+    def _nearest(self) -> list[Setting]:
+        """The settings that fit, by costs that are traced once for each model and shape."""
+        others: dict[Any, tuple[_Forecaster, Costs]] = {}
+
+        def candidates(workload: Workload, head: int | str, host_budget: str | None) -> tuple[Costs, ...]:
+            key = dataclasses.replace(workload, accumulation=1, optimizer="sgd")
+            if key not in others:
+                same = dataclasses.replace(key, tokens=1, batch=1) == dataclasses.replace(
+                    self.workload, accumulation=1, optimizer="sgd", tokens=1, batch=1
+                )
+                skeleton = self.skeleton if same else _skeleton(workload, self.asked)
+                made = _Forecaster(workload, self.asked, skeleton, self.tell)
+                made.actions = self.actions
+                others[key] = made, made._costs(workload, f"trying {workload.tokens} tokens")
+            made, costs = others[key]
+            asked = dataclasses.replace(self.asked, head=head, host_budget=host_budget)
+            other = _Forecaster(workload, asked, made.skeleton, self.tell)
+            static = costs.static
+            if workload.optimizer != made.workload.optimizer:
+                device_type = "cpu" if self.device.name == "cpu" else "cuda"
+                needed = optimizer_bytes(made.skeleton.weights, workload.optimizer, device_type)
+                static = dataclasses.replace(static, optimizer=needed.state, step_bytes=needed.step)
+            changed = dataclasses.replace(costs, static=static, accumulation=workload.accumulation)
+            return other._candidates([changed], workload)
+
+        whole = vocabulary_head(self.skeleton.base) is not None and self.workload.trainer is None
+        asked = Asked(
+            self.workload,
+            self.asked.head,
+            self.asked.host_budget,
+            self.budget,
+            can_chunk=whole and not self.workload.sharded,
+            can_move=self.device.name != "cpu",
+        )
+        return nearest_settings(asked, candidates)
+
+    def _costs(self, workload: Workload, what: str, *, compiled: bool | None = None, mlp: int | str = "full") -> Costs:
         """What the workload costs, with blocks in eager mode or compiled: as it was asked for, unless said."""
         self.tell(what)
-        actions = actions_for(self.skeleton, compiled=self.asked.compiled if compiled is None else compiled)
+        compiled = self.asked.compiled if compiled is None else compiled
         step = step_of_workload(workload, self.skeleton)
-        costs = trace_costs(self.skeleton, step, self.device, actions=actions)
+        if compiled not in self.actions:  # those of the first workload serve the others
+            self.actions[compiled] = actions_for(self.skeleton, step, self.device, compiled=compiled)
+        actions = self.actions[compiled]
+        costs = self._shared(trace_costs(self.skeleton, step, self.device, actions=actions, mlp=mlp), workload)
         static = costs.static.always + costs.static.gradients + costs.static.step_bytes
         if static > _MOST_BYTES:
             raise HfCkptError(
@@ -249,16 +413,35 @@ class _Forecaster:
             )
         return costs
 
-    def _candidates(self, costs: Costs, workload: Workload) -> tuple[Costs, ...]:
+    def _shared(self, costs: Costs, workload: Workload) -> Costs:
+        """The costs on one of the workload's ranks."""
+        if workload.ranks == 1:
+            return costs
+        if workload.parallel == "ddp":  # which copies gradients into buckets of their size, and keeps these
+            buckets = costs.static.gradients
+            static = dataclasses.replace(costs.static, buffers=costs.static.buffers + buckets)
+            return dataclasses.replace(costs, static=static, notes=(*costs.notes, _UNTIMED))
+        weights = self.skeleton.weights
+        count, own = sum(math.prod(shape) for shape, *_ in weights.tensors), DTYPES[workload.dtype].itemsize
+        plain = Weights(tuple((shape, own, trained) for shape, _, trained in weights.tensors))
+        needed = optimizer_bytes(plain, workload.optimizer, "cpu" if self.device.name == "cpu" else "cuda")
+        layout = layout_for(self.skeleton, workload.ranks, own, needed, count)
+        return dataclasses.replace(with_shards(costs, layout), notes=(*costs.notes, _UNTIMED))
+
+    def _candidates(self, ways: Sequence[Costs], workload: Workload) -> tuple[Costs, ...]:
+        if workload.sharded:  # a head in chunks and segments need whole parameters
+            return with_host_memory(ways, self.device, self.host_limit)
         step = step_of_workload(workload, self.skeleton)
         head, host_limit = self.asked.head, self.host_limit
-        return cost_options(costs, self.skeleton, step, self.device, head=head, host_limit=host_limit)
+        return cost_options(ways, self.skeleton, step, self.device, head=head, host_limit=host_limit)
 
-    def _measured(self, costs: Costs, by_transformers: Costs, planned: Costs) -> tuple[Costs, Costs, Costs]:
+    def _measured(
+        self, costs: Costs, by_transformers: Costs, ways: Sequence[Costs]
+    ) -> tuple[Costs, Costs, Sequence[Costs]]:
         """All with times measured on this machine.
 
-        `by_transformers` are the costs of transformers' own checkpointing, and `planned` those of compiled blocks, or
-        `costs` where they do not differ.
+        `by_transformers` are the costs of transformers' own checkpointing, and `ways` those of compiled blocks, or with
+        feed-forwards in chunks.
         """
         models = ShallowModels(self.workload)
         time = functools.partial(
@@ -270,13 +453,19 @@ class _Forecaster:
         timed = time(costs, models.step_seconds)
         step_seconds = functools.partial(models.step_seconds, put_on=own_trial)
         own = timed if by_transformers is costs else time(by_transformers, step_seconds)
-        return timed, own, timed if planned is costs else time(planned, models.step_seconds)
+        others = [
+            timed if way == costs else time(way, functools.partial(models.step_seconds, mlp=way.mlp_tokens))
+            for way in ways
+        ]
+        return timed, own, others
 
     def _peak_with(self, name: str, number: int) -> int:
         """The lowest peak that any plan has with another batch size or sequence length, in bytes."""
         changes: dict[str, Any] = {name: number}
         changed = dataclasses.replace(self.workload, **changes)
-        return peak_of_least(self._candidates(self._costs(changed, f"trying {number} {_UNITS[name]}"), changed))
+        mlps = ways_to_run(self.asked.mlp)
+        ways = [self._costs(changed, f"trying {number} {_UNITS[name]}", mlp=mlp) for mlp in mlps]
+        return peak_of_least(self._candidates(ways, changed))
 
     def _largest(self, name: str) -> int:
         """The largest `batch` or `tokens` that fits into the budget, 0 where none does."""
@@ -292,8 +481,11 @@ class _Forecaster:
         batch, accumulation = self.workload.batch, self.workload.accumulation
         try:
             return plan_within(candidates, self.budget, self.device.name, hints)
-        except InfeasibleError:
-            if hints or batch == 1:
+        except InfeasibleError as error:
+            if self.asked.nearest:
+                error.nearest = tuple(self._nearest())
+                raise
+            if hints or batch == 1 or self.asked.quick:
                 raise
             fitting = largest(lambda number: self._peak_with("batch", number), self.budget, 1, batch - 1)
             steps = -(-batch * accumulation // max(fitting, 1))

@@ -15,9 +15,9 @@ from hf_ckpt.attach import attach as on_model
 from hf_ckpt.attach.attach import attach, describe, detach, refuse_parts
 from hf_ckpt.attach.process import hook_process, unhook_process
 from hf_ckpt.attach.record import GIVEN_PLAN, Decision, Installation, installation
-from hf_ckpt.models.blocks import FoundBlocks, find_blocks
+from hf_ckpt.models.blocks import FoundBlocks, feed_forwards, find_blocks
+from hf_ckpt.planner.buckets import Planned
 from hf_ckpt.planner.course import after_step, plan_batch
-from hf_ckpt.planner.live import Planned
 from hf_ckpt.planner.policies import fit_plan, make_plan
 from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan
@@ -112,9 +112,13 @@ def decide(found: FoundBlocks, given: SpecLike | Plan) -> tuple[Spec, Plan]:
     made for another model.
     """
     if isinstance(given, Plan):
-        return Spec(plan=GIVEN_PLAN), fit_plan(given, found.blocks, found.family, found.model)
-    spec = Spec.parse(given)
-    return spec, make_plan(spec, found.blocks, found.family, found.model)
+        spec, plan = Spec(plan=GIVEN_PLAN), fit_plan(given, found.blocks, found.family, found.model)
+    else:
+        spec = Spec.parse(given)
+        plan = make_plan(spec, found.blocks, found.family, found.model)
+    if plan.mlp != "full":
+        feed_forwards(found)
+    return spec, plan
 
 
 def _install_everywhere(
@@ -149,7 +153,8 @@ class _Decider:
         # A plan that was loaded or given once stays; its file may be gone by now.
         same = spec.plan is not None and spec.plan == record.spec.plan
         plan = decide(found, record.plan if same else spec)[1]
-        return spec, dataclasses.replace(plan, head=spec.head) if same and "head" in asked else plan
+        chunks: dict[str, Any] = {key: getattr(spec, key) for key in ("head", "mlp") if key in asked}
+        return spec, dataclasses.replace(plan, **chunks) if same else plan
 
     def batch(
         self,
@@ -161,24 +166,21 @@ class _Decider:
     ) -> Decision | None:
         """The plan for a batch under `budget` or `auto`; None where the present plan serves."""
         planned = plan_batch(base, record, stack, args, kwargs)
+        if planned is None:
+            return None
         # Live bytes cannot be counted where FSDP2 resizes storages; an allocator knows of that.
-        seen = compat.accelerator_type() is not None or compat.parameters_stay(base)
-        return None if planned is None else _decision(record, planned, planned.limit_bytes if seen else None)
+        measures = planned.buckets.to_measure(planned) and (
+            compat.accelerator_type() is not None or compat.parameters_stay(base)
+        )
+        return Decision(planned.plan, planned, planned.limit_bytes if measures else None)
 
     def measured(
         self, base: compat.PreTrainedModel, record: Installation, peak_bytes: int, accumulated: bool
     ) -> Decision | None:
         """The plan after a step broke its limit; None where the present plan stays."""
         before: Planned = record.planned
-        record.planned = after_step(before, base, peak_bytes, accumulated)
-        return None if record.planned.plan is before.plan else _decision(record, record.planned, None)
-
-
-def _decision(record: Installation, planned: Planned, limit_bytes: int | None) -> Decision:
-    """What was planned, for the blocks as they are."""
-    blocks = [block for block, _ in record.plan.actions]
-    plan = fit_plan(planned.plan, blocks, record.plan.family, record.plan.model)
-    return Decision(plan, planned, limit_bytes)
+        record.planned = found = after_step(base, record, peak_bytes, accumulated)
+        return None if found.plan is before.plan else Decision(found.plan, found)
 
 
 DECIDER = _Decider()

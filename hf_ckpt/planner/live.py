@@ -1,4 +1,4 @@
-"""Plans for `budget` and `auto` in training: when a forward is given the first batch, and again for larger ones."""
+"""The first plan of `budget` and `auto` in training, and what further ones are made from: costs of a live model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.around import watched_forwards
 from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.logs import PLANS
 from hf_ckpt.measure.machine import DeviceMemory, device_memory
 from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.planner.buckets import Planned
 from hf_ckpt.planner.budgets import costs_behind, plan_of, plan_of_least, plan_within
-from hf_ckpt.planner.options import cost_options
+from hf_ckpt.planner.options import cost_options, ways_to_run
 from hf_ckpt.planner.shapes import BatchShape, autocast_of, is_padded, micro_steps, sizes_with
 from hf_ckpt.prediction.batches import batch_for, batch_of, inputs_of, loss_for, step_as_called
 from hf_ckpt.prediction.costs import Costs
@@ -31,7 +33,7 @@ from hf_ckpt.prediction.machine import this_device
 from hf_ckpt.prediction.optimizers import bytes_of
 from hf_ckpt.prediction.skeleton import Skeleton, skeleton_of
 from hf_ckpt.prediction.trace import Step, actions_for, trace_costs
-from hf_ckpt.spec.actions import ACTIONS, Action
+from hf_ckpt.spec.actions import ACTIONS, KEEP, Action, offloads
 from hf_ckpt.spec.plan import Plan, Prediction
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import budget_bytes, format_bytes, format_seconds, parse_bytes
@@ -42,89 +44,79 @@ MARGIN = 0.05
 """Share of the device's memory that `auto` leaves free."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """A plan that was made for a batch shape, and what it was made from."""
+def plan_for(model: nn.Module, spec: Spec, shape: BatchShape, call: compat.Call | None = None) -> Planned:
+    """The first plan of a training: the fastest one for a batch shape and a model in its present state.
 
-    shape: BatchShape
-    limit_bytes: int
-    """The peak that was allowed."""
-    costs: tuple[Costs, ...]
-    """The candidates that the plan was chosen from."""
-    plan: Plan
-    memory: DeviceMemory
-    """The device's memory as it was when the plan was made."""
-    bias_bytes: int = 0
-    """How much more than predicted a measured step needed, because of what the prediction does not know of. The plan is
-    made for so much less than `limit_bytes`."""
-    over: bool = False
-    """Whether no plan fits this shape, so that this is the one with the lowest peak."""
-    others: tuple[Planned, ...] = ()
-    """Plans of this training for shapes that this one does not serve, the latest first."""
-
-    def serves(self, seen: BatchShape) -> bool:
-        """Whether no other plan need be made for a batch: where none fits this shape, none fits a larger one."""
-        return seen.reaches(self.shape) if self.over else self.shape.covers(seen)
-
-
-def plan_for(
-    model: nn.Module, spec: Spec, shape: BatchShape, before: Planned | None = None, call: compat.Call | None = None
-) -> Planned:
-    """The fastest plan for a batch shape and a model in its present state.
-
-    All ranks agree on the first plan, so that all of them must call this for it: it is made for the largest sizes and
-    parts and the smallest limit of any rank, and is that of rank 0. Where one of them cannot plan, all raise. Later
-    plans are each rank's own: under DDP and FSDP2 ranks may recompute differently, because their collective operations
-    are the same whatever the actions.
+    All ranks agree on it, so that all of them must call this: it is made for the largest sizes and parts and the
+    smallest limit of any rank, and is that of rank 0. Where one of them cannot plan, all raise.
 
     Args:
         model: plain or wrapped; no plan is enabled on it.
         spec: with the policy `budget` or `auto`.
-        shape: of the batch, with room for earlier ones.
-        before: what was planned before; None for the first plan.
+        shape: of the batch.
         call: how the trainer calls the model; None where it is not known.
 
-    Raises `InfeasibleError` where no first plan fits; a later one is then that with the lowest peak, because a training
-    is not ended in the middle. Raises `HfCkptError` where parameters are split over ranks by other means than FSDP2,
-    another rank cannot plan, or the model cannot be traced.
+    Raises `InfeasibleError` where no plan fits. Raises `HfCkptError` where parameters are split over ranks by other
+    means than FSDP2, another rank cannot plan, or the model cannot be traced.
     """
+    layout = _layout_of(model, spec, shape)
+    memory = device_memory(held_bytes(model), {parameter.device for parameter in model.parameters()})
+    shape, limit, layout = _with_room_for_all_ranks(shape, limit_bytes(spec, memory), layout)
+    device = this_device()
+    costs: tuple[Costs, ...] = ()
+    plan: Plan | None = None
+    failure: Exception | None = None
+    try:
+        costs = _traced(model, spec, shape, layout, call)
+        plan = plan_within(costs, limit, device.name)
+    except Exception as error:  # whatever it is, the other ranks wait for this one to tell
+        failure = error
+    plan = _agreed(plan, failure)
+    if failure is not None:
+        raise failure
+    assert plan is not None
+    tell(spec, shape, plan, limit)
+    return Planned(shape, limit, costs, plan, memory)
+
+
+def costs_of(
+    model: nn.Module, spec: Spec, shape: BatchShape, call: compat.Call | None, known: Costs
+) -> tuple[Costs, ...]:
+    """The candidates for a further plan of a training, for another batch shape.
+
+    Further plans are each rank's own: under DDP and FSDP2 ranks may recompute differently, because their collective
+    operations are the same whatever the actions. Arguments and errors are those of `plan_for`, which agrees on the
+    first plan; here, nobody is waited for. `known` are costs of another shape, which have the same actions.
+    """
+    moved = offloads().values()
+    actions = [action for action in known.actions if action not in moved]
+    return _traced(model, spec, shape, _layout_of(model, spec, shape), call, actions)
+
+
+def _layout_of(model: nn.Module, spec: Spec, shape: BatchShape) -> Layout | None:
+    """How FSDP2 holds the parameters; None without it. Raises `HfCkptError` where others split them over ranks."""
     layout = layout_of(model, shape.held_back)
     if layout is None and compat.is_sharded(model):
         raise HfCkptError(
             f"`policy: {spec.policy}` cannot plan for parameters that are split over ranks by FSDP1 or ZeRO-3. Use "
             "`selective` or `full`, a plan of `hf-ckpt plan`, or FSDP2 (`fsdp_version: 2`)."
         )
-    held = held_bytes(model)
-    memory = device_memory(held, {parameter.device for parameter in model.parameters()})
-    first = before is None
-    limit = before.limit_bytes if before is not None else limit_bytes(spec, memory)
-    if first:
-        shape, limit, layout = _with_room_for_all_ranks(shape, limit, layout)
-    device = this_device()
-    wanted, parts = shape, layout
+    return layout
+
+
+def _traced(
+    model: nn.Module,
+    spec: Spec,
+    shape: BatchShape,
+    layout: Layout | None,
+    call: compat.Call | None,
+    actions: Sequence[Action] | None = None,
+) -> tuple[Costs, ...]:
     host_limit = None if spec.host_budget is None else parse_bytes(spec.host_budget)
-    costs: tuple[Costs, ...] = ()
-    plan: Plan | None = None
-    failure: Exception | None = None
-    bias = 0 if before is None else before.bias_bytes
-    over = False
-    try:
-        costs = _in_clean_thread(
-            lambda: _trace(model, spec.head, host_limit, wanted, device, parts, call, compiled=spec.compile is not None)
-        )
-        if first:
-            plan = plan_within(costs, limit, device.name)
-        else:
-            plan, over = within_or_least(costs, limit, bias, device.name)
-    except Exception as error:  # whatever it is, the other ranks wait for this one to tell
-        failure = error
-    if first:
-        plan = _agreed(plan, failure)
-    if failure is not None:
-        raise failure
-    assert plan is not None
-    _tell(spec, shape, plan, limit)
-    return Planned(shape, limit, costs, plan, memory, bias, over)
+    device, compiled = this_device(), spec.compile is not None
+    return _in_clean_thread(
+        lambda: _trace(model, spec, host_limit, shape, device, layout, call, compiled=compiled, actions=actions)
+    )
 
 
 def within_or_least(costs: Sequence[Costs], limit: int, bias: int, device: str) -> tuple[Plan, bool]:
@@ -181,8 +173,11 @@ def prediction_of(model: nn.Module, plan: Plan, shape: BatchShape) -> Prediction
     compiled = [action for _, action in actions if ACTIONS[action.kind].compiles]
     if compiled and len(compiled) < len(actions):
         raise HfCkptError("some of its blocks are compiled, and others are not")
-    asked = tuple(sorted(set(compiled), key=lambda action: -(action.share or 0.0)))
-    candidates = _in_clean_thread(lambda: _trace(model, plan.head, host_limit, shape, device, actions=asked))
+    kept = {moved: on_device for on_device, moved in offloads().items()}
+    asked: Sequence[Action] = list(dict.fromkeys((KEEP, *(kept.get(action, action) for _, action in actions))))
+    if compiled:
+        asked = sorted(set(compiled), key=lambda action: -(action.share or 0.0))
+    candidates = _in_clean_thread(lambda: _trace(model, plan, host_limit, shape, device, actions=asked))
     try:
         costs, choice = costs_behind(candidates, dataclasses.replace(plan, actions=tuple(actions)))
     except ValueError as error:
@@ -205,7 +200,7 @@ def limit_bytes(spec: Spec, memory: DeviceMemory) -> int:
 
 def _trace(
     model: nn.Module,
-    head: int | str,
+    asked: Spec | Plan,
     host_limit: int | None,
     shape: BatchShape,
     device: Device,
@@ -213,14 +208,14 @@ def _trace(
     call: compat.Call | None = None,
     *,
     compiled: bool = False,
-    actions: Sequence[Action] = (),
+    actions: Sequence[Action] | None = None,
 ) -> tuple[Costs, ...]:
-    """The candidates for a plan of a live model; see `cost_options` for `head` and `host_limit`.
+    """The candidates for a plan of a live model; see `cost_options` for `host_limit`.
 
-    Blocks have the `actions` that are given, or else those that a plan chooses from, in eager mode or `compiled`.
+    Head and feed-forward run as is asked, in which a spec leaves more open than a plan. Blocks have the `actions` that
+    are given, or else those that a plan chooses from, in eager mode or `compiled`.
     """
     skeleton = skeleton_of(model)
-    actions = actions or actions_for(skeleton, compiled=compiled)
     optimizers = compat.optimizers_of(model)
     step = Step(
         batch=batch_of(shape.inputs) if shape.inputs else batch_for(skeleton.base, shape.sizes),
@@ -230,29 +225,46 @@ def _trace(
         optimizer_bytes=bytes_of(optimizers) if optimizers else None,
         loss=loss_for(skeleton.base, shape.inputs),
     )
-    step, costs = _costs_as_called(skeleton, step, device, call, actions)
+    if compiled and actions is None:
+        actions = actions_for(skeleton, step, device, compiled=True)
+    mlps = ways_to_run(asked.mlp) if isinstance(asked, Spec) else (asked.mlp,)
+    step, ways = _costs_as_called(skeleton, step, device, call, actions, mlps)
     options = functools.partial(cost_options, skeleton=skeleton, step=step, device=device)
     if layout is not None:  # a sharded head cannot run in chunks
-        found = options(costs, head="full", host_limit=host_limit, segments=False)
+        found = options(ways, head="full", host_limit=host_limit, segments=False)
         return tuple(with_shards(each, dataclasses.replace(layout, held_back=shape.held_back)) for each in found)
     if compat.is_distributed():
         # DistributedDataParallel keeps a second copy of all gradients, in its buckets.
-        static = dataclasses.replace(costs.static, buffers=costs.static.buffers + costs.static.gradients)
-        costs = dataclasses.replace(costs, static=static)
-    return options(costs, head=head, host_limit=host_limit, segments=compat.parameters_stay(model))
+        static = ways[0].static
+        static = dataclasses.replace(static, buffers=static.buffers + static.gradients)
+        ways = [dataclasses.replace(costs, static=static) for costs in ways]
+    return options(ways, head=asked.head, host_limit=host_limit, segments=compat.parameters_stay(model))
 
 
 def _costs_as_called(
-    skeleton: Skeleton, step: Step, device: Device, call: compat.Call | None, actions: Sequence[Action]
-) -> tuple[Step, Costs]:
-    """What the step costs as the trainer runs it, or as the model runs by itself where that cannot be traced."""
+    skeleton: Skeleton,
+    step: Step,
+    device: Device,
+    call: compat.Call | None,
+    actions: Sequence[Action] | None,
+    mlps: Sequence[int | str],
+) -> tuple[Step, list[Costs]]:
+    """What the step costs as the trainer runs it, or as the model runs by itself where that cannot be traced.
+
+    The costs are those with the feed-forward of each block as each of `mlps` says.
+    """
+
+    def traced(step: Step) -> list[Costs]:
+        chosen = actions_for(skeleton, step, device) if actions is None else actions
+        return [trace_costs(skeleton, step, device, actions=chosen, mlp=mlp) for mlp in mlps]
+
     if call is not None:
         as_called = step_as_called(step, call)
         try:
-            return as_called, trace_costs(skeleton, as_called, device, actions=actions)
+            return as_called, traced(as_called)
         except HfCkptError as error:
             log.info("hf_ckpt: planned with the model's own loss, because the trainer's cannot be traced: %s", error)
-    return step, trace_costs(skeleton, step, device, actions=actions)
+    return step, traced(step)
 
 
 def _in_clean_thread(work: Callable[[], tuple[Costs, ...]]) -> tuple[Costs, ...]:
@@ -276,18 +288,19 @@ def _in_clean_thread(work: Callable[[], tuple[Costs, ...]]) -> tuple[Costs, ...]
     return found[0]
 
 
-def _tell(spec: Spec, shape: BatchShape, plan: Plan, limit: int) -> None:
+def tell(spec: Spec, shape: BatchShape, plan: Plan, limit: int) -> None:
     """Log a plan."""
     prediction = plan.prediction
     assert prediction is not None
-    log.info(
-        "hf_ckpt: planned for %s within %s (`%s`): peak %s, step %s predicted.\n%s",
+    PLANS.info(
+        "hf_ckpt: %s: planned for %s within %s (`%s`): %s; peak %s, step %s predicted",
+        plan.model,
         shape,
         format_bytes(limit),
         spec.policy,
+        plan.summary(),
         format_bytes(prediction.peak_bytes),
         format_seconds(prediction.step_seconds),
-        plan,
     )
 
 

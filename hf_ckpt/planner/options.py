@@ -1,4 +1,4 @@
-"""Makes the candidates that a plan chooses from: traced costs, with offloading and with the head in chunks."""
+"""Makes the candidates that a plan chooses from: traced costs, with offloading, and with the head in chunks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from hf_ckpt import compat
 from hf_ckpt.attach.around import own_trial
 from hf_ckpt.models.blocks import vocabulary_head
+from hf_ckpt.planner.budgets import several_of
 from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.devices import Device
 from hf_ckpt.prediction.offload import with_offloading
@@ -17,7 +18,7 @@ from hf_ckpt.spec.actions import FULL, KEEP
 
 
 def cost_options(
-    costs: Costs,
+    ways: Costs | Sequence[Costs],
     skeleton: Skeleton,
     step: Step,
     device: Device,
@@ -26,10 +27,10 @@ def cost_options(
     host_limit: int | None = None,
     segments: bool = True,
 ) -> tuple[Costs, ...]:
-    """The candidates for a plan; those whose head runs as a whole come first, and those in segments last.
+    """The candidates for a plan; those whose head runs as a whole come first of each way, and those in segments last.
 
     Args:
-        costs: traced of `skeleton` and `step`.
+        ways: traced of `skeleton` and `step`; several where feed-forwards may run in chunks, see `ways_to_run`.
         skeleton: of the model.
         step: the micro-step that was traced.
         device: whose row says how long operations and copies take.
@@ -37,21 +38,28 @@ def cost_options(
         host_limit: bytes of host memory for offloading; None for no offloading.
         segments: whether blocks may be recomputed in segments, which need parameters that stay where they are.
     """
-    heads = [costs] if isinstance(head, str) else []
-    if head != "full" and vocabulary_head(skeleton.base) is not None:
-        heads.append(chunked_head(costs, skeleton, step, device, head))
-    heads = heads or [costs]
+    heads = []
+    for costs in several_of(ways):
+        in_chunks = head != "full" and vocabulary_head(skeleton.base) is not None
+        heads += [costs] if isinstance(head, str) or not in_chunks else []
+        heads += [chunked_head(costs, skeleton, step, device, head)] if in_chunks else []
     apart = with_host_memory(heads, device, host_limit)
     return (*apart, *(found for costs in heads for found in in_segments(costs))) if segments else apart
+
+
+def ways_to_run(mlp: int | str) -> tuple[int | str, ...]:
+    """How the feed-forward of each block may run in a plan, as `Plan.mlp`, where `Spec.mlp` asks for `mlp`."""
+    return ("full", "auto") if mlp == "auto" else (mlp,)
 
 
 def in_segments(costs: Costs) -> Iterator[Costs]:
     """`costs` with the blocks in segments, for every number of segments that can be best.
 
     Of all numbers for which the longest segment has the same length, the smallest keeps least. Where some block may not
-    have the action `full`, there is none.
+    have the action `full`, or holds on to its tensors, there is none.
     """
-    if FULL not in costs.actions or costs.actions[0] != KEEP:
+    held = any(size for stack in costs.stacks for size in stack.held)
+    if FULL not in costs.actions or costs.actions[0] != KEEP or held:
         return
     full = costs.actions.index(FULL)
     if any(full not in stack.choices[kind] for stack in costs.stacks for kind in stack.kinds):

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from hf_ckpt.errors import PlanMismatchError, SpecError
 from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, OFFLOAD, Action, ActionKind
@@ -33,7 +34,8 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
     """
     if spec.plan is not None:
         plan = fit_plan(Plan.load(spec.plan), blocks, family, model, spec.plan)
-        return plan if spec.head == "full" else dataclasses.replace(plan, head=spec.head)
+        chunks: dict[str, Any] = {key: getattr(spec, key) for key in ("head", "mlp") if getattr(spec, key) != "full"}
+        return dataclasses.replace(plan, **chunks)
     stacks = _by_stack(blocks)
     problems: list[str] = []
     actions = dict.fromkeys(blocks, KEEP if spec.compile is None else _compiled("none"))
@@ -48,7 +50,7 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
         actions.update(dict.fromkeys(chosen, _action(spec, rule.policy, rule.save or spec.save, rule.share)))
     if problems:
         raise SpecError(problems)
-    return Plan(family=family, model=model, actions=tuple(actions.items()), head=spec.head)
+    return Plan(family=family, model=model, actions=tuple(actions.items()), head=spec.head, mlp=spec.mlp)
 
 
 def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, source: str = "the plan") -> Plan:
@@ -74,7 +76,7 @@ def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, sourc
         )
     planned = {block.name: action for block, action in plan.actions}
     actions = tuple((block, planned[block.name]) for block in blocks)
-    fitted = Plan(family=family, model=model, actions=actions, prediction=plan.prediction, head=plan.head)
+    fitted = dataclasses.replace(plan, family=family, model=model, actions=actions)
     apart = [name for name, times in collections.Counter(name for name, _ in fitted.segments()).items() if times > 1]
     if apart:
         raise PlanMismatchError(f"{source} spreads {', '.join(apart)} over blocks that are no neighbours.")

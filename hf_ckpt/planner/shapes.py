@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,36 @@ class BatchShape:
             and has_room_for(self.inputs, other.inputs)
         )
 
+    def bucket(self, digits: int = 3) -> BatchShape:
+        """This shape with every length `rounded_up`; with images, sounds and the like, as it is."""
+        return self if self.inputs else self.resized(lambda tokens: rounded_up(tokens, digits))
+
+    def resized(self, change: Callable[[int], int], sequences: int | None = None) -> BatchShape:
+        """This shape with other lengths, and with as many `sequences` where that is given.
+
+        Args:
+            change: gives the new number of tokens for the old one.
+            sequences: in place of those of every stack.
+        """
+        sizes = {stack: (sequences or rows, max(1, change(tokens))) for stack, (rows, tokens) in self.sizes.items()}
+        return dataclasses.replace(self, sizes=sizes)
+
+    @property
+    def sequences(self) -> int:
+        """The most sequences that go into a stack."""
+        return max(rows for rows, _ in self.sizes.values())
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence in any stack."""
+        return max(tokens for _, tokens in self.sizes.values())
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """All but the sizes."""
+        inputs = tuple((name, len(shape), dtype) for name, shape, dtype in self.inputs)
+        return self.padded, self.accumulation, self.autocast, self.held_back, inputs
+
     def reaches(self, other: BatchShape) -> bool:
         """Whether this shape is at least as large as the other in all stacks whose sizes it tells."""
         part = {stack: size for stack, size in other.sizes.items() if stack in self.sizes}
@@ -73,6 +103,15 @@ class BatchShape:
         }
         padded = ", padded" if self.padded else ""
         return " and ".join(sorted(shapes)) + padded + (", accumulated" if self.accumulation > 1 else "")
+
+
+def rounded_up(number: int, digits: int) -> int:
+    """The next number with so many binary digits, followed by zeros; with 3, it is at most a quarter larger.
+
+    They are 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, 40 and so on then.
+    """
+    zeros = max(0, number.bit_length() - digits)
+    return -(-number >> zeros) << zeros
 
 
 def sizes_with(

@@ -176,10 +176,11 @@ def _stages(costs: Costs, always: int) -> Iterator[_Stage]:
     pending = sum(stack.before_gradients for stack in costs.stacks)
     pending += sum(stack.gradients[kind] for stack in costs.stacks for kind in stack.kinds)
     pending += next(iter(costs.head.values()))[1].gradients
+    held = sum(stack.held_by(kind) for stack in costs.stacks for kind in stack.kinds)
     last_keys: Sequence[Key | None] = [None]
     for stack in costs.stacks:
         pending -= stack.before_gradients
-        behind = stack.before_turn_bytes + _largest(costs, stack.before_backward, pending)
+        behind = stack.before_turn_bytes + held + _largest(costs, stack.before_backward, pending)
         before: dict[tuple[Key | None, Key | None], _Move] = {}
         for last in last_keys:
             phase = stack.before[last]
@@ -188,7 +189,8 @@ def _stages(costs: Costs, always: int) -> Iterator[_Stage]:
         yield before
         for place, kind in enumerate(stack.kinds):
             pending -= stack.gradients[kind]
-            yield dict(_block_moves(costs, stack, place, always, pending, last_keys))
+            held -= stack.held_by(kind)
+            yield dict(_block_moves(costs, stack, place, always, pending, held, last_keys))
         last_keys = [(stack.kinds[-1], action) for action in stack.choices_at(len(stack.kinds) - 1)]
     head: dict[tuple[Key | None, Key | None], _Move] = {}
     for last, (forward, backward) in costs.head.items():
@@ -198,9 +200,10 @@ def _stages(costs: Costs, always: int) -> Iterator[_Stage]:
 
 
 def _block_moves(
-    costs: Costs, stack: StackCosts, place: int, always: int, pending: int, last_keys: Sequence[Key | None]
+    costs: Costs, stack: StackCosts, place: int, always: int, pending: int, held: int, last_keys: Sequence[Key | None]
 ) -> Iterator[tuple[tuple[Key | None, Key], _Move]]:
-    """The stage of one block; `pending` are the bytes of the gradients that its backward finds finished."""
+    """The stage of one block; `pending` are the bytes of the gradients that its backward finds finished, and `held`
+    those that the blocks behind it go on to hold."""
     kind, at_end = stack.kinds[place], place == len(stack.kinds) - 1
     befores: Sequence[Key | None] = last_keys
     if place:
@@ -212,7 +215,7 @@ def _block_moves(
             backward = stack.last_backward[key] if at_end else cost.backward
             turn = stack.turn_bytes - cost.output_bytes + (0 if at_end else stack.shared_bytes)
             net = cost.forward.net - cost.lent_bytes
-            behind = net + turn + _largest(costs, backward, pending)
+            behind = net + turn + held + _largest(costs, backward, pending)
             nanoseconds = cost.forward.nanoseconds + cost.backward.nanoseconds
             yield (before, key), _Move(always + cost.forward.peak(True), behind, net, nanoseconds, cost.lent_bytes)
 

@@ -14,13 +14,15 @@ import hf_ckpt
 from hf_ckpt.cli.main import main
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.planner.budgets import plan_within
+from hf_ckpt.planner.budgets import peak_of_least, plan_within
 from hf_ckpt.planner.forecast import Request, forecast, largest
 from hf_ckpt.planner.options import cost_options
 from hf_ckpt.prediction.batches import step_of_workload
 from hf_ckpt.prediction.devices import DEVICES
+from hf_ckpt.prediction.timeline import worst_timeline
 from hf_ckpt.prediction.trace import trace_costs
 from hf_ckpt.prediction.workload import Workload, skeleton_of_workload
+from hf_ckpt.spec.actions import candidates
 from hf_ckpt.spec.plan import Plan
 
 SMALL = Workload("gpt2", batch=2, tokens=64)
@@ -178,10 +180,31 @@ def test_largest_batch_and_sequence_fit_and_no_larger_ones_do():
     assert found.max_tokens == 1024 or not fits(tokens=found.max_tokens + 1)
 
 
+@pytest.mark.slow
+@sparing("name", ["mini-llama", "mini-bert", "mini-t5"], "mini-bert")
+def test_finer_actions_make_no_plan_slower_and_some_faster(name):
+    workload, device = Workload(name, batch=4, tokens=256), DEVICES["cpu"]
+    skeleton = skeleton_of_workload(workload)
+    step = step_of_workload(workload, skeleton)
+    coarse = trace_costs(skeleton, step, device, actions=candidates())
+    fine = trace_costs(skeleton, step, device)
+    assert {*coarse.actions} < {*fine.actions}
+    low, high = peak_of_least(coarse), worst_timeline(coarse, coarse.uniform(0)).peak_bytes
+    gains = []
+    for tenth in range(11):
+        limit = low + (high - low) * tenth // 10
+        plans = [plan_within(costs, limit) for costs in (coarse, fine)]
+        before, after = (plan.prediction for plan in plans)
+        assert after.peak_bytes <= limit
+        assert after.step_seconds <= before.step_seconds
+        gains.append(1 - after.step_seconds / before.step_seconds)
+    assert max(gains) > 0.004
+
+
 @sparing("name", ["gpt2", "llama-3.1-8b", "bert-large", "t5-base"], "gpt2", "llama-3.1-8b")
 def test_never_slower_than_what_transformers_offers(name):
     """Wherever an option of transformers fits, what is planned for its peak is predicted to be as fast or faster."""
-    workload = Workload(name, batch=2, tokens=256, lora=8)
+    workload = Workload(name, batch=8, tokens=512, lora=8)  # fewer tokens take as long as launching their kernels
     found = forecast(workload, Request(device="a100-80", budget="100%"))
     for option in found.usual:
         if option.plan is not None:

@@ -369,3 +369,31 @@ def test_a_printed_description_says_what_has_happened(tmp_path):
     assert "not enabled" in str(Description(plan, {}, False, (), {}, {}))
     shown.save(tmp_path / "plan.yaml")
     assert Plan.load(tmp_path / "plan.yaml") == plan
+
+
+# --- in words -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "stacks", "said"),
+    [
+        ({"policy": "none"}, {"decoder": 4}, "everything is kept, in 4 blocks"),
+        ({"policy": "full"}, {"decoder": 4}, "full on all 4 blocks"),
+        ({"every_n_layers": 2}, {"decoder": 4}, "full on blocks 0, 2 of 4"),
+        ({"layers": "1"}, {"decoder": 4}, "full on block 1 of 4"),
+        ({"segments": 2}, {"decoder": 4}, "full in 2 segments on all 4 blocks"),
+        (
+            {"policy": "full", "rules": [{"layers": "0-1", "policy": "selective"}, {"layers": "3", "policy": "none"}]},
+            {"decoder": 4},
+            "selective (save linear, attention) on blocks 0-1 and full on block 2 of 4",
+        ),
+        (
+            {"policy": "selective", "save": ["attention"], "layers": {"encoder": "0"}},
+            {"encoder": 2, "decoder": 3},
+            "encoder: selective (save attention) on block 0 of 2; decoder: everything is kept, in 3 blocks",
+        ),
+        ({"policy": "full", "head": 512}, {"decoder": 2}, "full on all 2 blocks; head in chunks"),
+    ],
+)
+def test_a_plan_in_one_line(spec, stacks, said):
+    assert plan_for(spec, **stacks).summary() == said

@@ -1,0 +1,145 @@
+"""What `hf-ckpt plan` tells first: whether a training fits, and what to write to train it. Pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hf_ckpt.prediction.devices import Device
+from hf_ckpt.prediction.workload import Workload
+from hf_ckpt.spec.plan import Plan
+from hf_ckpt.units import GIB
+
+_OPTIM = {"adamw": "adamw_torch_fused", "adam": "adamw_torch_fused", "adamw8bit": "adamw_8bit", "lion": "lion_32bit"}
+"""Short names of optimizers -> what Trainer's `optim` calls them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A change of what was asked with which a training fits."""
+
+    name: str
+    """What is changed, in words."""
+    options: str
+    """The change as options of `hf-ckpt plan`."""
+    peak_bytes: int
+    """Most bytes of tensors alive at any moment of a step."""
+    tokens_per_second: float | None
+    spec: Mapping[str, Any]
+    """The checkpointing kwargs to write."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as a JSON-able dict."""
+        return dataclasses.asdict(self)
+
+
+def headline(peak_bytes: int, budget_bytes: int, device: Device, tokens_per_second: float | None) -> str:
+    """Whether a peak fits, in a sentence: "Fits: 21.3 of 23.6 GiB on an RTX 4090, 4,100 tokens a second."
+
+    Args:
+        peak_bytes: of the plan, or the lowest of all plans where none fits.
+        budget_bytes: the peak that is allowed.
+        device: that is trained on.
+        tokens_per_second: predicted; None where that is not known, or nothing fits.
+    """
+    whole_bytes = device.memory_bytes or budget_bytes
+    digits = 1 if budget_bytes >= GIB else 3
+    peak, whole, most = (f"{size / GIB:.{digits}f}" for size in (peak_bytes, whole_bytes, budget_bytes))
+    where = f"on {article(device.title)} {device.title}" if device.memory_bytes else "on this CPU"
+    allowed = f", of which {most} may be used" if device.memory_bytes else ""
+    if peak_bytes > budget_bytes:
+        return f"Does not fit: {peak} of {whole} GiB {where}{allowed}, as low as a plan can go."
+    speed = f", {tokens_per_second:,.0f} tokens a second" if tokens_per_second else ""
+    return f"Fits: {peak} of {whole} GiB {where}{speed}."
+
+
+def article(name: str) -> str:
+    """The article before a name that is read letter by letter: an RTX, a T4."""
+    return "an" if name[:1] in "AEFHILMNORSX8" else "a"
+
+
+def spec_of(plan: Plan, budget_bytes: int, host_budget: str | None, *, compiled: bool = False) -> dict[str, Any]:
+    """The shortest spec under which a training makes this plan by itself, as `Spec.parse` reads it.
+
+    Args:
+        plan: that was made.
+        budget_bytes: the peak that was allowed.
+        host_budget: host memory that was allowed.
+        compiled: whether blocks are compiled.
+    """
+    whole = plan.head == plan.mlp == "full"
+    if all(action.kind == "keep" for _, action in plan.actions) and whole and not compiled:
+        return {"policy": "none"}
+    moved = any(action.moved or action.kind == "offload" for _, action in plan.actions)
+    return {
+        "policy": "budget",
+        "budget": f"{budget_bytes // 2**20}MiB",
+        **({"head": plan.head} if plan.head != "full" else {}),
+        **({"mlp": plan.mlp} if plan.mlp != "full" else {}),
+        **({"host_budget": host_budget} if moved and host_budget else {}),
+        **({"compile": "blocks"} if compiled else {}),
+    }
+
+
+def arguments_of(workload: Workload, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `TrainingArguments` (or of a config of TRL) that the training needs."""
+    computing = workload.autocast_name
+    found: dict[str, Any] = {"per_device_train_batch_size": workload.batch}
+    if workload.accumulation > 1:
+        found["gradient_accumulation_steps"] = workload.accumulation
+    if workload.trainer in ("sft", "dpo"):
+        found["max_length"] = workload.tokens
+    if workload.packing:
+        found["packing"] = True
+    if workload.reference == "precomputed":
+        found["precompute_ref_log_probs"] = True
+    found["optim"] = _OPTIM.get(workload.optimizer, workload.optimizer)
+    if computing in ("bfloat16", "float16"):
+        found["bf16" if computing == "bfloat16" else "fp16"] = True
+    elif workload.trainer is not None:
+        found["bf16"] = False
+    if spec == {"policy": "none"}:
+        return {**found, "gradient_checkpointing": False}
+    return {**found, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": dict(spec)}
+
+
+def model_lines(workload: Workload, spec: Mapping[str, Any]) -> list[str]:
+    """Lines of Python for the model: its type, its bits, its adapters, and hf_ckpt where the spec needs it."""
+    lines = [f"dtype=torch.{workload.dtype}"]
+    if workload.load_in_4bit:
+        double = ", bnb_4bit_use_double_quant=True" if workload.double_quant else ""
+        lines.append(
+            f'quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"{double}, '
+            f"bnb_4bit_compute_dtype=torch.{workload.dtype})"
+        )
+    elif workload.load_in_8bit:
+        lines.append("quantization_config=BitsAndBytesConfig(load_in_8bit=True)")
+    if workload.lora is not None:
+        targets: Any = workload.lora_targets
+        chosen = json.dumps(targets if isinstance(targets, str) else list(targets))
+        dropout = f", lora_dropout={workload.lora_dropout:g}" if workload.lora_dropout else ""
+        lines.append(f"peft_config=LoraConfig(r={workload.lora}, target_modules={chosen}{dropout})")
+    if spec != {"policy": "none"}:
+        lines.append("hf_ckpt.install(model)  # or start the script by: python -m hf_ckpt train.py")
+    return lines
+
+
+def yaml_lines(arguments: Mapping[str, Any]) -> list[str]:
+    """Lines of YAML for training arguments; nested values are written as JSON, which YAML includes."""
+    return [f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in arguments.items()]
+
+
+def to_write(workload: Workload, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """All that is to be written, as a JSON-able dict."""
+    return {
+        "training_arguments": arguments_of(workload, spec),
+        "model": model_lines(workload, spec),
+        "spec": dict(spec),
+    }
+
+
+def shares_of(lengths: Sequence[int], batch: int) -> list[int]:
+    """The longest sequence of each batch, where batches are taken in the order of `lengths`."""
+    return [max(lengths[start : start + batch]) for start in range(0, len(lengths), batch)]

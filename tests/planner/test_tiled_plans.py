@@ -1,0 +1,200 @@
+"""Plans with feed-forwards in chunks: predicted within 2 % of what is counted, and taken only where they help."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from helpers.adapters import with_lora
+from helpers.planned import budgeted, live_peak, without_state
+from helpers.sparing import sparing
+from helpers.steps import assert_near, assert_same, enable, step, without_cache
+
+import hf_ckpt
+from hf_ckpt.engines.tiles import standing_for
+from hf_ckpt.errors import HfCkptError, InfeasibleError, SpecError
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.planner.budgets import costs_behind, plan_of_least, plan_within
+from hf_ckpt.planner.forecast import Request, forecast
+from hf_ckpt.planner.install import trial
+from hf_ckpt.planner.options import cost_options, ways_to_run
+from hf_ckpt.prediction.devices import DEVICES
+from hf_ckpt.prediction.skeleton import skeleton_of
+from hf_ckpt.prediction.timeline import worst_timeline
+from hf_ckpt.prediction.trace import Step, chunked_head, trace_costs
+from hf_ckpt.prediction.workload import Workload
+from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
+from hf_ckpt.spec.plan import Plan
+
+H100 = DEVICES["h100"]
+SHAPE = {"batch": 1, "tokens": 512}
+ACTIONS = (KEEP, FULL, SELECTIVE)
+WIDE = {
+    "llama": {"intermediate_size": 512},
+    "gpt2": {"n_inner": 512, "n_positions": 512},
+    "bert": {"intermediate_size": 512},
+    "t5": {"d_ff": 512},
+}
+TARGETS = {"bert": ["query", "intermediate.dense"], "t5": ["q", "wi_0", "wo"]}
+
+
+def model_of(family="llama", *, lora=False, layers=2, **keys):
+    """A small model whose feed-forward is wide, so that it is most of a block."""
+    hidden = 64 if family != "llama" else 32
+    model = tiny_model(family, layers=layers, hidden=hidden, attention="sdpa", **{**WIDE[family], **keys})
+    model = with_lora(model, family, lora_dropout=0.0, targets=TARGETS.get(family)) if lora else model
+    return without_state(model)
+
+
+def step_on(model, **options):
+    return skeleton_of(model), Step(tiny_batch("llama", **SHAPE), optimizer="sgd", **options)
+
+
+@sparing(
+    ("family", "lora", "autocast"),
+    [(f, lora, cast) for f in FAMILIES for lora in (False, True) for cast in (False, True)],
+    ("llama", True, False),
+)
+def test_peaks_are_predicted_as_they_are_counted(family, lora, autocast):
+    """Within 2 % under every policy, and lower than with the feed-forward as a whole."""
+    cast = torch.bfloat16 if autocast else None
+    model, batch = model_of(family, lora=lora), tiny_batch(family, **SHAPE)
+    inputs = without_cache(model, batch)
+    skeleton, micro = skeleton_of(model), Step(inputs, optimizer="sgd", autocast=cast)
+    costs = trace_costs(skeleton, micro, DEVICES["cpu"], actions=ACTIONS, mlp=100)
+    blocks = [block for stack in costs.stacks for block in stack.blocks]
+    for number, action in enumerate(ACTIONS):
+        measured = {}
+        for mlp in ("full", 100):
+            plan = Plan(costs.family, costs.model, tuple((block, action) for block in blocks), mlp=mlp)
+            with trial(model, plan), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                step(model, inputs)
+                measured[mlp] = live_peak(model, inputs)
+                assert (hf_ckpt.describe(model).chunked_mlps > 0) == (mlp == 100)
+        predicted = worst_timeline(costs, costs.uniform(number)).peak_bytes
+        assert measured[100] == pytest.approx(predicted, rel=0.02), action
+        assert measured[100] < measured["full"], action
+
+
+def test_one_chunk_stands_for_many_in_a_trace(monkeypatch):
+    """The same bytes at every moment that counts, the same operations, time and traffic."""
+    skeleton, step_of = step_on(model_of(lora=True))
+    short = trace_costs(skeleton, step_of, H100, mlp=64, actions=(KEEP,))
+    monkeypatch.setattr("hf_ckpt.prediction.trace.standing_for", _Unset())
+    long = trace_costs(skeleton, step_of, H100, mlp=64, actions=(KEEP,))
+
+    def figures(costs):
+        cost = costs.stacks[0].costs
+        phases = [phase for found in cost.values() for phase in (found.forward, found.backward)]
+        return [(p.peak(False), p.net, p.gradients, p.flops, p.moved_bytes, p.operations) for p in phases]
+
+    assert figures(short) == figures(long)
+    points = [sum(len(found.backward.points) for found in costs.stacks[0].costs.values()) for costs in (short, long)]
+    assert points[0] < 0.7 * points[1]  # 8 chunks, of which 3 are run
+
+
+class _Unset:
+    """In the place of `standing_for`: nothing is set."""
+
+    def set(self, value):
+        return standing_for.set(None)
+
+    def reset(self, token):
+        standing_for.reset(token)
+
+
+def test_times_count_what_runs_again():
+    """With blocks that keep all, the feed-forward runs once more; in recomputed blocks only its last product does,
+    before which torch ends the recomputation of a plain block."""
+    skeleton, step_of = step_on(model_of())
+    flops = {}
+    for mlp in ("full", 100):
+        costs = trace_costs(skeleton, step_of, H100, mlp=mlp, actions=(KEEP, FULL))
+        found = {key[1]: cost for (before, key), cost in costs.stacks[0].costs.items() if before is not None}
+        flops[mlp] = [found[number].forward.flops + found[number].backward.flops for number in (0, len(found) - 1)]
+    feed_forward = 2 * 3 * 32 * 512 * 512
+    assert flops[100][0] == flops["full"][0] + feed_forward
+    assert flops[100][1] == flops["full"][1] + feed_forward // 3
+
+
+def test_it_is_a_candidate_where_it_is_allowed():
+    skeleton, step_of = step_on(model_of(layers=4))
+    options = functools.partial(cost_options, skeleton=skeleton, step=step_of, device=H100, segments=False)
+    assert [ways_to_run(mlp) for mlp in ("full", "auto", 64)] == [("full",), ("full", "auto"), (64,)]
+    plain, tiled = (trace_costs(skeleton, step_of, H100, mlp=mlp, actions=(KEEP, FULL)) for mlp in ("full", 64))
+    ways = options([plain, tiled], head="auto")
+    asked = [("full", "full"), ("auto", "full"), ("full", 64), ("auto", 64)]
+    assert [(found.head_tokens, found.mlp_tokens) for found in ways] == asked
+    floor = plan_of_least(ways[0]).prediction.peak_bytes
+    assert plan_within(ways[::2], floor).mlp == "full"
+    tight = plan_within(ways[::2], floor - 1)
+    assert (tight.mlp, tight.head) == (64, "full")
+    assert "feed-forward: in chunks (64 tokens)" in str(tight)
+    assert costs_behind(ways, tight)[0] is ways[2]
+    assert plan_of_least(ways[::2]).prediction.peak_bytes < 0.8 * floor
+    assert chunked_head(tiled, skeleton, step_of, H100, "auto").mlp_tokens == 64
+
+
+@pytest.mark.slow
+def test_a_budget_takes_it_only_where_it_helps():
+    """A budget below what is possible as a whole is kept with chunks; a loose one is bit-equal to no checkpointing."""
+    model, batch = model_of(vocab_size=300), tiny_batch("llama", **SHAPE)
+    expected = step(model, batch)
+    none = live_peak(model, batch)
+    budgeted(model, "1MiB")
+    with pytest.raises(InfeasibleError) as refused:
+        step(model, batch)
+    hf_ckpt.uninstall(model)
+    budgeted(model, int(none * 1.1), mlp="auto")
+    assert_same(expected, step(model, batch))
+    assert hf_ckpt.describe(model).plan.mlp == "full"
+    assert hf_ckpt.describe(model).chunked_mlps == 0
+    hf_ckpt.uninstall(model)
+    budget = int(refused.value.floor_bytes * 0.98)
+    budgeted(model, budget, mlp="auto")
+    assert_near(expected, step(model, batch))
+    done = hf_ckpt.describe(model)
+    assert done.plan.mlp == "auto"
+    assert done.chunked_mlps > 0
+    assert live_peak(model, batch) <= budget
+    assert live_peak(model, batch) == pytest.approx(done.plan.prediction.peak_bytes, rel=0.02)
+
+
+@pytest.mark.slow
+def test_longer_sequences_fit():
+    """`hf-ckpt plan --max-seq`: the same budget holds more tokens."""
+    found = {}
+    for mlp in ("full", "auto"):
+        workload = Workload("mini-llama", batch=1, tokens=2048, lora=8, dtype="bfloat16")
+        asked = Request("h100", budget="1GiB", max_tokens=True, head="auto", mlp=mlp)
+        found[mlp] = forecast(workload, asked).max_tokens
+    assert found["auto"] > 1.1 * found["full"]
+
+
+def test_what_cannot_be_asked_together_is_refused():
+    with pytest.raises(HfCkptError, match="compiled blocks run their feed-forward as a whole"):
+        forecast(Workload("mini-llama"), Request("h100", mlp="auto", compiled=True))
+    for spec in ({"compile": "blocks"}, {"policy": "selective", "engine": "sac"}):
+        with pytest.raises(SpecError, match="`mlp` "):
+            hf_ckpt.install(model_of(), {**spec, "mlp": 64})
+
+
+def test_a_plan_keeps_its_chunks(tmp_path):
+    """In a file, in an enable call with other options, and after a step down to a plan that needs less."""
+    from hf_ckpt.planner.escalate import step_down
+
+    model = model_of()
+    hf_ckpt.install(model, {"policy": "selective", "mlp": 64})
+    path = str(tmp_path / "plan.json")
+    hf_ckpt.describe(model).save(path)
+    hf_ckpt.install(model, {"plan": path})
+    enable(model, {"use_reentrant": False})
+    assert hf_ckpt.describe(model).plan.mlp == 64
+    assert step_down(model) is not None
+    assert hf_ckpt.describe(model).plan.mlp == 64
+    enable(model, {"mlp": "auto"})
+    assert hf_ckpt.describe(model).plan.mlp == "auto"
+    hf_ckpt.install(model, {"plan": path, "mlp": 32})
+    assert hf_ckpt.describe(model).plan == dataclasses.replace(Plan.load(path), mlp=32)
