@@ -11,8 +11,9 @@ saving:
 | `memory/reserved_gib` | GiB | the most that the allocator took from the device; on accelerators only |
 | `memory/head_gib` | GiB | the head's output (logits), where a head was found; loss and gradient need a multiple |
 | `memory/head_share` | 0 to 1 | `head_gib` over `peak_gib`: the least that no policy on blocks can save |
-| `memory/predicted_gib` | GiB | the peak that was predicted for a plan of `budget` or `auto` |
+| `memory/predicted_gib` | GiB | the largest peak that was predicted for a plan of `budget` or `auto` in the window |
 | `memory/prediction_error` | 1 | measured over predicted peak, less 1 (on a CPU: without memory that is not tensors) |
+| `plan/bucket` | tokens | size of the batches that the last step's plan was made for; only with `budget` and `auto` |
 | `time/step_s` | s | wall time of a step with its data loading, on the slowest rank |
 | `time/tokens_per_s` | 1/s | tokens in `input_ids` of all ranks; `time/samples_per_s` where inputs cannot be seen |
 | `time/recompute_share` | 0 to 1 | the share of the time spent running blocks again; only while a plan is enabled |
@@ -20,9 +21,11 @@ saving:
 
 from __future__ import annotations
 
+import collections
 import json
 import logging
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,7 @@ from hf_ckpt.logs import warn_once
 from hf_ckpt.measure.clocks import RecomputeClock, TrainingClock
 from hf_ckpt.measure.memory import PeakMeter, peak_meter
 from hf_ckpt.models.blocks import base_model, find_blocks, head_module
-from hf_ckpt.planner.live import Planned
+from hf_ckpt.planner.buckets import Planned
 from hf_ckpt.spec.files import append_line, replacing
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.training.guard import SNAPSHOT_FILE, runs_again
@@ -97,8 +100,12 @@ class MemoryTimeCallback(TrainerCallback):
         self._head: _HeadBytes | None = None
         self._checked = False
         self._windows: list[Metrics] = []
-        self._told: Plan | None = None
-        """The plan that was written to the metrics file last."""
+        self._told: list[Plan] = []
+        """The plans that were written to the metrics file."""
+        self._used: list[Planned] = []
+        """The plans of the window's micro-steps, each once."""
+        self._steps_of: collections.Counter[str] = collections.Counter()
+        """The batch shape that a plan was made for -> steps that ended with it."""
 
     # --- events, which the Trainer calls ---
 
@@ -147,17 +154,23 @@ class MemoryTimeCallback(TrainerCallback):
         if record is not None:
             if not self._checked:
                 self._check(kwargs["model"])
-            observer = self._recompute.observer()
-            for region in record.regions.values():  # at every step: an enable call may have made new ones
-                region.observer = observer
+            record.functions.observe(self._recompute.observer())  # at every step: an enable call may have made others
         if not self._clock.running and self._meter is not None:
             self._meter.reset()
             self._clock.resume()
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Write down a plan that was made for a micro-step."""
+        self._tell_plan(args, state, kwargs["model"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step, and write down a plan that was made in it."""
         self._clock.count_step()
         self._tell_plan(args, state, kwargs["model"])
+        if self._used:
+            self._steps_of[str(self._used[-1].shape)] += 1
         if not control.should_log:  # else `on_log` comes first, and waits for the accelerator
             self._pause_for_others(control)
 
@@ -197,12 +210,13 @@ class MemoryTimeCallback(TrainerCallback):
         """Write and print the summary of the run, and let go of the model."""
         record = _record(kwargs["model"])
         summary = _summarise(self._windows)
-        self._write(args, state, {"event": "end", "step": state.global_step, **summary})
+        batches = {"batches": dict(self._steps_of)} if self._steps_of else {}
+        self._write(args, state, {"event": "end", "step": state.global_step, **summary, **batches})
         if self.summary and state.is_world_process_zero and self._meter is not None and self._windows:
             plan = record.plan if record is not None and record.enabled else None
             print_training_summary(summary, self._meter.source, plan)
-        for region in record.regions.values() if record is not None else ():
-            region.observer = None
+        if record is not None:
+            record.functions.observe(None)
         self._forget()
 
     # --- what the events do ---
@@ -226,7 +240,7 @@ class MemoryTimeCallback(TrainerCallback):
             raise PlanLostError(lost)
 
     def _tell_plan(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
-        """Write a plan that was made for a batch to the metrics file, once; warn where torch.compile prevents plans."""
+        """Write a plan that was made for batches to the metrics file, once; warn where torch.compile prevents plans."""
         record = _record(model)
         planned = record.planned if record is not None else None
         if record is not None and record.enabled and record.spec.is_planned and planned is None:
@@ -235,9 +249,12 @@ class MemoryTimeCallback(TrainerCallback):
             _warn_head_in_graph()
         if record is not None and record.enabled and record.compiled_by_others():
             _warn_compiled_by_others()
-        if planned is None or planned.plan is self._told:
+        if planned is None or record is None or not record.enabled:
             return
-        self._told = planned.plan
+        self._used = [*(found for found in self._used if found is not planned), planned]
+        if any(planned.plan is plan for plan in self._told):
+            return
+        self._told.append(planned.plan)
         row = {
             "batch": str(planned.shape),
             "limit_bytes": planned.limit_bytes,
@@ -246,13 +263,13 @@ class MemoryTimeCallback(TrainerCallback):
         }
         self._write(args, state, {"event": "plan", "step": state.global_step, **row})
 
-    def _compare(self, planned: Planned | None) -> dict[str, float | None]:
-        """Return this rank's predicted peak, and how many bytes the measured one is above it."""
-        prediction = planned.plan.prediction if planned is not None else None
-        if planned is None or prediction is None or self._peak is None:
+    def _compare(self) -> dict[str, float | None]:
+        """Return this rank's largest predicted peak, and how many bytes the measured one is above it."""
+        predicted = _largest(*(found.plan.prediction.peak_bytes for found in self._used if found.plan.prediction))
+        if predicted is None or self._peak is None:
             return {"predicted": None, "above": None}
-        measured = self._peak - (planned.memory.outside_bytes or 0)
-        return {"predicted": prediction.peak_bytes, "above": measured - prediction.peak_bytes}
+        measured = self._peak - (self._used[-1].memory.outside_bytes or 0)
+        return {"predicted": predicted, "above": measured - predicted}
 
     def _pause_for_others(self, control: TrainerControl) -> None:
         """Where evaluation or saving comes next, keep its time and its memory out of the window."""
@@ -276,6 +293,7 @@ class MemoryTimeCallback(TrainerCallback):
         record = _record(model)
         planned = record is not None and record.enabled and bool(record.regions)
         ranks = self._of_all_ranks(record, seconds, planned)
+        used, self._used = self._used, []
         self._peak = self._reserved = None
         self._meter.reset()
         if not steps or not seconds:
@@ -283,7 +301,6 @@ class MemoryTimeCallback(TrainerCallback):
         slowest = _over(ranks, "seconds", max) or seconds
         peak, head, tokens = _over(ranks, "peak", max), _over(ranks, "head", max), _over(ranks, "tokens", sum)
         recompute = _over(ranks, "recompute", max)
-        predicted, above = _over(ranks, "predicted", max), _over(ranks, "above", max)
         samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * steps
         if head and peak and head > peak * HEAD_SHARE and planned and record is not None and record.plan.head == "full":
             _warn_head(type(base_model(model)).__name__, round(100 * head / peak), format_bytes(round(head)))
@@ -293,11 +310,7 @@ class MemoryTimeCallback(TrainerCallback):
             "memory/reserved_gib": to_gib(_over(ranks, "reserved", max)),
             "memory/head_gib": to_gib(head),
             "memory/head_share": head / peak if head and peak else None,
-            **(
-                {"memory/predicted_gib": to_gib(predicted), "memory/prediction_error": above / predicted}
-                if predicted and above is not None
-                else {}
-            ),
+            **_figures_of_plans(ranks, used),
             "time/step_s": slowest / steps,
             rate[0]: rate[1] / slowest,
             "time/recompute_share": None if recompute is None else recompute / slowest,
@@ -308,7 +321,6 @@ class MemoryTimeCallback(TrainerCallback):
     ) -> list[dict[str, float | None]]:
         """Return the figures of the window that ends now, a dict a rank; `planned` says whether blocks run again."""
         in_graphs = record is not None and any(region.in_graph for region in record.regions.values())
-        made_for = record.planned if record is not None and record.enabled else None
         recompute_seconds = self._recompute.take()
         return compat.of_all_ranks(
             {
@@ -316,9 +328,9 @@ class MemoryTimeCallback(TrainerCallback):
                 "reserved": self._reserved,
                 "head": self._head.take() if self._head else None,
                 "seconds": seconds,
-                "recompute": recompute_seconds if planned and not in_graphs else None,
+                "recompute": recompute_seconds if (planned or recompute_seconds) and not in_graphs else None,
                 "tokens": self._tokens.take(),
-                **self._compare(made_for),
+                **self._compare(),
             }
         )
 
@@ -433,9 +445,9 @@ def _warn_head_in_graph() -> None:
 def _warn_compiled_by_others() -> None:
     warn_once(
         log,
-        'hf_ckpt: `compile: "blocks"` has no effect, because the model, or each of its blocks, is compiled by '
-        "something else, which decides what is kept. Leave `torch_compile` (or accelerate's dynamo settings) out, and "
-        "hf_ckpt compiles the blocks.",
+        'hf_ckpt: `compile: "blocks"` has no effect, because the model, or a part of it that holds the '
+        "blocks, is compiled as a whole by something else, which decides what is kept. Leave `torch_compile` (or "
+        "accelerate's dynamo settings) out, and hf_ckpt compiles the blocks.",
     )
 
 
@@ -451,6 +463,15 @@ def _over(ranks: list[dict[str, float | None]], key: str, combine: Any) -> float
     """Combine the values that ranks have for a key; None where no rank has one."""
     known = [value for rank in ranks if (value := rank[key]) is not None]
     return combine(known) if known else None
+
+
+def _figures_of_plans(ranks: list[dict[str, float | None]], used: Sequence[Planned]) -> Metrics:
+    """Return the predicted peak over all ranks with its error, and the bucket of the last of the plans in use."""
+    predicted, above = _over(ranks, "predicted", max), _over(ranks, "above", max)
+    found: Metrics = {"plan/bucket": float(used[-1].shape.tokens)} if used else {}
+    if predicted and above is not None:
+        found |= {"memory/predicted_gib": to_gib(predicted), "memory/prediction_error": above / predicted}
+    return found
 
 
 def _summarise(windows: list[Metrics]) -> Metrics:

@@ -20,14 +20,15 @@ from hf_ckpt.attach.attach import describe, paused
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import base_model
 from hf_ckpt.planner.install import trial
-from hf_ckpt.spec.actions import ACTIONS
+from hf_ckpt.spec.actions import ACTIONS, KEEP
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import SpecLike
 
 Gradients = dict[str, torch.Tensor | None]
 """Name of a trainable parameter -> its gradient, or None where it has none."""
 ROUNDING, ROUNDING_16 = 1e-5, 5e-2
-"""What a gradient may differ by where the head runs in chunks, or because of a cache, in float32 and in 16-bit types.
+"""What a gradient may differ by where head or feed-forward run in chunks, or because of a cache, in float32 and in
+16-bit types.
 
 It is the norm of the difference over the norm of the gradient. The same sums are taken in another order, and a 16-bit
 gradient is as far from the exact one as that of the plain head is."""
@@ -74,9 +75,15 @@ class Verification:
     """The largest difference of a gradient or the loss: the norm of the difference over the norm without the plan, or
     over 1 % of the largest gradient's norm where that is more."""
     allowed_difference: float = 0.0
-    """What `largest_difference` may be: 0 (bit-equal) unless the head runs in chunks or blocks are compiled."""
+    """What `largest_difference` may be: 0 (bit-equal) unless head or feed-forward run in chunks, or blocks are
+    compiled."""
     chunked_heads: int = 0
     """Calls of the head that ran in chunks."""
+    chunked_mlps: int = 0
+    """Calls of feed-forwards that ran in chunks, those in recomputations included."""
+    draws_with_chunks: bool = False
+    """Whether the step without the plan ran its feed-forwards in chunks, too, because the model draws random numbers:
+    each chunk draws its own, so that the draws are others than those for all tokens at once."""
     in_graphs: tuple[str, ...] = ()
     """Planned blocks that were called from a graph of torch.compile, where no recomputation is counted."""
     different_buffers: tuple[str, ...] = ()
@@ -95,15 +102,17 @@ class Verification:
     def ok(self) -> bool:
         """Whether the plan holds what it promises.
 
-        That is, gradients were compared, they, the loss and the buffers are equal (with the head in chunks: up to
-        rounding), every planned block was recomputed, and the head ran in chunks if the plan says so.
+        That is, gradients were compared, they, the loss and the buffers are equal (with head or feed-forward in chunks:
+        up to rounding), every planned block was recomputed, and head and feed-forward ran in chunks if the plan says
+        so.
         """
         if self.not_recomputed or not self.parameters or self.different_buffers:
             return False
-        if self.plan.head == "full" and not self.compiled:
+        if not (_in_chunks(self.plan) or self.compiled):
             return not (self.loss_difference or self.different)
         headed = self.plan.head == "full" or self.chunked_heads > 0
-        return headed and self.largest_difference <= self.allowed_difference
+        tiled = self.plan.mlp == "full" or self.chunked_mlps > 0
+        return headed and tiled and self.largest_difference <= self.allowed_difference
 
     def __bool__(self) -> bool:
         return self.ok
@@ -126,6 +135,13 @@ class Verification:
                 f"head: {self.chunked_heads} calls in chunks; largest difference {self.largest_difference:.2g} of a "
                 f"gradient's norm, allowed {self.allowed_difference:g}"
             )
+        if self.plan.mlp != "full":
+            lines.append(
+                f"feed-forwards: {self.chunked_mlps} calls in chunks; largest difference {self.largest_difference:.2g} "
+                f"of a gradient's norm, allowed {self.allowed_difference:g}"
+            )
+        if self.draws_with_chunks:
+            lines.append("the model draws random numbers: compared with its feed-forwards in chunks and no other plan")
         if self.cache_difference:
             lines.append(
                 f"a key/value cache alone changes gradients by {self.cache_difference:.2g} of their norm here; "
@@ -191,6 +207,10 @@ def verify(
                 uncached = step({**batch, "use_cache": False})
             if _largest(cached, uncached) <= _rounding(cached.gradients.values()):
                 plain = uncached
+        draws = after.plan.mlp != "full" and _draws(model, loss_fn, seed, buffers, batch)
+        if draws:
+            with trial(model, _keeping(after.plan)):
+                plain = cached = step(batch)
         compiled = tuple(name for name, action in after.plan.active().items() if ACTIONS[action.kind].compiles)
         distances = None
         if compiled:
@@ -214,8 +234,10 @@ def verify(
             if not count and name not in after.frozen and not (name in compiled and name in after.in_graphs)
         ),
         largest_difference=_largest(plain, planned),
-        allowed_difference=(0.0 if after.plan.head == "full" and not compiled else _rounding(plain.gradients.values())),
+        allowed_difference=_rounding(plain.gradients.values()) if _in_chunks(after.plan) or compiled else 0.0,
         chunked_heads=after.chunked_heads - before.chunked_heads,
+        chunked_mlps=after.chunked_mlps - before.chunked_mlps,
+        draws_with_chunks=draws,
         in_graphs=after.in_graphs,
         different_buffers=tuple(
             name for name, buffer in plain.buffers.items() if not _equal(buffer, planned.buffers.get(name))
@@ -226,10 +248,18 @@ def verify(
     )
 
 
+def _in_chunks(plan: Plan) -> bool:
+    """Whether head or feed-forward run in chunks, so that gradients agree up to rounding."""
+    return plan.head != "full" or plan.mlp != "full"
+
+
 def _keeping(plan: Plan) -> Plan:
-    """Return a plan whose compiled blocks keep what makes the step fastest."""
+    """Return a plan whose blocks keep everything, or where they are compiled, what makes the step fastest.
+
+    Head and feed-forwards run in chunks as before.
+    """
     actions = (
-        (block, dataclasses.replace(action, share=1.0) if ACTIONS[action.kind].compiles else action)
+        (block, dataclasses.replace(action, share=1.0) if ACTIONS[action.kind].compiles else KEEP)
         for block, action in plan.actions
     )
     return dataclasses.replace(plan, actions=tuple(actions), prediction=None)
@@ -255,10 +285,9 @@ def _distances(
 
     None where the model draws random numbers, which are others in float64.
     """
+    if _draws(model, loss_fn, seed, buffers, batch):
+        return None
     with paused(model):
-        first, second = (_run(model, loss_fn, seed + more, buffers, batch) for more in (0, 1))
-        if not torch.equal(first.loss, second.loss):
-            return None
         exact_model = copy.deepcopy(model).double()
     with paused(exact_model):
         inputs = {name: _in_float64(value) for name, value in batch.items()}
@@ -272,6 +301,19 @@ def _distances(
         gaps = (float((one - other).square().sum()) for one, other in pairs if one is not None and other is not None)
         far.append(sum(gaps) ** 0.5 / size if size else 0.0)
     return far[0], far[1]
+
+
+def _draws(
+    model: nn.Module,
+    loss_fn: Callable[[Any], torch.Tensor] | None,
+    seed: int,
+    buffers: Mapping[str, torch.Tensor],
+    batch: Mapping[str, Any],
+) -> bool:
+    """Whether a model draws random numbers, so that its loss depends on the seed."""
+    with paused(model):
+        first, second = (_run(model, loss_fn, seed + more, buffers, batch) for more in (0, 1))
+    return not torch.equal(first.loss, second.loss)
 
 
 def _in_float64(value: Any) -> Any:

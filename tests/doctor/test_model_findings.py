@@ -127,13 +127,13 @@ CASES = [
     ),
     (
         *("routers", "warning", "mixtral: text.num_local_experts"),
+        facts_of(asking(FULL, torch_compile=True), model=MIXTRAL),
         facts_of(asking(FULL), model=MIXTRAL),
-        facts_of(asking({"policy": "selective"}), model=MIXTRAL),
     ),
     (
         *("routers", "warning", "mixtral: text.num_local_experts"),
-        facts_of(asking({"policy": "selective", "save": ["attention"]}), model=MIXTRAL),
-        facts_of(asking(FULL), model=LLAMA),
+        facts_of(asking(SAC_ATTENTION), model=MIXTRAL),
+        facts_of(asking({"policy": "selective", "engine": "sac"}), model=MIXTRAL),
     ),
     (*("version", "error", "transformers"), facts_of(versions={"transformers": "4.56.2"}), facts_of(versions=OLD)),
     (
@@ -173,7 +173,7 @@ def test_the_size_of_logits():
     (finding,) = found(facts_of(asking(FULL, bf16=True), model=LLAMA, batch=2, tokens=2048), "logits")
     assert "6.85 GiB" in finding.what  # 2 x 2048 x 128256 x 14 bytes
     (finding,) = found(facts_of(asking(FULL), model=LLAMA, batch=2, tokens=2048, device=DEVICES["t4"]), "logits")
-    assert "7.83 GiB, 52.5 % of the device" in finding.what
+    assert "7.83 GiB, 53.7 % of the device" in finding.what
     classifier = ModelFacts("b", "bert", {"vocab_size": 128256, "architectures": ["BertForSequenceClassification"]})
     assert found(facts_of(asking(FULL), model=classifier, batch=64, tokens=2048), "logits") == []
 
@@ -247,21 +247,21 @@ def test_only_eager_attention_keeps_its_scores(attention):
     )
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
-def test_only_full_routes_again_in_backward(policy, tmp_path):
+@pytest.mark.parametrize("spec", [FULL, {"policy": "selective"}, SAC_ATTENTION], ids=["full", "selective", "sac"])
+def test_only_sac_routes_again_in_backward(spec, tmp_path):
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = MixtralConfig(**shape, num_hidden_layers=2, num_local_experts=4, vocab_size=32)
     model = MixtralForCausalLM(config).train()
-    hf_ckpt.install(model, policy)
+    hf_ckpt.install(model, spec)
     model.gradient_checkpointing_enable()
     ids = torch.arange(16)[None]
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     with Ran() as backward:
         loss.backward()
     routed = [name for name in backward.names if "topk" in name]
-    assert len(routed) == (2 if policy == "full" else 0)
+    assert len(routed) == (2 if spec is SAC_ATTENTION else 0)
     config.save_pretrained(tmp_path)
     read = facts.read_model(str(tmp_path))
     assert (read.stacks, read.named) == ((("decoder", 2),), False)
-    assert bool(routed) == bool(found(facts_of(asking({"policy": policy}), model=read), "routers"))
+    assert bool(routed) == bool(found(facts_of(asking(spec), model=read), "routers"))

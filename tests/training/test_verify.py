@@ -163,6 +163,29 @@ def test_a_head_in_chunks_may_differ_by_rounding_and_has_to_run(dtype):
     assert not wrong
 
 
+def test_feed_forwards_in_chunks_may_differ_by_rounding_and_have_to_run():
+    model, batch = tiny_model("gpt2"), tiny_batch("gpt2", batch=2, tokens=16)
+    result = hf_ckpt.verify(model, batch, {"policy": "full", "mlp": 5})
+    assert result, result
+    assert result.chunked_mlps == 4
+    assert 0 < result.largest_difference <= result.allowed_difference == 1e-5
+    assert "feed-forwards: 4 calls in chunks" in str(result)
+    model.transformer.h[0].mlp.act.register_forward_hook(lambda *given: None)
+    assert hf_ckpt.verify(model, batch, {"policy": "full", "mlp": 5}).chunked_mlps == 3
+    assert all(check for _, check in check_families(Spec.parse({"mlp": 7}), batch=2, tokens=16))
+
+
+def test_draws_of_chunks_are_compared_with_those_of_chunks():
+    """Each chunk draws its own dropout, so that a step without chunks is another one."""
+    model, batch = tiny_model("gpt2", dropout=0.3), {**tiny_batch("gpt2"), "use_cache": False}
+    result = hf_ckpt.verify(model, batch, {"policy": "full", "mlp": 5})
+    assert result, result
+    assert result.draws_with_chunks
+    assert not result.different
+    assert "compared with its feed-forwards in chunks" in str(result)
+    assert not hf_ckpt.verify(model, batch, {"policy": "full", "mlp": 5, "preserve_rng_state": False})
+
+
 def test_check_families_with_a_head_in_chunks(caplog):
     rows = check_families(Spec.parse({"head": 16}), batch=2, tokens=32)
     assert [name for name, _ in rows] == ["llama (random)", "gpt2 (random)", "t5 (random)"]

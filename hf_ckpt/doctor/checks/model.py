@@ -193,7 +193,8 @@ def quantised(facts: Facts) -> Iterator[Finding]:
 def routers(facts: Facts) -> Iterator[Finding]:
     """Find mixtures of experts whose routing is recomputed, and may choose other experts.
 
-    `selective` that saves linear layers keeps the routers' scores, so that the choice stays as it was.
+    In eager mode the choice is kept, but by PyTorch's selective checkpointing. `selective` that saves linear layers
+    keeps the routers' scores, so that the choice stays as it was.
     """
     model, spec = facts.model, facts.spec
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -202,15 +203,17 @@ def routers(facts: Facts) -> Iterator[Finding]:
     if model is None or spec is None or where is None:
         return
     saves = (spec.save, *(rule.save or spec.save for rule in spec.rules))
-    if facts.policies <= {"none", "selective"} and all("linear" in save for save in saves):
+    keeps_scores = facts.policies <= {"none", "selective"} and all("linear" in save for save in saves)
+    by_sac = spec.engine == "sac" and "selective" in facts.policies
+    if keeps_scores or not (by_sac or facts.compiled is not None):
         return
     unchecked = spec.determinism_check == "none"
     yield Finding(
         "warning",
         "routers",
         f"{model.name}: {'.'.join(where)}",
-        "A mixture of experts can route a token elsewhere when its block is recomputed, where kernels are not "
-        "deterministic: shapes differ, or gradients go to another expert"
+        "Under torch.compile, and by SAC, a mixture of experts can route a token elsewhere when its block is "
+        "recomputed, where kernels are not deterministic: shapes differ, or gradients go to another expert"
         + (", and determinism_check is none, so nobody would notice." if unchecked else "."),
-        'Use `policy: selective` with its default `save`, and leave determinism_check at "default".',
+        'Use `policy: selective` with its default `save`, or eager mode, and leave determinism_check at "default".',
     )
