@@ -7,11 +7,15 @@ accelerate launch -m hf_ckpt [--spec SPEC] [--oom-guard] script.py args...
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from hf_ckpt.logs import PLANS
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +47,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HfCkptError as error:
         print(f"hf_ckpt: {error}", file=sys.stderr)
         return 2
-    try:
-        _run_script(arguments)
-        _say_if_unused(enable_calls_since_hooked(), arguments)
-    except SystemExit as ended:
-        if not ended.code:  # `sys.exit(main())` ends most scripts
+    with _plans_printed():
+        try:
+            _run_script(arguments)
             _say_if_unused(enable_calls_since_hooked(), arguments)
-        raise
-    finally:
-        uninstall()
+        except SystemExit as ended:
+            if not ended.code:  # `sys.exit(main())` ends most scripts
+                _say_if_unused(enable_calls_since_hooked(), arguments)
+            raise
+        finally:
+            uninstall()
     return 0
+
+
+@contextlib.contextmanager
+def _plans_printed() -> Iterator[None]:
+    """Print a line on standard error for each plan that a model gets, on the first rank, however the script logs."""
+    handler = logging.StreamHandler()
+    if os.environ.get("RANK", "0") != "0":
+        handler.setLevel(logging.CRITICAL)
+    before = PLANS.level, PLANS.propagate
+    PLANS.setLevel(logging.INFO)
+    PLANS.propagate = False  # a script that prints what packages log would print the line twice
+    PLANS.addHandler(handler)
+    try:
+        yield
+    finally:
+        PLANS.removeHandler(handler)
+        PLANS.level, PLANS.propagate = before
 
 
 def _run_script(arguments: argparse.Namespace) -> None:

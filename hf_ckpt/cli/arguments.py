@@ -1,21 +1,20 @@
-"""What several verbs of the command line share: kinds of arguments, errors, a progress bar, quieter libraries."""
+"""What several verbs of the command line share: kinds of arguments, errors, progress, faster and quieter imports."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
+from hf_ckpt.console import make_console
 from hf_ckpt.errors import HfCkptError, reason_of, shown
 from hf_ckpt.prediction.choices import may_be_attention
 from hf_ckpt.units import UnitError, parse_budget, parse_bytes
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def memory_budget(text: str) -> str:
@@ -79,26 +78,45 @@ def within_memory(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress_bar(console: Console, total: int | None) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar, and yield a function to be called with a few words before each of `total` steps.
+def progress(first: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
+    """Show on standard error what is being done, and for how long, beginning with `first`.
 
-    Without a total the bar shows only what is being done, and for how long.
+    Yields a function to be called with a few words before whatever is done next. With a `total`, a bar counts these
+    calls. Where standard error is no terminal there is no bar, and without a total each text is a line of its own.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    counts = () if total is None else (MofNCompleteColumn(),)
-    columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=total is None) as progress:
-        task = progress.add_task("starting", total=total)
-        started = False
+    console = make_console(stderr=True)
+    counted = () if total is None else (BarColumn(), MofNCompleteColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), *counted, TimeElapsedColumn())
+    lines = total is None and not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(first, total=total)
+        begun = 0
 
-        def on_progress(description: str) -> None:
-            nonlocal started
-            progress.update(task, description=description, advance=1 if started else 0)
-            started = True
+        def tell(text: str) -> None:
+            nonlocal begun
+            bar.update(task, description=text, completed=begun)
+            begun += 1
+            if lines:
+                print(f"hf-ckpt: {text} ...", file=sys.stderr, flush=True)
 
-        yield on_progress
-        progress.update(task, description="done", advance=1)
+        if lines:
+            print(f"hf-ckpt: {first} ...", file=sys.stderr, flush=True)
+        yield tell
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """As a context for imports of large packages: without garbage collection, a sixth of whose time goes into looking
+    through objects that stay."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def quiet_libraries() -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.arguments import positive, within_memory
+from hf_ckpt.cli.arguments import importing, positive, progress, within_memory
 from hf_ckpt.console import make_console
 
 if TYPE_CHECKING:
@@ -40,20 +40,23 @@ def run(arguments: argparse.Namespace) -> int:
     spec = Spec.parse(arguments.spec)  # before torch is imported, which takes seconds
     if arguments.compile:
         spec = Spec.parse({**spec.to_dict(), "compile": "blocks"})
-    import torch
+    with progress("loading torch and transformers") as tell:
+        with importing():
+            import torch
 
-    from hf_ckpt.cli.check_models import check_families, check_model
+            from hf_ckpt.cli.check_models import check_families, check_model
 
-    options = {
-        "batch": arguments.batch,
-        "tokens": arguments.tokens,
-        "dtype": torch.bfloat16 if arguments.bf16 else torch.float32,
-    }
-    with within_memory(f"{arguments.batch} x {arguments.tokens} tokens"):
-        if arguments.model is None:
-            rows = check_families(spec, **options)
-        else:
-            rows = [check_model(arguments.model, spec, **options)]
+        options = {
+            "batch": arguments.batch,
+            "tokens": arguments.tokens,
+            "dtype": torch.bfloat16 if arguments.bf16 else torch.float32,
+            "on_progress": tell,
+        }
+        with within_memory(f"{arguments.batch} x {arguments.tokens} tokens"):
+            if arguments.model is None:
+                rows = check_families(spec, **options)
+            else:
+                rows = [check_model(arguments.model, spec, **options)]
     if arguments.json:
         found = [{"model": name, "spec": spec.to_dict(), **check.to_dict()} for name, check in rows]
         print(json.dumps(found, indent=1))

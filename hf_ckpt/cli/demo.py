@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.arguments import positive, progress_bar, quiet_libraries, within_memory
-from hf_ckpt.cli.pictures import import_pyplot, save_figure
+from hf_ckpt.cli.arguments import importing, positive, progress, quiet_libraries, within_memory
+from hf_ckpt.cli.pictures import colour_of_policy, drawing, label_points, save_figure
 from hf_ckpt.console import make_console
-from hf_ckpt.errors import FileError, reason_of
-from hf_ckpt.spec.files import refuse_unwritable, write_text
+from hf_ckpt.errors import FileError, HfCkptError, reason_of
+from hf_ckpt.spec.files import read_values, refuse_unwritable, write_text
 from hf_ckpt.units import GIB, format_bytes, format_ratio, format_seconds
 
 if TYPE_CHECKING:
@@ -38,29 +38,35 @@ def add(verbs: Any) -> None:
     demo.add_argument("--tokens", type=positive, default=256, help="tokens a sequence (default 256)")
     demo.add_argument("--bf16", action="store_true", help="weights and computation in bfloat16")
     demo.add_argument("--out", type=Path, default=Path("hf_ckpt_demo"), help="folder for picture and JSON")
+    demo.add_argument("--show", type=Path, metavar="JSON", help="print and draw these figures instead of measuring")
     demo.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo, print its table and save its picture. Returns 1 where a plan gave other gradients."""
+    if arguments.show is not None:
+        return _show(arguments)
     # Loading bars of other libraries would tear ours apart. Must be set before transformers is imported.
     quiet_libraries()
     os.environ.setdefault("TQDM_DISABLE", "1")
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
-    from hf_ckpt.cli import demo_run
-
-    disable_progress_bar()
     console = make_console()
-    dtype = torch.bfloat16 if arguments.bf16 else torch.float32
-    text_label, text, text_missing = demo_run.load_text(arguments.text)
-    model_label, model, tokenizer, model_missing = demo_run.load_model(arguments.model, dtype)
+    with progress("loading torch and transformers") as tell:
+        with importing():
+            import torch
+            from transformers.utils.logging import disable_progress_bar
+
+            from hf_ckpt.cli import demo_run
+
+        disable_progress_bar()
+        dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+        text_label, text, text_missing = demo_run.load_text(arguments.text)
+        tell("loading the model")
+        model_label, model, tokenizer, model_missing = demo_run.load_model(arguments.model, dtype)
     _make_folder(arguments.out)
     for note in filter(None, (model_missing, text_missing)):
         console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
     asked = f"{arguments.batch} x {arguments.tokens} tokens"
-    with within_memory(asked), progress_bar(console, demo_run.step_count(arguments.steps)) as on_progress:
+    with within_memory(asked), progress("training", demo_run.step_count(arguments.steps)) as on_progress:
         result = demo_run.run_demo(
             model,
             tokenizer,
@@ -75,9 +81,23 @@ def run(arguments: argparse.Namespace) -> int:
     print_demo(result, console)
     write_text(arguments.out / "demo.json", json.dumps(result.to_dict(), indent=1) + "\n")
     save_demo_picture(result, arguments.out / "demo.png")
-    files = f"picture: {arguments.out / 'demo.png'}   figures: {arguments.out / 'demo.json'}"
+    files = f"wrote a picture to {arguments.out / 'demo.png'} and all figures to {arguments.out / 'demo.json'}"
     console.print(files, highlight=False, soft_wrap=True)
     return 0 if all(found.equal for found in result.runs) else 1
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    """Print and draw the figures of an earlier demo. Raises `HfCkptError` where the file holds none."""
+    from hf_ckpt.cli.demo_run import DemoResult
+
+    try:
+        result = DemoResult.from_dict(read_values(arguments.show))
+    except (ValueError, TypeError, KeyError) as error:
+        raise HfCkptError(f"cannot read the figures of a demo from {arguments.show}: {reason_of(error)}.") from error
+    _make_folder(arguments.out)
+    print_demo(result)
+    save_demo_picture(result, arguments.out / "demo.png")
+    return 0
 
 
 def _make_folder(path: Path) -> None:
@@ -148,34 +168,28 @@ def save_demo_picture(result: DemoResult, path: Path) -> None:
 
     Raises `MissingDependencyError` without matplotlib.
     """
-    pyplot = import_pyplot()
-    figure, (through, against) = pyplot.subplots(1, 2, figsize=(11, 4.2), width_ratios=(3, 2), layout="constrained")
-    for run in result.runs:
-        progress = [100 * place / max(len(run.timeline) - 1, 1) for place in range(len(run.timeline))]
-        (line,) = through.plot(progress, [size / GIB for size in run.timeline], label=run.name, linewidth=1.4)
-        # Under its dot where another one lies close above, whose dot or label it would cover.
-        room = result.runs[0].live_peak_bytes / 10
-        crowded = any(0 < other.live_peak_bytes - run.live_peak_bytes < room for other in result.runs)
-        against.scatter(run.step_seconds, run.live_peak_bytes / GIB, color=line.get_color(), s=60, zorder=3)
-        against.annotate(
-            run.name,
-            (run.step_seconds, run.live_peak_bytes / GIB),
-            textcoords="offset points",
-            xytext=(8, -13 if crowded else 6),
-            fontsize=9,
+    with drawing() as pyplot:
+        first = result.runs[0]
+        figure, (through, against) = pyplot.subplots(1, 2, figsize=(12, 4.8), width_ratios=(3, 2), layout="constrained")
+        for run in result.runs:
+            colour = colour_of_policy(run.name)
+            progress = [100 * place / max(len(run.timeline) - 1, 1) for place in range(len(run.timeline))]
+            through.plot(progress, [size / GIB for size in run.timeline], label=run.name, color=colour)
+        points = [(run.step_seconds, run.live_peak_bytes / GIB) for run in result.runs]
+        colours = [colour_of_policy(run.name) for run in result.runs]
+        against.scatter(*zip(*points, strict=True), color=colours, s=90, zorder=3)
+        through.axhline(first.start_bytes / GIB, color="0.6", linestyle=":", linewidth=1)
+        through.annotate(
+            "weights", (0, first.start_bytes / GIB), xytext=(4, -15), textcoords="offset points", color="0.4"
         )
-    through.axhline(result.runs[0].start_bytes / GIB, color="0.6", linestyle=":", linewidth=1)
-    through.annotate(
-        "weights", (0, result.runs[0].start_bytes / GIB), xytext=(2, -12), textcoords="offset points", color="0.4"
-    )
-    through.set(
-        xlabel="operations of one training step (%)", ylabel="live tensors (GiB)", ylim=(0, None), xlim=(0, 100)
-    )
-    through.legend(frameon=False)
-    against.set(xlabel="step time, fastest (s)", ylabel="peak of live tensors (GiB)", ylim=(0, None))
-    against.margins(x=0.25)
-    against.set_xlim(left=0)
-    for axes in (through, against):
-        axes.grid(alpha=0.25)
-    figure.suptitle(f"{result.model}: LoRA, batch {result.batch} x {result.tokens} tokens", fontsize=11)
-    save_figure(figure, path)
+        through.set(
+            xlabel="operations of one training step (%)", ylabel="live tensors (GiB)", ylim=(0, None), xlim=(0, 100)
+        )
+        through.legend(loc="upper right")
+        against.set(xlabel="step time, fastest (s)", ylabel="peak of live tensors (GiB)")
+        against.margins(0.12)
+        against.set_ylim(bottom=0)
+        against.set_xlim(left=0)
+        figure.suptitle(f"{result.model}: LoRA, batch {result.batch} x {result.tokens} tokens")
+        label_points(against, [(*point, run.name) for point, run in zip(points, result.runs, strict=True)], [], 11)
+        save_figure(figure, path)

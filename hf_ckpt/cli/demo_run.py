@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,10 @@ SPECS: tuple[tuple[str, dict[str, Any]], ...] = (
 LORA_RANK = 8
 BUDGET_SHARE = 0.4
 """Where the planned run's budget lies between the lowest peak and that of no checkpointing."""
+
+
+TIMELINE_POINTS = 400
+"""Most numbers of a timeline in the JSON file, from which the picture can be drawn again."""
 
 
 @dataclasses.dataclass
@@ -71,11 +75,23 @@ class DemoResult:
     runs: list[DemoRun]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form, without the timelines."""
+        """JSON-able form, with timelines of at most `TIMELINE_POINTS` numbers."""
         found = dataclasses.asdict(self)
         for run in found["runs"]:
-            del run["timeline"]
+            run["timeline"] = thinned(run["timeline"])
         return found
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> DemoResult:
+        """Read `to_dict`'s form."""
+        return cls(**{**given, "runs": [DemoRun(**run) for run in given["runs"]]})
+
+
+def thinned(timeline: Sequence[int], points: int = TIMELINE_POINTS) -> list[int]:
+    """A timeline with at most `points` numbers, each the largest of its part, so that the peak stays."""
+    parts = min(points, len(timeline))
+    ends = [len(timeline) * (part + 1) // parts for part in range(parts)]
+    return [max(timeline[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @dataclasses.dataclass

@@ -14,6 +14,7 @@ from hf_ckpt.prediction.devices import DEVICES
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hf_ckpt.doctor.facts import Facts
     from hf_ckpt.doctor.findings import Finding
 
 
@@ -49,8 +50,41 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(diagnose.to_dict(facts, findings), indent=1))
     else:
         print_findings(findings, facts.versions)
+    _print_fit(facts, as_json=arguments.json)
     failing = {"error", "warning"} if arguments.strict else {"error"}
     return 1 if failing & {finding.severity for finding in findings} else 0
+
+
+def _print_fit(facts: Facts, *, as_json: bool) -> None:
+    """Print whether the training of the files fits the device, where both are known; else how to ask that."""
+    from hf_ckpt.doctor.facts import TRAINING
+    from hf_ckpt.doctor.trainings import workload_fields
+
+    if not facts.of(TRAINING) or as_json:
+        return
+    console = make_console()
+    fields = workload_fields(facts)
+    model = facts.model.name if facts.model else fields.get("model")
+    asked = f"hf-ckpt plan {model or 'MODEL'} --config {facts.of(TRAINING)[0].path}"
+    asked += f" --device {facts.device.name}" if facts.device else " --device NAME"
+    if facts.model is None or facts.device is None or "tokens" not in fields:
+        console.print(f"whether it fits a card: {asked}", highlight=False, markup=False, soft_wrap=True)
+        return
+    from hf_ckpt.cli.arguments import quiet_libraries
+    from hf_ckpt.errors import HfCkptError, InfeasibleError
+    from hf_ckpt.planner.answers import headline
+    from hf_ckpt.planner.forecast import Request, forecast
+    from hf_ckpt.prediction.workload import Workload
+
+    quiet_libraries()
+    try:
+        workload = Workload(**{**fields, "model": facts.model.name, "batch": fields.get("batch", 8)})
+        told = forecast(workload, Request(device=facts.device.name, quick=True)).answer
+    except InfeasibleError as error:
+        told = headline(error.floor_bytes, error.budget_bytes, facts.device, None)
+    except HfCkptError as error:
+        told = f"whether it fits is not known: {error}"
+    console.print(f"{told} What to write: {asked}", highlight=False, markup=False, soft_wrap=True)
 
 
 def print_findings(findings: Sequence[Finding], versions: Mapping[str, str], console: Console | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_ckpt.cli import demo, demo_run, main
+from hf_ckpt.cli import arguments, demo, demo_run, main
 from hf_ckpt.engines import full
 from hf_ckpt.errors import HfCkptError, MissingDependencyError
 from hf_ckpt.models.tiny import byte_tokenizer, tiny_model
+from hf_ckpt.planner.install import install
+from hf_ckpt.spec.plan import Plan
 
 has_weights = demo_run.package_folder(demo_run.WEIGHTS_PACKAGE) is not None
 
@@ -45,6 +48,48 @@ def test_the_installed_program_is_the_module():
     ).stdout
     assert version == again
     assert version.startswith("hf-ckpt 0.")
+
+
+def test_plan_says_what_it_does_before_it_loads_torch():
+    """Something is there at once, although the answer takes a while; with a bar only where there is a terminal."""
+    command = [sys.executable, "-X", "importtime", "-m", "hf_ckpt.cli", "plan", "mini-gpt2", "--device", "a10"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0
+    lines = done.stderr.splitlines()
+    loaded = next(place for place, line in enumerate(lines) if line.rpartition("|")[2].strip() == "torch")
+    told = {line: place for place, line in enumerate(lines) if line.startswith("hf-ckpt: ") and line.endswith(" ...")}
+    assert next(iter(told)) == "hf-ckpt: mini-gpt2: loading torch and transformers ..."
+    assert {"hf-ckpt: reading the model ...", "hf-ckpt: tracing ..."} < told.keys()
+    assert told["hf-ckpt: mini-gpt2: loading torch and transformers ..."] < loaded < told["hf-ckpt: tracing ..."]
+
+
+def test_plan_says_what_it_wrote_and_what_to_do_with_it(tmp_path, capsys):
+    plan, picture = tmp_path / "a plan.json", tmp_path / "plan.png"
+    words = ["--batch", "4", "--seq", "256", "--device", "a10", "--budget", "320MiB"]
+    assert main.main(["plan", "mini-llama", *words, "--out", str(plan), "--png", str(picture), "--json"]) == 0
+    printed = capsys.readouterr()
+    json.loads(printed.out)
+    assert f"to {picture}" in printed.err
+    (line,) = [line for line in printed.err.splitlines() if "python -m hf_ckpt" in line]
+    asked = json.loads(shlex.split(line)[-1])
+    model = tiny_model("llama", layers=len(Plan.load(plan).actions))
+    assert install(model, asked).plan == Plan.load(plan)
+    assert Plan.load(plan).active()
+
+
+def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(capsys, monkeypatch):
+    with arguments.progress("one") as tell:
+        tell("two")
+    with arguments.progress("a bar's first", total=1) as tell:
+        tell("a bar's second")
+    assert capsys.readouterr().err == "hf-ckpt: one ...\nhf-ckpt: two ...\n"
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes any stream for a terminal
+    with arguments.progress("one", total=2) as tell:
+        tell("two")
+    shown = capsys.readouterr().err
+    assert "two" in shown
+    assert "0/2" in shown
+    assert "..." not in shown
 
 
 @pytest.mark.compat

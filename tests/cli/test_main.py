@@ -13,6 +13,7 @@ import pytest
 from helpers.processes import SCRIPTS, python
 
 from hf_ckpt.__main__ import main
+from hf_ckpt.logs import PLANS
 
 NEVER_ENABLED = "the script never enabled checkpointing"
 # Everything here looks like an option of hf_ckpt, of python, or of an argument parser, and belongs to the script.
@@ -47,6 +48,11 @@ def folder(tmp_path: Path) -> Path:
 
 def launched(*arguments: str | Path, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
     return python("-m", "hf_ckpt", *arguments, cwd=cwd, **options)
+
+
+def said_of_models(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The lines that name a model."""
+    return [line for line in done.stderr.splitlines() if line.startswith("hf_ckpt: LlamaForCausalLM")]
 
 
 # --- as if started by itself ----------------------------------------------------------------------------------------
@@ -150,6 +156,7 @@ def test_a_trainer_script_is_hooked_by_its_own_command_line(tmp_path: Path) -> N
     assert found["steps"] == 2
     assert found["recomputed"] == {"model.layers.0": 2, "model.layers.3": 2}
     assert NEVER_ENABLED not in done.stderr
+    assert said_of_models(done) == ["hf_ckpt: LlamaForCausalLM: full on blocks 0, 3 of 4"]
 
 
 @pytest.mark.slow
@@ -245,6 +252,55 @@ def test_it_is_told_so_however_it_ends_well(in_process: Path, caplog: pytest.Log
         code = ended.code or 0
     assert code == 0
     assert sum(NEVER_ENABLED in record.getMessage() for record in caplog.records) == 1
+
+
+ENABLING = """
+import logging
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+logging.basicConfig(level=logging.INFO)  # prints every line that a package logs, and no line twice
+model = tiny_model("llama")
+for _ in range(2):
+    model.gradient_checkpointing_enable(ASKED)
+model(**tiny_batch("llama")).loss.backward()
+model.gradient_checkpointing_enable({"policy": "none"})
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"policy": "selective", "layers": "1-"}, ["selective (save linear, attention) on blocks 1-3 of 4"]),
+        pytest.param(
+            {"policy": "budget", "budget": "1GiB"},
+            [
+                "budget 1GiB, planned when the first batch comes",
+                "planned for 2 x 16 tokens within 1.00 GiB (`budget`): everything is kept, in 4 blocks; peak ",
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_every_plan_of_a_model_is_told_of_in_one_line(
+    in_process: Path, capsys: pytest.CaptureFixture[str], asked: dict[str, Any], said: list[str]
+) -> None:
+    (in_process / "enabling.py").write_text(ENABLING.replace("ASKED", json.dumps(asked)))
+    assert main(["enabling.py"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "hf_ckpt: Llama" in line]
+    wanted = [*said, "everything is kept, in 4 blocks"]
+    assert len(lines) == len(wanted), lines
+    for line, text in zip(lines, wanted, strict=True):
+        assert line.startswith(f"hf_ckpt: LlamaForCausalLM: {text}")
+    assert PLANS.handlers == []
+
+
+def test_of_several_ranks_the_first_tells_of_plans(
+    in_process: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    (in_process / "enabling.py").write_text(ENABLING.replace("ASKED", "{}"))
+    assert main(["enabling.py"]) == 0
+    assert "hf_ckpt: Llama" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", [7, "a reason"])

@@ -28,10 +28,13 @@ WRONG_WORDS = (
     ("plan gpt2 --budget 1.5", "a share must be above 0 and at most 1"),
     ("plan gpt2 --host-budget 80%", "a size must look like"),
     ("plan gpt2 --head -1", "must be at least 1"),
+    ("plan gpt2 --mlp 0", "must be at least 1"),
     ("plan gpt2 --out x.txt", "'x.txt' must end in .json or .yaml or .yml"),
     ("plan gpt2 --out no/x.json", "there is no folder 'no'"),
     ("plan gpt2 --png x.txt", "'x.txt' must end in .png or .svg or .pdf"),
     ("plan gpt2 --png no/x.png", "there is no folder 'no'"),
+    ("plan nobody/nothing", "cannot read a model's config from 'nobody/nothing'"),
+    ("plan no-such-model", "cannot read a model's config from 'no-such-model'"),
     ("check --spec policy=nonsense", "did you mean 'none'"),
     ("check --spec no-such-file.yaml", "cannot read 'no-such-file.yaml'"),
     ("doctor --device abacus", "invalid choice: 'abacus'"),
@@ -123,7 +126,9 @@ def test_a_config_that_is_no_file_to_read(tmp_path, capsys):
 
 @pytest.mark.parametrize("given", ["0.8", 0.8, "80%", str(round(0.8 * 24e9)), round(0.8 * 24e9)])
 def test_a_share_of_the_device_is_written_as_in_a_spec(given):
-    assert forecast._budget_bytes(given, device_named("a10")) == round(0.8 * 24e9)
+    device = device_named("a10")
+    expected = 19_200_000_000 if "19200000000" in str(given) else round(0.8 * device.memory_bytes)
+    assert forecast._budget_bytes(given, device) == expected
 
 
 def test_a_full_disk_leaves_the_picture_that_was_there(tmp_path):

@@ -1,0 +1,1 @@
+"""Plug-ins for programs that train models, which they load by name."""

@@ -1,0 +1,110 @@
+"""The plug-in for axolotl, called as axolotl 0.19 calls it; with axolotl's own classes where it is installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.trainers import FLAG, trainer
+from peft import LoraConfig, get_peft_model
+
+import hf_ckpt
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.models.tiny import tiny_model
+
+CONFIG = {
+    "plugins": ["hf_ckpt.integrations.axolotl.HfCkptPlugin"],
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"policy": "full", "layers": "0,-1"},
+}
+
+
+class PublishedPlugin:
+    """The part of axolotl 0.19's `BasePlugin` that is called here, for tests where axolotl is not installed."""
+
+    def __init__(self): ...
+    def register(self, cfg): ...
+    def post_model_build(self, cfg, model): ...
+    def add_callbacks_pre_trainer(self, cfg, model):
+        return []
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """The plug-in, loaded by the name that stands in the YAML."""
+    if importlib.util.find_spec("axolotl") is None:
+        for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        sys.modules["axolotl.integrations.base"].BasePlugin = PublishedPlugin
+    module, _, name = CONFIG["plugins"][0].rpartition(".")
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    return getattr(importlib.import_module(module), name)()
+
+
+def trained(plugin, tmp_path, *, lora):
+    """A model after two steps, with the calls of axolotl in its order."""
+    plugin.register(CONFIG)
+    model = tiny_model("llama")
+    plugin.post_model_build(CONFIG, model)
+    if lora:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CONFIG["gradient_checkpointing_kwargs"])
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear", r=2))
+    callbacks = plugin.add_callbacks_pre_trainer(CONFIG, model)
+    checkpointing = {FLAG: True, f"{FLAG}_kwargs": CONFIG["gradient_checkpointing_kwargs"]}
+    trainer(tmp_path, model, callbacks=callbacks, max_steps=2, **checkpointing).train()
+    return model
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full fine-tuning", "lora"])
+def test_a_training_is_planned_and_logged(plugin, tmp_path, lora):
+    done = hf_ckpt.describe(trained(plugin, tmp_path, lora=lora))
+    assert done.recomputed == {"model.layers.0": 2, "model.layers.3": 2}
+    assert len((tmp_path / "hf_ckpt_metrics.jsonl").read_text().splitlines()) >= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gradient_checkpointing": False}, "`gradient_checkpointing` must be true"),
+        ({"gradient_checkpointing": "offload"}, "`gradient_checkpointing` must be true"),
+        ({"gradient_checkpointing_kwargs": {"polcy": "full"}}, "did you mean `policy`"),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+        ({"activation_offloading": True}, "`activation_offloading` cannot be used"),
+        (
+            {"selective_checkpointing": True, "layer_offloading": True},
+            "`selective_checkpointing` and `layer_offloading`",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_model_is_loaded(plugin, changes, said):
+    plugin.register(CONFIG)
+    plugin.register(CONFIG | {"gradient_checkpointing_kwargs": None})
+    with pytest.raises(HfCkptError) as caught:
+        plugin.register(CONFIG | changes)
+    assert said in str(caught.value)
+
+
+def test_its_methods_are_axolotls(plugin):
+    base = type(plugin).__mro__[1]
+    own = [name for name, value in vars(type(plugin)).items() if inspect.isfunction(value)]
+    assert sorted(own) == ["add_callbacks_pre_trainer", "post_model_build", "register"]
+    for name in own:
+        published, ours = (list(inspect.signature(getattr(kind, name)).parameters) for kind in (base, type(plugin)))
+        assert published == ours
+
+
+def test_the_yaml_that_is_shown_is_the_way_to_ask(plugin):
+    page = (Path(__file__).parent.parent.parent / "docs" / "integrations.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```text\n(plugins:.*?)^```", page, re.DOTALL | re.MULTILINE)
+    docstring = inspect.getmodule(type(plugin)).__doc__.partition("In the YAML of a training:")[2]
+    asked = yaml.safe_load(shown)
+    assert asked == yaml.safe_load(docstring)
+    assert asked["plugins"] == CONFIG["plugins"]
+    plugin.register(asked)
