@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from figures import write_json
+
 from hf_ckpt import compat
-from hf_ckpt.cli.arguments import quiet_libraries
+from hf_ckpt.cli.arguments import progress, quiet_libraries
 from hf_ckpt.cli.pictures import PICTURES
+from hf_ckpt.console import make_console
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.spec.files import refuse_unwritable
 
@@ -51,6 +54,26 @@ def _refuse_unwritable(arguments: argparse.Namespace) -> None:
     for name, endings in suffixes.items():
         if getattr(arguments, name, None) is not None:
             refuse_unwritable(getattr(arguments, name), endings)
+
+
+def carry_out(
+    bench: Callable[..., Any], settings: Any, steps: int, show: Callable[..., None], arguments: argparse.Namespace
+) -> int:
+    """Measure with a bar, print the table, and write all figures. Returns 0 if the result is `ok`, and 1 else.
+
+    Args:
+        bench: called with the settings, and with `on_progress` before each step.
+        settings: what is measured.
+        steps: how many steps the bar has.
+        show: prints a result on a console.
+        arguments: of the command line, with the name of the file for all figures.
+    """
+    console = make_console()
+    with progress("starting", steps) as on_progress:
+        result = bench(settings, on_progress=on_progress)
+    show(result, console)
+    write_json(arguments.json, result.to_dict())
+    return 0 if result.ok else 1
 
 
 def call(run: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:

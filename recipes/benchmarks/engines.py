@@ -24,7 +24,7 @@ import pictures
 import report
 import torch
 import turns
-from figures import write_json
+from figures import read_json, write_json
 from machine import circumstances
 from session import gradients_of
 from torch import nn
@@ -32,7 +32,7 @@ from ways import NONE, OURS, TRANSFORMERS, Running, Way
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import describe
-from hf_ckpt.cli.arguments import positive, progress_bar
+from hf_ckpt.cli.arguments import positive, progress
 from hf_ckpt.console import make_console
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.live import BlockBytes
@@ -183,6 +183,23 @@ class EngineBench:
         cases = [{**vars(case), "rows": [row.to_dict() for row in case.rows]} for case in self.cases]
         settings = {**dataclasses.asdict(self.settings), "lora_rank": LORA_RANK}
         return {"circumstances": self.circumstances, "settings": settings, "ok": self.ok, "cases": cases}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> EngineBench:
+        """Read `to_dict`'s form. Raises `HfCkptError` where something of it is missing."""
+
+        def known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+            names = {field.name for field in dataclasses.fields(kind)}
+            return {name: value for name, value in values.items() if name in names}
+
+        try:
+            cases = [
+                EngineCase(**{**case, "rows": [EngineRow(**known(EngineRow, row)) for row in case["rows"]]})
+                for case in given["cases"]
+            ]
+            return cls(Settings(**known(Settings, given["settings"])), given["circumstances"], cases)
+        except (KeyError, TypeError) as error:
+            raise HfCkptError(f"these are no figures of `engines.py`: {error}") from error
 
 
 def engines_for(device: str) -> tuple[Way, ...]:
@@ -403,6 +420,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host-rounds", type=int, help="timed steps of each for host time (default 30; 0: none)")
     parser.add_argument("--png", type=Path, help="file for a picture of bytes and time")
     parser.add_argument("--block-png", type=Path, help="file for a picture of what one block keeps")
+    parser.add_argument("--show", type=Path, metavar="JSON", help="print and draw these figures instead of measuring")
     return parser
 
 
@@ -415,8 +433,11 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 
 def _run(arguments: argparse.Namespace) -> int:
     settings, console = _settings(arguments), make_console()
-    with progress_bar(console, progress_steps(settings)) as on_progress:
-        result = bench_engines(settings, on_progress=on_progress)
+    if arguments.show:
+        result = EngineBench.from_dict(read_json(arguments.show))
+    else:
+        with progress("starting", progress_steps(settings)) as on_progress:
+            result = bench_engines(settings, on_progress=on_progress)
     report.print_engines(result, console)
     write_json(arguments.json, result.to_dict())
     if arguments.png:

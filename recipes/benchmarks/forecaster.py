@@ -43,7 +43,9 @@ class Forecaster:
         keep_freed_memory()
         self.skeleton, self.device = skeleton_of_workload(workload), this_device()
         self.step = step_of_workload(workload, self.skeleton)
-        known = actions_for(self.skeleton)
+        known = actions_for(self.skeleton, self.step, self.device)
+        self.actions = known
+        """The actions that plans choose from."""
         actions = known if LINEAR in known else (*known[:-1], LINEAR, known[-1])
         costs = trace_costs(self.skeleton, self.step, self.device, actions=actions)
         own = transformers_costs(costs, self.skeleton, self.step, self.device)
@@ -54,7 +56,7 @@ class Forecaster:
         self.own_timings = None if own is costs else Timings(own, own_seconds, models.optimizer_seconds, depths=depths)
         self.compiled_timings = None
         if compiled:
-            actions = actions_for(self.skeleton, compiled=True)
+            actions = actions_for(self.skeleton, self.step, self.device, compiled=True)
             costs = trace_costs(self.skeleton, self.step, self.device, actions=actions)
             self.compiled_timings = Timings(costs, seconds, models.optimizer_seconds, depths=depths)
         self.planned: dict[str, Plan] = {}
@@ -70,7 +72,7 @@ class Forecaster:
 
     def plans(self) -> list[tuple[str, float, int, Plan]]:
         """(name, share, bytes, the fastest plan) of each of `BUDGETS`, by the times taken so far."""
-        costs = restricted(self.timings.costs(), actions_for(self.skeleton))
+        costs = restricted(self.timings.costs(), self.actions)
         low, high = peak_of_least(costs), worst_timeline(costs, costs.uniform(0)).peak_bytes
         found = []
         for share in BUDGETS:

@@ -20,14 +20,12 @@ import command
 import report
 import torch
 import turns
-from figures import write_json
 from machine import circumstances
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss  # documented nowhere, but what its causal models call
 
 from hf_ckpt import compat
-from hf_ckpt.cli.arguments import positive, progress_bar
-from hf_ckpt.console import make_console
+from hf_ckpt.cli.arguments import positive
 from hf_ckpt.engines.head.logits import Logits, chunked
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.live import LiveBytes
@@ -208,12 +206,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "repeats": arguments.repeats,
     }
     settings = HeadSettings(**{name: value for name, value in asked.items() if value is not None})
-    console = make_console()
-    with progress_bar(console, progress_steps(settings)) as on_progress:
-        result = bench_head(settings, on_progress=on_progress)
-    report.print_head(result, console)
-    write_json(arguments.json, result.to_dict())
-    return 0 if result.ok else 1
+    return command.carry_out(bench_head, settings, progress_steps(settings), report.print_head, arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,11 +20,11 @@ import report
 from figures import LargestBench, LargestRow, write_json
 from machine import circumstances
 from session import Session
-from ways import PLANNED, PLANNED_CHUNKED, Way, known_ways, wanted
+from ways import PLANNED_WAYS, Way, known_ways, wanted
 from workers import Worker, WorkerError
 
 from hf_ckpt import compat
-from hf_ckpt.cli.arguments import progress_bar
+from hf_ckpt.cli.arguments import progress
 from hf_ckpt.cli.plan import MODEL_HELP, add_workload_options, workload_of
 from hf_ckpt.console import make_console
 from hf_ckpt.errors import HfCkptError, InfeasibleError
@@ -36,7 +36,7 @@ from hf_ckpt.prediction.batches import step_of_workload
 from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.machine import this_device
 from hf_ckpt.prediction.skeleton import Skeleton
-from hf_ckpt.prediction.trace import trace_costs
+from hf_ckpt.prediction.trace import actions_for, trace_costs
 from hf_ckpt.prediction.workload import Workload, learned_positions, load_config, skeleton_of_workload
 from hf_ckpt.units import parse_bytes
 
@@ -66,7 +66,7 @@ def bench_largest(
     most = MOST if what == "batch" else learned_positions(load_config(workload.model)) or MOST
     skeleton = skeleton_of_workload(workload)
     found = LargestBench(circumstances(compat.accelerator_type() or "cpu"), workload, what, budget_bytes, [])
-    for way in wanted(only, PLANNED, PLANNED_CHUNKED):
+    for way in wanted(only, *PLANNED_WAYS):
         on_progress(way.name)
         row = _largest_of(way, workload, what, budget_bytes, most, skeleton)
         found.rows.append(row)
@@ -103,7 +103,7 @@ def _largest_of(way: Way, start: Workload, what: str, budget_bytes: int, most: i
 
 def _peak(way: Way, workload: Workload, budget_bytes: int, skeleton: Skeleton) -> int:
     """Measured; of plans the lowest of some, because the fastest one fills the budget to its prediction's last byte."""
-    if way not in (PLANNED, PLANNED_CHUNKED):
+    if way not in PLANNED_WAYS:
         return _measured_peak(way, workload)
     costs = _costs(way, workload, skeleton)
     limit, peak = budget_bytes, None
@@ -131,7 +131,8 @@ def _costs(way: Way, workload: Workload, skeleton: Skeleton) -> tuple[Costs, ...
     device, step, head = this_device(), step_of_workload(workload, skeleton), way.options.get("head", "full")
     if head != "full" and vocabulary_head(skeleton.base) is None:
         raise HfCkptError(f"{type(skeleton.base).__name__} has no head over a vocabulary")
-    return cost_options(trace_costs(skeleton, step, device), skeleton, step, device, head=head)
+    actions = actions_for(skeleton, step, device, compiled="compile" in way.options)
+    return cost_options(trace_costs(skeleton, step, device, actions=actions), skeleton, step, device, head=head)
 
 
 def _ran_out(error: WorkerError) -> bool:
@@ -155,7 +156,7 @@ def _run(arguments: argparse.Namespace) -> int:
     workload, budget = workload_of(arguments, arguments.model), parse_bytes(arguments.budget)
     only = known_ways(arguments.only)
     console = make_console()
-    with progress_bar(console, None) as on_progress:
+    with progress("starting") as on_progress:
         result = bench_largest(
             workload,
             arguments.what,

@@ -35,7 +35,7 @@ from ways import NONE, OURS, OURS_COMPILED, Way, known_ways, wanted
 from workers import Worker, WorkerError
 
 from hf_ckpt import compat
-from hf_ckpt.cli.arguments import positive, progress_bar
+from hf_ckpt.cli.arguments import positive, progress
 from hf_ckpt.cli.plan import MODEL_HELP, add_workload_options, workload_of
 from hf_ckpt.console import make_console
 from hf_ckpt.errors import HfCkptError
@@ -239,7 +239,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         workloads = [workload_of(arguments, model) for model in arguments.models or MINI]
         only = known_ways(arguments.only)
-        with progress_bar(console, progress_steps(workloads, arguments.repeats, only)) as on_progress:
+        with progress("starting", progress_steps(workloads, arguments.repeats, only)) as on_progress:
             result = bench_peers(
                 workloads,
                 repeats=arguments.repeats,

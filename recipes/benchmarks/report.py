@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from engines import EngineBench, EngineRow
     from figures import LargestBench, LargestRow, PeerBench, PeerCase, PeerRow
     from head import HeadBench
+    from held import HeldBench
+    from lengths import LengthsBench
     from rich.console import Console
 
     from hf_ckpt.prediction.workload import Workload
@@ -39,6 +41,7 @@ PEER_NAMES = (
 )
 BUDGET_NAMES = ("budget", "MiB", "plan", "peak MiB", "of none", "fastest other", "peak MiB", "of none", "ratio")
 ENGINE_NAMES = ("engine", "kept", "", "step", "", "spread", "gradients", "recomp.", "host", "of sac")
+HELD_NAMES = ("model", "attention", "tuning", "saved", "none", "selective", "ratio", "at most")
 HEAD_NAMES = (
     "hidden",
     "type",
@@ -51,6 +54,7 @@ HEAD_NAMES = (
     "of whole",
     "error",
 )
+LENGTHS_NAMES = ("way", "peak", "free", "recomp.", "epoch", "of full", "of one plan", "planning", "gradients")
 TUNING_NAMES = {"full": "full fine-tuning", "lora": "LoRA"}
 
 
@@ -281,6 +285,64 @@ def print_head(result: HeadBench, console: Console | None = None) -> None:
         "peak:  most live bytes above hidden states, weight and labels, the gradient of the weight among them.\n"
         f"step:  forward and backward, median of {settings.repeats} interleaved repeats; ratios within one.\n"
         "error: of gradients, against float64: norm of the difference over norm.",
+        highlight=False,
+    )
+
+
+def print_held(result: HeldBench, console: Console | None = None) -> None:
+    """One row for each model, way of training, and choice of what is saved."""
+    rows = (
+        (
+            row.model,
+            row.attention,
+            row.tuning,
+            ", ".join(row.save),
+            format_bytes(row.none_bytes),
+            format_bytes(row.held_bytes),
+            f"{row.ratio:.2f}",
+            "-" if row.bound is None else f"{row.bound:.2f}",
+        )
+        for row in result.rows
+    )
+    console = console or make_console()
+    console.print(_table("held at the end of the forward, with dropout", HELD_NAMES, rows, left=(0, 1, 2, 3)))
+    found = result.settings
+    console.print(
+        f"{found.dtype}, {found.blocks} blocks, hidden size {found.hidden}, batch {found.batch} x {found.tokens}; "
+        f"dropout {found.dropout:g}, LoRA of rank {found.lora} with dropout {found.lora_dropout:g}\n"
+        f"{_where(result.circumstances)}",
+        highlight=False,
+    )
+
+
+def print_lengths(result: LengthsBench, console: Console | None = None) -> None:
+    """One row for each way to train on batches of mixed lengths."""
+    full, one, each = result.rows
+    rows = (
+        (
+            row.name,
+            format_bytes(max(row.peak_bytes)),
+            f"{row.free} of {len(result.lengths)}",
+            str(row.recomputed),
+            format_seconds(turns.median(row.epoch_seconds)),
+            format_ratio(row.over(full)),
+            format_ratio(row.over(one)),
+            format_seconds(row.planning_seconds),
+            "equal" if row.first_difference is None else row.first_difference,
+        )
+        for row in result.rows
+    )
+    console = console or make_console()
+    console.print(_table("batches of mixed lengths", LENGTHS_NAMES, rows, left=(0, 8)))
+    settings, lengths = result.settings, sorted(result.lengths)
+    console.print(
+        f"{settings.layers} blocks, hidden size {settings.hidden}, {settings.sequences} sequences of {lengths[0]} to "
+        f"{lengths[-1]} tokens (median {lengths[len(lengths) // 2]}), {result.text}\n"
+        f"budget {format_bytes(result.budget_bytes)}, {len(each.plans)} plans from {len(each.traced)} traces\n"
+        f"{_where(result.circumstances)}\n"
+        "peak: most live bytes in any step of the counted epoch.\nfree: its steps in which nothing was recomputed.\n"
+        f"epoch: median of {settings.epochs} epochs, step by step in turn; ratios within an epoch.\n"
+        "planning: time in which training stood still for it, once for the whole training.",
         highlight=False,
     )
 

@@ -203,11 +203,17 @@ OUR_WAYS = (
 """What hf_ckpt does by a fixed spec. Plans come on top."""
 PLANNED = Way("planned", OURS, {"policy": "budget"})
 PLANNED_CHUNKED = Way("planned, head in chunks", OURS, {"policy": "budget", "head": "auto"})
+PLANNED_COMPILED = Way("planned, compiled", OURS_COMPILED, {"policy": "budget", "compile": "blocks"})
+PLANNED_BOTH = Way(
+    "planned, compiled, head in chunks", OURS_COMPILED, {"policy": "budget", "compile": "blocks", "head": "auto"}
+)
+PLANNED_WAYS = (PLANNED, PLANNED_CHUNKED, PLANNED_COMPILED, PLANNED_BOTH)
+"""Ways that get a plan for the budget of each number that `largest.py` tries."""
 
 
 def known_ways(names: Sequence[str]) -> tuple[str, ...]:
     """`names`, if each is that of a way or of a group of them; raises `HfCkptError` else."""
-    ways = (*PEERS, *OUR_WAYS, PLANNED, PLANNED_CHUNKED)
+    ways = (*PEERS, *OUR_WAYS, *PLANNED_WAYS)
     known = dict.fromkeys([*(way.group for way in ways), *(way.name for way in ways)])
     for name in names:
         if name not in known:

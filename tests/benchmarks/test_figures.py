@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 
 import pictures
 import pytest
@@ -169,3 +170,23 @@ def test_pictures_need_matplotlib_and_the_rebuild_engine(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'hf-ckpt\[plot\]'"):
         pictures.save_engines_picture(some_engines(), tmp_path / "x.png")
+
+
+def test_figures_of_engines_come_back_from_their_file():
+    result = some_engines(kept_to_rebuild={"AddBackward0": 7})
+    again = EngineBench.from_dict(json.loads(json.dumps(result.to_dict())))
+    assert json.dumps(again.to_dict()) == json.dumps(result.to_dict())
+    assert again.cases[0].rows[1].kept_to_rebuild == {"AddBackward0": 7}
+    with pytest.raises(HfCkptError, match=r"no figures of `engines.py`"):
+        EngineBench.from_dict({"cases": []})
+
+
+def test_bytes_of_a_block_are_named_by_operations():
+    """No name of an autograd node is left in the committed figures."""
+    bench = EngineBench.from_dict(read_json(Path(pictures.__file__).with_name("engines-cpu.json")))
+    rows = [row for case in bench.cases for row in case.rows]
+    names = {name for row in rows for name in (*row.kept, *row.dropped)}
+    assert len(names) > 10
+    assert {pictures.operation_of(name) for name in ("LlamaRMSNorm", "NativeLayerNormBackward0")} == {"norm(x)"}
+    assert not [name for name in names if pictures.operation_of(name) == name.removesuffix("Backward0")]
+    assert pictures.operation_of("UnknownBackward0") == "Unknown"

@@ -8,9 +8,10 @@ import json
 import largest
 import pytest
 from largest import bench_largest
-from ways import PLANNED, PLANNED_CHUNKED
+from ways import PLANNED, PLANNED_BOTH, PLANNED_CHUNKED, PLANNED_COMPILED
 from workers import WorkerError
 
+from hf_ckpt import compat
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.prediction.timeline import worst_timeline
 from hf_ckpt.prediction.workload import Workload, skeleton_of_workload
@@ -55,6 +56,15 @@ def more_than_predicted(monkeypatch, measure):
 def costs(workload):
     """What plans for `workload` are made of."""
     return largest._costs(PLANNED, workload, skeleton_of_workload(workload))
+
+
+@pytest.mark.skipif(not compat.HOOKS_STAY_OUTSIDE, reason="no plans for compiled blocks")
+@pytest.mark.parametrize(("way", "heads"), [(PLANNED_COMPILED, ["full"]), (PLANNED_BOTH, ["full", "auto"])])
+def test_plans_for_compiled_blocks_are_made_of_shares(configs, way, heads):
+    workload = Workload(configs["llama"], batch=2, tokens=16)
+    found = largest._costs(way, workload, skeleton_of_workload(workload))
+    assert [costs.head_tokens for costs in found] == heads
+    assert {action.kind for costs in found for action in costs.actions} == {"compiled"}
 
 
 @pytest.fixture
