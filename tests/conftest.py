@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 from hypothesis import settings
+from torch._dynamo.backends.registry import lookup_backend
 from transformers.utils import logging as transformers_logging
 
 import hf_ckpt
@@ -19,6 +20,7 @@ from hf_ckpt.logs import forget_warnings
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several of them share the cores
     torch.set_num_threads(1)
+    os.environ.pop("COLUMNS", None)  # which readline sets in the process that has started this one
 # The same examples on every run; a new one is worth a named test.
 settings.register_profile("hf_ckpt", deadline=None, derandomize=True)
 settings.load_profile("hf_ckpt")
@@ -52,11 +54,25 @@ def no_block_left_open():
 @pytest.fixture
 def nothing_compiled(monkeypatch):
     """Graphs of compiled blocks of one test are not those of another."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would keep all of it
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiled._compiled.cache_clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Graphs of compiled blocks, without inductor, which takes long."""
+    found = []
+
+    def compile_graph(graph, inputs):
+        found.append(graph)
+        return lookup_backend("aot_eager_decomp_partition")(graph, inputs)
+
+    monkeypatch.setattr(compat, "compile_graph", compile_graph)
+    return found
 
 
 @pytest.fixture

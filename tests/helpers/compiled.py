@@ -11,7 +11,7 @@ import torch._dynamo
 from accelerate.utils import compile_regions
 
 import hf_ckpt
-from helpers.steps import assert_same, checkpoints_compiled, enable, gradients, without_cache
+from helpers.steps import assert_same, checkpoints_compiled, enable, gradients, step, without_cache
 from hf_ckpt import compat
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -138,3 +138,19 @@ def same_but_smaller(spec, way, *, planned, at_most=1.0, **options):
     assert not sum(ours.description.forwards.values())  # nothing is counted in a graph, and nothing is claimed
     assert 0 < ours.saved_bytes < plain.saved_bytes * at_most
     return plain, ours
+
+
+def kept(model, batch):
+    """A step, and the bytes that autograd keeps for it, parameters and buffers left out."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    seen = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = step(model, batch)
+    return found, sum(seen.values())

@@ -20,6 +20,29 @@ EXPERTS = {
     ),
     "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM, {"num_experts": 4}),
 }
+_LATENT = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+OTHERS = {
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        transformers.DeepseekV3ForCausalLM,
+        {
+            **_LATENT,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 0,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM, {"num_local_experts": 4, "head_dim": 8}),
+}
+"""More of them, without auxiliary losses in some."""
 ONE_BY_ONE = "eager" if len(compat.ENABLE_NAMES) > 1 else None
 """The implementation that calls experts one by one; transformers 4 has no other, and no name for it."""
 IMPLEMENTATIONS = (ONE_BY_ONE, "batched_mm", "grouped_mm") if ONE_BY_ONE else (None,)
@@ -27,24 +50,27 @@ IMPLEMENTATIONS = (ONE_BY_ONE, "batched_mm", "grouped_mm") if ONE_BY_ONE else (N
 
 def experts(name, dtype=torch.float32, implementation=None):
     """A mixture of experts with its auxiliary loss, and the kernels it calls its experts by."""
-    config_class, model_class, keys = EXPERTS[name]
-    config = config_class(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts_per_tok=2,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-        output_router_logits=True,
-        router_aux_loss_coef=0.5,
-        **keys,
-    )
-    config._attn_implementation = "sdpa"
+    config_class, model_class, keys = {**EXPERTS, **OTHERS}[name]
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+        **({} if name == "deepseek_v3" else {"output_router_logits": True, "router_aux_loss_coef": 0.5}),
+    }
+    config = config_class(**{**sizes, **keys})
+    config._attn_implementation = "eager" if name == "gpt_oss" else "sdpa"
     if implementation is not None:
         config._experts_implementation = implementation
     torch.manual_seed(0)
-    return model_class(config).to(dtype).train()
+    model = model_class(config).to(dtype).train()
+    for key, parameter in model.named_parameters():
+        if key.endswith((".gate.weight", ".router.weight")) and not parameter.any():  # of some, until they are loaded
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model

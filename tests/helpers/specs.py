@@ -6,7 +6,7 @@ import dataclasses
 
 from hypothesis import strategies as st
 
-from hf_ckpt.spec.actions import SAVE_CLASSES
+from hf_ckpt.spec.actions import CHEAP_CLASSES, SAVE_CLASSES
 from hf_ckpt.spec.reading import ENGINES, POLICIES
 from hf_ckpt.spec.spec import Spec
 
@@ -34,6 +34,7 @@ OPTIONS = {
     "determinism_check": st.sampled_from(["default", "none"]),
     "use_reentrant": st.just(False),
     "head": st.one_of(st.integers(1, 4096), st.sampled_from(["auto", "full"])),
+    "mlp": st.one_of(st.integers(1, 4096), st.sampled_from(["auto", "full"])),
 }
 
 
@@ -64,7 +65,9 @@ def valid_specs(draw):
         spec["budget"] = draw(BUDGET)
     if policy in ("selective", "budget", "auto"):
         spec["save"] = draw(SAVE)
-        spec["engine"] = draw(st.sampled_from(ENGINES))
+        saves = {name for rule in spec.get("rules", ()) for name in rule.get("save", ())} | {*spec["save"]}
+        by_sac = saves.isdisjoint(CHEAP_CLASSES)  # which saves no cheap results
+        spec["engine"] = draw(st.sampled_from([engine for engine in ENGINES if engine != "sac" or by_sac]))
     moving = [False]
     if policy in ("full", "offload", "budget", "auto") and "segments" not in spec:
         moving.append(True)
@@ -74,7 +77,7 @@ def valid_specs(draw):
     if (policy in ("offload", "budget", "auto") or spec["offload"]) and draw(st.booleans()):
         spec["host_budget"] = draw(SIZE)
     for key, values in OPTIONS.items():
-        if draw(st.booleans()):
+        if draw(st.booleans()) and not (key == "mlp" and spec.get("engine") == "sac"):
             spec[key] = draw(values)
     return spec
 

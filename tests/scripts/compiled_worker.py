@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import compile_regions
 from ranks import run_cases
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +27,25 @@ def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-WRAPPERS = {"ddp": DistributedDataParallel, "fsdp2": sharded}
+def compiled_and_sharded(model: nn.Module) -> nn.Module:
+    """As accelerate does with `use_regional_compilation`: in place, and before blocks are sharded."""
+    for block in find_blocks(model).modules.values():
+        block.compile(backend="aot_eager")
+    return sharded(model)
+
+
+def ddp_and_compiled(model: nn.Module) -> nn.Module:
+    """As accelerate does without FSDP."""
+    found: nn.Module = compile_regions(DistributedDataParallel(model), backend="aot_eager")
+    return found
+
+
+WRAPPERS = {
+    "ddp": DistributedDataParallel,
+    "fsdp2": sharded,
+    "ddp-regions": ddp_and_compiled,
+    "fsdp2-regions": compiled_and_sharded,
+}
 
 
 def gradients(case: dict[str, Any], spec: dict[str, Any] | None) -> tuple[dict[str, torch.Tensor], nn.Module]:
@@ -34,7 +53,7 @@ def gradients(case: dict[str, Any], spec: dict[str, Any] | None) -> tuple[dict[s
     if spec is not None:
         hf_ckpt.install(model, spec)
         model.gradient_checkpointing_enable()
-    wrapped = WRAPPERS[case["by"]](model)
+    wrapped = WRAPPERS[case["by"] if spec is not None else case["by"].partition("-")[0]](model)
     batch = tiny_batch(case["family"], batch=2, tokens=32, seed=dist.get_rank())
     wrapped(**batch).loss.backward()
     found = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import logging
 import runpy
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-import torch._dynamo
 import transformers
 from helpers.clients import LAYERS
 from helpers.scripts import RECIPES, ROOT
@@ -98,15 +96,6 @@ def script(monkeypatch, tmp_path):
     yield run
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-@pytest.fixture
-def nothing_compiled(monkeypatch):
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would keep all of it
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

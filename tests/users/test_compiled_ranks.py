@@ -16,7 +16,7 @@ CASES = {
         "mixed": {"policy": "none", "rules": [{"layers": "1", "policy": "full"}]},
         "budget": {"budget": "1GiB"},
     }.items()
-}
+} | {f"{by}-taken-over": {"family": "llama", "by": f"{by}-regions", "spec": {"share": 0.3}} for by in ("ddp", "fsdp2")}
 
 
 @pytest.fixture(scope="module")

@@ -98,8 +98,8 @@ def test_adapters_with_dropout(way):
 # --- the Trainer ------------------------------------------------------------------------------------------------------
 
 
-def trained(folder, monkeypatch, spec, *, regional):
-    """Three steps of a compiling Trainer: losses and gradient norms, all that was logged, model, graphs."""
+def trained(folder, monkeypatch, spec, *, regional=False, compiles=True):
+    """Three steps of a Trainer that compiles: losses and gradient norms, all that was logged, model, graphs."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -112,7 +112,8 @@ def trained(folder, monkeypatch, spec, *, regional):
     if spec:
         hf_ckpt.install(model)
     asked = {FLAG: spec is not None, f"{FLAG}_kwargs": spec}
-    job = trainer(folder, model, max_steps=3, torch_compile=True, torch_compile_backend="aot_eager", **asked)
+    compiling = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if compiles else {}
+    job = trainer(folder, model, max_steps=3, **compiling, **asked)
     try:
         job.train()
     finally:
@@ -136,6 +137,22 @@ def test_the_trainer_compiles(regional, tmp_path, monkeypatch, caplog):
     assert found.head_in_graph
     assert "torch.compile has it in a graph" in caplog.text
     assert all("time/step_s" in row and "time/recompute_share" not in row for row in logs)  # not known, so not 0
+
+
+@pytest.mark.slow
+def test_the_trainers_regions_are_taken_over(graphs, tmp_path, monkeypatch, caplog):
+    """With compiled blocks in the plan, and nobody else's: the loss is that of training without another compiler."""
+    spec = {"compile": "blocks", "share": 0.3}
+    expected, _, plain, _ = trained(tmp_path / "alone", monkeypatch, spec, compiles=False)
+    mine = len(graphs)
+    got, _, model, _ = trained(tmp_path / "beside", monkeypatch, spec, regional=True)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=1e-5, atol=0.0)
+    assert len(graphs) == 2 * mine > 0
+    assert "compiled by hf_ckpt" in caplog.text
+    for each in (plain, model):
+        told = hf_ckpt.describe(each)
+        assert (len(told.in_graphs), told.compiled_by_others) == (LAYERS, ())
+        assert set(told.forwards.values()) == {3}
 
 
 def test_verify_says_that_it_cannot_look_into_graphs():

@@ -173,6 +173,7 @@ def test_single_launches_an_unchanged_script(tmp_path):
     done = start("single", "--cpu", "--mixed_precision", "no", "-m", "hf_ckpt", script, *flags, *run, cache=tmp_path)
     assert done.returncode == 0, done.stderr
     assert complaints(done.stderr) == []
+    assert "hf_ckpt: LlamaForCausalLM: full on blocks 0-2 of 4" in done.stderr
     assert "[2, 2, 2, None]" in done.stdout  # layers 0-2, 2 steps
 
 

@@ -29,6 +29,7 @@ class DDPCase:
     dropout: float = 0.0
     policy: str = "full"
     segments: int | None = None
+    mlp: int | str = "full"
     owner: str = "hf_ckpt"
     """`hf_ckpt`, `wrapped` (installed on the DDP module), or `stock` (transformers alone, reentrant)."""
 
@@ -55,6 +56,8 @@ class DDPCase:
         spec: dict[str, Any] = {"policy": self.policy, "every_n_layers": self.every}
         if self.segments is not None:
             spec = {"segments": self.segments}
+        if self.mlp != "full":
+            spec["mlp"] = self.mlp
         if self.policy == "mixed":
             spec = MIXED
         if self.owner == "stock":
@@ -101,6 +104,13 @@ DDP_CASES: dict[str, DDPCase] = {
     "unused_pooler": DDPCase("bert", change="headless", ddp=UNUSED),
     "frozen_below_2": DDPCase("llama", change="frozen_below_2"),
 }
+TILED = {
+    "tiled": DDPCase("llama", mlp=5),
+    "tiled-t5-accumulate": DDPCase("t5", mlp=5, steps="accumulate"),
+    "tiled-lora-find_unused": DDPCase("llama", mlp=5, change="lora", ddp=UNUSED, policy="selective"),
+    "tiled-bert-static_graph": DDPCase("bert", mlp=5, steps="repeat", ddp={"static_graph": True}),
+}
+"""Feed-forwards in chunks, whose gradients are those of the whole up to rounding."""
 # Last, since they fail half-way through a backward. Not hf_ckpt: they show that these cases can fail.
 CONTROLS = {
     "control-find_unused": DDPCase("llama", owner="stock", ddp=UNUSED),
@@ -122,7 +132,7 @@ each_case = sparing("name", DDP_CASES, *FAST)
 
 @pytest.fixture(scope="module")
 def ddp(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    cases = {name: case.to_dict() for name, case in wanted(request, {**DDP_CASES, **CONTROLS}).items()}
+    cases = {name: case.to_dict() for name, case in wanted(request, {**DDP_CASES, **TILED, **CONTROLS}).items()}
     return run_on_ranks("ddp_worker.py", cases, tmp_path_factory.mktemp("ddp"))
 
 
@@ -143,6 +153,16 @@ def test_ddp_gradients_are_those_of_ddp_without_hf_ckpt(ddp: Results, name: str)
 def test_ddp_gradients_are_those_of_one_process(ddp: Results, name: str) -> None:
     # Not with dropout: the ranks draw masks of their own.
     assert all(found["error_to_one_process"] < 2e-6 for found in each_rank(ddp, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TILED)
+def test_ddp_with_feed_forwards_in_chunks(ddp: Results, name: str) -> None:
+    """Each parameter's gradient is reduced once: those of one process on the batches of both ranks, up to rounding."""
+    for found in each_rank(ddp, name):
+        assert found["error_to_one_process"] < 2e-6
+        assert found["missing"] == found["zero"] == []
+        assert found["unlike_plain_ddp"]  # it ran in chunks
 
 
 @pytest.mark.compat

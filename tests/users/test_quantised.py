@@ -8,15 +8,16 @@ import pytest
 import torch
 import transformers
 from helpers.clients import LAYERS, MIXED, PLANS, STEPS
+from helpers.compiled import kept
 from helpers.sparing import sparing
-from helpers.steps import input_gradient_hooks
+from helpers.steps import assert_near, enable, input_gradient_hooks, step
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
 import hf_ckpt
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 
-def lora_model(folder: Path, bits: int | None, *, prepare: bool | None = False):
+def lora_model(folder: Path, bits: int | None, *, prepare: bool | None = False, dropout: float = 0.1):
     """LoRA on a LLaMA whose linear layers have 4 or 8 bits, or 32 (None)."""
     how = {}
     if bits is not None:
@@ -28,7 +29,7 @@ def lora_model(folder: Path, bits: int | None, *, prepare: bool | None = False):
     else:
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=prepare)
     torch.manual_seed(1)
-    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.1)
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout)
     model = get_peft_model(model, lora).train()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # which are 0 at first, and would hide half of the gradients
@@ -41,8 +42,8 @@ def steps_of(model):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     torch.manual_seed(5)
     found = []
-    for step in range(STEPS):
-        loss = model(**tiny_batch("llama", seed=step, tokens=32), use_cache=False).loss
+    for number in range(STEPS):
+        loss = model(**tiny_batch("llama", seed=number, tokens=32), use_cache=False).loss
         loss.backward()
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         found.append({"loss": loss.detach(), **gradients})
@@ -108,3 +109,43 @@ def test_preparing_for_kbit_training_does_not_keep_the_plan_off(base64, prepare)
     done = hf_ckpt.describe(model)
     first, second = done.recomputed.values()
     assert (first, second > 3 * STEPS) == (STEPS, True)
+
+
+def compiled(folder, bits, share, dropout=0.0):
+    model = lora_model(folder, bits, dropout=dropout)
+    hf_ckpt.install(model, {"compile": "blocks", "share": share})
+    enable(model)
+    return model
+
+
+@pytest.mark.slow
+@sparing("bits", [4, 8], 4)
+def test_compiled_blocks_on_a_quantised_base(nothing_compiled, graphs, base64, bits):
+    """In one graph each, which calls bitsandbytes' kernels, and which keeps no weight that was unpacked: as many bytes
+    as on a plain base, where the partitioner has a choice within 5 %."""
+    batch = tiny_batch("llama", tokens=48)
+    eager, most = kept(lora_model(base64, bits, dropout=0.0), batch)
+    sizes = []
+    for share in (1.0, 0.5, 0.0):
+        model = compiled(base64, bits, share)
+        found, quantised = kept(model, batch)
+        _, plain = kept(compiled(base64, None, share), batch)
+        assert_near(eager, found)
+        told = hf_ckpt.describe(model)
+        assert len(told.in_graphs) == LAYERS
+        assert set(told.forwards.values()) == {1}
+        assert quantised <= 1.05 * plain
+        sizes.append(quantised)
+    assert sizes[2] < 0.4 * sizes[0] < 0.4 * most
+    targets = {str(node.target) for graph in graphs for node in graph.graph.nodes}
+    assert any("bitsandbytes" in target or "autograd_function_apply" in target for target in targets), targets
+
+
+@pytest.mark.slow
+def test_dropout_of_adapters_in_compiled_blocks_on_a_quantised_base(nothing_compiled, base64):
+    """By inductor: backward has the masks of the forward, whatever is run again."""
+    batch = tiny_batch("llama", tokens=48)
+    first, second = (step(compiled(base64, 4, share, dropout=0.3), batch) for share in (1.0, 0.0))
+    assert_near(first, second)
+    with pytest.raises(AssertionError):
+        assert_near(step(compiled(base64, 4, 1.0), batch), first)

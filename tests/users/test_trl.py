@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import datasets
 import pytest
 import torch
@@ -153,7 +155,11 @@ def test_switches_of_trl_that_mean_another_owner_are_named(trl_run):
 
 def test_trl_offloads_what_a_plan_leaves(trl_run, monkeypatch):
     """`activation_offloading` moves what autograd saves. Inside our blocks that is what the plan keeps, and it comes
-    back. TRL has it for accelerators only, so the CPU says that it is one."""
+    back. TRL has it for accelerators only, so the CPU says that it is one.
+
+    Copies may lie otherwise in memory, so that sums are rounded otherwise (seen on a CPU without AVX-512, also with TRL
+    alone).
+    """
     from trl.models import activation_offloading
     from trl.trainer import sft_trainer
 
@@ -169,10 +175,11 @@ def test_trl_offloads_what_a_plan_leaves(trl_run, monkeypatch):
     monkeypatch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
     monkeypatch.setattr(sft_trainer, "get_act_offloading_ctx_manager", offloading)
     reference = trl_run("sft", activation_offloading=True)
-    assert_same_training(trl_run("sft"), reference)
+    nearly = functools.partial(torch.allclose, rtol=1e-4, atol=1e-6)
+    assert_same_training(trl_run("sft"), reference, nearly)
     for plan, spec in PLANS.items():
         run = trl_run("sft", spec, activation_offloading=True)
-        assert_same_training(reference, run)
+        assert_same_training(reference, run, nearly)
         assert_carried_out(plan, reference, run)
     everything, full, selective, mixed = (manager.tensor_id for manager in managers)  # taken in the last step
     assert 0 < full < selective < mixed < everything

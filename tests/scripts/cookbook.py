@@ -1,0 +1,112 @@
+"""Writes docs/cookbook.md: questions, the commands that answer them, and what these answer.
+
+python tests/scripts/cookbook.py  # a few minutes: every command is run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shlex
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "cookbook.md"
+QUESTIONS = {
+    "QLoRA of an 8B model with 8,192 tokens on 24 GB": (
+        "hf-ckpt plan llama-3.1-8b --seq 8192 --lora 16 --load-in-4bit --head auto --device 4090"
+    ),
+    "Full fine-tuning of a 1B model on 16 GB": "hf-ckpt plan llama-3.2-1b --batch 4 --seq 1024 --device 4080",
+    "BERT-large with 512 tokens, a classifier, on 8 GB": (
+        "hf-ckpt plan bert-large --batch 16 --seq 512 --architecture BertForSequenceClassification "
+        "--dtype float32 --autocast bfloat16 --device 3060 --budget 7GiB"
+    ),
+    "LoRA of T5-3B on 24 GB": "hf-ckpt plan t5-3b --batch 4 --seq 512 --target-seq 128 --lora 16 --device 4090",
+    "Full fine-tuning of GPT-2 XL on 40 GB": (
+        "hf-ckpt plan gpt2-xl --batch 8 --seq 1024 --dtype float32 --autocast bfloat16 --device a100-40"
+    ),
+    "QLoRA of a 70B model on 80 GB": (
+        "hf-ckpt plan llama-3.1-70b --seq 4096 --lora 16 --load-in-4bit --head auto --device h100"
+    ),
+    "DPO of a 7B model on 48 GB": (
+        "hf-ckpt plan llama-2-7b --batch 2 --seq 1024 --lora 16 --trainer dpo --device a6000"
+    ),
+    "LoRA of an 8B model with 32,768 tokens on 80 GB": (
+        "hf-ckpt plan llama-3.1-8b --seq 32768 --lora 16 --head auto --device h100"
+    ),
+    "QLoRA of a mixture of experts, 8x7B, on 80 GB": (
+        "hf-ckpt plan mixtral-8x7b --seq 2048 --lora 16 --load-in-4bit --device h100"
+    ),
+    "A file of lengths": ("hf-ckpt plan llama-3.2-1b --batch 4 --lora 16 --lengths configs/lengths.txt --device 4090"),
+}
+REMARKS = {
+    "QLoRA of a mixture of experts, 8x7B, on 80 GB": (
+        "Since transformers 5, the experts of a layer are one stacked weight, which bitsandbytes does not quantise: "
+        "only attention gets 4 bits, and PEFT's preparation casts the experts to float32. No setting near it fits."
+    ),
+    "A file of lengths": (
+        "The file has the number of tokens of one sequence in each line. The plan is for the longest; with `budget`, "
+        "training makes one for each row of the table."
+    ),
+    "DPO of a 7B model on 48 GB": (
+        "Each of the 2 pairs is two sequences. The reference is the policy without its adapters; `--reference model` "
+        "plans for a second model, and `--reference precomputed` for none."
+    ),
+}
+INTRODUCTION = """# Cookbook
+
+Does it fit, and what do I write? Ten questions with the command that answers each, its answer, and the lines to copy.
+Nothing is downloaded, and no GPU is needed. The answers were written by the commands; all figures are
+[predicted](planner.md), and speeds are good for comparing only. `--frontier`, `--json` and `--out` tell more.
+"""
+
+
+def answer_of(command: str) -> dict:
+    """What a command prints with `--json`."""
+    from hf_ckpt.cli.main import main
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main([*shlex.split(command)[1:], "--json"])
+    if not out.getvalue():
+        raise RuntimeError(err.getvalue())
+    found = json.loads(out.getvalue())
+    assert code == (0 if found["fits"] else 2)
+    return found
+
+
+def section(question: str, command: str, found: dict) -> str:
+    """The part of the page about one question."""
+    lines = [found["answer"]]
+    if found["fits"]:
+        arguments = found["write"]["training_arguments"]
+        lines += ["", *(f"{key}: {v if isinstance(v, str) else json.dumps(v)}" for key, v in arguments.items())]
+        lines += ["", *found["write"]["model"]]
+        for bucket in found["buckets"]:
+            peak, seconds = bucket["peak_bytes"] / 2**30, bucket["step_seconds"]
+            many = f"{bucket['batches']} batches of up to {bucket['tokens']} tokens"
+            lines.append(f"{many}: {peak:.2f} GiB, {seconds:.2f} s a step, {bucket['recomputed']} blocks not kept")
+    else:
+        for setting in found["nearest"]:
+            peak, speed = setting["peak_bytes"] / 2**30, setting["tokens_per_second"]
+            lines += ["", f"{setting['name']} ({setting['options']}): {peak:.1f} GiB, {speed:,.0f} tokens a second"]
+            lines.append(f"gradient_checkpointing_kwargs: {json.dumps(setting['spec'])}")
+    remark = f"\n{REMARKS[question]}\n" if question in REMARKS else ""
+    told = "\n".join(lines)
+    return f"## {question}\n\n```bash\n{command}\n```\n\n```text\n{told}\n```\n{remark}"
+
+
+def main() -> None:
+    """Write the page; with a number as argument, print the section of that question."""
+    if sys.argv[1:]:
+        question = list(QUESTIONS)[int(sys.argv[1])]
+        print(section(question, QUESTIONS[question], answer_of(QUESTIONS[question])))
+        return
+    sections = [section(question, command, answer_of(command)) for question, command in QUESTIONS.items()]
+    PAGE.write_text("\n".join([INTRODUCTION, *sections]))
+
+
+if __name__ == "__main__":
+    main()
