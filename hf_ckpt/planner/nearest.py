@@ -1,7 +1,7 @@
 """Finds the settings nearest to those asked for with which a training fits, each by a plan of its own.
 
-Costs are traced once for each model (16 bits, 4 bits, adapters) and once more for a short length; those of lengths
-between lie on the line through both, as in training.
+Costs are traced once for each model (16 bits, 4 bits, adapters) and once more for a short length and a batch of one;
+those of lengths and batches between lie on the line through both, as in training.
 """
 
 from __future__ import annotations
@@ -65,9 +65,11 @@ def nearest_settings(asked: Asked, candidates: Candidates) -> list[Setting]:
         if len(found) == MOST:
             break
         try:
-            found.append(_setting(change, candidates(change.workload, change.head, change.host_budget), asked))
+            setting = _setting(*_largest_batch(change, asked, candidates), asked)
         except HfCkptError:
             continue
+        if all((setting.peak_bytes, setting.spec) != (other.peak_bytes, other.spec) for other in found):
+            found.append(setting)  # one change more that changes nothing is none
     if len(found) < MOST:
         shorter = _fewer_tokens(asked, candidates)
         if shorter is not None:
@@ -80,9 +82,7 @@ def _changes(asked: Asked) -> Iterator[_Change]:
     start = asked.workload
     bases: list[tuple[str, str, Workload]] = [("", "", start)]
     if start.batch > 1:
-        more = start.batch * start.accumulation
-        fewer = dataclasses.replace(start, batch=1, accumulation=more)
-        bases.append(("batch 1 with accumulation", f"--batch 1 --accum {more}", fewer))
+        bases.append(("", "", _accumulated(start, 1)))
     if start.lora is None:
         if "8bit" not in start.optimizer:
             bases.append(
@@ -106,9 +106,41 @@ def _changes(asked: Asked) -> Iterator[_Change]:
         ways.append(("head in chunks, host memory", f"--head auto --host-budget {HOST_BUDGET}", "auto", HOST_BUDGET))
     for name, options, workload in bases:
         for how, more_options, head, host_budget in ways:
-            if name or how:
+            if name or how or workload is not start:
                 words = ", ".join(filter(None, (name, how)))
                 yield _Change(words, f"{options} {more_options}".strip(), workload, head, host_budget)
+
+
+def _accumulated(workload: Workload, batch: int) -> Workload:
+    """The same sequences a step, `batch` of them at a time."""
+    return dataclasses.replace(workload, batch=batch, accumulation=workload.batch * workload.accumulation // batch)
+
+
+def _largest_batch(change: _Change, asked: Asked, candidates: Candidates) -> tuple[_Change, tuple[Costs, ...]]:
+    """The change and its costs; where it makes batches smaller, with the largest that fits and leaves no remainder."""
+    start, least = asked.workload, change.workload
+
+    def costs_at(workload: Workload) -> tuple[Costs, ...]:
+        return candidates(workload, change.head, change.host_budget)
+
+    low = costs_at(least)
+    if least.batch == start.batch:
+        return change, low
+    batch, fitting = least.batch, low
+    if peak_of_least(low) <= asked.budget_bytes:
+        high = costs_at(dataclasses.replace(start, accumulation=max(2, start.accumulation)))
+        for smaller in (size for size in range(start.batch // 2, 1, -1) if start.batch % size == 0):
+            try:
+                costs = between(low, high, smaller - 1, start.batch - 1)
+            except UnlikeError:
+                costs = costs_at(_accumulated(start, smaller))
+            if peak_of_least(costs) <= asked.budget_bytes:
+                batch, fitting = smaller, costs
+                break
+    workload = _accumulated(start, batch)
+    name = ", ".join(filter(None, (f"batch {batch} with accumulation", change.name)))
+    options = f"--batch {batch} --accum {workload.accumulation} {change.options}".strip()
+    return dataclasses.replace(change, name=name, options=options, workload=workload), fitting
 
 
 def _setting(change: _Change, costs: Sequence[Costs], asked: Asked) -> Setting:

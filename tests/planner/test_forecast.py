@@ -103,16 +103,16 @@ def test_pictures_are_drawn(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_what_cannot_fit_says_which_batch_does(capsys):
-    words = ["plan", "gpt2", "--seq", "128", "--batch", "16", "--device", "a10"]
-    assert main([*words, "--budget", "1400MiB"]) == 2
-    told = capsys.readouterr().err
-    assert "no plan fits into 1.37 GiB" in told
-    batch, steps = (int(word) for word in told.partition("--batch ")[2].split()[:3:2])
-    assert batch * steps >= 16
-    assert main(["plan", "gpt2", "--seq", "128", "--batch", str(batch), "--device", "a10", "--budget", "1400MiB"]) == 0
-    assert (
-        main(["plan", "gpt2", "--seq", "128", "--batch", str(batch + 1), "--device", "a10", "--budget", "1400MiB"]) == 2
-    )
+    """The largest batch that divides the one asked for and fits: it does, and the next larger one does not."""
+    question = ["mini-gpt2", "--seq", "128", "--device", "a10", "--budget", "240MiB"]
+    assert main(["plan", *question, "--batch", "16"]) == 2
+    told = capsys.readouterr()
+    words = (told.out + told.err).partition("--batch ")[2].split()
+    batch, steps = int(words[0]), int(words[2])
+    assert batch * steps == 16
+    assert batch > 1
+    assert main(["plan", *question, "--batch", str(batch), "--accum", str(steps)]) == 0
+    assert main(["plan", *question, "--batch", str(batch * 2), "--accum", str(steps // 2)]) == 2
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_it_is_a_candidate_where_it_is_allowed():
 @pytest.mark.slow
 def test_a_budget_takes_it_only_where_it_helps():
     """A budget below what is possible as a whole is kept with chunks; a loose one is bit-equal to no checkpointing."""
-    model, batch = model_of(vocab_size=300), tiny_batch("llama", **SHAPE)
+    model, batch = model_of(), tiny_batch("llama", batch=1, tokens=2048)
     expected = step(model, batch)
     none = live_peak(model, batch)
     budgeted(model, "1MiB")

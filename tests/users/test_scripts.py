@@ -85,7 +85,9 @@ def test_scripts_under_accelerate_launch(script, trl_words, clm_words, tmp_path)
     launch = ["-m", "accelerate.commands.launch", "--cpu", "-m", "hf_ckpt", SCRIPTS / "counted.py"]
     done = python(*launch, "jobs.json", "counts.json", cwd=tmp_path, extra={"HF_HOME": str(tmp_path / "home")})
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stderr.splitlines() if "hf_ckpt" in line] == []
+    said = [line for line in done.stderr.splitlines() if "hf_ckpt" in line]
+    assert len(said) == len(jobs), said  # one line a model, and no warning
+    assert all(line.startswith("hf_ckpt: ") and " on block" in line for line in said), said
     for name, count in zip(jobs, json.loads((tmp_path / "counts.json").read_text()), strict=True):
         assert_same_weights(tmp_path / f"{name}-off", tmp_path / f"{name}-on", name)
         assert count["enabled"], name
