@@ -46,30 +46,35 @@ def run(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in ("model", "device", "batch")}
     facts = gather(arguments.files, **given, tokens=arguments.seq)
     findings = diagnose.diagnose(facts)
+    fit = _fit(facts)
     if arguments.json:
-        print(json.dumps(diagnose.to_dict(facts, findings), indent=1))
+        print(json.dumps({**diagnose.to_dict(facts, findings), "fit": fit}, indent=1))
     else:
         print_findings(findings, facts.versions)
-    _print_fit(facts, as_json=arguments.json)
+        if fit is not None:
+            told = f"{fit['told']} What to write:" if "told" in fit else "whether it fits a card:"
+            make_console().print(f"{told} {fit['ask']}", highlight=False, markup=False, soft_wrap=True)
     failing = {"error", "warning"} if arguments.strict else {"error"}
     return 1 if failing & {finding.severity for finding in findings} else 0
 
 
-def _print_fit(facts: Facts, *, as_json: bool) -> None:
-    """Print whether the training of the files fits the device, where both are known; else how to ask that."""
+def _fit(facts: Facts) -> dict[str, Any] | None:
+    """Whether the training of the files fits the device; None without a training file.
+
+    `ask` is the command that says what to write. Where model, device and length are known there is more: `told`, a
+    sentence, and `fits`, which is None where no plan could be made.
+    """
     from hf_ckpt.doctor.facts import TRAINING
     from hf_ckpt.doctor.trainings import workload_fields
 
-    if not facts.of(TRAINING) or as_json:
-        return
-    console = make_console()
+    if not facts.of(TRAINING):
+        return None
     fields = workload_fields(facts)
     model = facts.model.name if facts.model else fields.get("model")
     asked = f"hf-ckpt plan {model or 'MODEL'} --config {facts.of(TRAINING)[0].path}"
     asked += f" --device {facts.device.name}" if facts.device else " --device NAME"
     if facts.model is None or facts.device is None or "tokens" not in fields:
-        console.print(f"whether it fits a card: {asked}", highlight=False, markup=False, soft_wrap=True)
-        return
+        return {"ask": asked}
     from hf_ckpt.cli.arguments import quiet_libraries
     from hf_ckpt.errors import HfCkptError, InfeasibleError
     from hf_ckpt.planner.answers import headline
@@ -77,14 +82,15 @@ def _print_fit(facts: Facts, *, as_json: bool) -> None:
     from hf_ckpt.prediction.workload import Workload
 
     quiet_libraries()
+    fits: bool | None = True
     try:
         workload = Workload(**{**fields, "model": facts.model.name, "batch": fields.get("batch", 8)})
         told = forecast(workload, Request(device=facts.device.name, quick=True)).answer
     except InfeasibleError as error:
-        told = headline(error.floor_bytes, error.budget_bytes, facts.device, None)
+        fits, told = False, headline(error.floor_bytes, error.budget_bytes, facts.device, None)
     except HfCkptError as error:
-        told = f"whether it fits is not known: {error}"
-    console.print(f"{told} What to write: {asked}", highlight=False, markup=False, soft_wrap=True)
+        fits, told = None, f"whether it fits is not known: {error}"
+    return {"ask": asked, "told": told, "fits": fits}
 
 
 def print_findings(findings: Sequence[Finding], versions: Mapping[str, str], console: Console | None = None) -> None:

@@ -61,16 +61,18 @@ def nearest_settings(asked: Asked, candidates: Candidates) -> list[Setting]:
         candidates: gives the costs of other settings.
     """
     found: list[Setting] = []
+    fitting = 0
     for change in _changes(asked):
-        if len(found) == MOST:
+        if fitting == MOST:
             break
         try:
             setting = _setting(*_largest_batch(change, asked, candidates), asked)
         except HfCkptError:
             continue
+        fitting += 1
         if all((setting.peak_bytes, setting.spec) != (other.peak_bytes, other.spec) for other in found):
             found.append(setting)  # one change more that changes nothing is none
-    if len(found) < MOST:
+    if fitting < MOST:
         shorter = _fewer_tokens(asked, candidates)
         if shorter is not None:
             found.insert(min(len(found), 2), shorter)

@@ -181,3 +181,28 @@ def test_nothing_heavy_is_imported(words):
     if words == ["--help"]:
         assert "hf-ckpt doctor" in done.stdout
         assert not imported & {"yaml", "rich", "hf_ckpt.doctor"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch", "fits", "word"), [(2, True, "Fits: "), (4096, False, "Does not fit: ")])
+def test_it_says_whether_the_training_fits_the_card(batch, fits, word, tmp_path, capsys):
+    values = {"per_device_train_batch_size": batch, "max_length": 256, "bf16": True, "optim": "sgd"}
+    words = ["doctor", write(tmp_path / "train.json", values), "--model", "mini-gpt2", "--device", "t4"]
+    assert main.main([*words, "--json"]) == 0
+    fit = json.loads(capsys.readouterr().out)["fit"]
+    assert fit["fits"] is fits
+    assert fit["told"].startswith(word)
+    assert "T4" in fit["told"]
+    assert main.main(words) == 0
+    assert f"{fit['told']} What to write: {fit['ask']}" in capsys.readouterr().out
+    # What it says to ask answers the same.
+    assert main.main(fit["ask"].split()[1:]) == (0 if fits else 2)
+    assert fit["told"] in capsys.readouterr().out
+
+
+def test_without_a_card_it_says_how_to_ask(tmp_path, capsys):
+    path = write(tmp_path / "train.json", {"per_device_train_batch_size": 2, "model_name_or_path": "mini-gpt2"})
+    assert main.main(["doctor", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fit"] == {"ask": f"hf-ckpt plan mini-gpt2 --config {path} --device NAME"}
+    assert main.main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fit"] is None
