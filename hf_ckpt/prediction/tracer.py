@@ -40,6 +40,8 @@ class Answers(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Storage of a cast tensor -> storage of the tensor that it was cast from, as addresses."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and compat.is_fake(args[0]):
+            return args[0].fake_device  # asked as often as anything is computed, and by each mode anew
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             return not self.padded
         if func is torch.ops.aten.equal.default:
