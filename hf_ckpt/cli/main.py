@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_ckpt import __version__
-from hf_ckpt.cli import check, demo, doctor, plan
+from hf_ckpt.cli import app, check, demo, doctor, plan
 from hf_ckpt.errors import HfCkptError
 
 
@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hf-ckpt {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
 
-    for verb in (demo, check, plan, doctor):
+    for verb in (demo, check, plan, app, doctor):
         verb.add(verbs)
     return parser
 

@@ -18,7 +18,10 @@ from hf_ckpt.cli.arguments import (
     progress,
     quiet_libraries,
 )
+from hf_ckpt.cli.page import OPTIONS
 from hf_ckpt.cli.pictures import PICTURES, import_pyplot
+from hf_ckpt.cli.report_html import SUFFIXES as REPORTS
+from hf_ckpt.cli.report_html import import_plotly, save_report
 from hf_ckpt.console import make_console
 from hf_ckpt.errors import HfCkptError, InfeasibleError, shown
 from hf_ckpt.prediction.choices import DTYPE_NAMES, PARALLEL, REFERENCES, TRAINERS
@@ -138,6 +141,7 @@ def add(verbs: Any) -> None:
     plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
     plan.add_argument("--out", type=Path, help='file for the plan (.yaml or .json), for {"plan": FILE}')
     plan.add_argument("--png", type=Path, help="file for a picture of memory through the step, and of the frontier")
+    plan.add_argument("--html", type=Path, help="file for a report with a slider for the budget (.html)")
     plan.set_defaults(run=run, defaults=lambda name: plan.get_default(name))
 
 
@@ -156,6 +160,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.png is not None:
         refuse_unwritable(arguments.png, PICTURES)
         import_pyplot()
+    if arguments.html is not None:
+        refuse_unwritable(arguments.html, REPORTS)
+        import_plotly()
     quiet_libraries()
     lengths = () if arguments.lengths is None else _read_lengths(arguments.lengths)
     if lengths:
@@ -174,7 +181,7 @@ def run(arguments: argparse.Namespace) -> int:
         asked = Request(
             device=arguments.device,
             budget=arguments.budget,
-            frontier=arguments.frontier or arguments.png is not None,
+            frontier=arguments.frontier or arguments.png is not None or arguments.html is not None,
             max_batch=arguments.max_batch,
             max_tokens=arguments.max_seq,
             measure=arguments.measure,
@@ -206,6 +213,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.png is not None:
         save_forecast_picture(found, arguments.png)
         _say_written(console, "a picture of memory through the step, and of time against peak", arguments.png)
+    if arguments.html is not None:
+        save_report(found, arguments.html, device=arguments.device or "", head=arguments.head)
+        _say_written(console, "a report with a slider for the budget", arguments.html)
     return 0
 
 
@@ -237,17 +247,13 @@ def _read_lengths(path: Path) -> tuple[int, ...]:
     return found
 
 
-_OPTIONS = {"tokens": "seq", "target_tokens": "target_seq", "accumulation": "accum"}
-"""Fields of `Workload` -> the options that have other names."""
-
-
 def _read_config(arguments: argparse.Namespace) -> None:
     """Set the options that were not given to what the file of `--config` says."""
     from hf_ckpt.doctor.facts import gather
     from hf_ckpt.doctor.trainings import workload_fields
 
     for field, value in workload_fields(gather([arguments.config])).items():
-        name = _OPTIONS.get(field, field)
+        name = OPTIONS.get(field, field)
         if getattr(arguments, name) == arguments.defaults(name):
             vars(arguments)[name] = value
 

@@ -51,6 +51,8 @@ def headline(peak_bytes: int, budget_bytes: int, device: Device, tokens_per_seco
     allowed = f", of which {most} may be used" if device.memory_bytes else ""
     if peak_bytes > budget_bytes:
         return f"Does not fit: {peak} of {whole} GiB {where}{allowed}, as low as a plan can go."
+    if device.memory_bytes and peak_bytes > device.memory_bytes:
+        return f"Does not fit: {peak} of {whole} GiB {where}, though a budget of {most} GiB would allow it."
     speed = f", {tokens_per_second:,.0f} tokens a second" if tokens_per_second else ""
     return f"Fits: {peak} of {whole} GiB {where}{speed}."
 

@@ -115,7 +115,9 @@ class Forecast:
     timeline: Timeline
     """The memory of the step under the plan, for the micro-step with the largest peak."""
     usual: tuple[Alternative, ...]
-    """What transformers itself offers, and `segments`."""
+    """What transformers itself offers, beginning with no checkpointing, and `segments`."""
+    candidates: tuple[Costs, ...] = ()
+    """The costs that plans for other budgets are made from."""
     further: tuple[Alternative, ...] = ()
     """What offloading and a head in chunks would need and take."""
     frontier: tuple[Alternative, ...] = ()
@@ -144,6 +146,36 @@ class Forecast:
         """Whether it fits, in a sentence."""
         speed = self.plan.prediction.tokens_per_second if self.plan.prediction else None
         return headline(self.peak_bytes, self.budget_bytes, self.device, speed)
+
+    @property
+    def floor_bytes(self) -> int:
+        """The lowest peak that any plan has, in bytes."""
+        return peak_of_least(self.candidates or self.costs)
+
+    def within(self, budget: float | str) -> Forecast:
+        """The forecast for another budget, from the same costs: nothing is traced again, which makes it quick.
+
+        Answers of the first budget that would have to be traced (`buckets`, `max_batch`, `max_tokens`) are left out.
+
+        Args:
+            budget: the peak that is allowed: bytes, a text as "20GiB", or a share of the device ("80%" or 0.8).
+
+        Raises `InfeasibleError` where no plan fits, and `UnitError` for what is no budget.
+        """
+        limit = _budget_bytes(budget, self.device)
+        candidates = self.candidates or (self.costs,)
+        plan = plan_within(candidates, limit, self.device.name)
+        made_from, chosen = costs_behind(candidates, plan)
+        return dataclasses.replace(
+            self,
+            budget_bytes=limit,
+            costs=made_from,
+            plan=plan,
+            timeline=worst_timeline(made_from, chosen),
+            buckets=(),
+            max_batch=None,
+            max_tokens=None,
+        )
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -331,6 +363,7 @@ class _Forecaster:
             if self.workload.sharded or self.asked.quick
             else _further(costs, () if self.asked.compiled else candidates, self.skeleton, step, self.device),
             frontier=tuple(frontier(candidates)) if self.asked.frontier else (),
+            candidates=tuple(candidates),
             host_budget=self.asked.host_budget,
             buckets=tuple(self._buckets(candidates)) if self.asked.lengths else (),
             max_batch=max_batch,

@@ -212,7 +212,7 @@ class Plan:
             for block, action in pairs:
                 chosen.setdefault(str(action), []).append(block.index)
             kinds = ", ".join(dict.fromkeys(block.kind for block, _ in pairs))
-            parts = [f"{action} {_spans(indices)}" for action, indices in chosen.items()]
+            parts = [f"{action} {spans(indices)}" for action, indices in chosen.items()]
             lines.append(f"  {stack} ({len(pairs)} x {kinds}): {'; '.join(parts)}")
         for name, tokens in (("head", self.head), ("feed-forward", self.mlp)):
             if tokens != "full":
@@ -233,7 +233,7 @@ def _summary(pairs: list[tuple[Block, Action]]) -> str:
     if [len(indices) for indices in chosen.values()] == [len(pairs)]:
         return f"{next(iter(chosen))}{in_segments} on all {len(pairs)} blocks"
     parts = [
-        f"{action}{in_segments} on block{'s' if len(indices) > 1 else ''} {_spans(indices)}"
+        f"{action}{in_segments} on block{'s' if len(indices) > 1 else ''} {spans(indices)}"
         for action, indices in chosen.items()
     ]
     return f"{' and '.join(parts)} of {len(pairs)}"
@@ -250,8 +250,8 @@ def numbers_of_runs(blocks: int, runs: int) -> list[int]:
     return [number for number, length in enumerate(run_lengths(blocks, runs)) for _ in range(length)]
 
 
-def _spans(indices: list[int]) -> str:
-    """Write positions as text: `_spans([0, 1, 2, 5]) == "0-2, 5"`, and a long run of equal steps as "0, 2, ... 78"."""
+def spans(indices: list[int]) -> str:
+    """Write positions as text: `spans([0, 1, 2, 5]) == "0-2, 5"`, and a long run of equal steps as "0, 2, ... 78"."""
     steps = {later - earlier for earlier, later in itertools.pairwise(indices)}
     if len(indices) > 4 and len(steps) == 1 and steps != {1}:
         return f"{indices[0]}, {indices[1]}, ... {indices[-1]}"
