@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -294,16 +295,19 @@ def _plan(gradio: Any, paths: bool, *values: Any) -> list[Any]:
     step = 0.01 if high - low > GIB else 0.001
     budget = min(found.budget_bytes, high)
     slider = gradio.update(
-        minimum=_rounded(low, step), maximum=_rounded(high, step) + step, value=_rounded(budget, step), step=step
+        minimum=_rounded(low, step),
+        maximum=round(_rounded(high, step) + step, 3),
+        value=_rounded(budget, step),
+        step=step,
     )
-    line = f'<p class="hf-quiet">{question_of(found)}</p>'
+    line = f'<p class="hf-quiet">{escape(question_of(found))}</p>'
     cleared = [gradio.update(visible=False), gradio.update(visible=True)]
     return [asked, *cleared, line, slider, *_shown(asked, budget // MIB * MIB)]
 
 
 def _rounded(size_bytes: int, step: float) -> float:
     """Bytes as GiB, rounded down to steps of the slider."""
-    return int(size_bytes / GIB / step) * step
+    return round(int(size_bytes / GIB / step) * step, 3)
 
 
 def _move(asked: Question, gib: float) -> list[Any]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 STOPS = 32
 """Budgets of a report, from just below the lowest peak to that of no checkpointing."""
-SLICES = 300
+SLICES = 160
 """Parts of a step in a picture of its memory; of each, the moment with the most bytes is drawn."""
 MIB = 2**20
 _CLASSES = {
@@ -68,6 +68,12 @@ class Answer:
     """Lines of Python for the model."""
     spec: str = ""
     """The spec, as JSON."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a plan fits into the budget, and into the memory of the device."""
+        memory = self.found.device.memory_bytes if self.found else None
+        return self.found is not None and (memory is None or self.found.peak_bytes <= memory)
 
 
 def answer_of(found: Forecast, budget_bytes: int) -> Answer:
@@ -129,11 +135,13 @@ def parts_of(error: InfeasibleError) -> list[str]:
 
 def range_of(found: Forecast) -> tuple[int, int]:
     """The budgets, in whole MiB as bytes, between which plans differ: from just below the lowest peak, which nothing
-    fits into, to that of no checkpointing."""
-    floor = found.floor_bytes
+    fits into, to that of no checkpointing, or to the memory of the device where that is less."""
+    floor, memory = found.floor_bytes, found.device.memory_bytes
     high = max(floor, option_named(found, "none").peak_bytes)
+    high = -(-high // MIB) * MIB
+    high = min(high, memory // MIB * MIB) if memory and memory > floor else high
     low = floor - max((high - floor) // STOPS, floor // 50)
-    return max(low // MIB, 1) * MIB, -(-high // MIB) * MIB
+    return max(low // MIB, 1) * MIB, high
 
 
 def stops_of(found: Forecast, count: int = STOPS) -> list[int]:
@@ -215,7 +223,7 @@ def slices_of(found: Forecast, slices: int = SLICES) -> list[tuple[float, tuple[
 
 def summary_html(answer: Answer) -> str:
     """Whether it fits, and the peak and the time of a step beside those of other ways to train."""
-    look, sign = ("fits", "&#10003;") if answer.found else ("misfit", "&#10007;")
+    look, sign = ("fits", "&#10003;") if answer.fits else ("misfit", "&#10007;")
     text = f'<p class="hf-answer hf-{look}" role="status"><span aria-hidden="true">{sign}</span> '
     text += f"{escape(answer.headline)}</p>"
     if answer.reasons:

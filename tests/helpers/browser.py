@@ -1,0 +1,89 @@
+"""A headless chromium: what it loads, what it says, and what lies in its clipboard."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+SWITCHES = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # no name leads anywhere
+)
+
+
+class Browser:
+    """Chromium with an empty profile, driven through `driver`."""
+
+    def __init__(self, profile):
+        options = webdriver.ChromeOptions()
+        options.binary_location = shutil.which("chromium")
+        for switch in (*SWITCHES, f"--user-data-dir={profile}"):
+            options.add_argument(switch)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        self.driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+        self.driver.set_script_timeout(60)
+
+    def open(self, address, width=1280, dark=False):
+        """Load a page in a window of a width, and forget what was logged before."""
+        self.driver.get_log("performance"), self.driver.get_log("browser")
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        self.driver.get(address)
+
+    def find(self, selector):
+        return self.driver.find_element(By.CSS_SELECTOR, selector)
+
+    def text(self, selector):
+        return self.driver.execute_script("return document.querySelector(arguments[0])?.textContent ?? ''", selector)
+
+    def wait(self, condition, seconds=60):
+        """Wait until a condition holds, and return its value; fails if it never does."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            found = condition()
+            if found:
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"waited for {seconds} s; the console says {self.driver.get_log('browser')}")
+
+    def slide(self, selector, value):
+        """Move a slider as a person does, and return the milliseconds that the page took for it itself."""
+        script = """
+            const slider = document.querySelector(arguments[0]), begin = performance.now();
+            const set = Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, "value").set;
+            set.call(slider, arguments[1]);
+            slider.dispatchEvent(new Event("input", {bubbles: true}));
+            document.body.offsetHeight;
+            return performance.now() - begin;"""
+        return self.driver.execute_script(script, selector, value)
+
+    def requested(self):
+        """Addresses that the page asked for, by http or as files."""
+        entries = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        sent = [entry["params"] for entry in entries if entry["method"] == "Network.requestWillBeSent"]
+        sockets = [entry["params"]["url"] for entry in entries if entry["method"] == "Network.webSocketCreated"]
+        found = [entry["request"]["url"] for entry in sent] + sockets
+        return [url for url in found if not url.startswith(("data:", "blob:", "chrome:"))]
+
+    def complaints(self):
+        """What the console was told: errors and warnings."""
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] != "INFO"]
+
+    def too_wide(self):
+        """Whether the page has to be moved sideways to be read."""
+        return self.driver.execute_script("return document.documentElement.scrollWidth > innerWidth")
+
+    def clipboard(self):
+        """What was copied last, pasted into a field that is taken away again."""
+        make = "const area = document.createElement('textarea'); area.id = 'pasted'; document.body.append(area);"
+        self.driver.execute_script(make)
+        self.find("#pasted").send_keys(Keys.CONTROL, "v")
+        return self.driver.execute_script("const a = document.querySelector('#pasted'); a.remove(); return a.value")
