@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from hf_ckpt.planner.forecast import Forecast, Request
     from hf_ckpt.prediction.workload import Workload
 
-BASES = ("not quantised", "4 bits", "8 bits")
-"""Types of the base, as the page names them."""
+BASES = ("no", "4 bits", "8 bits")
+"""Whether the base is quantised, as the page says it."""
 HEADS = {"as a whole": "full", "in chunks where that helps": "auto"}
 """How the head may run, as the page names it -> `Request.head`."""
 THIS_MACHINE = "this machine"
@@ -203,17 +203,11 @@ def _fields(gradio: Any, model: str) -> list[Any]:
                 elem_id="hf-model",
                 min_width=200,
             ),
-            gradio.Number(
-                16, label="Batch", info="sequences a micro-step", precision=0, elem_id="hf-batch", min_width=120
-            ),
-            gradio.Number(
-                1024, label="Length", info="tokens a sequence", precision=0, elem_id="hf-tokens", min_width=120
-            ),
-            gradio.Number(
-                0, label="LoRA rank", info="0: every weight trains", precision=0, elem_id="hf-lora", min_width=120
-            ),
+            gradio.Number(16, label="Batch", info="sequences", precision=0, elem_id="hf-batch", min_width=120),
+            gradio.Number(1024, label="Length", info="tokens", precision=0, elem_id="hf-tokens", min_width=120),
+            gradio.Number(0, label="LoRA rank", info="0: no LoRA", precision=0, elem_id="hf-lora", min_width=120),
             gradio.Dropdown(
-                list(BASES), value=BASES[0], label="Base", info="under adapters", elem_id="hf-base", min_width=150
+                list(BASES), value=BASES[0], label="Quantised", info="base of LoRA", elem_id="hf-base", min_width=150
             ),
             gradio.Dropdown(
                 [*devices, (THIS_MACHINE, THIS_MACHINE)],
@@ -371,7 +365,7 @@ _TITLE = """<h1>Does it fit, and what do I write?</h1>
 <p class="hf-quiet">The peak memory of a training step, and the fastest plan for the activations of each block within a
 budget. Predicted from the model's config: no weights are loaded, and no GPU is used.</p>"""
 _STYLE = """
-.gradio-container .hf-table, .gradio-container .hf-table tr { border: 0; }
+.gradio-container .hf-table, .gradio-container .hf-table tr, .gradio-container .hf-table tbody { border: 0 !important; }
 .gradio-container .modebar-container { display: none; }
 .gradio-container .js-plotly-plot text { fill: var(--body-text-color) !important; }
 .gradio-container .hoverlayer .bg, .gradio-container .hoverlayer .hovertext > path {

@@ -363,8 +363,9 @@ STYLE = """
 .hf-legend b { font-size: 1.05rem; line-height: 1; width: 14px; text-align: center; font-weight: 700; }
 h4 { margin: .5rem 0 .2rem; font-weight: 600; }
 @media (max-width: 640px) {
-  .hf-table th, .hf-table td { padding: .25rem .3rem; font-size: .88rem; }
+  .hf-table th, .hf-table td { padding: .25rem .15rem; font-size: .82rem; }
   .hf-table td span { display: block; }
+  .hf-table th:nth-child(4), .hf-table td:nth-child(4) { display: none; }
   .hf-answer { font-size: 1.1rem; }
 }
 @media (prefers-color-scheme: dark) {

@@ -195,7 +195,7 @@ def test_the_frontier_marks_this_plan(found):
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
-FIELDS = ("mini-gpt2", 8, 512, 0, "not quantised", "t4", "bfloat16", "adamw", 1, "as a whole")
+FIELDS = ("mini-gpt2", 8, 512, 0, "no", "t4", "bfloat16", "adamw", 1, "as a whole")
 
 
 def asked(**changes):

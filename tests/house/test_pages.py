@@ -192,7 +192,7 @@ def test_pictures_are_shown():
     """None that is made lies about unused."""
     texts = [*PAGES.values(), FIGURES]
     shown = {Path(link).name for text in texts for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)}
-    assert shown == {path.name for path in BENCHMARKS.glob("*.png")}
+    assert shown == {path.name for folder in (BENCHMARKS, ROOT / "docs") for path in folder.glob("*.png")}
 
 
 def test_the_readme_is_for_the_first_minute():
