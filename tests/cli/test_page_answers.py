@@ -30,6 +30,7 @@ from hf_ckpt.cli.page_figures import frontier_figure, keeping_all, legend_html, 
 from hf_ckpt.cli.plan_picture import levels_of
 from hf_ckpt.cli.report_html import _script
 from hf_ckpt.errors import HfCkptError, InfeasibleError, MissingDependencyError
+from hf_ckpt.planner.answers import Setting
 from hf_ckpt.planner.forecast import Request, forecast
 from hf_ckpt.prediction.workload import Workload
 from hf_ckpt.spec.spec import Spec
@@ -252,6 +253,22 @@ def test_a_missing_package_is_named_with_its_remedy(package, words, purpose, mon
 def test_a_report_must_be_html(tmp_path, capsys):
     assert main.main(["plan", "mini-gpt2", "--html", str(tmp_path / "report.txt")]) == 2
     assert "must end in .html" in capsys.readouterr().err
+
+
+def test_where_nothing_fits_the_page_says_what_would():
+    error = InfeasibleError(
+        2 * GIB, 3 * GIB, {"gradients": GIB, "<kept>": 0, "logits": 2 * GIB}, ["fewer tokens"], "no"
+    )
+    html = app._misfit(error, app.Question(WORKLOAD, "t4", "full"))
+    assert "Does not fit: 3.0 of 14.6 GiB on a T4, of which 2.0 may be used" in html
+    assert html.index("1.00 GiB gradients") < html.index("2.00 GiB logits") < html.index("fewer tokens")
+    assert "kept" not in html
+    error.nearest = (Setting("head in <chunks>", "--head auto", GIB, 1234.5, {}),)
+    html = app._misfit(error, app.Question(WORKLOAD, "t4", "full"))
+    assert (
+        html.index("What fits") < html.index("head in &lt;chunks&gt;") < html.index("--head auto") < html.index("1,234")
+    )
+    assert "fewer tokens" not in html
 
 
 # --- the Space --------------------------------------------------------------------------------------------------------
