@@ -17,6 +17,8 @@ from hf_ckpt import compat
 from hf_ckpt.engines import compiled, segments
 from hf_ckpt.engines.rebuild import tape
 from hf_ckpt.logs import forget_warnings
+from hf_ckpt.planner import live
+from hf_ckpt.spec.actions import candidates
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several of them share the cores
     torch.set_num_threads(1)
@@ -73,6 +75,12 @@ def graphs(monkeypatch):
 
     monkeypatch.setattr(compat, "compile_graph", compile_graph)
     return found
+
+
+@pytest.fixture
+def few_actions(monkeypatch):
+    """Plans for live models choose from the actions of every plan alone: without the finer ones a trace is half."""
+    monkeypatch.setattr(live, "actions_for", lambda *_, compiled=False: candidates(compiled=compiled))
 
 
 @pytest.fixture

@@ -216,6 +216,7 @@ def test_peaks_are_those_predicted(configs, here, family):
 # --- the script, and real processes -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_script_with_processes_of_their_own(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(peers, "TAKES", 1)
     words = [small.model, "--batch", "2", "--seq", "32", "--dtype", "float32", "--repeats", "1"]

@@ -141,6 +141,7 @@ def test_asked_wrongly_is_exit_code_2_and_one_message(words, said, capsys, no_pa
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_demo_without_the_packages_says_what_brings_them(tmp_path, capsys, no_packages):
     words = ["demo", "--steps", "1", "--batch", "1", "--tokens", "32", "--out", str(tmp_path)]
     assert main.main(words) == 0
@@ -174,6 +175,7 @@ def test_demo_fails_when_gradients_differ(tmp_path, capsys, monkeypatch, no_pack
     assert "DIFFER" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_demo_fails_when_nothing_is_recomputed(tmp_path, capsys, monkeypatch, no_packages):
     """Gradients are perfectly equal then."""
     monkeypatch.setattr(full.FullRegion, "_checkpoint", lambda self, fn, *args: fn(*args))

@@ -203,6 +203,7 @@ def test_it_says_whether_the_training_fits_the_card(batch, fits, word, tmp_path,
 def test_without_a_card_it_says_how_to_ask(tmp_path, capsys):
     path = write(tmp_path / "train.json", {"per_device_train_batch_size": 2, "model_name_or_path": "mini-gpt2"})
     assert main.main(["doctor", path, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["fit"] == {"ask": f"hf-ckpt plan mini-gpt2 --config {path} --device NAME"}
+    asked = f"hf-ckpt plan mini-gpt2 --config {path} --device NAME"
+    assert json.loads(capsys.readouterr().out)["fit"] == {"ask": asked}
     assert main.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fit"] is None

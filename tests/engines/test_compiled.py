@@ -61,6 +61,7 @@ def test_shares_are_bit_equal_where_kernels_are(graphs, family):
     assert most > less > least
 
 
+@pytest.mark.slow
 @sparing("family", ["llama", "gpt2", "bert"], "bert")
 def test_backward_has_the_dropout_of_the_forward(family):
     """Whatever is run again, because the seeds are kept."""
@@ -330,6 +331,7 @@ def test_verify_sees_compiled_blocks_that_compute_something_else(monkeypatch):
     assert result.largest_difference > result.allowed_difference
 
 
+@pytest.mark.slow
 def test_no_distance_to_float64_where_numbers_are_drawn():
     model = tiny_model("bert", layers=2, attention="sdpa", dropout=0.1)
     result = hf_ckpt.verify(model, tiny_batch("bert", tokens=16), {**BLOCKS, "share": 0.0})

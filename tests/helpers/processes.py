@@ -25,7 +25,7 @@ _LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MAST
 def run(
     command: Sequence[str | Path],
     *,
-    timeout: float = 120,
+    timeout: float = 300,
     cwd: Path | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
@@ -87,7 +87,7 @@ def each_rank(results: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [found[name] for found in results]
 
 
-def torchrun(script: str, *arguments: str | Path, processes: int = 2, timeout: float = 150, **options: Any) -> None:
+def torchrun(script: str, *arguments: str | Path, processes: int = 2, timeout: float = 400, **options: Any) -> None:
     """Run one of `tests/scripts` in several processes on the CPU; fail with its output unless all of them succeed."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     done = python(*launcher, SCRIPTS / script, *arguments, timeout=timeout, **options)

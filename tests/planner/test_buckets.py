@@ -20,7 +20,7 @@ from hf_ckpt.planner import live
 from hf_ckpt.planner.budgets import peak_of_least, plan_within
 from hf_ckpt.planner.shapes import BatchShape, rounded_up
 
-pytestmark = pytest.mark.compat
+pytestmark = [pytest.mark.compat, pytest.mark.usefixtures("few_actions")]
 LONG = 128
 ON_LINES = compat.HOOKS_STAY_OUTSIDE
 """Whether costs of two lengths give those between. With transformers 4.57, on torch 2.8, each bucket is traced."""

@@ -14,7 +14,7 @@ import hf_ckpt
 from hf_ckpt.attach.record import installation
 from hf_ckpt.models.tiny import tiny_model
 
-pytestmark = pytest.mark.compat
+pytestmark = [pytest.mark.compat, pytest.mark.usefixtures("few_actions")]
 WORDS = 2000
 
 

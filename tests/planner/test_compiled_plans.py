@@ -117,6 +117,7 @@ def test_kept_bytes_are_exact(family):
         assert left[1] - left[0] == sum(more.values()), action
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_to_plan(no_compiler):
     found = hf_ckpt.predict(model_of("llama"), BATCH["batch"], tokens=BATCH["tokens"], compiled=True)
     assert {action.kind for _, action in found.plan.actions} == {"compiled"}
@@ -124,6 +125,7 @@ def test_nothing_is_compiled_to_plan(no_compiler):
     assert next(option.name for option in found.usual) == "none"  # in eager mode, to compare with
 
 
+@pytest.mark.slow
 def test_less_memory_is_more_blocks_with_lower_shares(no_compiler):
     model = model_of("llama")
     most = hf_ckpt.predict(model, 4, tokens=64, compiled=True)
@@ -190,18 +192,21 @@ def test_a_plan_made_by_hand_is_predicted(no_compiler):
         live.prediction_of(model, mixed, shape)
 
 
+@pytest.mark.slow
 def test_versions_that_cannot_be_traced_are_named(monkeypatch):
     monkeypatch.setattr(compat, "HOOKS_STAY_OUTSIDE", False)
     with pytest.raises(HfCkptError, match="use transformers 5"):
         hf_ckpt.predict(model_of("llama"), 1, tokens=8, compiled=True)
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_says_what_would_fit(no_compiler):
     model = budgeted(model_of("gpt2"), "1KiB")
     with pytest.raises(InfeasibleError, match="lowest peak"):
         model(**tiny_batch("gpt2", **BATCH))
 
 
+@pytest.mark.slow
 def test_the_command_says_what_is_compiled(no_compiler, tmp_path, capsys):
     plan = tmp_path / "plan.json"
     found = main(["plan", "gpt2", "--batch", "2", "--seq", "128", "--compile", "--budget", "3GiB", "--out", str(plan)])

@@ -19,7 +19,7 @@ from hf_ckpt.models.tiny import tiny_batch
 from hf_ckpt.planner.budgets import peak_of_least, plan_within
 from hf_ckpt.planner.course import tightened
 
-pytestmark = pytest.mark.compat
+pytestmark = pytest.mark.usefixtures("few_actions")
 
 
 @pytest.fixture(autouse=True)

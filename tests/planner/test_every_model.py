@@ -51,6 +51,7 @@ def test_a_block_outside_of_lists_is_a_typed_error():
     assert "'pooler.cross_attention_layer' stands in no list of blocks" in words
 
 
+@pytest.mark.slow
 def test_a_larger_batch_of_images_is_planned_for_again():
     model = small_model("ViTForImageClassification", small_config("vit", 8))
     batch = next(batches(model))

@@ -201,7 +201,7 @@ def test_finer_actions_make_no_plan_slower_and_some_faster(name):
     assert max(gains) > 0.004
 
 
-@sparing("name", ["gpt2", "llama-3.1-8b", "bert-large", "t5-base"], "gpt2", "llama-3.1-8b")
+@sparing("name", ["gpt2", "llama-3.1-8b", "bert-large", "t5-base"], "gpt2")
 def test_never_slower_than_what_transformers_offers(name):
     """Wherever an option of transformers fits, what is planned for its peak is predicted to be as fast or faster."""
     workload = Workload(name, batch=8, tokens=512, lora=8)  # fewer tokens take as long as launching their kernels

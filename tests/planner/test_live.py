@@ -23,7 +23,7 @@ from hf_ckpt.planner.shapes import BatchShape
 from hf_ckpt.prediction import optimizers
 from hf_ckpt.spec.spec import Spec
 
-pytestmark = pytest.mark.compat
+pytestmark = [pytest.mark.compat, pytest.mark.usefixtures("few_actions")]
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from hf_ckpt.prediction import optimizers
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.training.callback import METRICS_FILE
 
-pytestmark = pytest.mark.compat
+pytestmark = [pytest.mark.compat, pytest.mark.usefixtures("few_actions")]
 
 
 # --- how much there is ------------------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ def test_the_command_prints_the_same(capsys):
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(of_mini()[0].to_dict()))
 
 
+@pytest.mark.slow
 @sparing("rank", [None, 4], None)
 def test_a_live_model_and_its_config_are_one_model(rank):
     model, asked = without_state(model_of(lora=rank is not None)), TINY if rank is None else TINY | {"budget": "20MiB"}
@@ -130,6 +131,7 @@ def test_the_plan_does_on_the_model_what_was_predicted():
     assert live_peak(model, batch) <= found.budget_bytes
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_how_much_does():
     with pytest.raises(InfeasibleError) as raised:
         hf_ckpt.predict(without_state(model_of()), **SIZES, **TINY | {"budget": "1MiB"})

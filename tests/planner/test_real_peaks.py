@@ -126,6 +126,7 @@ def test_a_plan_in_segments_where_no_other_needs_as_little():
 # --- logits -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.compat
 def test_a_budget_that_the_logits_break_says_so():
     """Memory does not move, whatever is done to the blocks: the logits are the peak."""

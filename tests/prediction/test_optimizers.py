@@ -147,6 +147,7 @@ def test_an_optimizer_that_cannot_be_tried_is_taken_for_adamw(caplog):
     assert bytes_of([]) == OptimizerBytes()
 
 
+@pytest.mark.slow
 @pytest.mark.compat
 def test_a_budget_that_adafactor_fits_is_not_refused():
     """Its state is a few rows and columns. With AdamW, whose state is twice the weights, nothing fits."""

@@ -40,12 +40,14 @@ def test_peak_under_autocast(family):
     near_real(model, tiny_batch(family, batch=4, tokens=128), autocast=torch.bfloat16)
 
 
+@pytest.mark.slow
 @a_family
 def test_peak_with_dropout(family):
     model = model_of(family, dropout=0.1, dtype=torch.bfloat16, **PEAK)
     near_real(model, tiny_batch(family, batch=4, tokens=128), (KEEP, FULL))
 
 
+@pytest.mark.slow
 @pytest.mark.compat
 @a_family
 def test_peak_of_a_padded_batch(family):
@@ -96,6 +98,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @sparing("name", OTHERS, "DebertaV2ForMaskedLM")
 def test_peak_of_other_models(name):
     model_class = getattr(transformers, name)

@@ -140,6 +140,7 @@ def test_transformers_own_checkpointing_is_full_where_it_only_runs_blocks_again(
     assert transformers_costs(costs, skeleton, step, DEVICES["cpu"]) is costs
 
 
+@pytest.mark.slow
 @sparing("every", [1, 2, 3], 1)
 def test_transformers_own_checkpointing_of_t5(every):
     """Its attention computes gradients of its position bias, so that other kernels keep more."""

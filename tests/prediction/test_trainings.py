@@ -105,6 +105,7 @@ def test_adapters_on_a_quantised_base(folder, bits, targets, double):
     counted(model, costs, batch, plain_loss, {"scales": scales})
 
 
+@pytest.mark.slow
 @sparing("reference", ["adapters-off", "model", "precomputed"], "adapters-off")
 def test_preferences_with_a_reference(folder, reference):
     """Pairs through TRL's head, and the reference behind the policy's forward, as its DPO trainer runs them."""
@@ -138,6 +139,7 @@ def test_preferences_with_a_reference(folder, reference):
     counted(model, costs, batch, loss_of, *([{"second": list(second.parameters())}] if second else []))
 
 
+@pytest.mark.slow
 def test_packed_sequences(folder):
     """One row, whose position ids begin again for every sequence, and the mask that keeps these apart."""
     costs, step = costs_of(Workload(folder, **SIZES, packing=True, lora=8, optimizer="sgd", accumulation=2))

@@ -63,7 +63,7 @@ def run_cases(run_case: Callable[[dict[str, Any], Path], dict[str, Any]]) -> Non
     cases, out = Path(sys.argv[1]), Path(sys.argv[2])
     results: dict[str, Any] = {}
     for name, case in json.loads(cases.read_text()).items():
-        faulthandler.dump_traceback_later(60, exit=True)  # a deadlock shows where
+        faulthandler.dump_traceback_later(240, exit=True)  # a deadlock shows where
         try:
             results[name] = run_case(case, out)
         except Exception:  # the tests fail on it by name; the other cases still run

@@ -39,7 +39,7 @@ from hf_ckpt.planner.install import trial
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.training.guard import REPORT_FILE, OomGuard
 
-pytestmark = pytest.mark.usefixtures("host_memory", "little_to_collect")
+pytestmark = pytest.mark.usefixtures("host_memory", "little_to_collect", "few_actions")
 
 
 STRIDE = {"llama": 29, "gpt2": 41, "bert": 41, "t5": 101}

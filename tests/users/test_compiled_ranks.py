@@ -22,7 +22,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("compiled")
-    return run_on_ranks("compiled_worker.py", wanted(request, CASES), folder, timeout=400)
+    return run_on_ranks("compiled_worker.py", wanted(request, CASES), folder, timeout=900)
 
 
 @pytest.mark.parametrize("name", CASES)

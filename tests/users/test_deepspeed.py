@@ -119,7 +119,7 @@ OTHERS = {
 @pytest.fixture(scope="module")
 def zero(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("zero")
-    return run_on_ranks("deepspeed_worker.py", CASES | OTHERS, folder, timeout=400, extra=ENVIRONMENT)
+    return run_on_ranks("deepspeed_worker.py", CASES | OTHERS, folder, timeout=900, extra=ENVIRONMENT)
 
 
 @pytest.mark.deepspeed

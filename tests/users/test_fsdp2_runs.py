@@ -65,7 +65,7 @@ each_case = sparing("name", FSDP_CASES, "llama-before", "t5-mixed-after-bf16", "
 @pytest.fixture(scope="module")
 def fsdp2(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     cases = {name: case.to_dict() for name, case in wanted(request, FSDP_CASES).items()} | wanted(request, OWNERS)
-    return run_on_ranks("fsdp2_worker.py", cases, tmp_path_factory.mktemp("fsdp2"), timeout=300)
+    return run_on_ranks("fsdp2_worker.py", cases, tmp_path_factory.mktemp("fsdp2"), timeout=900)
 
 
 @each_case

@@ -76,7 +76,7 @@ each_training = pytest.mark.parametrize("name", [*PREDICTED, *UNEQUAL])
 
 @pytest.fixture(scope="module")
 def fsdp2(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run_on_ranks("fsdp2_worker.py", wanted(request, STEP_CASES), tmp_path_factory.mktemp("steps"), timeout=300)
+    return run_on_ranks("fsdp2_worker.py", wanted(request, STEP_CASES), tmp_path_factory.mktemp("steps"), timeout=900)
 
 
 @each_training

@@ -13,7 +13,7 @@ from peft import LoraConfig
 import hf_ckpt
 from hf_ckpt.models.tiny import tiny_model
 
-pytestmark = pytest.mark.usefixtures("quiet_and_alone")
+pytestmark = pytest.mark.usefixtures("quiet_and_alone", "few_actions")
 LOADED_FIRST = [f"trl.{kind}Trainer" for kind in ("SFT", "DPO", "GRPO")]
 TEXTS = [f"row {row} " * 14 for row in range(8)]
 LONGER = [text[: 40 + 10 * row] for row, text in enumerate(TEXTS)]
