@@ -162,7 +162,7 @@ def test_a_budget_takes_it_only_where_it_helps():
     assert live_peak(model, batch) == pytest.approx(done.plan.prediction.peak_bytes, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_longer_sequences_fit():
     """`hf-ckpt plan --max-seq`: the same budget holds more tokens."""
     found = {}
