@@ -22,7 +22,9 @@ CASES = {
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("compiled")
-    return run_on_ranks("compiled_worker.py", wanted(request, CASES), folder, timeout=900)
+    # A cache of their own: a process that was killed while it compiled leaves half a library in the common one.
+    extra = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "graphs")}
+    return run_on_ranks("compiled_worker.py", wanted(request, CASES), folder, timeout=900, extra=extra)
 
 
 @pytest.mark.parametrize("name", CASES)
