@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from hf_ckpt.cli.plan_picture import levels_of
 from hf_ckpt.errors import InfeasibleError
-from hf_ckpt.planner.alternatives import Alternative
 from hf_ckpt.spec.actions import ACTIONS, WIDTHS, Action, colour_of
 from hf_ckpt.spec.plan import spans
 from hf_ckpt.units import GIB, format_bytes, format_ratio, format_seconds
 
 if TYPE_CHECKING:
+    from hf_ckpt.planner.alternatives import Alternative
     from hf_ckpt.planner.answers import Setting
     from hf_ckpt.planner.forecast import Forecast
     from hf_ckpt.prediction.workload import Workload
