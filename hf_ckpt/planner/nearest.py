@@ -20,7 +20,7 @@ from hf_ckpt.prediction.workload import Workload
 HOST_BUDGET = "64GiB"
 """Host memory that is tried."""
 MOST = 4
-"""Settings that are told."""
+"""Settings that fit, after which the search ends; those that change nothing are among them, and are not told."""
 _STEP = 64
 """Lengths are tried in multiples of this."""
 

@@ -105,10 +105,12 @@ def test_pictures_are_drawn(tmp_path, capsys):
 def test_what_cannot_fit_says_which_batch_does(capsys):
     """The largest batch that divides the one asked for and fits: it does, and the next larger one does not."""
     question = ["mini-gpt2", "--seq", "128", "--device", "a10", "--budget", "240MiB"]
-    assert main(["plan", *question, "--batch", "16"]) == 2
-    told = capsys.readouterr()
-    words = (told.out + told.err).partition("--batch ")[2].split()
-    batch, steps = int(words[0]), int(words[2])
+    assert main(["plan", *question, "--batch", "16", "--json"]) == 2
+    settings = json.loads(capsys.readouterr().out)["nearest"]
+    peaks = [setting["peak_bytes"] for setting in settings]
+    assert len(set(peaks)) == len(peaks), "a setting that changes nothing beside another"
+    words = next(setting["options"] for setting in settings if "--batch " in setting["options"]).split()
+    batch, steps = int(words[1]), int(words[3])
     assert batch * steps == 16
     assert batch > 1
     assert main(["plan", *question, "--batch", str(batch), "--accum", str(steps)]) == 0
