@@ -42,6 +42,7 @@ from hf_ckpt.compat.ddp import (
     read_notes,
 )
 from hf_ckpt.compat.deepspeed import counted_by_deepspeed, deepspeed_with_empty_shapes
+from hf_ckpt.compat.fakes import run_on_fakes
 from hf_ckpt.compat.fsdp import (
     COMPOSABLE_STATE,
     FOREIGN_OWNER_SEGMENT,
@@ -122,6 +123,7 @@ from hf_ckpt.compat.transformers import (
     fake_values_count,
     forward_parameters,
     gguf_arguments,
+    gguf_config,
     is_cache,
     is_implementation,
     layer_types,
@@ -197,6 +199,7 @@ __all__ = [
     "forward_parameters",
     "fused_forward",
     "gguf_arguments",
+    "gguf_config",
     "has_gradient_hooks",
     "holds_gradients_back",
     "input_of_dropout",
@@ -242,6 +245,7 @@ __all__ = [
     "read_notes",
     "rebound",
     "release_memory",
+    "run_on_fakes",
     "same_hook_number",
     "set_layer_types",
     "shard_units",

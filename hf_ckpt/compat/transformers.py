@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -98,10 +99,20 @@ def gguf_arguments() -> dict[str, Any]:
     transformers 5 keeps GGUF weights packed unless told otherwise; before, they were always unpacked. Raises
     `MissingDependencyError` where gguf is not installed.
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingDependencyError("gguf", "reading GGUF weights", "pip install 'hf-ckpt[demo]'")
+    _need_gguf("reading GGUF weights")
     config = getattr(transformers, "GgufConfig", None)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
+
+
+def gguf_config(path: Path) -> Any:
+    """Return the config that a GGUF file has of its model. Raises `MissingDependencyError` where gguf is not there."""
+    _need_gguf("reading a GGUF file")
+    return transformers.AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+
+
+def _need_gguf(what: str) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingDependencyError("gguf", what, "pip install 'hf-ckpt[demo]'")
 
 
 def quantised_layers(model: nn.Module) -> list[str]:

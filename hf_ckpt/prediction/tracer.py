@@ -40,18 +40,29 @@ class Answers(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Storage of a cast tensor -> storage of the tensor that it was cast from, as addresses."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = self.answer(func, args)
+        if found is not NotImplemented:
+            return found
+        result = func(*args, **(kwargs or {}))
+        self.note(func, args, result)
+        return result
+
+    def answer(self, func: Any, args: Any) -> Any:
+        """Return what an operation is to return that asks for a value; `NotImplemented` for any other."""
         if func is torch.ops.prim.device.default and compat.is_fake(args[0]):
-            return args[0].fake_device  # asked as often as anything is computed, and by each mode anew
+            return args[0].fake_device  # asked as often as anything is computed
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             return not self.padded
         if func is torch.ops.aten.equal.default:
             return self.casts and self._source(args[0]) == self._source(args[1])
-        result = func(*args, **(kwargs or {}))
+        return NotImplemented
+
+    def note(self, func: Any, args: Any, result: Any) -> None:
+        """Note which tensor was cast from which."""
         if func is torch.ops.aten._to_copy.default and self.casts:
             storage = result.untyped_storage()
             self._sources[storage._cdata] = self._source(args[0])
             weakref.finalize(storage, self._sources.pop, storage._cdata, None).atexit = False
-        return result
 
     def _source(self, tensor: torch.Tensor) -> int:
         key: int = tensor.untyped_storage()._cdata
@@ -61,7 +72,7 @@ class Answers(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Tracer(LiveBytes):
     """Counts live bytes, time and operations of a step, part by part.
 
-        with Tracer(device, blocks, modules, model, inputs) as tracer:
+        with Tracer(device, blocks, modules, model, inputs, answers) as tracer:
             loss = model(**inputs).loss
             tracer.begin("head back", 0, 0, backward=True)
             loss.backward()
@@ -74,6 +85,7 @@ class Tracer(LiveBytes):
         modules: qualified name of a block -> its module.
         model: on fake tensors.
         inputs: keyword arguments of its forward.
+        answers: what operations that ask for values are told. A mode of its own would see every operation once more.
     """
 
     def __init__(
@@ -83,7 +95,9 @@ class Tracer(LiveBytes):
         modules: Mapping[str, nn.Module],
         model: nn.Module,
         inputs: Mapping[str, Any],
+        answers: Answers,
     ) -> None:
+        self._answers = answers
         self._place: Place = ("", 0, 0)
         super().__init__(model, inputs)
         self._place = ("before", 0, 0)
@@ -241,10 +255,14 @@ class Tracer(LiveBytes):
     # --- operations ---
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = self._answers.answer(func, args)
+        if answer is not NotImplemented:
+            return answer
         kwargs = kwargs or {}
         if self._next is not None:
             self.begin(*self._next)
-        result = func(*args, **kwargs)
+        result = compat.run_on_fakes(func, args, kwargs)
+        self._answers.note(func, args, result)
         made = [value for value in compat.tree_leaves(result) if isinstance(value, torch.Tensor)]
         new = [self._count(value) for value in made]
         if any(new) or func._schema.is_mutable:

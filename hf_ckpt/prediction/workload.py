@@ -146,12 +146,15 @@ class Workload:
 
 
 def load_config(name: str) -> Any:
-    """The config of a preset, a folder, a hub id, or a `config.json`.
+    """The config of a preset, a folder, a hub id, a `config.json`, a GGUF file, or a folder with such files only.
 
-    Raises `HfCkptError` where none can be read.
+    Raises `HfCkptError` where none can be read, and `MissingDependencyError` for GGUF files without the package gguf.
     """
     path = presets().get(name, Path(name))
+    gguf = _gguf_file(path)
     try:
+        if gguf is not None:
+            return compat.gguf_config(gguf)
         if path.exists() and not path.is_dir():
             keys = read_values(path)
             if not isinstance(keys, dict):
@@ -160,8 +163,17 @@ def load_config(name: str) -> Any:
                 raise ValueError("it names no `model_type`")
             return transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
         return transformers.AutoConfig.from_pretrained(name)
+    except HfCkptError:
+        raise
     except Exception as error:  # configs check themselves, and raise errors of all kinds for values that do not fit
         raise no_model(name, error) from error
+
+
+def _gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path names, or the first one in a folder that has no config beside; else None."""
+    if path.is_dir() and not (path / "config.json").exists():
+        return min(path.glob("*.gguf"), default=None)
+    return path if path.suffix == ".gguf" and path.is_file() else None
 
 
 def skeleton_of_workload(workload: Workload, config: Any = None, *, on_cpu: bool = False) -> Skeleton:

@@ -41,6 +41,7 @@ NOT_OF_TORCH = {
     "operations": {
         "_int_mm",
         "_to_copy",
+        "_unsafe_view",
         "_local_scalar_dense",
         "_safe_softmax",
         "_scaled_dot_product_cudnn_attention",

