@@ -33,7 +33,7 @@ from hf_ckpt.prediction.machine import this_device
 from hf_ckpt.prediction.optimizers import bytes_of
 from hf_ckpt.prediction.skeleton import Skeleton, skeleton_of
 from hf_ckpt.prediction.trace import Step, actions_for, trace_costs
-from hf_ckpt.spec.actions import ACTIONS, KEEP, Action, offloads
+from hf_ckpt.spec.actions import ACTIONS, KEEP, Action, lighter, offloads
 from hf_ckpt.spec.plan import Plan, Prediction
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import budget_bytes, format_bytes, format_seconds, parse_bytes
@@ -88,8 +88,8 @@ def costs_of(
     operations are the same whatever the actions. Arguments and errors are those of `plan_for`, which agrees on the
     first plan; here, nobody is waited for. `known` are costs of another shape, which have the same actions.
     """
-    moved = offloads().values()
-    actions = [action for action in known.actions if action not in moved]
+    added = {*offloads().values(), *lighter()}
+    actions = [action for action in known.actions if action not in added]
     return _traced(model, spec, shape, _layout_of(model, spec, shape), call, actions)
 
 

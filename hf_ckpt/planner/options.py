@@ -11,6 +11,7 @@ from hf_ckpt.models.blocks import vocabulary_head
 from hf_ckpt.planner.budgets import several_of
 from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.devices import Device
+from hf_ckpt.prediction.lighter import with_lighter
 from hf_ckpt.prediction.offload import with_offloading
 from hf_ckpt.prediction.skeleton import Skeleton
 from hf_ckpt.prediction.trace import Step, chunked_head, trace_costs
@@ -39,10 +40,11 @@ def cost_options(
         segments: whether blocks may be recomputed in segments, which need parameters that stay where they are.
     """
     heads = []
+    in_chunks = head != "full" and vocabulary_head(skeleton.base) is not None
     for costs in several_of(ways):
-        in_chunks = head != "full" and vocabulary_head(skeleton.base) is not None
-        heads += [costs] if isinstance(head, str) or not in_chunks else []
-        heads += [chunked_head(costs, skeleton, step, device, head)] if in_chunks else []
+        found = [costs] if isinstance(head, str) or not in_chunks else []
+        found += [chunked_head(costs, skeleton, step, device, head)] if in_chunks else []
+        heads += with_lighter(found, skeleton, step, device)
     apart = with_host_memory(heads, device, host_limit)
     return (*apart, *(found for costs in heads for found in in_segments(costs))) if segments else apart
 

@@ -11,7 +11,7 @@ from typing import Any
 from hf_ckpt.errors import PlanMismatchError, SpecError
 from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, OFFLOAD, Action, ActionKind
 from hf_ckpt.spec.plan import Block, Plan, numbers_of_runs
-from hf_ckpt.spec.reading import parse_layers
+from hf_ckpt.spec.reading import SAVING, parse_layers
 from hf_ckpt.spec.spec import PLANNED_POLICIES, Spec
 
 Stacks = dict[str, list[Block]]
@@ -106,8 +106,8 @@ def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None)
         return _compiled(policy, share)
     if policy == "none":
         return KEEP
-    if policy == "selective":
-        return Action(policy, save, moved=spec.offload == "saved")
+    if policy in SAVING:
+        return Action(policy, save, moved=spec.offload == "saved" and "moved" in ACTIONS[policy].options)
     if policy in PLANNED_POLICIES:  # until the first batch is known, the action that keeps the least
         policy = "full"
     return Action("offload" if spec.offload is True else policy)

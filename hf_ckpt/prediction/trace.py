@@ -104,7 +104,7 @@ def trace_costs(
     actions = actions_for(skeleton, step, device) if actions is None else actions
     stacks = skeleton.stacks
     choices = [_choices(kinds_frozen, len(actions)) for kinds_frozen in ([k.frozen for k in s.kinds] for s in stacks)]
-    trace = functools.partial(_trace, skeleton, step=step, device=device, actions=actions, put_on=put_on, mlp=mlp)
+    trace = functools.partial(trace_walks, skeleton, step=step, device=device, actions=actions, put_on=put_on, mlp=mlp)
     apart = [number for number, action in enumerate(actions) if action in finer()]
     short = [walks_of(stack.row, choice, apart) for stack, choice in zip(stacks, choices, strict=True)]
     whole = [rows_of(stack.row, choice) for stack, choice in zip(stacks, choices, strict=True)]
@@ -180,7 +180,7 @@ def chunked_head(costs: Costs, skeleton: Skeleton, step: Step, device: Device, h
     """
     short = [[tuple((kind, 0) for kind in dict.fromkeys(stack.row))] for stack in skeleton.stacks]
     whole = [[tuple((kind, 0) for kind in stack.row)] for stack in skeleton.stacks]
-    trace = functools.partial(_trace, skeleton, step=step, device=device, actions=[KEEP], mlp=costs.mlp_tokens)
+    trace = functools.partial(trace_walks, skeleton, step=step, device=device, actions=[KEEP], mlp=costs.mlp_tokens)
     ((plain,), (chunked,)) = (_runs(short, whole, functools.partial(trace, head=how)) for how in ("full", head))
     forward, backward = chunked.phase("head", 0, 0), chunked.phase("head back", 0, 0)
     # `costs` count what is freed behind the last stack for the blocks, this trace counts it for the head.
@@ -223,7 +223,7 @@ def actions_for(skeleton: Skeleton, step: Step, device: Device, *, compiled: boo
         return always
     walks = [_past_all(stack.row, kind, len(every)) for stack, kind in zip(stacks, kinds, strict=True)]
     try:
-        run = _trace(skeleton, walks, step, device, every)
+        run = trace_walks(skeleton, walks, step, device, every)
     except CannotTraceError:
         return always
     steps = []
@@ -258,7 +258,7 @@ def _choices(frozen: Sequence[bool], actions: int) -> tuple[tuple[int, ...], ...
     return tuple((0,) if nothing else tuple(range(actions)) for nothing in frozen)
 
 
-def _trace(
+def trace_walks(
     skeleton: Skeleton,
     walks: Sequence[Walk],
     step: Step,
@@ -269,7 +269,20 @@ def _trace(
     head: int | str = "full",
     mlp: int | str = "full",
 ) -> Run:
-    """Run the short model whose stacks follow `walks`, forward and backward."""
+    """Run the short model whose stacks follow `walks`, forward and backward.
+
+    Args:
+        skeleton: of the model.
+        walks: the blocks of each stack.
+        step: the micro-step to run.
+        device: whose row says how long operations take.
+        actions: those that `walks` name by their positions.
+        put_on: puts a plan on a model for a while.
+        head: how the head runs, as `Plan.head`.
+        mlp: how the feed-forward of each block runs, as `Plan.mlp`.
+
+    Raises `CannotTraceError` where the model does not run on fake tensors.
+    """
     rows = [[kind for kind, _ in walk] for walk in walks]
     with skeleton.assembled(rows) as model, contextlib.ExitStack() as stack:
         found = find_blocks(model)
@@ -300,11 +313,11 @@ def _run(model: nn.Module, found: FoundBlocks, walks: Sequence[Walk], step: Step
     inputs = {name: _fake(value) for name, value in step.batch.items()}
     if compat.wants_use_cache(model):
         inputs["use_cache"] = False
-    tracer = Tracer(device, found.blocks, found.modules, model, inputs)
+    answers = Answers(padded=step.padded, casts=device.name == "cpu")
+    tracer = Tracer(device, found.blocks, found.modules, model, inputs, answers)
     with contextlib.ExitStack() as around:
         around.callback(standing_for.reset, standing_for.set(tracer.one_for_many))
         around.enter_context(tracer)
-        around.enter_context(Answers(padded=step.padded, casts=device.name == "cpu"))
         autocast = functools.partial(torch.autocast, "cpu", dtype=step.autocast)
         with autocast() if step.autocast is not None else contextlib.nullcontext():
             loss = _loss(model, inputs, step, tracer)

@@ -31,9 +31,10 @@ class Action:
     """What happens to the activations of one block: the name of an action, and its options."""
 
     kind: str = "keep"
-    """`keep`, `selective`, `full`, `offload` or `compiled`: the name of a record in `ACTIONS`."""
+    """`keep`, `selective`, `full`, `full+selective`, `offload` or `compiled`: the name of a record in `ACTIONS`."""
     save: tuple[str, ...] = ()
-    """For `selective`: the classes of operations whose results stay."""
+    """For `selective`: the classes of operations whose results stay; for `full+selective`, those of the block that is
+    run again in backward."""
     segment: int | None = None
     """For `full`: neighbouring blocks with the same number are recomputed as one region."""
     moved: bool = False
@@ -85,6 +86,9 @@ class ActionKind:
     offloads: Mapping[Action, Action] = dataclasses.field(default_factory=dict)
     """Form of this action that holds tensors in host memory -> the action that keeps the same tensors on the device.
     The costs of the first are those of the second and the time of the copies."""
+    lighter: Mapping[Action, Action] = dataclasses.field(default_factory=dict)
+    """Form of this action -> the action that keeps the same tensors from forward to backward, but whose backward needs
+    more memory. The costs of the first are those of the second but for the backward, which is traced by itself."""
     next: Action | None = None
     """What a block with this action gets when a step has run out of memory; it needs less. None where nothing does."""
     next_in_words: str = ""
@@ -151,6 +155,18 @@ ACTIONS: dict[str, ActionKind] = {
             colours={"full": "#dd8452"},
         ),
         ActionKind(
+            "full+selective",
+            keeps="the block's inputs; of the block that is run again in backward, what `selective` keeps",
+            engine="hf_ckpt.engines.rebuild.inside:make",
+            options=("save",),
+            lighter={Action("full+selective", DEFAULT_SAVE): FULL},
+            next=OFFLOAD,
+            next_in_words="hidden states in host memory",
+            colours={
+                "full+selective (save linear, attention)": "#c96a3b",
+            },
+        ),
+        ActionKind(
             "offload",
             keeps="the block's inputs, of which the hidden states lie in host memory",
             engine="hf_ckpt.engines.offload:make",
@@ -199,6 +215,11 @@ def offloads() -> dict[Action, Action]:
     """
     records = reversed(ACTIONS.values())
     return {kept: moved for record in records for moved, kept in record.offloads.items()}
+
+
+def lighter() -> dict[Action, Action]:
+    """Return, for actions whose backward needs less memory than another's that keeps as much, that other action."""
+    return {action: like for record in ACTIONS.values() for action, like in record.lighter.items()}
 
 
 def colour_of(action: Action | str) -> str:

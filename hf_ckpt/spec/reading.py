@@ -20,6 +20,8 @@ from hf_ckpt.units import UnitError, parse_budget, parse_bytes
 
 _OTHERS = (record.name for record in ACTIONS.values() if record.is_policy and record.name != "full")
 POLICIES = ("none", "full", *_OTHERS, "budget", "auto")
+SAVING = tuple(record.name for record in ACTIONS.values() if record.is_policy and "save" in record.options)
+"""Policies that `save` goes with."""
 ENGINES = ("auto", "rebuild", "sac")
 CHUNKS = ("full", "auto")
 
@@ -39,11 +41,11 @@ class Rule:
     layers: str
     """The blocks that the rule is about, as in `Spec.layers`."""
     policy: str
-    """What these blocks get: `none`, `full`, `selective` or `offload`."""
+    """What these blocks get: `none`, `full`, `selective`, `full+selective` or `offload`."""
     stack: str | None = None
     """Name of the stack that the rule is about; None means every stack."""
     save: tuple[str, ...] | None = None
-    """For `selective`: the classes of operations whose results are kept; None means those of the spec."""
+    """For the policies in `SAVING`: the classes of operations whose results are kept; None means those of the spec."""
     share: float | None = None
     """With `compile`: how much these blocks keep; None means what the rule's policy stands for."""
 
@@ -57,6 +59,11 @@ class Rule:
             "share": self.share,
         }
         return {key: value for key, value in full.items() if value is not None}
+
+
+def saving_policies() -> str:
+    """Return the policies in `SAVING`, as messages name them."""
+    return " or ".join(f"`policy: {name}`" for name in SAVING)
 
 
 def parse_layers(text: str) -> tuple[LayerRange, ...]:
@@ -229,8 +236,8 @@ def _read_rule(number: int, given: Any, problems: list[str]) -> Rule | None:
         except ValueError as error:
             problems.append(f"[{number}].{key} {error}")
     problems += [f"[{number}] needs `{key}`" for key in ("layers", "policy") if key not in given]
-    if values.get("save") and values.get("policy") not in (None, "selective"):
-        problems.append(f"[{number}].save goes with `policy: selective`, but policy is {values['policy']!r}")
+    if values.get("save") and values.get("policy") not in (None, *SAVING):
+        problems.append(f"[{number}].save goes with {saving_policies()}, but policy is {values['policy']!r}")
     if values.get("share") is not None and values.get("policy") == "none":
         problems.append(f"[{number}].share is how much planned blocks keep, but policy is 'none'")
     return Rule(**values) if len(problems) == before else None

@@ -18,7 +18,7 @@ from typing import Any
 from hf_ckpt.errors import SpecError, shown
 from hf_ckpt.spec.actions import CHEAP_CLASSES, DEFAULT_SAVE
 from hf_ckpt.spec.files import load_yaml, parse_values, read_bytes
-from hf_ckpt.spec.reading import POLICIES, READERS, Layers, Rule, unknown_key
+from hf_ckpt.spec.reading import POLICIES, READERS, SAVING, Layers, Rule, saving_policies, unknown_key
 
 PLANNED_POLICIES = ("budget", "auto")
 """Policies whose plan is made for the first batch of the training."""
@@ -42,9 +42,11 @@ class Spec:
     """A validated request. Build it with `Spec.parse`; the constructor itself checks nothing."""
 
     policy: str = "full"
-    """What blocks get: `none`, `full`, `selective` or `offload`; `budget` and `auto` choose for each block."""
+    """What blocks get: `none`, `full`, `selective`, `full+selective` or `offload`; `budget` and `auto` choose for each
+    block."""
     save: tuple[str, ...] = DEFAULT_SAVE
-    """For `selective`: the classes of operations whose results are kept, out of `SAVE_CLASSES`."""
+    """For `selective`: the classes of operations whose results are kept, out of `SAVE_CLASSES`; for `full+selective`,
+    those that a recomputation keeps."""
     every_n_layers: int = 1
     """Apply the policy to blocks 0, n, 2n, ... of each stack."""
     layers: Layers | None = None
@@ -283,8 +285,8 @@ def _selective_checks(spec: Spec, given: Mapping[str, Any], policies: set[str], 
             "results of linear layers and of attention only.",
         ),
         (
-            "save" in given and not ({"selective"} | planned) & policies,
-            f"`save` goes with `policy: selective`, but policy is {spec.policy!r}.",
+            "save" in given and not ({*SAVING} | planned) & policies,
+            f"`save` goes with {saving_policies()}, but policy is {spec.policy!r}.",
         ),
         (
             spec.engine != "auto" and not ({"selective"} | planned) & policies,
@@ -345,6 +347,10 @@ def _compile_checks(spec: Spec, given: Mapping[str, Any], policies: set[str], pl
         (
             compiled and "offload" in policies,
             "compiled blocks are not offloaded; take `none`, `selective` or `full`, or a `share`.",
+        ),
+        (
+            compiled and "full+selective" in policies,
+            "compiled blocks leave to the compiler what is rebuilt; take `none`, `selective` or `full`, or a `share`.",
         ),
         (
             compiled and bool(others),

@@ -20,6 +20,7 @@ from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 SPECS = {
     "full": {"policy": "full"},
+    "full+selective": {"policy": "full+selective"},
     "selective": {"policy": "selective"},
     "save attention": {"policy": "selective", "save": ["attention"]},
     "save linear": {"policy": "selective", "save": ["linear"]},

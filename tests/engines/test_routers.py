@@ -24,7 +24,12 @@ from hf_ckpt.models.blocks import find_blocks, routers
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
 ALL = (*EXPERTS, *OTHERS)
-SPECS = {"full": {"policy": "full"}, "offload": {"policy": "offload"}, "segments": {"policy": "full", "segments": 1}}
+SPECS = {
+    "full": {"policy": "full"},
+    "full+selective": {"policy": "full+selective"},
+    "offload": {"policy": "offload"},
+    "segments": {"policy": "full", "segments": 1},
+}
 BATCH = {"tokens": 24}
 needs_routers = pytest.mark.skipif(ONE_BY_ONE is None, reason="routers of transformers 4 return something else")
 

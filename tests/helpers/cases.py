@@ -180,6 +180,7 @@ SAVES = (("linear", "attention"), ("attention",), ("linear",))
 ACTION = st.one_of(
     st.just(KEEP),
     st.builds(Action, st.just("selective"), st.sampled_from(SAVES), moved=st.booleans()),
+    st.builds(Action, st.just("full+selective"), st.sampled_from(SAVES)),
     st.just(Action("full")),
     st.just(Action("offload")),
     st.builds(Action, st.just("full"), segment=st.integers(0, 1)),

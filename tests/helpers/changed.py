@@ -21,6 +21,7 @@ ENGINES = {
     "offload": {"policy": "offload"},
     "segments": {"policy": "full", "segments": 2},
     "selective": {"policy": "selective"},
+    "full+selective": {"policy": "full+selective", "save": ["attention"]},
     "save attention": {"policy": "selective", "save": ["attention"]},
     "sac": {"policy": "selective", "engine": "sac", "save": ["linear"]},
     "mixed": {

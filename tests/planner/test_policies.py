@@ -216,6 +216,7 @@ EXAMPLES = {
     "offload": {"policy": "offload"},
     "budget": {"policy": "budget", "budget": "20GiB"},
     "auto": {"policy": "auto"},
+    "full+selective": {"policy": "full+selective"},
 }
 
 

@@ -18,6 +18,7 @@ from hf_ckpt.spec import reading
 from hf_ckpt.spec.actions import (
     ACTIONS,
     COMPILED,
+    DEFAULT_SAVE,
     FULL,
     KEEP,
     OFFLOAD,
@@ -27,6 +28,7 @@ from hf_ckpt.spec.actions import (
     candidates,
     colour_of,
     finer,
+    lighter,
     offloads,
     save_classes,
 )
@@ -42,16 +44,17 @@ each_record = pytest.mark.parametrize("record", ACTIONS.values(), ids=ACTIONS)
 
 
 def test_the_records():
-    assert list(ACTIONS) == ["keep", "selective", "full", "offload", "compiled"]
+    assert list(ACTIONS) == ["keep", "selective", "full", "full+selective", "offload", "compiled"]
     assert [record.name for record in ACTIONS.values()] == list(ACTIONS)
-    assert (KEEP.kind, SELECTIVE.kind, FULL.kind, OFFLOAD.kind, COMPILED.kind) == tuple(ACTIONS)
+    named = (KEEP, SELECTIVE, FULL, *lighter(), OFFLOAD, COMPILED)
+    assert tuple(action.kind for action in named) == tuple(ACTIONS)
     assert set(reading.POLICIES) == {"none", "budget", "auto"} | ACTIONS.keys() - {"keep", "compiled"}
 
 
 @each_record
 def test_a_record_is_complete(record):
     """Its engine makes the function of a block, its forms have no options but its own, and each has a colour."""
-    forms = [*record.candidates, *record.finer, *record.offloads]
+    forms = [*record.candidates, *record.finer, *record.offloads, *record.lighter]
     forms += [COMPILED] if record.name == COMPILED.kind else []  # no plan for a budget chooses it yet
     assert forms
     assert record.keeps
@@ -73,6 +76,7 @@ def test_what_a_budget_chooses_from():
     assert candidates() == (KEEP, SELECTIVE, attention, FULL)
     assert linear in finer()
     assert not set(finer()) & set(candidates())
+    assert lighter() == {Action("full+selective", DEFAULT_SAVE): FULL}
     moved = dataclasses.replace(SELECTIVE, moved=True)
     assert list(offloads().items()) == [(FULL, OFFLOAD), (SELECTIVE, moved)]  # what keeps least comes first
 
@@ -198,5 +202,7 @@ def test_a_new_record_is_found_by_planner_and_pictures(twice):
     tighter, words = tighter_plan(Plan.from_dict(plan_with(action="twice")), chunks=False)
     assert [action for _, action in tighter.actions] == [FULL]
     assert words == "`full` for blocks that ran twice"
-    with pytest.raises(SpecError, match=r"`save` goes with `policy: selective`, but policy is 'twice'"):
+    with pytest.raises(
+        SpecError, match=r"`save` goes with `policy: selective` or `policy: full\+selective`, but policy is 'twice'"
+    ):
         Spec.parse({"policy": "twice", "save": ["linear"]})

@@ -143,7 +143,7 @@ def test_an_enable_call_takes_only_the_exact_defaults_for_nothing(given_dict):
         ({"determinism_chek": "none"}, "did you mean `determinism_check`?"),
         ({"zzz": 1}, "`zzz` is not a key of the spec; known: policy, "),
         ({"policy": "ful"}, "did you mean 'full'?"),
-        ({"policy": None}, '`policy` must be one of "none", "full", "selective", "offload", "budget", "auto", but is'),
+        ({"policy": None}, '`policy` must be one of "none", "full", "selective", "full+selective", "offload", '),
         ({"policy": True}, "but is True instead"),
         ({"use_reentrant": True}, "`use_reentrant` must be false, but is True instead: reentrant checkpointing drops"),
         ({"use_reentrant": "no"}, "`use_reentrant` must be false, but is 'no' instead"),
@@ -216,6 +216,12 @@ def test_an_enable_call_takes_only_the_exact_defaults_for_nothing(given_dict):
         ({"compile": "blocks", "policy": "selective", "save": ["attention"]}, "remove save"),
         ({"compile": "blocks", "segments": 2}, "remove segments"),
         ({"compile": "blocks", "policy": "offload"}, "compiled blocks are not offloaded"),
+        ({"compile": "blocks", "policy": "full+selective"}, "compiled blocks leave to the compiler what is rebuilt"),
+        ({"policy": "full+selective", "offload": True}, "`offload: true` moves what `full` keeps"),
+        (
+            {"policy": "full", "save": ["linear"]},
+            "`save` goes with `policy: selective` or `policy: full+selective`, but",
+        ),
         ({"compile": "blocks", "budget": "1GiB", "share": 0.5}, "`share` is what the plan chooses"),
         ({"plan": "p.json", "compile": "blocks"}, "`plan` already says what every block gets"),
         ({"context_fn": print}, "`context_fn` is a callable, which TrainingArguments cannot save as JSON"),
@@ -289,7 +295,7 @@ def test_a_file_that_is_no_spec(tmp_path, content, expected):
 def test_a_path_that_is_no_file(tmp_path, name):
     with pytest.raises(SpecError, match="cannot read") as caught:
         Spec.parse(tmp_path / name)
-    assert "a text must be JSON, key=value words, a file, or one of none, full, selective, off" in str(caught.value)
+    assert "a text must be JSON, key=value words, a file, or one of none, full, selective, full+" in str(caught.value)
 
 
 def test_specs_plans_and_policies_are_free_of_torch():

@@ -378,3 +378,9 @@ def width_of(node: Any) -> str:
     """Return the `width` of the linear layer that a node of the class `linear` belongs to."""
     *_, given, features = node._saved_mat2_sym_sizes
     return width(features, given)
+
+
+def is_cast_of_parameter(node: Any) -> bool:
+    """Whether a node is the cast of a parameter, as autocast makes one for all blocks that share it."""
+    source = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
+    return source is not None and source.name() == "torch::autograd::AccumulateGrad"

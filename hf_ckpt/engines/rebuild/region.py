@@ -49,6 +49,8 @@ class RebuildRegion(Region):
 
     runs_block_again = False
     transforms = frozenset()
+    tape: type[Tape] = Tape
+    """What finds the values of the tensors of a forward."""
 
     def __init__(
         self,
@@ -152,7 +154,7 @@ class RebuildRegion(Region):
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block's forward with a tape of its own."""
-        tape = Tape(self, fn, args)
+        tape = self.tape(self, fn, args)
         outer, running.tape = running.tape, tape
         try:
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
@@ -214,7 +216,8 @@ def hooks(regions: Collection[Region], found: FoundBlocks, owners: Sequence[nn.M
 
     Where tensors are moved to host memory, there is a hook on each module that runs a stack, too.
     """
-    rebuilding = [region for region in regions if isinstance(region, RebuildRegion)]
+    found_regions = (getattr(region, "rebuilding", region) for region in regions)
+    rebuilding = [region for region in found_regions if isinstance(region, RebuildRegion)]
     movers = {id(region.mover): region.mover for region in rebuilding if region.mover is not None}
     for mover, owner in itertools.product(movers.values(), owners):
         yield Hook(owner, EndOfStack(mover), "always")

@@ -198,13 +198,8 @@ class Tape:
         for value in self.names if self.outer is not None else ():
             if type(value) is KeptByUser:
                 value.original = None
-        self.values.clear()
-        self.given.clear()
-        self.offered.clear()
-        self.names.clear()
-        self.constants.clear()
-        self.saved.clear()
-        self.needed.clear()
+        for found in (self.values, self.given, self.offered, self.names, self.constants, self.saved, self.needed):
+            found.clear()
         self.ungraphed.clear()
         self.seen.clear()
         self.before = self.on_trial = None
@@ -333,7 +328,7 @@ class Tape:
             row = None
         value: Value | None = None
         if row is not None:
-            if node._sequence_nr() >= self.first:  # nothing from before this block is run again
+            if self.is_here(node):
                 value = self._make(row, node, number)
         elif name == "torch::autograd::AccumulateGrad":
             value = self._parameter(node.variable)
@@ -341,6 +336,10 @@ class Tape:
             value = self._take_offer(edge)
         values[edge] = value
         return value
+
+    def is_here(self, node: Any) -> bool:
+        """Whether a node was made in this forward: nothing from before this block is run again."""
+        return bool(node._sequence_nr() >= self.first)
 
     def _make(self, row: Op, node: Any, number: int) -> Value | None:
         """Return the value that rebuilds output `number` of a node by its row; None if an operand is not known."""
@@ -403,7 +402,7 @@ class Tape:
         if tensor.dtype != torch.float32 or node.name() != "ToCopyBackward0" or not tensor.is_contiguous():
             return None
         (source,) = node.next_functions
-        if source[0] is None or node._sequence_nr() < self.first or tensor._version:
+        if source[0] is None or not self.is_here(node) or tensor._version:
             return None
         dtype = source[0]._input_metadata[source[1]].dtype
         if dtype not in (torch.bfloat16, torch.float16):
@@ -514,7 +513,8 @@ class Tape:
         if self.outer is None:
             return self._stays(tensor, NO_GRAPH)
         # A tensor may be saved, and also be read from a node as an operand: it is given to the user's hooks once.
-        key = tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype, tensor._version
+        storage = tensor.untyped_storage()._cdata, tensor.storage_offset()
+        key = storage, tensor.size(), tensor.stride(), tensor.dtype, tensor._version
         if key not in self.constants:
             self.constants[key] = self._stays(tensor, NO_GRAPH)
         return self.constants[key]
