@@ -15,6 +15,7 @@ from hf_ckpt.console import make_console
 from hf_ckpt.units import format_bytes, format_percent, format_ratio, format_seconds
 
 if TYPE_CHECKING:
+    from compiling import CompilingBench
     from engines import EngineBench, EngineRow
     from figures import LargestBench, LargestRow, PeerBench, PeerCase, PeerRow
     from head import HeadBench
@@ -54,6 +55,7 @@ HEAD_NAMES = (
     "of whole",
     "error",
 )
+COMPILING_NAMES = ("what is compiled", "blocks", "first step", "of a whole model's", "later step")
 LENGTHS_NAMES = ("way", "peak", "free", "recomp.", "epoch", "of full", "of one plan", "planning", "gradients")
 TUNING_NAMES = {"full": "full fine-tuning", "lora": "LoRA"}
 
@@ -311,6 +313,36 @@ def print_held(result: HeldBench, console: Console | None = None) -> None:
         f"{found.dtype}, {found.blocks} blocks, hidden size {found.hidden}, batch {found.batch} x {found.tokens}; "
         f"dropout {found.dropout:g}, LoRA of rank {found.lora} with dropout {found.lora_dropout:g}\n"
         f"{_where(result.circumstances)}",
+        highlight=False,
+    )
+
+
+def compiling_rows(result: CompilingBench) -> list[tuple[str, ...]]:
+    """One row for each way at each depth, as text."""
+    return [
+        (
+            row.name,
+            str(row.blocks),
+            format_seconds(row.first),
+            format_ratio(result.over_whole(row)),
+            format_seconds(min(row.later_seconds)),
+        )
+        for row in result.rows
+    ]
+
+
+def compiling_as_markdown(result: CompilingBench) -> str:
+    """The same table."""
+    return _markdown(COMPILING_NAMES, compiling_rows(result))
+
+
+def print_compiling(result: CompilingBench, console: Console | None = None) -> None:
+    """How long each takes to compile, at each depth."""
+    console = console or make_console()
+    title = f"the first step, in which graphs are compiled: {describe_workload(result.workload)}"
+    console.print(_table(title, COMPILING_NAMES, compiling_rows(result), left=(0,)))
+    console.print(
+        f"{_where(result.circumstances)}\nof a whole model's: over the fastest whole model of that depth.",
         highlight=False,
     )
 

@@ -98,6 +98,12 @@ class Session:
             self.step()
         return found
 
+    def first_steps(self) -> tuple[float, float]:
+        """Seconds of forward and backward in the first step, in which graphs are compiled, and in the third."""
+        first = seconds_of(self.backward)
+        self.backward()
+        return first, seconds_of(self.backward)
+
     def peaks(self) -> dict[str, int | None]:
         """Peaks of one step, and how much was run again in it."""
         found: dict[str, int | None] = {}
