@@ -115,16 +115,26 @@ def question(
     return Question(workload, "" if device == THIS_MACHINE else device, HEADS[head])
 
 
-@functools.lru_cache(maxsize=16)
 def traced(asked: Question) -> tuple[Forecast, Line]:
     """The forecast for a question, and the memory of a step without checkpointing. Tracing takes seconds, once.
 
-    Raises as `planner.forecast.forecast`.
+    Raises as `planner.forecast.forecast`; that nothing fits, and what would, is found once, too.
     """
+    found = _traced(asked)
+    if isinstance(found, InfeasibleError):
+        raise found.with_traceback(None)
+    return found
+
+
+@functools.lru_cache(maxsize=16)
+def _traced(asked: Question) -> tuple[Forecast, Line] | InfeasibleError:
     from hf_ckpt.planner.forecast import forecast
 
-    with _tracing:
-        found = forecast(asked.workload, asked.request)
+    try:
+        with _tracing:
+            found = forecast(asked.workload, asked.request)
+    except InfeasibleError as error:
+        return error.with_traceback(None)
     return found, keeping_all(found)
 
 

@@ -30,6 +30,7 @@ from hf_ckpt.cli.page_figures import frontier_figure, keeping_all, legend_html, 
 from hf_ckpt.cli.plan_picture import levels_of
 from hf_ckpt.cli.report_html import _script
 from hf_ckpt.errors import HfCkptError, InfeasibleError, MissingDependencyError
+from hf_ckpt.planner import forecast as forecasts
 from hf_ckpt.planner.answers import Setting
 from hf_ckpt.planner.forecast import Request, forecast
 from hf_ckpt.prediction.workload import Workload
@@ -272,6 +273,24 @@ def test_where_nothing_fits_the_page_says_what_would():
 
 
 # --- the Space --------------------------------------------------------------------------------------------------------
+
+
+def test_that_nothing_fits_is_found_once(monkeypatch):
+    asked = app.Question(WORKLOAD, "t4", "full")
+    error, calls = InfeasibleError(1, 2, {}, (), "no plan fits"), []
+
+    def nothing(workload, request):
+        calls.append(workload)
+        raise error
+
+    monkeypatch.setattr(forecasts, "forecast", nothing)
+    app._traced.cache_clear()
+    for _ in range(2):
+        with pytest.raises(InfeasibleError, match="no plan fits") as caught:
+            app.traced(asked)
+        assert caught.value is error
+    assert len(calls) == 1
+    app._traced.cache_clear()
 
 
 def test_the_space_says_what_it_needs():
