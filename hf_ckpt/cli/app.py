@@ -37,7 +37,7 @@ from hf_ckpt.cli.page_figures import (
     timeline_figure,
 )
 from hf_ckpt.errors import HfCkptError, InfeasibleError, MissingDependencyError, shown
-from hf_ckpt.prediction.choices import DTYPE_NAMES
+from hf_ckpt.prediction.choices import DTYPE_NAMES, PARALLEL, TRAINERS
 from hf_ckpt.prediction.devices import DEVICES
 from hf_ckpt.prediction.optimizer_names import NAMES
 from hf_ckpt.prediction.presets import presets, refuse_missing_model
@@ -49,8 +49,10 @@ if TYPE_CHECKING:
 
 BASES = ("no", "4 bits", "8 bits")
 """Whether the base is quantised, as the page says it."""
-HEADS = {"as a whole": "full", "in chunks where that helps": "auto"}
-"""How the head may run, as the page names it -> `Request.head`."""
+CHUNKS = {"as a whole": "full", "in chunks where that helps": "auto"}
+"""How the head or a feed-forward may run, as the page names it -> `Request.head`, `Request.mlp`."""
+TRAINER_NAMES = {"of transformers": None, **{f"{name.upper()} of TRL": name for name in TRAINERS}}
+"""The trainer, as the page names it -> `Workload.trainer`."""
 THIS_MACHINE = "this machine"
 _tracing = threading.Lock()
 """Held while a model is traced: what that changes in transformers for the time is there for the whole process."""
@@ -65,13 +67,18 @@ class Question:
     """A row of the device table; empty for this machine's."""
     head: str
     """As `Request.head`."""
+    mlp: str = "full"
+    """As `Request.mlp`."""
+    compiled: bool = False
+    """As `Request.compiled`."""
 
     @property
     def request(self) -> Request:
         """The request of a forecast, for the budget that is usual for the device."""
         from hf_ckpt.planner.forecast import Request
 
-        return Request(device=self.device or None, head=self.head, frontier=True, nearest=True)
+        device = self.device or None
+        return Request(device, head=self.head, mlp=self.mlp, compiled=self.compiled, frontier=True, nearest=True)
 
 
 def question(
@@ -85,6 +92,13 @@ def question(
     optimizer: str,
     accumulation: float | None,
     head: str,
+    lora_dropout: float | None = 0.0,
+    trainer: str = "of transformers",
+    packing: bool = False,
+    ranks: float | None = 1,
+    parallel: str = "ddp",
+    mlp: str = "as a whole",
+    compiled: bool = False,
     *,
     paths: bool = True,
 ) -> Question:
@@ -110,9 +124,14 @@ def question(
         accumulation=int(accumulation or 0),
         load_in_4bit=base == "4 bits",
         load_in_8bit=base == "8 bits",
+        lora_dropout=float(lora_dropout or 0.0) if lora else 0.0,
+        trainer=TRAINER_NAMES[trainer],
+        packing=packing,
+        ranks=int(ranks or 0),
+        parallel=parallel,
     )
     refuse_missing_model(name)
-    return Question(workload, "" if device == THIS_MACHINE else device, HEADS[head])
+    return Question(workload, "" if device == THIS_MACHINE else device, CHUNKS[head], CHUNKS[mlp], compiled)
 
 
 def traced(asked: Question) -> tuple[Forecast, Line]:
@@ -228,14 +247,25 @@ def _fields(gradio: Any, model: str) -> list[Any]:
                 min_width=180,
             ),
         ]
-    with gradio.Accordion("More", open=False), gradio.Row():
-        return [
-            *fields,
-            gradio.Dropdown(list(DTYPE_NAMES), value="bfloat16", label="Type of the weights", min_width=140),
-            gradio.Dropdown(list(NAMES), value="adamw", label="Optimizer", min_width=140),
-            gradio.Number(1, label="Micro-steps of a step", precision=0, min_width=140),
-            gradio.Dropdown(list(HEADS), value="as a whole", label="The head and its loss run", min_width=180),
-        ]
+    with gradio.Accordion("More", open=False, elem_id="hf-more"):
+        with gradio.Row():
+            fields += [
+                gradio.Dropdown(list(DTYPE_NAMES), value="bfloat16", label="Type of the weights", min_width=140),
+                gradio.Dropdown(list(NAMES), value="adamw", label="Optimizer", min_width=140),
+                gradio.Number(1, label="Micro-steps of a step", precision=0, min_width=140),
+                gradio.Dropdown(list(CHUNKS), value="as a whole", label="The head and its loss run", min_width=180),
+                gradio.Number(0, label="LoRA dropout", step=0.05, min_width=140),
+            ]
+        with gradio.Row():
+            fields += [
+                gradio.Dropdown(list(TRAINER_NAMES), value="of transformers", label="Trainer", min_width=140),
+                gradio.Checkbox(False, label="Packed", info="sequences in one row", min_width=140),
+                gradio.Number(1, label="Ranks", info="a device each", precision=0, min_width=140),
+                gradio.Dropdown(list(PARALLEL), value="ddp", label="Shared by", min_width=140),
+                gradio.Dropdown(list(CHUNKS), value="as a whole", label="Feed-forwards run", min_width=180),
+                gradio.Checkbox(False, label="Compiled", info="blocks, one by one", min_width=140),
+            ]
+    return fields
 
 
 def _parts(gradio: Any) -> list[Any]:
@@ -269,7 +299,7 @@ def _parts(gradio: Any) -> list[Any]:
 def _shown(asked: Question, budget_bytes: int) -> list[Any]:
     """Values of the components of `_parts`."""
     answer, timeline, frontier = answered(asked, budget_bytes)
-    command = command_of(asked.workload, asked.device, budget_bytes, asked.head)
+    command = command_of(asked.workload, asked.device, budget_bytes, asked.head, asked.mlp, asked.compiled)
     lines = [answer.arguments, answer.spec, answer.model, command]
     figures = [part for figure in (timeline, frontier) for part in (_plotted(figure), legend_html(figure))]
     return [summary_html(answer), *figures, *lines, blocks_html(answer)]

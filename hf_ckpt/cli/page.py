@@ -170,13 +170,23 @@ def question_of(found: Forecast) -> str:
     tuning = "every weight" if workload.lora is None else f"LoRA r={workload.lora}"
     tuning += f" on a base in {workload.bits} bits" if workload.bits else ""
     micro = f", {workload.accumulation} micro-steps" if workload.accumulation > 1 else ""
+    micro += f", {workload.trainer.upper()} of TRL" if workload.trainer else ""
+    micro += ", packed" if workload.packing else ""
+    micro += f", {workload.ranks} ranks ({workload.parallel})" if workload.ranks > 1 else ""
     return (
         f"{workload.model}, training {tuning}, {workload.dtype}, {workload.optimizer}, "
         f"batch {workload.batch} x {workload.tokens} tokens{micro}, {found.device.title}"
     )
 
 
-def command_of(workload: Workload, device: str, budget_bytes: int, head: int | str = "full") -> str:
+def command_of(
+    workload: Workload,
+    device: str,
+    budget_bytes: int,
+    head: int | str = "full",
+    mlp: int | str = "full",
+    compiled: bool = False,
+) -> str:
     """The `hf-ckpt plan` that answers the same question.
 
     Args:
@@ -184,6 +194,8 @@ def command_of(workload: Workload, device: str, budget_bytes: int, head: int | s
         device: a row of the device table; empty for this machine's.
         budget_bytes: the peak that is allowed.
         head: as `Request.head`.
+        mlp: as `Request.mlp`.
+        compiled: as `Request.compiled`.
     """
     words = ["hf-ckpt", "plan", workload.model]
     for field in dataclasses.fields(workload):
@@ -198,6 +210,8 @@ def command_of(workload: Workload, device: str, budget_bytes: int, head: int | s
     words += [] if workload.double_quant else ["--no-double-quant"]
     words += ["--device", device] if device else []
     words += ["--head", str(head)] if head != "full" else []
+    words += ["--mlp", str(mlp)] if mlp != "full" else []
+    words += ["--compile"] if compiled else []
     return shlex.join([*words, "--budget", f"{budget_bytes // MIB}MiB"])
 
 

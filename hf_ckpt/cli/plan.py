@@ -214,7 +214,8 @@ def run(arguments: argparse.Namespace) -> int:
         save_forecast_picture(found, arguments.png)
         _say_written(console, "a picture of memory through the step, and of time against peak", arguments.png)
     if arguments.html is not None:
-        save_report(found, arguments.html, device=arguments.device or "", head=arguments.head)
+        ways = {"head": arguments.head, "mlp": arguments.mlp, "compiled": arguments.compile}
+        save_report(found, arguments.html, device=arguments.device or "", **ways)
         _say_written(console, "a report with a slider for the budget", arguments.html)
     return 0
 

@@ -30,7 +30,15 @@ def import_plotly() -> Any:
     return plotly
 
 
-def save_report(found: Forecast, path: Path, *, device: str = "", head: int | str = "full") -> None:
+def save_report(
+    found: Forecast,
+    path: Path,
+    *,
+    device: str = "",
+    head: int | str = "full",
+    mlp: int | str = "full",
+    compiled: bool = False,
+) -> None:
     """Write a report of the fastest plans for budgets from the lowest peak to that of no checkpointing.
 
     Everything is inside the file, which loads nothing from elsewhere.
@@ -40,6 +48,8 @@ def save_report(found: Forecast, path: Path, *, device: str = "", head: int | st
         path: of the file, which ends in `.html`.
         device: as `Request.device`, for the command that is shown; empty for this machine's.
         head: as `Request.head`, for the same.
+        mlp: as `Request.mlp`, for the same.
+        compiled: as `Request.compiled`, for the same.
 
     Raises `MissingDependencyError` without plotly, and `FileError` where the file cannot be written.
     """
@@ -48,7 +58,8 @@ def save_report(found: Forecast, path: Path, *, device: str = "", head: int | st
     asked = max((stop for stop in stops if stop <= found.budget_bytes), default=stops[0])
     kept = keeping_all(found)
     shown = [
-        _stop(answer_of(found, stop), found, kept, command_of(found.workload, device, stop, head)) for stop in stops
+        _stop(answer_of(found, stop), found, kept, command_of(found.workload, device, stop, head, mlp, compiled))
+        for stop in stops
     ]
 
     text = Template(_PAGE).substitute(

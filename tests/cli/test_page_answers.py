@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import shlex
 import sys
@@ -140,6 +141,7 @@ def test_what_users_typed_is_no_html(found):
         (Workload("a model", batch=3, tokens=9, lora=8, load_in_4bit=True, double_quant=False), "t4", "auto"),
         (Workload("t5-small", target_tokens=7, accumulation=2, lora=4, lora_targets=("q", "v"), padded=True), "", 64),
         (Workload("gpt2", trainer="dpo", reference="model", ranks=2, parallel="fsdp2", autocast="none"), "", "full"),
+        (Workload("gpt2", trainer="sft", packing=True, lora=8, lora_dropout=0.05), "", "full"),
     ],
 )
 def test_the_command_asks_the_same(workload, device, head):
@@ -150,6 +152,12 @@ def test_the_command_asks_the_same(workload, device, head):
     arguments = parser.parse_args(words[1:])
     assert plan.workload_of(arguments, arguments.model) == workload
     assert (arguments.device, arguments.head, arguments.budget) == (device or None, head, "5MiB")
+    assert (arguments.mlp, arguments.compile) == ("full", False)
+
+
+def test_the_command_asks_for_chunks_and_compiled_blocks():
+    words = shlex.split(command_of(WORKLOAD, "t4", MIB, mlp="auto", compiled=True))
+    assert words[-5:] == ["--mlp", "auto", "--compile", "--budget", "1MiB"]
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -205,11 +213,36 @@ def asked(**changes):
     return app.question(**{**dict(zip(names, FIELDS, strict=True)), **changes})
 
 
+def test_the_fields_of_the_page_are_those_of_a_question():
+    """In the same order, each with a value that can be asked."""
+    gradio = pytest.importorskip("gradio")
+    with gradio.Blocks():
+        fields = app._fields(gradio, "mini-gpt2")
+    names = [name for name in inspect.signature(app.question).parameters if name != "paths"]
+    assert len(fields) == len(names)
+    found = app.question(**dict(zip(names, (field.value for field in fields), strict=True)))
+    assert found == app.Question(Workload("mini-gpt2", batch=16, tokens=1024), "4080", "full")
+
+
 def test_fields_make_a_question():
     assert asked() == app.Question(WORKLOAD, "t4", "full")
     more = asked(lora=8.0, base="4 bits", head="in chunks where that helps", device=app.THIS_MACHINE)
     assert (more.workload.lora, more.workload.bits, more.head, more.device) == (8, 4, "auto", "")
     assert more.request.device is None
+    rest = asked(
+        lora=8, lora_dropout=0.05, trainer="DPO of TRL", packing=True, ranks=4.0, parallel="fsdp2", compiled=True
+    )
+    expected = {"lora": 8, "lora_dropout": 0.05, "trainer": "dpo", "packing": True, "ranks": 4, "parallel": "fsdp2"}
+    assert rest.workload == dataclasses.replace(WORKLOAD, **expected)
+    assert (rest.request.mlp, rest.request.compiled) == ("full", True)
+    assert asked(mlp="in chunks where that helps").request.mlp == "auto"
+    assert asked(lora_dropout=0.1).workload == WORKLOAD  # without adapters there is nothing to drop out
+
+
+def test_the_line_of_the_question_has_the_trainer(found):
+    workload = dataclasses.replace(found.workload, trainer="dpo", packing=True, ranks=4, parallel="fsdp2")
+    line = question_of(dataclasses.replace(found, workload=workload))
+    assert ", DPO of TRL, packed, 4 ranks (fsdp2), T4" in line
 
 
 @pytest.mark.parametrize(
