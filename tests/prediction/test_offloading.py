@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.made_up import ends_of, some_costs
 from helpers.sparing import sparing
-from helpers.tracing import PEAK, TUNINGS, inputs_of, loss_of, model_of
+from helpers.tracing import PEAK, PEAK_BATCH, TUNINGS, inputs_of, loss_of, model_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import _disable_current_modes
@@ -30,7 +30,7 @@ from hf_ckpt.prediction.offload import OFFLOADED, with_offloading
 from hf_ckpt.prediction.skeleton import skeleton_of
 from hf_ckpt.prediction.timeline import step_nanoseconds, timeline, worst_timeline
 from hf_ckpt.prediction.trace import Step, chunked_head, trace_costs
-from hf_ckpt.spec.actions import FULL, OFFLOAD, SELECTIVE, Action, candidates
+from hf_ckpt.spec.actions import FULL, KEEP, OFFLOAD, SELECTIVE, Action, candidates
 from hf_ckpt.spec.plan import Plan
 
 GIGA = 10**9  # bytes a second: a byte takes a nanosecond
@@ -170,7 +170,7 @@ def beside(monkeypatch):
 @functools.cache
 def traced(family, tuning):
     """(model, inputs, costs, skeleton, step) of a model in bfloat16."""
-    batch = tiny_batch(family, batch=4, tokens=128)
+    batch = tiny_batch(family, **PEAK_BATCH)
     model = model_of(family, tuning, dtype=torch.bfloat16, **PEAK)
     skeleton, step = skeleton_of(model), Step(batch, accumulation=2, optimizer="sgd")
     return model, inputs_of(model, batch), trace_costs(skeleton, step, H100, actions=candidates()), skeleton, step
@@ -287,10 +287,10 @@ def test_a_head_in_chunks_is_taken_where_it_is_allowed_and_needed():
 @sparing(("family", "head"), itertools.product(["llama", "gpt2", "t5"], ["auto", 100]), ("gpt2", "auto"))
 def test_peaks_with_a_head_in_chunks_are_those_that_are_reached(family, head):
     for tuning in TUNINGS:
-        model = model_of(family, tuning, dtype=torch.bfloat16, layers=3, hidden=128, vocab_size=4000)
+        model = model_of(family, tuning, dtype=torch.bfloat16, layers=3, hidden=64, vocab_size=4000)
         batch = tiny_batch(family, batch=4, tokens=256)
         inputs, skeleton, step = inputs_of(model, batch), skeleton_of(model), Step(batch, optimizer="sgd")
-        costs = trace_costs(skeleton, step, DEVICES["cpu"], actions=candidates())
+        costs = trace_costs(skeleton, step, DEVICES["cpu"], actions=(KEEP, FULL))
         found = chunked_head(costs, skeleton, step, DEVICES["cpu"], head)
         for number in (0, found.actions.index(FULL)):
             choice = found.uniform(number)

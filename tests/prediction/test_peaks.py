@@ -11,6 +11,7 @@ from helpers.sparing import sparing
 from helpers.tracing import (
     CPU,
     PEAK,
+    PEAK_BATCH,
     TUNINGS,
     a_family,
     assert_near,
@@ -51,7 +52,7 @@ TWO_STACKS = ("t5", "everything")
 @functools.cache
 def subject(family, tuning):
     """(skeleton, batch, costs, plans by name) of a model in bfloat16, to be made again by `model_of`."""
-    batch = tiny_batch(family, batch=4, tokens=128)
+    batch = tiny_batch(family, **PEAK_BATCH)
     skeleton = skeleton_of(model_of(family, tuning, dtype=torch.bfloat16, **PEAK))
     costs = trace_costs(skeleton, Step(batch, accumulation=2, optimizer="sgd"), CPU, actions=candidates())
     return skeleton, batch, costs, plans_of(costs)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from helpers.sparing import sparing
-from helpers.tracing import CPU, PEAK, a_family, chosen, model_of, near_real, plans_of, real_peaks, within
+from helpers.tracing import CPU, PEAK, PEAK_BATCH, a_family, chosen, model_of, near_real, plans_of, real_peaks, within
 
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch
@@ -15,36 +15,36 @@ from hf_ckpt.prediction.timeline import timeline
 from hf_ckpt.prediction.trace import Step, trace_costs
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 
-HIDDEN_STATE = 4 * 128 * 256 * 2
+HIDDEN_STATE = PEAK_BATCH["batch"] * PEAK_BATCH["tokens"] * PEAK["hidden"] * 2
 """Bytes of one, in bfloat16."""
 
 
 def padded_batch(family):
     """Each sequence is shorter than the one before."""
-    batch = tiny_batch(family, batch=4, tokens=128)
+    batch = tiny_batch(family, **PEAK_BATCH)
     for place, mask in enumerate(batch["attention_mask"]):
-        mask[128 - 16 * place :] = 0
+        mask[len(mask) - 16 * place :] = 0
     return batch
 
 
 @pytest.mark.slow
 def test_peaks_of_deeper_models_are_put_together_from_the_same_parts():
-    model = model_of("llama", layers=16, hidden=256, dtype=torch.bfloat16)
-    near_real(model, tiny_batch("llama", batch=4, tokens=128))
+    model = model_of("llama", dtype=torch.bfloat16, **{**PEAK, "layers": 16})
+    near_real(model, tiny_batch("llama", **PEAK_BATCH))
 
 
 @pytest.mark.compat
 @a_family
 def test_peak_under_autocast(family):
     model = model_of(family, **PEAK)
-    near_real(model, tiny_batch(family, batch=4, tokens=128), autocast=torch.bfloat16)
+    near_real(model, tiny_batch(family, **PEAK_BATCH), autocast=torch.bfloat16)
 
 
 @pytest.mark.slow
 @a_family
 def test_peak_with_dropout(family):
     model = model_of(family, dropout=0.1, dtype=torch.bfloat16, **PEAK)
-    near_real(model, tiny_batch(family, batch=4, tokens=128), (KEEP, FULL))
+    near_real(model, tiny_batch(family, **PEAK_BATCH), (KEEP, FULL))
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_peak_above_a_frozen_prefix(family):
             parameter.requires_grad_(False)
         if name == "shared.weight":
             parameter.requires_grad_(False)
-    costs = near_real(model, tiny_batch(family, batch=4, tokens=128))
+    costs = near_real(model, tiny_batch(family, **PEAK_BATCH))
     first, *others = costs.stacks
     assert [first.choices[kind] for kind in first.kinds] == [(0,)] * 3 + [(0, 1, 2)] * (len(first.kinds) - 3)
     assert all(choices == (0, 1, 2) for stack in others for choices in stack.choices)
@@ -76,24 +76,24 @@ def test_peak_above_a_frozen_prefix(family):
 
 WIDE = {
     "vocab_size": 320,
-    "hidden_size": 256,
+    "hidden_size": 64,
     "num_hidden_layers": 6,
     "num_attention_heads": 4,
-    "intermediate_size": 512,
+    "intermediate_size": 128,
     "pad_token_id": 0,
 }
 OTHERS = {
-    "Gemma2ForCausalLM": {**WIDE, "num_key_value_heads": 2, "head_dim": 64, "sliding_window": 16},
+    "Gemma2ForCausalLM": {**WIDE, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16},
     # These hold every hidden state until their stack has run, or let go of more than others then.
     "DebertaV2ForMaskedLM": WIDE,
     "BartForConditionalGeneration": {
         "vocab_size": 320,
-        "d_model": 256,
+        "d_model": 64,
         "pad_token_id": 0,
         "encoder_layers": 6,
         "decoder_layers": 4,
         **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
-        **{f"{side}_ffn_dim": 512 for side in ("encoder", "decoder")},
+        **{f"{side}_ffn_dim": 128 for side in ("encoder", "decoder")},
     },
 }
 
@@ -104,7 +104,7 @@ def test_peak_of_other_models(name):
     model_class = getattr(transformers, name)
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**OTHERS[name])).train().to(torch.bfloat16)
-    near_real(model, tiny_batch("llama", batch=4, tokens=128))
+    near_real(model, tiny_batch("llama", **PEAK_BATCH))
 
 
 @pytest.mark.compat
@@ -113,8 +113,8 @@ def test_peak_of_other_models(name):
 )
 def test_models_of_one_and_two_blocks(family, layers):
     """The prediction is too high by a few hidden states at most, at any depth; for T5 by as much as its scores."""
-    model = model_of(family, layers=layers, hidden=256, dtype=torch.bfloat16)
-    batch = tiny_batch(family, batch=4, tokens=128)
+    model = model_of(family, dtype=torch.bfloat16, **{**PEAK, "layers": layers})
+    batch = tiny_batch(family, **PEAK_BATCH)
     with within(60):
         around = Step(batch, accumulation=2, optimizer="sgd")
         costs = trace_costs(skeleton_of(model), around, CPU, actions=(KEEP, SELECTIVE, FULL))
