@@ -147,7 +147,7 @@ def test_copies_are_compiled_too(graphs, way):
     assert hf_ckpt.describe(copied).in_graphs
 
 
-@pytest.mark.parametrize("share", SHARES)
+@sparing("share", SHARES, 0.5)
 def test_adapters_autocast_and_accumulation(graphs, share):
     batch = tiny_batch("llama")
     plain = with_lora(tiny_model("llama", layers=2, attention="sdpa"), "llama", lora_dropout=0.0)

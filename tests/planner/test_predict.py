@@ -46,7 +46,7 @@ def of_tiny():
 # --- one answer -----------------------------------------------------------------------------------------------------
 
 
-@sparing("way", ["config", "file", "name of the file"], "config", "name of the file")
+@sparing("way", ["config", "file", "name of the file"], "config")
 def test_a_preset_its_config_and_its_file_are_one_model(way):
     file = presets()["mini-llama"]
     model = {"config": load_config("mini-llama"), "file": file, "name of the file": str(file)}[way]

@@ -9,6 +9,7 @@ import random
 
 import pytest
 from helpers.made_up import LADDERS, blocks_of, ends_of, made_up, some_costs
+from helpers.sparing import sparing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -240,7 +241,10 @@ def alike(count, *, head=30, actions=3, kept=None, static=None, gradient=0, accu
     )
 
 
-@pytest.mark.parametrize("kept", [(60, 0), (60, 25, 0), (60, 0, 25), (60, 25, 10, 0), (60, 0, 10, 25)], ids=str)
+LADDERS_OF_BYTES = [(60, 0), (60, 25, 0), (60, 0, 25), (60, 25, 10, 0), (60, 0, 10, 25)]
+
+
+@sparing("kept", [(kept,) for kept in LADDERS_OF_BYTES], ((60, 25, 0),), ((60, 0, 25),), ids=map(str, LADDERS_OF_BYTES))
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("changes", [{}, {"gradient": 30}, {"head": 400}], ids=str)
 def test_of_blocks_alike_those_come_first_that_leave_least(kept, accumulation, changes):
