@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 import torch._dynamo
+from helpers.planned import tracing_once
 from hypothesis import settings
 from torch._dynamo.backends.registry import lookup_backend
 from transformers.utils import logging as transformers_logging
@@ -18,7 +19,7 @@ from hf_ckpt.engines import compiled, segments
 from hf_ckpt.engines.rebuild import tape
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.planner import live
-from hf_ckpt.spec.actions import candidates
+from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, candidates
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several of them share the cores
     torch.set_num_threads(1)
@@ -79,8 +80,18 @@ def graphs(monkeypatch):
 
 @pytest.fixture
 def few_actions(monkeypatch):
-    """Plans for live models choose from the actions of every plan alone: without the finer ones a trace is half."""
-    monkeypatch.setattr(live, "actions_for", lambda *_, compiled=False: candidates(compiled=compiled))
+    """Plans for live models choose from three actions: the time of a trace grows with the square of their number."""
+
+    def actions_for(*_, compiled=False):
+        return candidates(compiled=True) if compiled else (KEEP, SELECTIVE, FULL)
+
+    monkeypatch.setattr(live, "actions_for", actions_for)
+
+
+@pytest.fixture
+def traced_once(monkeypatch):
+    """Live models that are alike are traced once for each shape of a batch, however many tests plan for them."""
+    monkeypatch.setattr(live, "_traced", tracing_once(live._traced))
 
 
 @pytest.fixture

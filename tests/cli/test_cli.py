@@ -16,6 +16,7 @@ from hf_ckpt.engines import full
 from hf_ckpt.errors import HfCkptError, MissingDependencyError
 from hf_ckpt.models.tiny import byte_tokenizer, tiny_model
 from hf_ckpt.planner.install import install
+from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.spec.plan import Plan
 
 has_weights = demo_run.package_folder(demo_run.WEIGHTS_PACKAGE) is not None
@@ -166,7 +167,8 @@ def test_demo_without_the_packages_says_what_brings_them(tmp_path, capsys, no_pa
 
 
 def test_demo_fails_when_gradients_differ(tmp_path, capsys, monkeypatch, no_packages):
-    """LoRA dropout drawn again in recomputation."""
+    """LoRA dropout drawn again in recomputation. The plan beside it chooses from two actions, which is sooner made."""
+    monkeypatch.setattr("hf_ckpt.planner.forecast.actions_for", lambda *_, compiled: (KEEP, FULL))
     monkeypatch.setattr(demo_run, "SPECS", (*demo_run.SPECS[:1], ("full", {"preserve_rng_state": False})))
     original = demo_run.run_demo
     monkeypatch.setattr(demo_run, "run_demo", lambda *args, **options: original(*args, **options, specs=demo_run.SPECS))

@@ -11,9 +11,12 @@ from helpers.steps import enable, without_cache
 from hf_ckpt import compat
 from hf_ckpt.compat.peft import add_lora
 from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.blocks import base_model
 from hf_ckpt.models.tiny import tiny_model
+from hf_ckpt.planner import live
 
 SIZES = {"batch": 4, "tokens": 128}
+_TRACED: dict = {}
 _KEPT: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -50,3 +53,32 @@ def saved_config(folder):
     """The folder, with the config of a tiny LLaMA of six blocks, as a model is saved."""
     tiny_model("llama", layers=6).config.to_json_file(folder / "config.json", use_diff=False)
     return folder
+
+
+def like(model):
+    """What the traces of a model depend on, to be compared: its modules, its parameters, and its optimizers."""
+    config = base_model(model).config
+    parameters = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
+    optimizers = [(str(each), bool(each.state)) for each in compat.optimizers_of(model)]
+    return str(model), config.to_json_string(), config._attn_implementation, parameters, optimizers
+
+
+def tracing_once(original, told=None):
+    """`live._traced`, by which models that are alike are traced once for each shape of a batch.
+
+    All traces under a Trainer are made, because a loss may be its own. `told` gets every shape that was asked for.
+    """
+
+    def trace(model, spec, shape, layout, call, actions=None):
+        if told is not None:
+            told.append(str(shape))
+        plain = call is None or (call.trainer, call.loss, call.forward) == (None, None, None)
+        if layout is not None or not plain:
+            return original(model, spec, shape, layout, call, actions)
+        asked = [spec.head, spec.mlp, spec.compile, spec.host_budget, shape, call, actions]
+        key = repr((like(model), asked, live.actions_for.__qualname__))
+        if key not in _TRACED:
+            _TRACED[key] = original(model, spec, shape, layout, call, actions)
+        return _TRACED[key]
+
+    return trace

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from helpers.planned import budgeted, live_peak, model_of, without_state
+from helpers.planned import budgeted, live_peak, model_of, tracing_once, without_state
 from helpers.sparing import sparing
 from helpers.steps import assert_same, gradients, step, without_cache
 
@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.compat, pytest.mark.usefixtures("few_actions")]
 LONG = 128
 ON_LINES = compat.HOOKS_STAY_OUTSIDE
 """Whether costs of two lengths give those between. With transformers 4.57, on torch 2.8, each bucket is traced."""
-_KNOWN = {}
 
 
 @pytest.fixture(autouse=True)
@@ -37,16 +36,8 @@ def measurements_end():
 @pytest.fixture
 def traced(monkeypatch):
     """The shapes that were traced, in words. Models of these tests are alike, so that each shape is traced once."""
-    original, found = live._traced, []
-
-    def trace(model, spec, shape, layout, call, actions=None):
-        found.append(str(shape))
-        key = type(model).__name__, spec.head, str(shape), actions and tuple(actions)
-        if key not in _KNOWN:
-            _KNOWN[key] = original(model, spec, shape, layout, call, actions)
-        return _KNOWN[key]
-
-    monkeypatch.setattr(live, "_traced", trace)
+    found = []
+    monkeypatch.setattr(live, "_traced", tracing_once(live._traced, found))
     return found
 
 

@@ -16,10 +16,12 @@ import hf_ckpt
 from hf_ckpt.attach.record import installation
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch
+from hf_ckpt.planner import live
 from hf_ckpt.planner.budgets import peak_of_least, plan_within
 from hf_ckpt.planner.course import tightened
+from hf_ckpt.spec.actions import candidates
 
-pytestmark = pytest.mark.usefixtures("few_actions")
+pytestmark = pytest.mark.usefixtures("few_actions", "traced_once")
 
 
 @pytest.fixture(autouse=True)
@@ -159,8 +161,12 @@ def test_a_measurement_ends_with_its_plan_and_with_its_model(way):
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_no_budget_ends_a_run_in_the_middle(caplog):
-    """A batch that no plan fits gets the tightest; the batches behind it get what they had, and nothing is traced."""
+def test_no_budget_ends_a_run_in_the_middle(caplog, monkeypatch):
+    """A batch that no plan fits gets the tightest; the batches behind it get what they had, and nothing is traced.
+
+    The length that would fit is told by a line through the lowest peaks of two lengths, which bends with few actions.
+    """
+    monkeypatch.setattr(live, "actions_for", lambda *_, **__: candidates())
     model = model_of(layers=4)
     short, long, longer = (tiny_batch("llama", batch=2, tokens=tokens) for tokens in (64, 177, 180))
     expected = step(model, long)

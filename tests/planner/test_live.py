@@ -89,6 +89,7 @@ def test_a_model_without_a_head_is_planned_for():
     assert {action.kind for _, action in hf_ckpt.describe(model).plan.actions} == {"keep"}
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_until_the_first_batch_every_block_is_recomputed():
     model = model_of()
     budgeted(model, "1GiB")
@@ -98,6 +99,7 @@ def test_until_the_first_batch_every_block_is_recomputed():
     assert {action.kind for _, action in hf_ckpt.describe(model).plan.actions} == {"keep"}
 
 
+@pytest.mark.slow
 def test_batches_of_new_sizes_are_planned_for():
     """Smaller ones, too, where they would recompute otherwise; sizes that came before are not."""
     model = without_state(model_of())
@@ -113,6 +115,7 @@ def test_batches_of_new_sizes_are_planned_for():
     assert "4 x 128 tokens" not in planned.plans
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_padding_is_planned_for_once_it_comes():
     model = model_of()
     budgeted(model, "1GiB")
@@ -196,6 +199,7 @@ def test_state_that_is_there_is_counted_as_it_is():
     assert installation(model).planned.costs[0].static.optimizer == optimizers.state_bytes(optimizer)
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_what_cannot_fit_says_what_fills_it():
     model = model_of()
     budgeted(model, "1MiB")
@@ -281,6 +285,7 @@ def test_split_parameters_are_refused(monkeypatch):
         step(model, tiny_batch("llama"))
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_a_saved_plan_of_a_budget_is_installed_without_planning(tmp_path):
     model, batch = model_of(), tiny_batch("llama", **SIZES)
     budgeted(model, "36MiB")
