@@ -151,9 +151,8 @@ def load_config(name: str) -> Any:
     Raises `HfCkptError` where none can be read, and `MissingDependencyError` for GGUF files without the package gguf.
     """
     path = presets().get(name, Path(name))
-    gguf = _gguf_file(path)
     try:
-        if gguf is not None:
+        if (gguf := _gguf_file(path)) is not None:
             return compat.gguf_config(gguf)
         if path.exists() and not path.is_dir():
             keys = read_values(path)
