@@ -153,7 +153,7 @@ def load_config(name: str) -> Any:
     path = presets().get(name, Path(name))
     try:
         if (gguf := _gguf_file(path)) is not None:
-            return compat.gguf_config(gguf)
+            return copy.deepcopy(_gguf_config(gguf, gguf.stat().st_mtime))
         if path.exists() and not path.is_dir():
             keys = read_values(path)
             if not isinstance(keys, dict):
@@ -166,6 +166,12 @@ def load_config(name: str) -> Any:
         raise
     except Exception as error:  # configs check themselves, and raise errors of all kinds for values that do not fit
         raise no_model(name, error) from error
+
+
+@functools.lru_cache(maxsize=4)
+def _gguf_config(path: Path, changed: float) -> Any:
+    """The config in a GGUF file that was `changed` then. Its list of tokens takes seconds to read."""
+    return compat.gguf_config(path)
 
 
 def _gguf_file(path: Path) -> Path | None:
