@@ -58,6 +58,7 @@ def costs(workload):
     return largest._costs(PLANNED, workload, skeleton_of_workload(workload))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not compat.HOOKS_STAY_OUTSIDE, reason="no plans for compiled blocks")
 @pytest.mark.parametrize(("way", "heads"), [(PLANNED_COMPILED, ["full"]), (PLANNED_BOTH, ["full", "auto"])])
 def test_plans_for_compiled_blocks_are_made_of_shares(configs, way, heads):

@@ -61,7 +61,7 @@ def compare(run, family, engine, *, moves=MOVING, **options):
 
 
 @each_engine
-@each_family
+@two_families
 def test_a_graph_without_a_backward_frees_everything(family, engine):
     """With the garbage collector off: no reference cycle holds activations."""
     model = ours(family, engine, dropout=0.1, dtype=torch.bfloat16)

@@ -9,6 +9,7 @@ import logging
 import math
 import random
 
+import pytest
 import torch
 from helpers.lanes import DeviceBytes
 from helpers.offloading import each_kind, mover, ours
@@ -123,6 +124,7 @@ def groups():
     return sum(type(thing) is Group for thing in gc.get_objects())
 
 
+@pytest.mark.slow
 @each_kind
 def test_two_hundred_steps_in_any_order(spec, lanes, caplog, recwarn):
     before = groups()

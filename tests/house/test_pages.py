@@ -110,6 +110,7 @@ def small(command: str, folder: Path) -> list[str | Path]:
     ]
 
 
+@pytest.mark.slow
 @sparing("command", COMMANDS, *DOCTOR, ids=[" ".join(command.split()[:2]) for command in COMMANDS])
 def test_commands_run(command, tmp_path):
     done = run(small(command, tmp_path), cwd=tmp_path, timeout=300)

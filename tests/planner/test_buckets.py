@@ -117,6 +117,7 @@ def test_one_token_more_is_no_reason_to_plan(traced):
     assert traced == ["4 x 64 tokens", "4 x 128 tokens"] if ON_LINES else len(traced) <= 3
 
 
+@pytest.mark.slow
 def test_shapes_are_a_set_and_no_product_of_maxima(traced):
     """16 short sequences and 2 long ones; nothing is planned, or traced, for 16 long ones."""
     model, plain = small(), small()
@@ -146,6 +147,7 @@ def test_a_few_sequences_less_take_the_bucket_of_more(traced):
     assert not traced
 
 
+@pytest.mark.slow
 def test_a_bucket_that_fits_in_part_is_planned_for_in_part(traced):
     """No plan fits the bucket of 80 tokens, but the batch of 66 has one."""
     model = small()
@@ -210,6 +212,7 @@ def test_micro_batches_of_several_shapes_in_one_step(traced):
     assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
 
 
+@pytest.mark.slow
 def test_every_bucket_knows_what_a_step_has_measured(traced):
     """Plans are made for the budget less the bias, also those that were there before it was known."""
     model = small()
@@ -246,6 +249,7 @@ def test_a_measurement_of_each_plan(traced):
 # --- how plans are exchanged ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_switch_changes_functions_and_no_hooks(traced):
     model = small()
     budgeted(model, budget_between(0.4))
@@ -285,6 +289,7 @@ def test_evaluation_in_the_middle_changes_nothing(traced):
     assert len(traced) == count
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_plan_for_themselves(traced):
     model = small()
     budgeted(model, budget_between(0.4))

@@ -78,6 +78,7 @@ TOO_LOW = {("llama", "dropout"): 0.07}
 """Share of a peak that is not seen: LLaMA's only dropout is that of attention weights, wide ones for short tokens."""
 
 
+@pytest.mark.slow
 @sparing(("family", "kind"), CASES, ("llama", ""))
 def test_peaks_are_those_that_are_reached(family, kind):
     """The same share for all blocks, and a mixture; weights count in what a peak is compared with, as in a budget."""
@@ -94,6 +95,7 @@ def test_peaks_are_those_that_are_reached(family, kind):
         assert (1 - TOO_LOW.get((family, kind), 0.02)) * real <= predicted <= 1.02 * real + above, choice
 
 
+@pytest.mark.slow
 @sparing("family", FAMILIES, "gpt2")
 def test_kept_bytes_are_exact(family):
     """What a block more of each stack leaves after the forward, to the byte."""

@@ -54,6 +54,7 @@ def between(model, batch, share):
     return round(low + (high - low) * share)
 
 
+@pytest.mark.slow
 def test_a_step_above_its_limit_is_planned_anew_once(caplog):
     """What the prediction knows nothing of is measured in the first step; gradients stay the same."""
     model, batch = model_of(layers=4), tiny_batch("llama", batch=4, tokens=64)
@@ -142,6 +143,7 @@ def test_other_code_that_sees_every_operation_goes_on():
     assert abs(installation(model).planned.bias_bytes) < 0.03 * installation(model).planned.plan.prediction.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["uninstall", "delete"])
 def test_a_measurement_ends_with_its_plan_and_with_its_model(way):
     """In a loop that never gets to a step of its optimizer."""

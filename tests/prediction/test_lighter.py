@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from helpers.sparing import sparing
 from helpers.tracing import (
     CPU,
     PEAK,
+    TUNINGS,
     assert_near,
     chosen,
     deviations,
-    each_family,
     model_of,
     real_peaks,
 )
 
-from hf_ckpt.models.tiny import tiny_batch
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch
 from hf_ckpt.planner.budgets import peak_of_least, plan_within
 from hf_ckpt.planner.options import cost_options
 from hf_ckpt.prediction import lighter as room
@@ -27,6 +28,7 @@ from hf_ckpt.prediction.trace import Step, trace_costs
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 
 BATCH = {"batch": 4, "tokens": 128}
+EVERY = [(family, tuning) for family in FAMILIES for tuning in TUNINGS]
 ACTIONS = (KEEP, SELECTIVE, FULL)
 
 
@@ -38,8 +40,7 @@ def made(family, tuning="everything", *, optimizer="sgd", actions=ACTIONS, **opt
     return model, batch, skeleton, step, trace_costs(skeleton, step, CPU, actions=actions)
 
 
-@pytest.mark.parametrize("tuning", ["everything", "lora"])
-@each_family
+@sparing(("family", "tuning"), EVERY, ("llama", "everything"), ("bert", "lora"))
 def test_peaks_are_those_of_real_steps(family, tuning):
     model, batch, skeleton, step, costs = made(family, tuning)
     (found,) = with_lighter([costs], skeleton, step, CPU)

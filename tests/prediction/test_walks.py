@@ -95,6 +95,7 @@ def test_walks_do_not_grow_with_depth(found, more):
         assert walks_of([row[0]] * more + row, choices) == walks
 
 
+@pytest.mark.slow
 @pytest.mark.compat
 @sparing("family", FAMILIES, "llama", "bert")
 def test_as_many_blocks_are_traced_at_any_depth(family):
