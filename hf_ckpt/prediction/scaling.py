@@ -12,8 +12,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_ckpt.prediction.costs import BlockCost, Costs, Phase, StackCosts, Static
+from hf_ckpt.prediction.costs import BlockCost, Costs, Key, Phase, StackCosts, Static
 from hf_ckpt.prediction.timeline import Moment, worst_timeline
+from hf_ckpt.spec.actions import lighter
 
 _FROM_HIGH = {"movable"}
 """Fields that shrink while shapes grow, so that the value for the larger shape holds for both."""
@@ -32,10 +33,52 @@ def between(low: Sequence[Costs], high: Sequence[Costs], part: int, whole: int) 
         part: from 0 (the smaller shape) to `whole` (the larger one).
         whole: at least 1.
 
+    Lighter actions that only one of the two has are left out.
+
     Raises `UnlikeError` where the two do not run the same operations, as a head in more chunks does.
     """
+    if [costs.actions for costs in low] != [costs.actions for costs in high]:
+        low, high = ([without_lighter(costs) for costs in found] for found in (low, high))
     found: tuple[Costs, ...] = _Line(part, whole).at(tuple(low), tuple(high))
     return found
+
+
+def without_lighter(costs: Costs) -> Costs:
+    """`costs` without the lighter actions, as they were before `lighter.with_lighter`."""
+    added = lighter()
+    left = [number for number, action in enumerate(costs.actions) if action not in added]
+    if len(left) == len(costs.actions):
+        return costs
+    places = {number: place for place, number in enumerate(left)}
+
+    def kept(found: Mapping[Any, Any]) -> dict[Any, Any]:
+        return {
+            new: value for key, value in found.items() if (new := _renumbered(key, places)) is not None or key is None
+        }
+
+    stacks = tuple(
+        dataclasses.replace(
+            stack,
+            choices=tuple(tuple(places[number] for number in row if number in places) for row in stack.choices),
+            costs={
+                (_renumbered(before, places), new): cost
+                for (before, key), cost in stack.costs.items()
+                if (new := _renumbered(key, places)) is not None and (before is None or before[1] in places)
+            },
+            last_backward=kept(stack.last_backward),
+            before=kept(stack.before),
+            instead={places[number]: places[like] for number, like in stack.instead.items()},
+            movable={places[number]: blocks for number, blocks in stack.movable.items()},
+        )
+        for stack in costs.stacks
+    )
+    actions = tuple(costs.actions[number] for number in left)
+    return dataclasses.replace(costs, actions=actions, stacks=stacks, head=kept(costs.head))
+
+
+def _renumbered(key: Key | None, places: Mapping[int, int]) -> Key | None:
+    """The key with the new place of its action; None where that is gone, and for None."""
+    return None if key is None or key[1] not in places else (key[0], places[key[1]])
 
 
 class _Line:
@@ -97,6 +140,7 @@ def bend(low: Costs, high: Costs) -> float:
     It is estimated for every moment of the step, as if its bytes were a polynomial of degree 2 without a constant part,
     under the first action and under the last one. A line through a convex curve meets the axis below zero.
     """
+    low, high = without_lighter(low), without_lighter(high)
     few, many = low.tokens, high.tokens
     most = 0.0
     for action in (0, len(high.actions) - 1) if few < many else ():

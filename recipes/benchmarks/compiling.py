@@ -41,7 +41,7 @@ LOWER = {"layers": "0-1", "policy": "full", "share": 0.0}
 WAYS = (
     *(Way(f"whole model, budget {share:g}", COMPILED, {"share": share}) for share in BUDGETS),
     Way("blocks, one share", OURS_COMPILED, {"compile": "blocks", "share": 0.8}),
-    Way("blocks, two shares", OURS_COMPILED, {"compile": "blocks", "share": 0.8, "rules": [LOWER]}),
+    Way("blocks, two shares", OURS_COMPILED, {"compile": "blocks", "policy": "full", "share": 0.8, "rules": [LOWER]}),
 )
 """What is compiled; whole models come first."""
 SMALL: dict[str, Any] = {**command.WORKLOAD, "batch": 1, "tokens": 64}

@@ -94,7 +94,7 @@ def test_short_batches_recompute_nothing_and_long_ones_as_much_as_they_must(trac
         again.setdefault(tokens, []).append(count)
         plans.setdefault(tokens, []).append(installation(model).planned)
     assert again[24] == again[64] == [0, 0]
-    assert again[LONG][0] == again[LONG][1] >= again[100][0] == again[100][1] > 0
+    assert all(found[0] == found[1] > 0 for found in (again[LONG], again[100]))
     assert plans[LONG][0].plan.prediction.step_seconds > plans[100][0].plan.prediction.step_seconds
     assert all(found[0] is found[-1] for found in plans.values())
     assert plans[104][0] is plans[100][0]  # of one bucket

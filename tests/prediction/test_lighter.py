@@ -22,6 +22,8 @@ from hf_ckpt.planner.budgets import peak_of_least, plan_within
 from hf_ckpt.planner.options import cost_options
 from hf_ckpt.prediction import lighter as room
 from hf_ckpt.prediction.lighter import LIGHTER, with_lighter
+from hf_ckpt.prediction.offload import with_offloading
+from hf_ckpt.prediction.scaling import between, without_lighter
 from hf_ckpt.prediction.skeleton import skeleton_of
 from hf_ckpt.prediction.timeline import worst_timeline
 from hf_ckpt.prediction.trace import Step, trace_costs
@@ -104,3 +106,23 @@ def test_of_two_heads_only_the_one_below_the_blocks_gets_it():
     first, second = with_lighter([elsewhere, costs], skeleton, step, CPU)
     assert first is elsewhere
     assert second.actions == (*ACTIONS, *LIGHTER)
+
+
+def test_without_them_costs_are_as_they_were():
+    """Also with actions behind them that offload."""
+    _, _, skeleton, step, costs = made("t5")
+    (found,) = with_lighter([costs], skeleton, step, CPU)
+    assert found.actions != costs.actions
+    assert without_lighter(found) == costs == without_lighter(costs)
+    bandwidth, launch = 20e9, 5000
+    (plain,), (moved,) = (with_offloading(each, bandwidth, launch) for each in (costs, found))
+    assert without_lighter(moved) == plain
+
+
+def test_between_a_shape_that_has_them_and_one_that_has_none():
+    """They are left out, so that no further shape has to be traced for it."""
+    _, _, skeleton, step, costs = made("llama")
+    (found,) = with_lighter([costs], skeleton, step, CPU)
+    assert between([costs], [found], 0, 1) == (costs,)
+    assert between([found], [costs], 1, 1) == (costs,)
+    assert between([found], [found], 1, 1) == (found,)
