@@ -69,7 +69,8 @@ def _is_peak(costs: Costs, number: int) -> bool:
 
 
 def _walk(stack: StackCosts, instead: Mapping[int, int]) -> Walk:
-    """Blocks of every kind: one as they are known for the action that keeps as much, and one for each lighter action.
+    """Blocks of every kind: two with the action that keeps as much, of which the second is behind one like itself, and
+    one with each lighter action.
 
     Behind them all is one more, because the last block of a stack differs.
     """

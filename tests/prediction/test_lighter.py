@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from helpers.planned import without_state
 from helpers.sparing import sparing
+from helpers.steps import enable
 from helpers.tracing import (
     CPU,
     PEAK,
@@ -17,9 +19,12 @@ from helpers.tracing import (
     real_peaks,
 )
 
+import hf_ckpt
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch
+from hf_ckpt.planner import live
 from hf_ckpt.planner.budgets import peak_of_least, plan_within
 from hf_ckpt.planner.options import cost_options
+from hf_ckpt.planner.shapes import BatchShape
 from hf_ckpt.prediction import lighter as room
 from hf_ckpt.prediction.lighter import LIGHTER, with_lighter
 from hf_ckpt.prediction.offload import with_offloading
@@ -126,3 +131,16 @@ def test_between_a_shape_that_has_them_and_one_that_has_none():
     assert between([costs], [found], 0, 1) == (costs,)
     assert between([found], [costs], 1, 1) == (costs,)
     assert between([found], [found], 1, 1) == (found,)
+
+
+def test_a_live_model_under_it_is_predicted():
+    """As the guard does before it tightens a plan: from a trace of the very actions that the plan has."""
+    model, batch = without_state(model_of("llama", **PEAK)), tiny_batch("llama", **BATCH)
+    hf_ckpt.install(model, {"policy": "full+selective"})
+    enable(model)
+    plan = hf_ckpt.describe(model).plan
+    with hf_ckpt.paused(model):
+        prediction = live.prediction_of(model, plan, BatchShape({"decoder": (4, 128)}))
+    peak, _ = real_peaks(model_of("llama", **PEAK), [action for _, action in plan.actions], batch)
+    assert {action for _, action in plan.actions} == set(LIGHTER)
+    assert prediction.peak_bytes - peak == pytest.approx(0, abs=0.03 * peak)

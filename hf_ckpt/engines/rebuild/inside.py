@@ -69,6 +69,8 @@ class _Inside(RebuildRegion):
 class InsideRegion(FullRegion):
     """The checkpointing function of a block that is recomputed, and whose cheap results are rebuilt after that.
 
+    An observer is entered around the recomputation, but not around rebuilding: one may come within the other.
+
     Args:
         block: name of the block.
         save: classes of operations whose results the recomputation keeps.
