@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
-import json
 import os
 import threading
 from collections.abc import Callable
@@ -14,71 +12,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.cli.arguments import importing, positive, quiet_libraries
-from hf_ckpt.cli.page import (
-    MIB,
-    STYLE,
-    Answer,
-    answer_of,
-    blocks_html,
-    command_of,
-    error_html,
-    nearest_html,
-    parts_of,
-    question_of,
-    range_of,
-    summary_html,
-)
-from hf_ckpt.cli.page_figures import (
-    Figure,
-    Line,
-    frontier_figure,
-    keeping_all,
-    legend_html,
-    timeline_figure,
-)
+from hf_ckpt.cli.page import STYLE, error_html, nearest_html, parts_of
+from hf_ckpt.cli.report_html import import_plotly, report_of
 from hf_ckpt.errors import HfCkptError, InfeasibleError, MissingDependencyError, shown
 from hf_ckpt.prediction.choices import DTYPE_NAMES, PARALLEL, TRAINERS
 from hf_ckpt.prediction.devices import DEVICES
 from hf_ckpt.prediction.optimizer_names import NAMES
 from hf_ckpt.prediction.presets import presets, refuse_missing_model
-from hf_ckpt.units import GIB
 
 if TYPE_CHECKING:
-    from hf_ckpt.planner.forecast import Forecast, Request
+    from hf_ckpt.planner.forecast import Request
     from hf_ckpt.prediction.workload import Workload
 
 BASES = ("no", "4 bits", "8 bits")
 """Whether the base is quantised, as the page says it."""
 CHUNKS = {"as a whole": "full", "in chunks where that helps": "auto"}
 """How the head or a feed-forward may run, as the page names it -> `Request.head`, `Request.mlp`."""
-TRAINER_NAMES = {"of transformers": None, **{f"{name.upper()} of TRL": name for name in TRAINERS}}
-"""The trainer, as the page names it -> `Workload.trainer`."""
+TRAINER_NAMES: dict[str, dict[str, str]] = {
+    "of transformers": {},
+    **{f"{name.upper()} of TRL": {"trainer": name} for name in TRAINERS},
+    "GRPO of TRL, with vLLM": {"trainer": "grpo", "generation": "vllm"},
+}
+"""The trainer, as the page names it -> the fields of `Workload` that say so."""
 THIS_MACHINE = "this machine"
 _tracing = threading.Lock()
 """Held while a model is traced: what that changes in transformers for the time is there for the whole process."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """What is asked on the page, but for the budget. Raises `HfCkptError` for numbers and names that cannot be."""
-
-    workload: Workload
-    device: str
-    """A row of the device table; empty for this machine's."""
-    head: str
-    """As `Request.head`."""
-    mlp: str = "full"
-    """As `Request.mlp`."""
-    compiled: bool = False
-    """As `Request.compiled`."""
-
-    @property
-    def request(self) -> Request:
-        """The request of a forecast, for the budget that is usual for the device."""
-        from hf_ckpt.planner.forecast import Request
-
-        device = self.device or None
-        return Request(device, head=self.head, mlp=self.mlp, compiled=self.compiled, frontier=True, nearest=True)
 
 
 def question(
@@ -99,14 +57,16 @@ def question(
     parallel: str = "ddp",
     mlp: str = "as a whole",
     compiled: bool = False,
+    budget: str | None = "",
     *,
     paths: bool = True,
-) -> Question:
+) -> tuple[Workload, Request]:
     """What the fields of the page ask, in their order. An empty number is 0, and a LoRA rank of 0 trains every weight.
 
     `paths` says whether the model may be a path. Raises `HfCkptError` with the message of the command line for what
     cannot be asked.
     """
+    from hf_ckpt.planner.forecast import Request
     from hf_ckpt.prediction.workload import Workload
 
     name = (model or "").strip()
@@ -125,49 +85,50 @@ def question(
         load_in_4bit=base == "4 bits",
         load_in_8bit=base == "8 bits",
         lora_dropout=float(lora_dropout or 0.0) if lora else 0.0,
-        trainer=TRAINER_NAMES[trainer],
+        **TRAINER_NAMES[trainer],
         packing=packing,
         ranks=int(ranks or 0),
         parallel=parallel,
     )
     refuse_missing_model(name)
-    return Question(workload, "" if device == THIS_MACHINE else device, CHUNKS[head], CHUNKS[mlp], compiled)
+    asked = Request(
+        None if device == THIS_MACHINE else device,
+        (budget or "").strip() or None,
+        frontier=True,
+        head=CHUNKS[head],
+        mlp=CHUNKS[mlp],
+        compiled=compiled,
+        nearest=True,
+    )
+    return workload, asked
 
 
-def traced(asked: Question) -> tuple[Forecast, Line]:
-    """The forecast for a question, and the memory of a step without checkpointing. Tracing takes seconds, once.
+def answered(workload: Workload, asked: Request, plotly: str) -> str:
+    """The report that answers a question, as `report_html.report_of`. It is made once, which takes seconds.
+
+    Args:
+        workload: what is trained.
+        asked: the request, with `frontier`.
+        plotly: the address of plotly.js.
 
     Raises as `planner.forecast.forecast`; that nothing fits, and what would, is found once, too.
     """
-    found = _traced(asked)
+    found = _answered(workload, asked, plotly)
     if isinstance(found, InfeasibleError):
         raise found.with_traceback(None)
     return found
 
 
 @functools.lru_cache(maxsize=16)
-def _traced(asked: Question) -> tuple[Forecast, Line] | InfeasibleError:
+def _answered(workload: Workload, asked: Request, plotly: str) -> str | InfeasibleError:
     from hf_ckpt.planner.forecast import forecast
 
     try:
         with _tracing:
-            found = forecast(asked.workload, asked.request)
+            found = forecast(workload, asked)
     except InfeasibleError as error:
         return error.with_traceback(None)
-    return found, keeping_all(found)
-
-
-@functools.lru_cache(maxsize=512)
-def answered(asked: Question, budget_bytes: int) -> tuple[Answer, Figure, Figure]:
-    """The answer to a question for a budget, with its two figures: of memory through a step, and of time against peak.
-
-    Raises as `traced`.
-    """
-    found, kept = traced(asked)
-    answer = answer_of(found, budget_bytes)
-    drawn, fits = answer.found or found, answer.found is not None
-    timeline = timeline_figure(drawn, budget_bytes, kept, fits=fits)
-    return answer, timeline, frontier_figure(drawn, budget_bytes, fits=fits)
+    return report_of(found, f'<script src="{escape(plotly)}"></script>', asked)
 
 
 def import_gradio() -> Any:
@@ -195,26 +156,28 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
         model: that is asked about first.
         paths: whether a model may be a path on the machine that the page runs on.
 
-    Raises `MissingDependencyError` without gradio.
+    Raises `MissingDependencyError` without gradio or plotly.
     """
     gradio = import_gradio()
+    plotly = Path(import_plotly("hf-ckpt app").__file__).parent / "package_data" / "plotly.min.js"
+    gradio.set_static_paths([plotly])
     with gradio.Blocks(title="hf_ckpt: what fits?", analytics_enabled=False) as page:
         gradio.HTML(_TITLE)
         fields = _fields(gradio, model)
         button = gradio.Button("Plan", variant="primary", elem_id="hf-plan")
-        state = gradio.State()
-        summary_first = gradio.HTML(elem_id="hf-refused", visible=False)
-        with gradio.Column(visible=False) as results:
-            line = gradio.HTML(elem_id="hf-question")
-            slider = gradio.Slider(1, 2, label="Memory that a step may take (GiB)", elem_id="hf-budget")
-            shown_parts = _parts(gradio)
-        everything = [state, summary_first, results, line, slider, *shown_parts]
-        plan = functools.partial(_plan, gradio, paths)
-        common = {"api_visibility": "private", "concurrency_id": "trace", "concurrency_limit": 1}
-        button.click(plan, fields, everything, show_progress_on=[button], **common)
-        page.load(plan, fields, everything, show_progress_on=[button], **common)
-        moved = {"show_progress": "hidden", "trigger_mode": "always_last", "queue": False}
-        slider.input(_move, [state, slider], shown_parts, api_visibility="private", **moved)
+        refused = gradio.HTML(elem_id="hf-refused", visible=False)
+        report = gradio.HTML(elem_id="hf-report", visible=False)
+        plan = functools.partial(_plan, gradio, f"gradio_api/file={plotly}", paths)
+        asking = {
+            "inputs": fields,
+            "outputs": [refused, report],
+            "show_progress_on": [button],
+            "api_visibility": "private",
+            "concurrency_id": "trace",
+            "concurrency_limit": 1,
+        }
+        button.click(plan, **asking)
+        page.load(plan, **asking)
     return page
 
 
@@ -264,97 +227,35 @@ def _fields(gradio: Any, model: str) -> list[Any]:
                 gradio.Dropdown(list(PARALLEL), value="ddp", label="Shared by", min_width=140),
                 gradio.Dropdown(list(CHUNKS), value="as a whole", label="Feed-forwards run", min_width=180),
                 gradio.Checkbox(False, label="Compiled", info="blocks, one by one", min_width=140),
+                gradio.Textbox("", label="Budget", info="as 20GiB or 80%", elem_id="hf-asked", min_width=140),
             ]
     return fields
 
 
-def _parts(gradio: Any) -> list[Any]:
-    """What changes as the slider moves, in the order of `_shown`."""
-    summary = gradio.HTML(elem_id="hf-summary")
-    with gradio.Row():
-        with gradio.Column(scale=3, min_width=320):
-            gradio.HTML("<h3>Memory through one micro-step and the optimizer</h3>")
-            timeline = gradio.Plot(show_label=False, elem_id="hf-timeline")
-            timeline_legend = gradio.HTML()
-        with gradio.Column(scale=2, min_width=320):
-            gradio.HTML("<h3>Step time against peak</h3>")
-            frontier = gradio.Plot(show_label=False, elem_id="hf-frontier")
-            frontier_legend = gradio.HTML()
-    code = functools.partial(gradio.Code, interactive=False, lines=1, wrap_lines=True, buttons=["copy"])
-    with gradio.Row():
-        with gradio.Column(scale=3, min_width=320):
-            gradio.HTML("<h3>What to copy</h3>")
-            lines = [
-                code(label="Training arguments (YAML)", language="yaml", elem_id="hf-arguments"),
-                code(label="The same policy as a spec (JSON)", language="json", elem_id="hf-spec"),
-                code(label="With the model (Python)", language="python", elem_id="hf-lines"),
-                code(label="This question on the command line", language="shell", elem_id="hf-command"),
-            ]
-        with gradio.Column(scale=2, min_width=320):
-            gradio.HTML("<h3>What each block does</h3>")
-            blocks = gradio.HTML(elem_id="hf-blocks")
-    return [summary, timeline, timeline_legend, frontier, frontier_legend, *lines, blocks]
-
-
-def _shown(asked: Question, budget_bytes: int) -> list[Any]:
-    """Values of the components of `_parts`."""
-    answer, timeline, frontier = answered(asked, budget_bytes)
-    command = command_of(asked.workload, asked.device, budget_bytes, asked.head, asked.mlp, asked.compiled)
-    lines = [answer.arguments, answer.spec, answer.model, command]
-    figures = [part for figure in (timeline, frontier) for part in (_plotted(figure), legend_html(figure))]
-    return [summary_html(answer), *figures, *lines, blocks_html(answer)]
-
-
-def _plotted(figure: Figure) -> Any:
-    """A figure as the component `Plot` takes it, whose plotly.js draws it."""
-    from gradio.components.plot import PlotData
-
-    return PlotData(type="plotly", plot=json.dumps(figure))
-
-
-def _plan(gradio: Any, paths: bool, *values: Any) -> list[Any]:
-    """Answer what the fields ask, for the budget that is usual for the card, or say what is wrong or what would fit."""
+def _plan(gradio: Any, plotly: str, paths: bool, *values: Any) -> list[Any]:
+    """Answer what the fields ask with a report in a frame of its own, or say what is wrong or what would fit."""
+    hidden = gradio.update(value="", visible=False)
 
     def only(text: str) -> list[Any]:
-        return [None, gradio.update(value=text, visible=True), gradio.update(visible=False), *[gradio.skip()] * 12]
+        return [gradio.update(value=text, visible=True), hidden]
 
     try:
-        asked = question(*values, paths=paths)
-        found, _ = traced(asked)
+        workload, asked = question(*values, paths=paths)
+        text = answered(workload, asked, plotly)
     except InfeasibleError as error:
         return only(_misfit(error, asked))
     except HfCkptError as error:
         return only(error_html(str(error)))
-    low, high = range_of(found)
-    step = 0.01 if high - low > GIB else 0.001
-    budget = min(found.budget_bytes, high)
-    slider = gradio.update(
-        minimum=_rounded(low, step),
-        maximum=round(_rounded(high, step) + step, 3),
-        value=_rounded(budget, step),
-        step=step,
-    )
-    line = f'<p class="hf-quiet">{escape(question_of(found))}</p>'
-    cleared = [gradio.update(visible=False), gradio.update(visible=True)]
-    return [asked, *cleared, line, slider, *_shown(asked, budget // MIB * MIB)]
+    frame = f'<iframe title="The answer" srcdoc="{escape(text)}"></iframe>'
+    return [hidden, gradio.update(value=frame, visible=True)]
 
 
-def _rounded(size_bytes: int, step: float) -> float:
-    """Bytes as GiB, rounded down to steps of the slider."""
-    return round(int(size_bytes / GIB / step) * step, 3)
-
-
-def _move(asked: Question, gib: float) -> list[Any]:
-    """Answer for the budget that the slider says."""
-    return _shown(asked, max(int(gib * GIB) // MIB, 1) * MIB)
-
-
-def _misfit(error: InfeasibleError, asked: Question) -> str:
+def _misfit(error: InfeasibleError, asked: Request) -> str:
     """That nothing fits, as the command line says it."""
     from hf_ckpt.planner.answers import headline
     from hf_ckpt.planner.forecast import device_of
 
-    text = headline(error.floor_bytes, error.budget_bytes, device_of(asked.request), None)
+    text = headline(error.floor_bytes, error.budget_bytes, device_of(asked), None)
     return nearest_html(text, parts_of(error), error.nearest, error.hints)
 
 
@@ -405,11 +306,8 @@ _TITLE = """<h1>Does it fit, and what do I write?</h1>
 <p class="hf-quiet">The peak memory of a training step, and the fastest plan for the activations of each block within a
 budget. Predicted from the model's config: no weights are loaded, and no GPU is used.</p>"""
 _STYLE = """
+#hf-report iframe { width: 100%; height: 80vh; border: 0; color-scheme: light; }
+.dark #hf-report iframe { color-scheme: dark; }
 .gradio-container .hf-table, .gradio-container .hf-table tr, .gradio-container .hf-table tbody { border: 0 !important; }
-.gradio-container .modebar-container { display: none; }
-.gradio-container .js-plotly-plot text { fill: var(--body-text-color) !important; }
-.gradio-container .hoverlayer .bg, .gradio-container .hoverlayer .hovertext > path {
-  fill: var(--background-fill-primary) !important; }
 .gradio-container h1 { font-size: 1.4rem; margin: 0; }
-.gradio-container h3 { font-size: 1.05rem; margin: .4rem 0 0; }
 """

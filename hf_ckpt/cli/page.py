@@ -18,7 +18,7 @@ from hf_ckpt.units import GIB, format_bytes, format_ratio, format_seconds
 if TYPE_CHECKING:
     from hf_ckpt.planner.alternatives import Alternative
     from hf_ckpt.planner.answers import Setting
-    from hf_ckpt.planner.forecast import Forecast
+    from hf_ckpt.planner.forecast import Forecast, Request
     from hf_ckpt.prediction.workload import Workload
 
 STOPS = 32
@@ -179,23 +179,13 @@ def question_of(found: Forecast) -> str:
     )
 
 
-def command_of(
-    workload: Workload,
-    device: str,
-    budget_bytes: int,
-    head: int | str = "full",
-    mlp: int | str = "full",
-    compiled: bool = False,
-) -> str:
+def command_of(workload: Workload, asked: Request, budget_bytes: int) -> str:
     """The `hf-ckpt plan` that answers the same question.
 
     Args:
         workload: what is trained.
-        device: a row of the device table; empty for this machine's.
+        asked: the request, of which the budget does not count.
         budget_bytes: the peak that is allowed.
-        head: as `Request.head`.
-        mlp: as `Request.mlp`.
-        compiled: as `Request.compiled`.
     """
     words = ["hf-ckpt", "plan", workload.model]
     for field in dataclasses.fields(workload):
@@ -208,10 +198,11 @@ def command_of(
         listed = ",".join(value) if isinstance(value, tuple) else str(value)
         words += [option] if value is True else [option, listed]
     words += [] if workload.double_quant else ["--no-double-quant"]
-    words += ["--device", device] if device else []
-    words += ["--head", str(head)] if head != "full" else []
-    words += ["--mlp", str(mlp)] if mlp != "full" else []
-    words += ["--compile"] if compiled else []
+    words += ["--device", asked.device] if asked.device else []
+    words += ["--head", str(asked.head)] if asked.head != "full" else []
+    words += ["--mlp", str(asked.mlp)] if asked.mlp != "full" else []
+    words += ["--host-budget", asked.host_budget] if asked.host_budget else []
+    words += ["--compile"] if asked.compiled else []
     return shlex.join([*words, "--budget", f"{budget_bytes // MIB}MiB"])
 
 

@@ -24,7 +24,7 @@ from hf_ckpt.cli.report_html import SUFFIXES as REPORTS
 from hf_ckpt.cli.report_html import import_plotly, save_report
 from hf_ckpt.console import make_console
 from hf_ckpt.errors import HfCkptError, InfeasibleError, shown
-from hf_ckpt.prediction.choices import DTYPE_NAMES, PARALLEL, REFERENCES, TRAINERS
+from hf_ckpt.prediction.choices import DTYPE_NAMES, GENERATORS, PARALLEL, REFERENCES, TRAINERS
 from hf_ckpt.prediction.devices import DEVICES
 from hf_ckpt.prediction.optimizer_names import NAMES
 from hf_ckpt.prediction.presets import refuse_missing_model
@@ -82,6 +82,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout of adapters (default 0)")
     add_choice(parser, "--trainer", TRAINERS, "of TRL, in place of transformers' own")
     add_choice(parser, "--reference", REFERENCES, "of dpo (default adapters-off, or model without adapters)")
+    add_choice(parser, "--generation", GENERATORS, "what writes the completions of grpo (default transformers)")
     parser.add_argument("--packing", action="store_true", help="a micro-step is one row of packed sequences")
     parser.add_argument("--lengths", type=Path, metavar="FILE", help="tokens of each sequence, one number a line")
     parser.add_argument("--ranks", type=positive, default=1, help="processes, with a device each (default 1)")
@@ -162,7 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
         import_pyplot()
     if arguments.html is not None:
         refuse_unwritable(arguments.html, REPORTS)
-        import_plotly()
+        import_plotly("a report in HTML")
     quiet_libraries()
     lengths = () if arguments.lengths is None else _read_lengths(arguments.lengths)
     if lengths:
@@ -214,8 +215,7 @@ def run(arguments: argparse.Namespace) -> int:
         save_forecast_picture(found, arguments.png)
         _say_written(console, "a picture of memory through the step, and of time against peak", arguments.png)
     if arguments.html is not None:
-        ways = {"head": arguments.head, "mlp": arguments.mlp, "compiled": arguments.compile}
-        save_report(found, arguments.html, device=arguments.device or "", **ways)
+        save_report(found, arguments.html, asked)
         _say_written(console, "a report with a slider for the budget", arguments.html)
     return 0
 
@@ -264,7 +264,7 @@ def workload_of(arguments: argparse.Namespace, model: str) -> Workload:
     from hf_ckpt.prediction.workload import Workload
 
     further = ("load_in_4bit", "load_in_8bit", "double_quant", "lora_targets", "lora_dropout", "trainer", "reference")
-    names = (*further, "packing", "ranks", "parallel")
+    names = (*further, "generation", "packing", "ranks", "parallel")
     return Workload(
         model=model,
         batch=arguments.batch,

@@ -1,4 +1,4 @@
-"""The report of `hf-ckpt plan --html`: one file with plans for many budgets, and a slider between them."""
+"""The report of `hf-ckpt plan --html` and of `hf-ckpt app`: plans for many budgets, and a slider between them."""
 
 from __future__ import annotations
 
@@ -9,71 +9,66 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.cli.page import STYLE, Answer, answer_of, blocks_html, command_of, question_of, stops_of, summary_html
-from hf_ckpt.cli.page_figures import Line, frontier_figure, keeping_all, legend_html, timeline_figure
+from hf_ckpt.cli.page_figures import HEIGHT, Line, frontier_figure, keeping_all, legend_html, timeline_figure
 from hf_ckpt.errors import MissingDependencyError
 from hf_ckpt.spec.files import write_text
 from hf_ckpt.units import GIB
 
 if TYPE_CHECKING:
-    from hf_ckpt.planner.forecast import Forecast
+    from hf_ckpt.planner.forecast import Forecast, Request
 
 SUFFIXES = (".html",)
 """What the path of a report may end in."""
 
 
-def import_plotly() -> Any:
-    """Return the package `plotly`. Raises `MissingDependencyError` without it."""
+def import_plotly(purpose: str) -> Any:
+    """Return the package `plotly`. Raises `MissingDependencyError` without it, which names the purpose."""
     try:
         import plotly.offline
     except ImportError as error:
-        raise MissingDependencyError("plotly", "a report in HTML", "pip install 'hf-ckpt[app]'") from error
+        raise MissingDependencyError("plotly", purpose, "pip install 'hf-ckpt[app]'") from error
     return plotly
 
 
-def save_report(
-    found: Forecast,
-    path: Path,
-    *,
-    device: str = "",
-    head: int | str = "full",
-    mlp: int | str = "full",
-    compiled: bool = False,
-) -> None:
-    """Write a report of the fastest plans for budgets from the lowest peak to that of no checkpointing.
-
-    Everything is inside the file, which loads nothing from elsewhere.
+def save_report(found: Forecast, path: Path, asked: Request) -> None:
+    """Write a report into a file that holds everything, and loads nothing from elsewhere.
 
     Args:
-        found: the forecast for the budget that the report opens with. It has a frontier.
+        found: as for `report_of`.
         path: of the file, which ends in `.html`.
-        device: as `Request.device`, for the command that is shown; empty for this machine's.
-        head: as `Request.head`, for the same.
-        mlp: as `Request.mlp`, for the same.
-        compiled: as `Request.compiled`, for the same.
+        asked: as for `report_of`.
 
     Raises `MissingDependencyError` without plotly, and `FileError` where the file cannot be written.
     """
-    plotly = import_plotly()
-    stops = stops_of(found)
-    asked = max((stop for stop in stops if stop <= found.budget_bytes), default=stops[0])
-    kept = keeping_all(found)
-    shown = [
-        _stop(answer_of(found, stop), found, kept, command_of(found.workload, device, stop, head, mlp, compiled))
-        for stop in stops
-    ]
+    plotly = import_plotly("a report in HTML").offline.get_plotlyjs()
+    write_text(path, report_of(found, f"<script>{plotly}</script>", asked))
 
-    text = Template(_PAGE).substitute(
+
+def report_of(found: Forecast, plotly: str, asked: Request) -> str:
+    """The fastest plans for budgets from the lowest peak to that of no checkpointing, as a page of HTML.
+
+    A frame around the page gets the height that the page needs.
+
+    Args:
+        found: the forecast for the budget that the report opens with. It has a frontier.
+        plotly: a script element with plotly.js.
+        asked: the request of the forecast, for the command that is shown.
+    """
+    stops = stops_of(found)
+    first = max((stop for stop in stops if stop <= found.budget_bytes), default=stops[0])
+    kept = keeping_all(found)
+    shown = [_stop(answer_of(found, stop), found, kept, command_of(found.workload, asked, stop)) for stop in stops]
+    return Template(_PAGE).substitute(
         title=escape(f"Plan for {found.workload.model}"),
         question=escape(question_of(found)),
         style=STYLE + _STYLE,
-        plotly=plotly.offline.get_plotlyjs(),
+        plotly=plotly,
         data=_script(shown),
-        start=stops.index(max(asked, stops[1])),
+        start=stops.index(max(first, stops[1])),
         last=len(stops) - 1,
         notes="".join(f"<li>{escape(note)}</li>" for note in found.costs.notes),
         script=_SCRIPT,
     )
-    write_text(path, text)
 
 
 def _stop(answer: Answer, found: Forecast, kept: Line, command: str) -> dict[str, Any]:
@@ -170,6 +165,8 @@ for (const button of document.querySelectorAll(".hf-copy button")) {
 slider.addEventListener("input", show);
 dark.addEventListener("change", show);
 show();
+const frame = window.frameElement;
+if (frame) new ResizeObserver(() => { frame.style.height = document.body.offsetHeight + "px"; }).observe(document.body);
 """
 
 
@@ -188,7 +185,7 @@ _PAGE = f"""<!doctype html>
 <link rel="icon" href="data:,">
 <title>$title</title>
 <style>$style</style>
-<script>$plotly</script>
+$plotly
 </head>
 <body>
 <main>
@@ -199,9 +196,10 @@ _PAGE = f"""<!doctype html>
 <output id="shown" for="budget"></output></div>
 <div id="summary"></div>
 <div class="hf-two">
-<section><h2>Memory through one micro-step and the optimizer</h2><div id="timeline"></div>
+<section><h2>Memory through one micro-step and the optimizer</h2><div id="timeline" style="height: {HEIGHT}px"></div>
 <div id="timeline-legend"></div></section>
-<section><h2>Step time against peak</h2><div id="frontier"></div><div id="frontier-legend"></div></section>
+<section><h2>Step time against peak</h2><div id="frontier" style="height: {HEIGHT}px"></div>
+<div id="frontier-legend"></div></section>
 </div>
 <div class="hf-two">
 <section><h2>What to copy</h2>

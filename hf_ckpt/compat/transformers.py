@@ -157,6 +157,12 @@ def cached_tokens(value: Any) -> int:
     return int(value.get_seq_length()) if is_cache(value) else 0
 
 
+def new_cache(model: nn.Module) -> Any:
+    """Return an empty cache for keys and values, as `generate` makes it for a model."""
+    config: Any = model.config
+    return transformers.DynamicCache(config=config.get_text_config(decoder=True))
+
+
 def trainer_class() -> Any:
     """Return `transformers.Trainer`, the class that every other Trainer inherits from."""
     return transformers.Trainer

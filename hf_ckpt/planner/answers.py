@@ -95,6 +95,8 @@ def arguments_of(workload: Workload, spec: Mapping[str, Any]) -> dict[str, Any]:
         found["max_length"] = workload.tokens
     if workload.packing:
         found["packing"] = True
+    if workload.generation == "vllm":
+        found["use_vllm"] = True
     if workload.reference == "precomputed":
         found["precompute_ref_log_probs"] = True
     found["optim"] = _OPTIM.get(workload.optimizer, workload.optimizer)

@@ -130,6 +130,11 @@ def _infeasible(costs: Costs, budget_bytes: int, hints: Sequence[str]) -> Infeas
         )
     else:
         found.append("a smaller batch with as many more accumulated steps, or shorter sequences")
+    if worst.worst.label == "generation":
+        found.append(
+            f"completions are written in {format_bytes(costs.static.generation)}, those of all micro-steps at once: "
+            "fewer or shorter ones (`--accum`, `--batch`, `--seq`), or vLLM (`--generation vllm`)"
+        )
     if worst.is_heads:
         chunks = 'the head in chunks ("head": "auto"), or ' if costs.head_tokens == "full" else ""
         size = format_bytes(parts[f"temporary in {worst.worst.label}"])

@@ -26,9 +26,10 @@ from hf_ckpt.planner.options import cost_options, transformers_costs, ways_to_ru
 from hf_ckpt.planner.shapes import rounded_up
 from hf_ckpt.prediction.batches import sizes_of_batch, step_of_workload
 from hf_ckpt.prediction.choices import MOST_TOKENS
-from hf_ckpt.prediction.costs import Costs
+from hf_ckpt.prediction.costs import Costs, Static
 from hf_ckpt.prediction.devices import Device, device_named
 from hf_ckpt.prediction.fsdp2 import with_shards
+from hf_ckpt.prediction.generation import generation_bytes
 from hf_ckpt.prediction.layout import layout_for
 from hf_ckpt.prediction.machine import this_device
 from hf_ckpt.prediction.optimizers import optimizer_bytes
@@ -320,6 +321,8 @@ class _Forecaster:
         self.workload, self.asked, self.skeleton = workload, asked, skeleton
         self.actions: dict[bool, tuple[Action, ...]] = {}
         """Whether blocks are compiled -> the actions that a plan chooses from."""
+        self.generations: dict[tuple[int, int], int] = {}
+        """(completions, tokens of each) -> bytes in which they are written."""
         self.tell: Progress = tell or (lambda text: None)
         self.device = device_of(asked)
         self.budget = _budget_bytes(asked.budget, self.device)
@@ -415,6 +418,7 @@ class _Forecaster:
                 device_type = "cpu" if self.device.name == "cpu" else "cuda"
                 needed = optimizer_bytes(made.skeleton.weights, workload.optimizer, device_type)
                 static = dataclasses.replace(static, optimizer=needed.state, step_bytes=needed.step)
+            static = made._writing(static, workload)
             changed = dataclasses.replace(costs, static=static, accumulation=workload.accumulation)
             return other._candidates([changed], workload)
 
@@ -438,13 +442,21 @@ class _Forecaster:
             self.actions[compiled] = actions_for(self.skeleton, step, self.device, compiled=compiled)
         actions = self.actions[compiled]
         costs = self._shared(trace_costs(self.skeleton, step, self.device, actions=actions, mlp=mlp), workload)
-        static = costs.static.always + costs.static.gradients + costs.static.step_bytes
+        costs = dataclasses.replace(costs, static=self._writing(costs.static, workload))
+        static = costs.static.beside
         if static > _MOST_BYTES:
             raise HfCkptError(
                 f"{workload.model} cannot be planned for: its weights, gradients and optimizer state are "
                 f"{format_bytes(static)}. Are the numbers in its config right?"
             )
         return costs
+
+    def _writing(self, static: Static, workload: Workload) -> Static:
+        """The same, with the memory in which the workload's completions are written."""
+        key = workload.written, workload.tokens
+        if key not in self.generations:
+            self.generations[key] = generation_bytes(workload, self.skeleton, on_cpu=self.device.name == "cpu")
+        return dataclasses.replace(static, generation=self.generations[key])
 
     def _shared(self, costs: Costs, workload: Workload) -> Costs:
         """The costs on one of the workload's ranks."""

@@ -87,7 +87,7 @@ def smallest(costs: Costs) -> Choice:
 def _best(costs: Costs, *, limit: int | None, minimise_peak: bool) -> Choice | None:
     """The choice with the least time, or with the lowest peak; None where none stays within `limit`."""
     always = max(_base(costs, mode) for mode in costs.modes)
-    end = costs.static.always + costs.static.gradients + costs.static.step_bytes
+    end = costs.static.beside
     if limit is not None and end > limit:
         return None
     zero = numpy.zeros(1, dtype=numpy.int64)

@@ -10,6 +10,8 @@ TRAINERS = ("sft", "dpo", "grpo")
 """Trainers of TRL whose steps can be planned for."""
 REFERENCES = ("adapters-off", "model", "precomputed")
 """Where DPO takes its reference from: the policy without its adapters, a second model, or a column of the data."""
+GENERATORS = ("transformers", "vllm")
+"""What writes the completions of GRPO: the model's own `generate`, or vLLM, whose memory is not counted."""
 PARALLEL = ("ddp", "fsdp2")
 """How ranks may share the work: each with a whole model, or with parts of its parameters, gradients and state."""
 _ATTENTIONS = ("sdpa", "eager", "flex_attention")

@@ -17,7 +17,7 @@ from hf_ckpt import compat
 from hf_ckpt.compat.peft import add_lora, like_bitsandbytes
 from hf_ckpt.errors import HfCkptError, reason_of
 from hf_ckpt.models.families import learned_positions
-from hf_ckpt.prediction.choices import DTYPE_NAMES, MOST_TOKENS, PARALLEL, REFERENCES, TRAINERS
+from hf_ckpt.prediction.choices import DTYPE_NAMES, GENERATORS, MOST_TOKENS, PARALLEL, REFERENCES, TRAINERS
 from hf_ckpt.prediction.presets import no_model, presets
 from hf_ckpt.prediction.quantised import QuantisedLinear, prepare_for_kbit_training, quantise
 from hf_ckpt.prediction.skeleton import Skeleton, at_depth, skeleton_from_config
@@ -76,6 +76,9 @@ class Workload:
     reference: str | None = None
     """Where `dpo` takes its reference from, a name in `REFERENCES`; by default the policy without its adapters, or a
     second model where there are none."""
+    generation: str | None = None
+    """What writes the completions of `grpo`, a name in `GENERATORS`; transformers by default. It writes those of all
+    micro-steps of a step at once."""
     packing: bool = False
     """Whether the micro-step is one row of `batch * tokens` tokens, in which sequences follow each other."""
     ranks: int = 1
@@ -91,6 +94,7 @@ class Workload:
             ("autocast", self.autocast, (None, *DTYPES, "none")),
             ("trainer", self.trainer, (None, *TRAINERS)),
             ("reference", self.reference, (None, *REFERENCES)),
+            ("generation", self.generation, (None, *GENERATORS)),
             ("parallel", self.parallel, PARALLEL),
         )
         for name, value, names in chosen:
@@ -109,6 +113,8 @@ class Workload:
             raise HfCkptError("a base in 4 or 8 bits cannot be planned for under fsdp2. Use ddp, or 16 bits.")
         if self.reference is not None and self.trainer != "dpo":
             raise HfCkptError("a reference goes with the trainer dpo.")
+        if self.generation is not None and self.trainer != "grpo":
+            raise HfCkptError("generation goes with the trainer grpo.")
         if self.reference == "adapters-off" and self.lora is None:
             raise HfCkptError("the reference `adapters-off` needs adapters (lora).")
         tokens = self.rows * max(self.tokens, self.target_tokens or 0)
@@ -136,6 +142,11 @@ class Workload:
     def rows(self) -> int:
         """Sequences that go into the model in a micro-step: twice as many for pairs."""
         return 2 * self.batch if self.trainer == "dpo" else self.batch
+
+    @property
+    def written(self) -> int:
+        """Sequences that the model itself writes at once, before a step."""
+        return self.batch * self.accumulation if self.trainer == "grpo" and self.generation != "vllm" else 0
 
     @property
     def reference_name(self) -> str | None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from hf_ckpt.cli import main
+from hf_ckpt.cli.page_figures import HEIGHT
 from hf_ckpt.spec.spec import Spec
 
 pytestmark = pytest.mark.browser
@@ -39,6 +40,8 @@ CONTRAST = """
     }
     return found;"""
 """Contrasts of texts with what they stand on. Source: https://www.w3.org/TR/WCAG21/#dfn-contrast-ratio."""
+TEXTS = "main p, main td, main th, main h2, main li span, main pre, main button, .xtick text, .g-xtitle text"
+"""Texts of a report."""
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +91,13 @@ def drawn(browser):
     return browser.driver.execute_script("return document.querySelectorAll('.scatterlayer .trace').length") > 8
 
 
+def room_for_figures(browser):
+    """Heights in pixels of both figures, and of what is drawn in them."""
+    script = """return ["timeline", "frontier"].map((name) => document.getElementById(name)).flatMap((node) =>
+        [node.offsetHeight, node.querySelector(".main-svg").getBoundingClientRect().height])"""
+    return set(browser.driver.execute_script(script))
+
+
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
@@ -102,6 +112,7 @@ def test_the_report_shows_another_plan_for_another_budget(browser, report):
         milliseconds = browser.slide("#budget", stop)
         texts = [browser.text(f"#{name}") for name in ("shown", "summary", "blocks", "spec", "timeline", "command")]
         seen.append((*texts, milliseconds))
+        assert room_for_figures(browser) == {HEIGHT}
     assert len({shown for shown, *_ in seen}) == last + 1
     assert "Does not fit: " in seen[0][1]
     assert seen[0][3] == ""
@@ -143,10 +154,9 @@ def test_the_report_can_be_read(width, dark, browser, report):
     browser.open(report.as_uri(), width, dark)
     browser.wait(lambda: drawn(browser))
     assert not browser.too_wide()
-    texts = "main p, main td, main th, main h2, main li span, main pre, main button, .xtick text, .g-xtitle text"
     for stop in (0, 4):
         browser.slide("#budget", stop)
-        contrasts = browser.driver.execute_script(CONTRAST, texts)
+        contrasts = browser.driver.execute_script(CONTRAST, TEXTS)
         assert len(contrasts) > 25
         assert min(contrasts) > 4.5
 
@@ -168,48 +178,32 @@ def test_plotly_knows_every_field_of_the_figures(report):
 
 # --- the app ----------------------------------------------------------------------------------------------------------
 
-SLIDER = "#hf-budget input[type=range]"
-
-
-def code(browser, name):
-    """The lines of a box, without their numbers."""
-    script = "return [...document.querySelectorAll(arguments[0])].map((line) => line.textContent).join('\\n')"
-    return browser.driver.execute_script(script, f"#hf-{name} .cm-line")
-
-
-def place(browser, share):
-    """A place of the slider, at a share of its length, in GiB."""
-    low, high, step = (float(browser.find(SLIDER).get_attribute(name)) for name in ("min", "max", "step"))
-    return round(low + round((high - low) * share / step) * step, 3)
-
 
 def opened(browser, served, **window):
+    """Open the app, and look at the report in its frame."""
     browser.open(served, **window)
-    browser.wait(lambda: drawn(browser), 120)
+    browser.look_into("#hf-report iframe", 120)
+    browser.wait(lambda: drawn(browser))
 
 
-def test_the_app_answers_as_the_slider_moves(browser, served):
+FITS = "return Math.abs(document.body.offsetHeight - frameElement.clientHeight) <= 1"
+
+
+def test_the_app_answers_with_a_report(browser, served):
     opened(browser, served)
-    assert browser.text("#hf-summary").strip().startswith("✓ Fits: ")
-    seen = []
-    for part in range(1, 8):
-        gib = place(browser, part / 8)
-        browser.slide(SLIDER, gib)
-        budget = f"{int(gib * 1024)}MiB"
-        browser.wait(lambda budget=budget: budget in code(browser, "command"), 10)
-        browser.wait(lambda budget=budget: f"{int(budget[:-3]) / 1024:.4g} GiB" in browser.text("#hf-timeline"), 10)
-        assert budget in code(browser, "spec")
-        assert Spec.parse(code(browser, "spec")).policy == "budget"
-        seen.append((browser.text("#hf-summary"), browser.text("#hf-blocks")))
-    assert len(set(seen)) == 7
-    answers = (
-        "return performance.getEntriesByType('resource').filter((e) => /predict/.test(e.name)).map((e) => e.duration)"
-    )
-    milliseconds = browser.driver.execute_script(answers)
-    assert len(milliseconds) >= 7
-    assert statistics.median(milliseconds) < 300
-    browser.slide(SLIDER, place(browser, 0))
-    browser.wait(lambda: "Does not fit: " in browser.text("#hf-summary"), 10)
+    assert browser.text("#summary").strip().startswith("✓ Fits: ")
+    assert browser.text(".hf-question").startswith("mini-gpt2, training every weight")
+    last = int(browser.find("#budget").get_attribute("max"))
+    seen, milliseconds = [], []
+    for stop in range(last + 1):
+        milliseconds.append(browser.slide("#budget", stop))
+        seen.append((browser.text("#shown"), browser.text("#command"), browser.text("#spec")))
+        browser.wait(lambda: browser.driver.execute_script(FITS), 5)  # the frame has no scroll bar of its own
+        assert room_for_figures(browser) == {HEIGHT}
+    assert len(set(seen)) == last + 1
+    assert max(milliseconds) < 300
+    budget = Spec.parse(seen[last // 2][2]).budget
+    assert f"--budget {budget}" in seen[last // 2][1]
     assert browser.complaints() == []
     requested = browser.requested()
     assert len(requested) > 20
@@ -218,13 +212,14 @@ def test_the_app_answers_as_the_slider_moves(browser, served):
 
 def test_what_is_copied_from_the_app_is_a_spec(browser, served):
     opened(browser, served)
-    gib = place(browser, 0.5)
-    browser.slide(SLIDER, gib)
-    browser.wait(lambda: f"{int(gib * 1024)}MiB" in code(browser, "spec"), 10)
-    browser.find("#hf-spec button").click()
-    found = browser.wait(lambda: (text := browser.clipboard()).startswith("{") and text, 10)
-    assert found == code(browser, "spec")
-    assert Spec.parse(found).budget == f"{int(gib * 1024)}MiB"
+    browser.slide("#budget", 7)
+    button = browser.find("button[data-of=spec]")
+    browser.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
+    button.click()
+    browser.wait(lambda: button.text == "Copied")
+    found = browser.clipboard()
+    assert found == browser.text("#spec")
+    assert Spec.parse(found).policy == "budget"
 
 
 def typed(browser, selector, text):
@@ -235,10 +230,11 @@ def typed(browser, selector, text):
 
 def test_wrong_fields_get_the_words_of_the_command_line(browser, served):
     opened(browser, served)
+    browser.driver.switch_to.default_content()
     typed(browser, "#hf-batch", 0)
     browser.find("#hf-plan").click()
     browser.wait(lambda: "batch must be at least 1, but is 0 instead." in browser.text("#hf-refused"))
-    assert not browser.driver.execute_script("return document.querySelector('#hf-budget')?.checkVisibility()")
+    assert not browser.driver.execute_script("return document.querySelector('#hf-report iframe')?.checkVisibility()")
     typed(browser, "#hf-batch", 8)
     typed(browser, "#hf-model", "no such model")
     browser.find("#hf-plan").click()
@@ -246,9 +242,26 @@ def test_wrong_fields_get_the_words_of_the_command_line(browser, served):
     assert "Traceback" not in browser.text("body")
     typed(browser, "#hf-model", "mini-gpt2")
     browser.find("#hf-plan").click()
-    browser.wait(lambda: browser.text("#hf-question").strip().startswith("mini-gpt2, training every weight"), 120)
-    browser.wait(lambda: browser.find("#hf-budget").is_displayed())
-    assert "batch 8 x 1024 tokens" in browser.text("#hf-question")
+    browser.look_into("#hf-report iframe", 120)
+    browser.wait(lambda: "batch 8 x 1024 tokens" in browser.text(".hf-question"))
+    assert browser.text(".hf-question").startswith("mini-gpt2, training every weight")
+
+
+def test_a_budget_that_is_asked_for_comes_first(browser, served):
+    opened(browser, served)
+    browser.driver.switch_to.default_content()
+    browser.find("#hf-more button").click()
+    browser.wait(lambda: browser.find("#hf-asked textarea, #hf-asked input").is_displayed())
+    field = browser.find("#hf-asked textarea, #hf-asked input")
+    field.send_keys("twenty", "\t")
+    browser.find("#hf-plan").click()
+    browser.wait(lambda: "'twenty'" in browser.text("#hf-refused"))
+    browser.driver.execute_script("arguments[0].select()", field)
+    field.send_keys("1200MiB", "\t")
+    browser.find("#hf-plan").click()
+    browser.look_into("#hf-report iframe", 120)
+    browser.wait(lambda: browser.text("#shown") == "1.172 GiB")
+    assert Spec.parse(browser.text("#spec")).budget == "1200MiB"
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -256,10 +269,14 @@ def test_wrong_fields_get_the_words_of_the_command_line(browser, served):
 def test_the_app_can_be_read(width, dark, browser, served):
     opened(browser, served, width=width, dark=dark)
     assert not browser.too_wide()
-    texts = "#hf-summary p, #hf-summary td, #hf-blocks li span, .gradio-container h3, .xtick text, .g-xtitle text"
-    contrasts = browser.driver.execute_script(CONTRAST, texts)
-    assert len(contrasts) > 15
+    contrasts = browser.driver.execute_script(CONTRAST, TEXTS)
+    assert len(contrasts) > 25
     assert min(contrasts) > 4.5
+    brightness = "return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every((v) => v < 90)"
+    assert browser.driver.execute_script(brightness) is dark
+    browser.driver.switch_to.default_content()
+    assert not browser.too_wide()
+    assert browser.driver.execute_script("return !!document.querySelector('.dark')") is dark
 
 
 # --- the Space --------------------------------------------------------------------------------------------------------

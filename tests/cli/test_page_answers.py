@@ -41,6 +41,8 @@ from hf_ckpt.units import GIB
 ROOT = Path(__file__).resolve().parents[2]
 SPACE = ROOT / "recipes" / "space"
 WORKLOAD = Workload("mini-gpt2", batch=8, tokens=512)
+REQUEST = Request("t4", frontier=True, nearest=True)
+"""That of the page."""
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +149,7 @@ def test_what_users_typed_is_no_html(found):
 def test_the_command_asks_the_same(workload, device, head):
     parser = argparse.ArgumentParser()
     plan.add(parser.add_subparsers())
-    words = shlex.split(command_of(workload, device, 5 * MIB, head))
+    words = shlex.split(command_of(workload, Request(device or None, head=head), 5 * MIB))
     assert words[0] == "hf-ckpt"
     arguments = parser.parse_args(words[1:])
     assert plan.workload_of(arguments, arguments.model) == workload
@@ -155,9 +157,10 @@ def test_the_command_asks_the_same(workload, device, head):
     assert (arguments.mlp, arguments.compile) == ("full", False)
 
 
-def test_the_command_asks_for_chunks_and_compiled_blocks():
-    words = shlex.split(command_of(WORKLOAD, "t4", MIB, mlp="auto", compiled=True))
-    assert words[-5:] == ["--mlp", "auto", "--compile", "--budget", "1MiB"]
+def test_the_command_asks_for_chunks_host_memory_and_compiled_blocks():
+    asked = Request("t4", "1GiB", mlp="auto", compiled=True, host_budget="8GiB")
+    words = shlex.split(command_of(WORKLOAD, asked, MIB))
+    assert words[-7:] == ["--mlp", "auto", "--host-budget", "8GiB", "--compile", "--budget", "1MiB"]
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -221,22 +224,22 @@ def test_the_fields_of_the_page_are_those_of_a_question():
     names = [name for name in inspect.signature(app.question).parameters if name != "paths"]
     assert len(fields) == len(names)
     found = app.question(**dict(zip(names, (field.value for field in fields), strict=True)))
-    assert found == app.Question(Workload("mini-gpt2", batch=16, tokens=1024), "4080", "full")
+    assert found == (Workload("mini-gpt2", batch=16, tokens=1024), dataclasses.replace(REQUEST, device="4080"))
 
 
 def test_fields_make_a_question():
-    assert asked() == app.Question(WORKLOAD, "t4", "full")
-    more = asked(lora=8.0, base="4 bits", head="in chunks where that helps", device=app.THIS_MACHINE)
-    assert (more.workload.lora, more.workload.bits, more.head, more.device) == (8, 4, "auto", "")
-    assert more.request.device is None
-    rest = asked(
+    assert asked() == (WORKLOAD, REQUEST)
+    workload, request = asked(lora=8.0, base="4 bits", head="in chunks where that helps", device=app.THIS_MACHINE)
+    assert (workload.lora, workload.bits, request.head, request.device) == (8, 4, "auto", None)
+    workload, request = asked(
         lora=8, lora_dropout=0.05, trainer="DPO of TRL", packing=True, ranks=4.0, parallel="fsdp2", compiled=True
     )
     expected = {"lora": 8, "lora_dropout": 0.05, "trainer": "dpo", "packing": True, "ranks": 4, "parallel": "fsdp2"}
-    assert rest.workload == dataclasses.replace(WORKLOAD, **expected)
-    assert (rest.request.mlp, rest.request.compiled) == ("full", True)
-    assert asked(mlp="in chunks where that helps").request.mlp == "auto"
-    assert asked(lora_dropout=0.1).workload == WORKLOAD  # without adapters there is nothing to drop out
+    assert workload == dataclasses.replace(WORKLOAD, **expected)
+    assert request == dataclasses.replace(REQUEST, compiled=True)
+    assert asked(mlp="in chunks where that helps") == (WORKLOAD, dataclasses.replace(REQUEST, mlp="auto"))
+    assert asked(budget=" 20GiB ") == (WORKLOAD, dataclasses.replace(REQUEST, budget="20GiB"))
+    assert asked(lora_dropout=0.1) == (WORKLOAD, REQUEST)  # without adapters there is nothing to drop out
 
 
 def test_the_line_of_the_question_has_the_trainer(found):
@@ -293,12 +296,12 @@ def test_where_nothing_fits_the_page_says_what_would():
     error = InfeasibleError(
         2 * GIB, 3 * GIB, {"gradients": GIB, "<kept>": 0, "logits": 2 * GIB}, ["fewer tokens"], "no"
     )
-    html = app._misfit(error, app.Question(WORKLOAD, "t4", "full"))
+    html = app._misfit(error, REQUEST)
     assert "Does not fit: 3.0 of 14.6 GiB on a T4, of which 2.0 may be used" in html
     assert html.index("1.00 GiB gradients") < html.index("2.00 GiB logits") < html.index("fewer tokens")
     assert "kept" not in html
     error.nearest = (Setting("head in <chunks>", "--head auto", GIB, 1234.5, {}),)
-    html = app._misfit(error, app.Question(WORKLOAD, "t4", "full"))
+    html = app._misfit(error, REQUEST)
     assert (
         html.index("What fits") < html.index("head in &lt;chunks&gt;") < html.index("--head auto") < html.index("1,234")
     )
@@ -309,7 +312,6 @@ def test_where_nothing_fits_the_page_says_what_would():
 
 
 def test_that_nothing_fits_is_found_once(monkeypatch):
-    asked = app.Question(WORKLOAD, "t4", "full")
     error, calls = InfeasibleError(1, 2, {}, (), "no plan fits"), []
 
     def nothing(workload, request):
@@ -317,13 +319,13 @@ def test_that_nothing_fits_is_found_once(monkeypatch):
         raise error
 
     monkeypatch.setattr(forecasts, "forecast", nothing)
-    app._traced.cache_clear()
+    app._answered.cache_clear()
     for _ in range(2):
         with pytest.raises(InfeasibleError, match="no plan fits") as caught:
-            app.traced(asked)
+            app.answered(WORKLOAD, REQUEST, "plotly.js")
         assert caught.value is error
     assert len(calls) == 1
-    app._traced.cache_clear()
+    app._answered.cache_clear()
 
 
 def test_the_space_says_what_it_needs():

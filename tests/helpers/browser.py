@@ -31,12 +31,19 @@ class Browser:
 
     def open(self, address, width=1280, dark=False):
         """Load a page in a window of a width, and forget what was logged before."""
+        self.driver.switch_to.default_content()
         self.driver.get_log("performance"), self.driver.get_log("browser")
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         self.driver.get(address)
+
+    def look_into(self, selector, seconds=60):
+        """Wait for a frame, and find what is in it from now on; `driver.switch_to.default_content` ends that."""
+        visible = "return document.querySelector(arguments[0])?.checkVisibility()"
+        self.wait(lambda: self.driver.execute_script(visible, selector), seconds)
+        self.driver.switch_to.frame(self.find(selector))
 
     def find(self, selector):
         return self.driver.find_element(By.CSS_SELECTOR, selector)
@@ -71,7 +78,7 @@ class Browser:
         sent = [entry["params"] for entry in entries if entry["method"] == "Network.requestWillBeSent"]
         sockets = [entry["params"]["url"] for entry in entries if entry["method"] == "Network.webSocketCreated"]
         found = [entry["request"]["url"] for entry in sent] + sockets
-        return [url for url in found if not url.startswith(("data:", "blob:", "chrome:"))]
+        return [url for url in found if not url.startswith(("data:", "blob:", "chrome:", "about:"))]
 
     def complaints(self):
         """What the console was told: errors and warnings."""
