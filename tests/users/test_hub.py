@@ -1,0 +1,84 @@
+"""Models by the ids of a hub: the real client against a server on this machine that answers as the hub does."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+
+import pytest
+from helpers.processes import python
+
+from hf_ckpt.models.tiny import tiny_model
+
+ID = "someone/a-model"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Has one model with nothing but a config. Source: https://huggingface.co/docs/hub/api and the client's source."""
+
+    asked: list[str] = []
+    config = b""
+
+    def do_HEAD(self):
+        self.answer(b"")
+
+    def do_GET(self):
+        self.answer(self.config)
+
+    def answer(self, body):
+        self.asked.append(self.path)
+        known = self.path.startswith((f"/{ID}/", f"/api/models/{ID}"))
+        found = self.path == f"/{ID}/resolve/main/config.json"
+        self.send_response(200 if found else 404)
+        if found:
+            self.send_header("ETag", '"of-the-config"')
+            self.send_header("X-Repo-Commit", COMMIT)
+        else:
+            self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
+        self.send_header("Content-Length", str(len(self.config if found else b"")))
+        self.end_headers()
+        self.wfile.write(body if found else b"")
+
+    def log_message(self, *_): ...
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Settings of processes that take a server on this machine for the hub."""
+    model = tiny_model("llama", layers=2)
+    config = {**model.config.to_diff_dict(), "architectures": ["LlamaForCausalLM"]}
+    monkeypatch.setattr(Hub, "config", json.dumps(config).encode())
+    monkeypatch.setattr(Hub, "asked", [])
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0"}
+    server.shutdown()
+    server.server_close()
+
+
+def plan(model, hub, tmp_path):
+    words = ("-m", "hf_ckpt.cli", "plan", model, "--device", "t4", "--seq", "32", "--json")
+    return python(*words, extra={"HF_HOME": str(tmp_path), **hub})
+
+
+def test_an_id_of_the_hub_is_a_model(hub, tmp_path):
+    done = plan(ID, hub, tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["fits"] is True
+    assert found["plan"]["model"] == "LlamaForCausalLM"
+    assert f"/{ID}/resolve/main/config.json" in Hub.asked
+    hub["HF_HUB_OFFLINE"] = "1"
+    asked = len(Hub.asked)
+    assert plan(ID, hub, tmp_path).stdout == done.stdout
+    assert len(Hub.asked) == asked  # it lies in the cache now
+
+
+def test_an_id_that_the_hub_does_not_know_is_refused_in_a_second(hub, tmp_path):
+    done = plan("someone/no-model", hub, tmp_path)
+    assert done.returncode == 2
+    assert "cannot read a model's config from 'someone/no-model'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "/someone/no-model/resolve/main/config.json" in Hub.asked
