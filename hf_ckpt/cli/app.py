@@ -28,7 +28,7 @@ BASES = ("no", "4 bits", "8 bits")
 """Whether the base is quantised, as the page says it."""
 CHUNKS = {"as a whole": "full", "in chunks where that helps": "auto"}
 """How the head or a feed-forward may run, as the page names it -> `Request.head`, `Request.mlp`."""
-TRAINER_NAMES: dict[str, dict[str, str]] = {
+TRAINER_NAMES: dict[str, dict[str, Any]] = {
     "of transformers": {},
     **{f"{name.upper()} of TRL": {"trainer": name} for name in TRAINERS},
     "GRPO of TRL, with vLLM": {"trainer": "grpo", "generation": "vllm"},

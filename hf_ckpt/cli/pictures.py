@@ -47,6 +47,7 @@ _ACTIONS: tuple[tuple[tuple[str, ...], Action], ...] = (
 _COLOURS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("budget", "planned", "this plan"), PLANNED),
     (("every",), "#f0bd97"),
+    (("guard",), "#333333"),
     *((names, colour_of(action)) for names, action in _ACTIONS),
 )
 """How the name of a way to train may begin -> its colour, that of its action. The first that fits counts."""

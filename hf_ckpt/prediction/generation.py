@@ -64,7 +64,7 @@ def generation_bytes(workload: Workload, skeleton: Skeleton, *, on_cpu: bool = F
         return counted.peak_bytes - counted.start_bytes
 
 
-class _Counted(LiveBytes):
+class _Counted(LiveBytes):  # type: ignore[no-untyped-call]
     """Counts live bytes, and answers what operations ask about values."""
 
     def __init__(self, answers: Answers, model: nn.Module) -> None:

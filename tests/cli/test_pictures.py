@@ -13,7 +13,7 @@ from hf_ckpt.cli.main import main
 from hf_ckpt.cli.pictures import PLANNED, _box, _common, colour_of_policy, drawing, label_points
 from hf_ckpt.spec.actions import ACTIONS, OFFLOAD, SELECTIVE, candidates, colour_of, finer
 
-WAYS = ("none", "selective", "every_n_layers: 2", "full", "budget: 9MiB")
+WAYS = ("none", "selective", "every_n_layers: 2", "full", "budget: 9MiB", "guard: 9MiB")
 
 
 def demo_of(*names):
@@ -25,12 +25,13 @@ def demo_of(*names):
             equal=True,
             first_difference=None,
             recomputed=0,
-            step_seconds=1 + 0.01 * number,
-            tokens_per_second=9.0,
+            step_seconds=None if name.startswith("guard") else 1 + 0.01 * number,
+            tokens_per_second=None if name.startswith("guard") else 9.0,
             resident_peak_bytes=2**30,
             live_peak_bytes=2**30 - number * 2**20,
             start_bytes=2**20,
             timeline=[2**20, 2**30 - number * 2**20, 2**20] * 1000,
+            tightened=["one plan", "another plan"] if name.startswith("guard") else [],
         )
         for number, name in enumerate(names)
     ]

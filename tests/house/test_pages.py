@@ -274,7 +274,7 @@ def test_the_demos_table_is_that_of_its_figures():
         f"| `{found['name']}` | {format_bytes(found['live_peak_bytes'])} | {format_seconds(found['step_seconds'])} |"
         for found in read("demo-cpu.json")["runs"]
     ]
-    assert len(rows) == 5
+    assert len(rows) == 6
     assert between(README, "demo: figures").splitlines()[2:] == rows
     assert all(found["equal"] for found in read("demo-cpu.json")["runs"])
     assert "TO-BE-FILLED" not in README
