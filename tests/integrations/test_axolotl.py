@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import sys
 import types
@@ -12,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.processes import python
 from helpers.trainers import FLAG, trainer
 from peft import LoraConfig, get_peft_model
 
 import hf_ckpt
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.models.tiny import tiny_model
+from hf_ckpt.models.tiny import byte_tokenizer, tiny_model
 
 CONFIG = {
     "plugins": ["hf_ckpt.integrations.axolotl.HfCkptPlugin"],
@@ -108,3 +110,62 @@ def test_the_yaml_that_is_shown_is_the_way_to_ask(plugin):
     assert asked == yaml.safe_load(docstring)
     assert asked["plugins"] == CONFIG["plugins"]
     plugin.register(asked)
+
+
+# --- axolotl's own command, in an environment that has it -------------------------------------------------------------
+
+TRAINING = {
+    "base_model": "model",
+    "tokenizer_type": "AutoTokenizer",
+    "special_tokens": {"pad_token": "<pad>"},
+    "datasets": [{"path": "rows.jsonl", "type": "alpaca"}],
+    "dataset_prepared_path": "prepared",
+    "val_set_size": 0,
+    "sequence_len": 256,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 3,
+    "num_epochs": 1,
+    "learning_rate": 0.001,
+    "optimizer": "adamw_torch",
+    "lr_scheduler": "constant",
+    "logging_steps": 1,
+    "seed": 3,
+    "bf16": False,
+    "tf32": False,
+    "attn_implementation": "sdpa",
+}
+LORA = {
+    "adapter": "lora",
+    "lora_r": 4,
+    "lora_alpha": 8,
+    "lora_dropout": 0.05,
+    "lora_target_linear": True,
+    **{f"lora_{part}_kernel": False for part in ("mlp", "qkv", "o", "embedding")},  # which need a GPU
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True], ids=["full fine-tuning", "lora"])
+def test_its_command_trains_with_the_plan(tmp_path, lora):
+    pytest.importorskip("axolotl")
+    tiny_model("llama", layers=4).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [{"instruction": f"say {number}", "input": "", "output": "word " * 8} for number in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    losses = {}
+    for name, more in {"with": CONFIG, "without": {}}.items():
+        training = {**TRAINING, **(LORA if lora else {}), **more, "output_dir": name}
+        (tmp_path / "train.yaml").write_text(yaml.safe_dump(training))
+        words = ("-m", "axolotl.cli.train", "train.yaml")
+        done = python(*words, cwd=tmp_path, extra={"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1"})
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert ("2 of 4 blocks" in done.stdout + done.stderr) == (name == "with")
+        (state,) = (tmp_path / name).glob("checkpoint-3/trainer_state.json")
+        logged = json.loads(state.read_text())["log_history"]
+        losses[name] = [(row["loss"], row["grad_norm"]) for row in logged if "loss" in row]
+    assert len(losses["with"]) == len(losses["without"]) == 3
+    if lora:  # it draws adapters before it sets its seed: no two of its trainings have the same
+        losses = {name: [found[0][0]] for name, found in losses.items()}
+    assert losses["with"] == losses["without"]
+    assert '"action": "full"' in (tmp_path / "with" / "hf_ckpt_metrics.jsonl").read_text()
