@@ -76,7 +76,7 @@ def test_an_id_of_the_hub_is_a_model(hub, tmp_path):
     assert len(Hub.asked) == asked  # it lies in the cache now
 
 
-def test_an_id_that_the_hub_does_not_know_is_refused_in_a_second(hub, tmp_path):
+def test_an_id_that_the_hub_does_not_know_is_refused(hub, tmp_path):
     done = plan("someone/no-model", hub, tmp_path)
     assert done.returncode == 2
     assert "cannot read a model's config from 'someone/no-model'" in done.stderr
