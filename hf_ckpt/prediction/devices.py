@@ -37,7 +37,7 @@ class Device:
     """Whose data sheet the rates are from, as the device is called in texts."""
     reported: str = ""
     """What the vendor's tool prints as the device's memory. `memory_gib` is what torch prints of such a device, in its
-    error for memory that ran out, in public reports; drivers differ by about 0.1 GiB."""
+    error for memory that ran out, in the public reports that docs/devices.md names; drivers differ by about 0.1 GiB."""
     words: tuple[str, ...] = ()
     """Words of which all stand in what the device calls itself; its name without these."""
 
@@ -116,16 +116,18 @@ DEVICES = {
         _row("l4", "NVIDIA L4", (22.05, "23034 MiB"), (121, 30.3, 0.3, 25), 7000),
         _row("a10", "NVIDIA A10", (22.06, "23028 MiB"), (125, 31.2, 0.6, 25), 7000),
         _row("a10g", "NVIDIA A10G", (22.06, "23028 MiB"), (70, 31.5, 0.6, 25), 7000),
-        _row("t4", "NVIDIA T4", (14.58, "15360 MiB"), (65, 8.1, 0.32, 12), 8000),
+        _row("t4", "NVIDIA T4", (14.56, "15360 MiB"), (65, 8.1, 0.32, 12), 8000),
         _row("a6000", "NVIDIA RTX A6000", (47.41, "49140 MiB"), (154.8, 38.7, 0.768, 25), 6000),
         _row("6000-ada", "NVIDIA RTX 6000 Ada", (47.37, "49140 MiB"), (364, 91.1, 0.96, 25), 5000, "rtx 6000 ada"),
+        _row("rtx-pro-6000", "NVIDIA RTX PRO 6000", (94.97, "97887 MiB"), (503.8, 125, 1.792, 50), 5000),
         _row("5090", "NVIDIA RTX 5090", (31.36, "32607 MiB"), (209.5, 104.8, 1.792, 50), 5000),
         _row("5080", "NVIDIA RTX 5080", (15.46, "16303 MiB"), (112.6, 56.3, 0.96, 50), 5000),
-        _row("4090", "NVIDIA RTX 4090", (23.64, "24564 MiB"), (165, 82.6, 1.008, 25), 5000),
+        _row("5060-ti-16", "NVIDIA RTX 5060 Ti 16GB", (15.45, "16311 MiB"), (47.4, 23.7, 0.448, 25), 5000, "5060 ti"),
+        _row("4090", "NVIDIA RTX 4090", (23.52, "24564 MiB"), (165, 82.6, 1.008, 25), 5000),
         _row("4080", "NVIDIA RTX 4080", (15.57, "16376 MiB"), (97.5, 48.7, 0.717, 25), 5000),
         _row("4070-ti-super", "NVIDIA RTX 4070 Ti SUPER", (15.57, "16376 MiB"), (88.2, 44.1, 0.672, 25), 5000),
         _row("4060-ti-16", "NVIDIA RTX 4060 Ti 16GB", (15.57, "16380 MiB"), (44.1, 22.1, 0.288, 12), 5000, "4060 ti"),
-        _row("3090", "NVIDIA RTX 3090", (23.57, "24576 MiB"), (71, 35.6, 0.936, 25), 6000),
+        _row("3090", "NVIDIA RTX 3090", (23.56, "24576 MiB"), (71, 35.6, 0.936, 25), 6000),
         _row("3060", "NVIDIA RTX 3060 12GB", (11.75, "12288 MiB"), (25.5, 12.7, 0.36, 25), 6000),
         _row("mi300x", "AMD MI300X", (191.98, "206141652992 B"), (1307, 163.4, 5.3, 55), 6000),
         _row("mi250x", "AMD MI250X, one of its two dies", (63.98, "68702699520 B"), (191.5, 23.9, 1.638, 25), 7000),

@@ -23,6 +23,7 @@ from transformers import TrainingArguments
 import hf_ckpt
 from hf_ckpt.models.families import families
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.prediction.devices import DEVICES
 from hf_ckpt.spec.reading import POLICIES, READERS
 from hf_ckpt.training.callback import METRICS_FILE
 from hf_ckpt.units import format_bytes, format_seconds
@@ -76,6 +77,7 @@ COMMANDS = list(dict.fromkeys(" ".join(command.split()) for text in PAGES.values
 DOCTOR = [command for command in COMMANDS if command.startswith("hf-ckpt doctor")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("page", "code"), PYTHON)
 def test_python_runs_as_it_stands(page, code, tmp_path, monkeypatch, capsys):
     if "activation_checkpointing=" in code and "activation_checkpointing" not in TrainingArguments.__dataclass_fields__:
@@ -220,6 +222,21 @@ def test_every_family_row_is_listed():
     for name, model_types, stacks in listed:
         assert model_types == ", ".join(known[name].model_types)
         assert stacks == ", ".join(f"`{stack}`" for stack, _ in known[name].stacks)
+
+
+def test_every_device_is_listed():
+    table = between(PAGES["docs/devices.md"], "devices")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert rows == [
+        [f"`{device.name}`", device.source, f"{device.memory_gib:.2f}", device.reported, *rates(device)]
+        for device in DEVICES.values()
+        if device.memory_gib is not None
+    ]
+
+
+def rates(device):
+    tera = (device.flops16 / 1e12, device.flops32 / 1e12, device.bandwidth / 1e12)
+    return [f"{rate:g}" for rate in (*tera, device.host_bandwidth / 1e9)]
 
 
 VERSIONS = re.findall(r"^\| ([a-z-]+) \| ([0-9.]+) \| (.+) \|$", VERSIONS_PAGE, re.MULTILINE)
