@@ -13,6 +13,7 @@ from hf_ckpt.compat.callers import (
     call_past_hooks,
     float32_outputs,
     input_of_dropout,
+    layer_under_dora,
     longest_of,
     rebound,
 )
@@ -220,6 +221,7 @@ __all__ = [
     "is_sharded",
     "keeping",
     "layer_types",
+    "layer_under_dora",
     "leave_dispatch_mode",
     "leave_note",
     "like_bitsandbytes",

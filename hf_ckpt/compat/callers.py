@@ -11,7 +11,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -108,9 +108,7 @@ def input_of_dropout() -> torch.Tensor | None:
     `nn.Dropout` calls that function, too. None where hf_ckpt is called from anything else. A function that somebody has
     put in its place does not count.
     """
-    frame = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("hf_ckpt."):
-        frame = frame.f_back  # type: ignore[assignment]
+    frame = _caller()
     if frame is None or frame.f_code is not _DROPOUT or frame.f_code.co_filename != functional.__file__:
         return None
     given: torch.Tensor = frame.f_locals["input"]
@@ -118,6 +116,49 @@ def input_of_dropout() -> torch.Tensor | None:
 
 
 _DROPOUT = getattr(functional.dropout, "__code__", None)
+
+
+class LayerUnderDora(NamedTuple):
+    """A frozen linear layer whose DoRA adapter is running."""
+
+    weight: nn.Parameter
+    """Its weight."""
+    cast: torch.Tensor
+    """The same values in the type of the adapter's input."""
+    bias: torch.Tensor | None
+    """The bias that is taken off the layer's result; None without one, and before it is."""
+    result: torch.Tensor | None
+    """The layer's result without the bias; None where the adapter makes its own."""
+
+
+def layer_under_dora() -> LayerUnderDora | None:
+    """Return the layer whose DoRA adapter hf_ckpt is called from, as a saved-tensor hook is; None where there is none.
+
+    Nor for a weight that is trained, or that is no plain parameter, as a quantised one.
+    """
+    dora = sys.modules.get("peft.tuners.lora.dora")
+    if dora is None:
+        return None
+    frame, running = _caller(), getattr(dora.DoraLinearLayer.forward, "__code__", None)
+    if frame is None or frame.f_code is not running:
+        return None
+    names = frame.f_locals
+    base, cast, bias = names.get("base_layer"), names.get("weight"), names.get("bias")
+    weight = getattr(base, "weight", None)
+    if type(weight) is not nn.Parameter or weight.requires_grad or not isinstance(cast, torch.Tensor):
+        return None
+    if cast.shape != weight.shape:
+        return None
+    frozen = bias if isinstance(bias, torch.Tensor) and not bias.requires_grad else None
+    return LayerUnderDora(weight, cast, frozen, names.get("base_result"))
+
+
+def _caller() -> types.FrameType | None:
+    """The frame that hf_ckpt is called from."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("hf_ckpt."):
+        frame = frame.f_back
+    return frame
 
 
 def _is_between(frame: types.FrameType) -> bool:

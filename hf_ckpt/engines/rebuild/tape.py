@@ -10,16 +10,15 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_ckpt import compat
 from hf_ckpt.engines.forward_state import address_of
 from hf_ckpt.engines.full import changed_by
-from hf_ckpt.engines.rebuild import masks
+from hf_ckpt.engines.rebuild import dora, handed, masks
 from hf_ckpt.engines.rebuild.ops import ELEMENTWISE, IN_NORMS, LINEAR, MASK, NORM, VIEW, Op, width_of
 from hf_ckpt.engines.rebuild.values import (
     MASKS,
@@ -48,15 +47,6 @@ _Edge = tuple[Any, int]
 """An autograd node, and the number of one of its outputs."""
 
 
-class _Handed(NamedTuple):
-    """How the next block can rebuild its input, which a norm has made."""
-
-    version: int
-    """How often the input had been changed in place when it was handed over."""
-    replay: Callable[[], Replay | None]
-    """Returns the call of the norm; None once the graph that holds what it needs is gone."""
-
-
 class Running(threading.local):
     """The tape of the block that this thread runs: replicas of a model may run in threads of their own."""
 
@@ -64,8 +54,6 @@ class Running(threading.local):
 
 
 running = Running()
-_handed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Outputs of norms that the next block can rebuild -> `_Handed`."""
 
 
 def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -92,7 +80,7 @@ def hand_to_first_block(module: nn.Module, args: tuple[Any, ...], output: Any) -
     if running.tape is None and len(args) == 1 and isinstance(output, torch.Tensor) and output.grad_fn is not None:
         work = Work(type(module).__name__)
         replay = Replay(work, module, Kept(args[0], work.block), args[0], checked=False, whole=True)
-        _handed[output] = _Handed(output._version, lambda: replay)
+        handed.hand(output, lambda: replay)
 
 
 class Tape:
@@ -164,10 +152,8 @@ class Tape:
             return
         value: Value | None = None
         if self.region.reaches_back:
-            handed: _Handed | None = _handed.pop(arg, None) if _handed.data else None  # type: ignore[no-untyped-call]
-            usable = handed is not None and handed.version == arg._version and NORM not in self.region.save
-            replay = handed.replay() if handed is not None and usable else None
-            if replay is not None:
+            replay = handed.taken(arg)
+            if replay is not None and NORM not in self.region.save:
                 value = Rebuilt(self.work, type(replay.module).__name__, replay, [])
             # The indices are read from a node before the block, which would ask the user's hooks for them.
             row = self.rows.get("EmbeddingBackward0") if self.outer is None and not arg._version else None
@@ -188,7 +174,7 @@ class Tape:
             if type(rebuilt) is Rebuilt and type(rebuilt.operation) is Replay:
                 replay = rebuilt.operation
                 if type(replay.source.root) is not Rebuilt:
-                    _handed[output] = _Handed(output._version, weakref.ref(replay))
+                    handed.hand(output, weakref.ref(replay))
 
     def close(self) -> None:
         """End the tape: tell the region what was dropped and kept, and forget every node.
@@ -275,7 +261,8 @@ class Tape:
             if known is not None:
                 return known
         if node is None:
-            return self._mask(tensor) or self._from_ungraphed(tensor) or self._constant(tensor)
+            found = self._mask(tensor) or self._from_ungraphed(tensor)
+            return found or dora.cast_weight(tensor, self.work, self._parameter) or self._constant(tensor)
         edge = node, tensor.output_nr
         value = self.resolve(edge) or self._small(edge, tensor) or self._small_view(edge, tensor)
         if value is None:
@@ -373,7 +360,7 @@ class Tape:
         name = row.constants[place] if place < len(row.constants) else ""
         if not name:  # the row knows of no saved operand
             return self._frozen_bias(row, node) if row.bias_of and not place else None
-        return self._saved_operand(node, name)
+        return self._saved_operand(node, name) or dora.bias_taken_off(node, place, self._parameter)
 
     def _saved_operand(self, node: Any, name: str) -> Value | None:
         """Return the value of a tensor without a graph that a node has saved under a name; None if it has not."""
