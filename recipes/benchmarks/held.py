@@ -180,7 +180,7 @@ def bench_held(settings: HeldSettings, *, on_progress: Callable[[str], None] = l
 
 
 def _rows(row: Model, tuning: str, settings: HeldSettings) -> Iterator[HeldRow]:
-    model = _model(row, tuning, settings)
+    model = model_of(row, tuning, settings)
     none = _held(model, settings)
     sizes = {**dataclasses.asdict(settings), "models": None} == {**dataclasses.asdict(HeldSettings()), "models": None}
     for place, (way, save) in enumerate(WAYS):
@@ -194,7 +194,8 @@ def _rows(row: Model, tuning: str, settings: HeldSettings) -> Iterator[HeldRow]:
         yield HeldRow(row.name, settings.attention or row.attention, tuning, save, none, held, held / none, bound)
 
 
-def _model(row: Model, tuning: str, settings: HeldSettings) -> nn.Module:
+def model_of(row: Model, tuning: str, settings: HeldSettings) -> nn.Module:
+    """The model of a row, with adapters where they are what is trained."""
     kind, keys = row.make(settings)
     model_class = getattr(transformers, kind)
     config = model_class.config_class(**_TOKENS, **keys)
@@ -209,9 +210,7 @@ def _model(row: Model, tuning: str, settings: HeldSettings) -> nn.Module:
 
 def _held(model: nn.Module, settings: HeldSettings) -> int:
     """Bytes that a forward leaves alive."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, _TOKENS["vocab_size"], (settings.batch, settings.tokens), generator=generator)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    batch = batch_of(settings)
     options = {"use_cache": False} if compat.wants_use_cache(base_model(model)) else {}
     torch.manual_seed(0)
     with LiveBytes(model, batch) as live:
@@ -219,6 +218,13 @@ def _held(model: nn.Module, settings: HeldSettings) -> int:
         held = live.current_bytes - live.start_bytes
     del loss
     return held
+
+
+def batch_of(settings: HeldSettings) -> dict[str, torch.Tensor]:
+    """Random tokens, the same ones every time."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, _TOKENS["vocab_size"], (settings.batch, settings.tokens), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from head import HeadBench
     from held import HeldBench
     from lengths import LengthsBench
+    from overheads import OverheadsBench
     from rich.console import Console
 
     from hf_ckpt.prediction.workload import Workload
@@ -43,6 +44,7 @@ PEER_NAMES = (
 BUDGET_NAMES = ("budget", "MiB", "plan", "peak MiB", "of none", "fastest other", "peak MiB", "of none", "ratio")
 ENGINE_NAMES = ("engine", "kept", "", "step", "", "spread", "gradients", "recomp.", "host", "of sac")
 HELD_NAMES = ("model", "attention", "tuning", "saved", "none", "selective", "ratio", "at most")
+MASKS_NAMES = ("model", "tuning", "masks", "step", "as they are", "ratio", "spread")
 HEAD_NAMES = (
     "hidden",
     "type",
@@ -313,6 +315,29 @@ def print_held(result: HeldBench, console: Console | None = None) -> None:
         f"{found.dtype}, {found.blocks} blocks, hidden size {found.hidden}, batch {found.batch} x {found.tokens}; "
         f"dropout {found.dropout:g}, LoRA of rank {found.lora} with dropout {found.lora_dropout:g}\n"
         f"{_where(result.circumstances)}",
+        highlight=False,
+    )
+
+
+def print_overheads(result: OverheadsBench, console: Console | None = None) -> None:
+    """One row for each model with dropout, and a line on changes of plans."""
+    rows = (
+        (
+            row.model,
+            row.tuning,
+            str(row.masks),
+            format_seconds(turns.median(row.step_seconds)),
+            format_seconds(turns.median(row.without_seconds)),
+            format_ratio(row.ratio),
+            f"{row.spread[0]:.2f}-{row.spread[1]:.2f}",
+        )
+        for row in result.rows
+    )
+    console = console or make_console()
+    console.print(_table("`selective` with masks of dropout as bits", MASKS_NAMES, rows, left=(0, 1)))
+    console.print(
+        f"to find that the plan stays: {result.same_microseconds:.1f} us; to change it on {result.changed} of "
+        f"{result.settings.blocks} blocks: {result.change_microseconds:.1f} us more\n{_where(result.circumstances)}",
         highlight=False,
     )
 
