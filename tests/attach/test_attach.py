@@ -74,6 +74,7 @@ print(json.dumps({"same": same, "counts": counts, "tried": tried, "loaded": load
 """
 
 
+@pytest.mark.long
 def test_a_plan_is_attached_and_trained_where_there_is_no_planner(tmp_path):
     done = python("-c", WITHOUT_A_PLANNER, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -178,6 +178,7 @@ def test_where_nothing_runs(small, planner):
 # --- predictions ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_plans_choose_from_what_users_plans_choose_from(small, here):
     made = Forecaster(dataclasses.replace(small, batch=2, tokens=32))
     made.take()

@@ -40,6 +40,7 @@ def figures(workload, tmp_path_factory):
         return {way.name: measured(workload, way, path) for way in EAGER}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [way.name for way in EAGER])
 def test_every_way_runs_something_again_and_gives_the_same_gradients(figures, name):
     row = figures[name]

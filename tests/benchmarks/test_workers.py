@@ -35,6 +35,7 @@ class Thing:
         time.sleep(60)
 
 
+@pytest.mark.long
 def test_state_lives_in_another_process():
     with Worker(Thing, 1) as one, Worker(Thing, 10) as other:
         first, pid = one.ask("add", 2)

@@ -51,6 +51,7 @@ def test_the_installed_program_is_the_module():
     assert version.startswith("hf-ckpt 0.")
 
 
+@pytest.mark.long
 def test_plan_says_what_it_does_before_it_loads_torch():
     """Something is there at once, although the answer takes a while; with a bar only where there is a terminal."""
     command = [sys.executable, "-X", "importtime", "-m", "hf_ckpt.cli", "plan", "mini-gpt2", "--device", "a10"]
@@ -64,6 +65,7 @@ def test_plan_says_what_it_does_before_it_loads_torch():
     assert told["hf-ckpt: mini-gpt2: loading torch and transformers ..."] < loaded < told["hf-ckpt: tracing ..."]
 
 
+@pytest.mark.long
 def test_plan_says_what_it_wrote_and_what_to_do_with_it(tmp_path, capsys):
     plan, picture = tmp_path / "a plan.json", tmp_path / "plan.png"
     words = ["--batch", "4", "--seq", "256", "--device", "a10", "--budget", "320MiB"]
@@ -171,6 +173,7 @@ def test_demo_without_the_packages_says_what_brings_them(tmp_path, capsys, no_pa
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_demo_fails_when_gradients_differ(tmp_path, capsys, monkeypatch, no_packages):
     """LoRA dropout drawn again in recomputation. The plan beside it chooses from two actions, which is sooner made."""
     monkeypatch.setattr("hf_ckpt.planner.forecast.actions_for", lambda *_, compiled: (KEEP, FULL))

@@ -58,6 +58,7 @@ def said_of_models(done: subprocess.CompletedProcess[str]) -> list[str]:
 # --- as if started by itself ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.compat
 def test_a_script_sees_what_it_sees_under_python(folder: Path) -> None:
     script = Path("scripts", "probe.py")
@@ -83,6 +84,7 @@ def test_a_script_sees_what_it_sees_under_python(folder: Path) -> None:
     assert ours == plain
 
 
+@pytest.mark.long
 @pytest.mark.compat
 def test_a_module_runs_with_its_arguments_and_its_package(tmp_path: Path) -> None:
     package = tmp_path / "tools"
@@ -111,6 +113,7 @@ def test_a_module_runs_with_its_arguments_and_its_package(tmp_path: Path) -> Non
     assert found[0][1:] == ["tools", "tools.work", "relative", [2, 4]]
 
 
+@pytest.mark.long
 @pytest.mark.compat
 def test_a_traceback_of_the_script_comes_through(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
@@ -123,6 +126,7 @@ def test_a_traceback_of_the_script_comes_through(tmp_path: Path) -> None:
     assert NEVER_ENABLED not in done.stderr  # it would bury the error
 
 
+@pytest.mark.long
 def test_accelerate_launch_passes_arguments_in_and_failure_out(folder: Path) -> None:
     result = folder / "result"
     launch = ["-m", "accelerate.commands.launch", "--cpu", "-m", "hf_ckpt", Path("scripts", "probe.py")]
@@ -135,6 +139,7 @@ def test_accelerate_launch_passes_arguments_in_and_failure_out(folder: Path) -> 
 # --- checkpointing --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.compat
 def test_a_trainer_script_is_hooked_by_its_own_command_line(tmp_path: Path) -> None:
     options = [
@@ -230,6 +235,7 @@ def test_no_form_of_bad_spec_runs_the_script(
     assert not (in_process / "result").exists()
 
 
+@pytest.mark.long
 @pytest.mark.compat
 def test_a_script_that_enables_nothing_is_told_so_in_one_line(tmp_path: Path) -> None:
     script = tmp_path / "idle.py"

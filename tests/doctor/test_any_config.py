@@ -31,6 +31,7 @@ JSON = st.recursive(
 MAPPINGS = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=8)
 
 
+@pytest.mark.long
 @settings(max_examples=150)
 @given(
     given_files=st.lists(

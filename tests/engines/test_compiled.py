@@ -38,6 +38,7 @@ def compiled(spec, family="llama", lora=False, **options):
     return model
 
 
+@pytest.mark.long
 @sparing("family", FAMILIES, "llama")
 def test_a_share_keeps_less_and_changes_nothing(family):
     batch = tiny_batch(family, tokens=32)
@@ -89,6 +90,7 @@ def test_other_masks_in_backward_are_seen(monkeypatch):
         assert_near(first, last)
 
 
+@pytest.mark.long
 def test_blocks_of_a_kind_share_graphs(graphs):
     """However many there are, and whatever the length after the second."""
     for layers in (2, 5):
@@ -147,6 +149,7 @@ def test_copies_are_compiled_too(graphs, way):
     assert hf_ckpt.describe(copied).in_graphs
 
 
+@pytest.mark.long
 @sparing("share", SHARES, 0.5)
 def test_adapters_autocast_and_accumulation(graphs, share):
     batch = tiny_batch("llama")
@@ -159,6 +162,7 @@ def test_adapters_autocast_and_accumulation(graphs, share):
     assert len(graphs) == 4  # under autocast and without; the input of the first block needs no gradient
 
 
+@pytest.mark.long
 def test_two_micro_steps_under_autocast(graphs):
     """Bit-equal to the same compiled blocks without checkpointing."""
 

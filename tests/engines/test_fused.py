@@ -124,6 +124,7 @@ def test_an_order_that_needs_less_is_taken():
     assert one < peak < 2 * one
 
 
+@pytest.mark.long
 def test_its_peak_is_that_of_compiled_code():
     """That of a forward here; see `test_compiled_plans` for whole steps of models."""
     shapes = (32, 64), (64, 256), (256, 64)

@@ -129,6 +129,7 @@ def peak_of(head, hidden, labels, make, **holders):
         return live.peak_bytes - live.start_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "tokens", "size", "trained", "least"),
     [(torch.float32, 2048, 256, True, 4), (torch.float32, 2048, 32, False, 7), (torch.bfloat16, 1024, 32, False, 3)],

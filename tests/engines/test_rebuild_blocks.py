@@ -305,6 +305,7 @@ def test_a_compiled_part_of_a_block_is_kept(family, part, dynamo):
     assert sum(dynamo["graph_break"].values()) == 0
 
 
+@pytest.mark.long
 def test_compiled_and_then_not(dynamo):
     """One model, one step compiled and one without: the region takes what fits each call."""
     plain, model = plain_and_ours(attention="sdpa")

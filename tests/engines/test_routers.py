@@ -127,6 +127,7 @@ def test_blocks_that_do_not_compile_choose_the_same(nothing_compiled, graphs):
     assert set(hf_ckpt.describe(model).recomputed.values()) == {2}
 
 
+@pytest.mark.long
 @needs_routers
 @pytest.mark.parametrize("keeps", [True, False])
 def test_compiled_blocks_choose_once(nothing_compiled, keeps, monkeypatch):

@@ -64,6 +64,7 @@ print((torch.ones(2) + 1).sum().item())
 """
 
 
+@pytest.mark.long
 def test_a_mode_that_only_torchs_stack_holds_stays_alive():
     """torch 2.8 frees such a mode when it is taken from the stack, which ends the process later."""
     done = subprocess.run([sys.executable, "-c", _ONLY_ON_THE_STACK], capture_output=True, text=True, timeout=300)

@@ -141,6 +141,7 @@ def expected_to_be_said(case, model, described):
     yield from [NOTHING_SAID] if "selective" in kinds and case.tuning in ("prefix", "suffix") else []
 
 
+@pytest.mark.long
 @examples(6)
 @given(cases())
 def test_any_plan_on_any_model(case):

@@ -113,6 +113,7 @@ def check_on_every_family(given_spec, through_enable):
 NO_ATTENTION_TO_SAVE = {"policy": "selective", "save": ["attention"], "engine": "sac"}
 
 
+@pytest.mark.long
 @examples(5)
 @given(fitting_specs(), st.booleans())
 @example(NO_ATTENTION_TO_SAVE, False)

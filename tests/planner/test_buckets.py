@@ -81,6 +81,7 @@ def test_lengths_are_rounded_up_by_a_quarter_at_most():
     }
 
 
+@pytest.mark.long
 def test_short_batches_recompute_nothing_and_long_ones_as_much_as_they_must(traced):
     model, plain, budget = small(), small(), budget_between(0.4)
     traced.clear()
@@ -103,6 +104,7 @@ def test_short_batches_recompute_nothing_and_long_ones_as_much_as_they_must(trac
         assert traced == ["4 x 128 tokens", "4 x 24 tokens"]  # all others lie on the line through these two
 
 
+@pytest.mark.long
 def test_one_token_more_is_no_reason_to_plan(traced):
     model, budget = small(), budget_between(0.4)
     traced.clear()
@@ -135,6 +137,7 @@ def test_shapes_are_a_set_and_no_product_of_maxima(traced):
     assert {str(planned.shape) for planned in seen[:2]} == {"16 x 16 tokens", "2 x 128 tokens"}
 
 
+@pytest.mark.long
 def test_a_few_sequences_less_take_the_bucket_of_more(traced):
     """The last batch of an epoch."""
     model = small()
@@ -232,6 +235,7 @@ def test_every_bucket_knows_what_a_step_has_measured(traced):
     assert len(planned.plans) == 3
 
 
+@pytest.mark.long
 def test_a_measurement_of_each_plan(traced):
     """One step of each plan is measured, and no more: a count of live bytes is slow."""
     model = model_of(layers=3)
@@ -273,6 +277,7 @@ def test_a_switch_changes_functions_and_no_hooks(traced):
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.long
 def test_evaluation_in_the_middle_changes_nothing(traced):
     model = small()
     budgeted(model, budget_between(0.4))
@@ -306,6 +311,7 @@ def test_copies_and_pickles_plan_for_themselves(traced):
     assert rerun(model, batch_of(24))[1] == 0
 
 
+@pytest.mark.long
 def test_describe_shows_the_plan_of_every_bucket(traced):
     model = small()
     budgeted(model, budget_between(0.4))

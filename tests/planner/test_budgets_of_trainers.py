@@ -61,6 +61,7 @@ def training(folder, settings, tokens=64):
     return train
 
 
+@pytest.mark.long
 @sparing(
     ("kind", "shares"), [("label smoothing", (0.5,)), *((kind, SHARES) for kind in KINDS)], ("label smoothing", (0.5,))
 )
@@ -68,6 +69,7 @@ def test_real_peaks_stay_within_budgets(kind, shares, tmp_path):
     assert_budgets_hold(training(tmp_path, KINDS[kind]), shares)
 
 
+@pytest.mark.long
 def test_a_loss_that_cannot_be_traced_is_planned_for_as_the_models_own(tmp_path):
     """One that looks at values, as fake tensors have none; the planning leaves no gradients and calls no hooks."""
 

@@ -146,6 +146,7 @@ def budgeted(model, budget):
     return model
 
 
+@pytest.mark.long
 @sparing("family", FAMILIES, "llama")
 def test_a_budget_is_kept_with_the_same_gradients(family):
     batch = tiny_batch(family, **BATCH)

@@ -95,6 +95,7 @@ class Biased:
         return round(1.07 * installation(self.model).planned.plan.prediction.peak_bytes)
 
 
+@pytest.mark.long
 @sparing(("share", "plans"), [(2.5, 1), (0.9, 2)], (0.9, 2), ids=["below the limit", "above the limit"])
 def test_a_constant_bias_changes_a_plan_once_or_not_at_all(share, plans, monkeypatch):
     """However often it is measured, it is no reason to be tighter than the budget."""
@@ -163,6 +164,7 @@ def test_a_measurement_ends_with_its_plan_and_with_its_model(way):
     assert not optimizer._optimizer_step_pre_hooks
 
 
+@pytest.mark.long
 def test_no_budget_ends_a_run_in_the_middle(caplog, monkeypatch):
     """A batch that no plan fits gets the tightest; the batches behind it get what they had, and nothing is traced.
 

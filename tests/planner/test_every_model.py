@@ -35,6 +35,7 @@ ODD = {
 }
 
 
+@pytest.mark.long
 @sparing("model_type", ODD, "vit")
 def test_it_is_planned_for(model_type):
     """The plan of the lowest peak recomputes, and gives the same gradients."""

@@ -71,6 +71,7 @@ def test_its_plan_is_installed_on_the_model(tmp_path, capsys):
     assert Plan.load(plan).prediction.peak_bytes <= 3500 * 2**10
 
 
+@pytest.mark.long
 def test_json_holds_everything(capsys):
     words = ["plan", "gpt2", "--seq", "64", "--device", "a10", "--lora", "4", "--accum", "3", "--frontier", "--json"]
     assert main(words) == 0
@@ -203,6 +204,7 @@ def test_finer_actions_make_no_plan_slower_and_some_faster(name):
     assert max(gains) > 0.004
 
 
+@pytest.mark.long
 @sparing("name", ["gpt2", "llama-3.1-8b", "bert-large", "t5-base"], "gpt2")
 def test_never_slower_than_what_transformers_offers(name):
     """Wherever an option of transformers fits, what is planned for its peak is predicted to be as fast or faster."""

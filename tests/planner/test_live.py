@@ -33,6 +33,7 @@ def measurements_end():
     gc.collect()
 
 
+@pytest.mark.long
 @sparing(("family", "lora"), [(family, lora) for family in FAMILIES for lora in (False, True)], ("llama", False))
 def test_it_fits_and_gives_the_same_gradients(family, lora):
     """The measured peak is within the budget and within 3 % of the prediction; gradients are those without a plan."""
@@ -51,6 +52,7 @@ def test_it_fits_and_gives_the_same_gradients(family, lora):
         hf_ckpt.uninstall(model)
 
 
+@pytest.mark.long
 def test_a_head_in_chunks_where_it_is_allowed_and_nothing_else_fits():
     """The peak is the head's: with chunks the budget is kept, without them it cannot be."""
     model = without_state(tiny_model("llama", layers=3, hidden=64, attention="sdpa", vocab_size=4000))
@@ -70,6 +72,7 @@ def test_a_head_in_chunks_where_it_is_allowed_and_nothing_else_fits():
         assert torch.allclose(found[name], gradient, rtol=0, atol=0.05 * float(gradient.abs().max())), name
 
 
+@pytest.mark.long
 @sparing(("lora", "budget"), [(False, "36MiB"), (True, "20MiB")], (True, "20MiB"))
 def test_verify_plans_too(lora, budget):
     model, batch = model_of(lora=lora), tiny_batch("llama", **SIZES)
@@ -79,6 +82,7 @@ def test_verify_plans_too(lora, budget):
     assert sum(result.recomputed.values()) > 0
 
 
+@pytest.mark.long
 def test_a_model_without_a_head_is_planned_for():
     """Such a model runs its stack itself, so that the hooks of both are in one place."""
     model = model_of().model
@@ -115,6 +119,7 @@ def test_batches_of_new_sizes_are_planned_for():
     assert "4 x 128 tokens" not in planned.plans
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("traced_once")
 def test_padding_is_planned_for_once_it_comes():
     model = model_of()
@@ -158,6 +163,7 @@ def test_accelerate_says_how_many_steps_are_accumulated():
         GradientState._reset_state()
 
 
+@pytest.mark.long
 def test_autocast_is_planned_for():
     """Casts of weights are kept by linear layers; the plan knows them."""
     model, batch = without_state(model_of()), tiny_batch("llama", **SIZES)

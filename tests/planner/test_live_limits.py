@@ -42,6 +42,7 @@ def test_limits():
         assert limit_bytes(Spec.parse(spec), memory) == limit
 
 
+@pytest.mark.long
 def test_auto_reads_the_machine(monkeypatch):
     model = model_of()
     hf_ckpt.install(model)
@@ -124,6 +125,7 @@ def trained(folder, spec, model=None):
     return model, [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_plan_and_prediction_are_logged(tmp_path, capsys):
     model, rows = trained(tmp_path, {"policy": "budget", "budget": "60MiB"})
     plans = [row for row in rows if row["event"] == "plan"]

@@ -46,6 +46,7 @@ def of_tiny():
 # --- one answer -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @sparing("way", ["config", "file", "name of the file"], "config")
 def test_a_preset_its_config_and_its_file_are_one_model(way):
     file = presets()["mini-llama"]
@@ -69,6 +70,7 @@ def test_what_a_forecast_says():
     assert {"tracing", "comparing"} <= set(told)
 
 
+@pytest.mark.long
 def test_the_command_prints_the_same(capsys):
     words = ["--batch", "4", "--seq", "256", "--device", "a10", "--budget", "320MiB", "--json"]
     assert main(["plan", "mini-llama", *words]) == 0
@@ -90,6 +92,7 @@ def test_a_live_model_and_its_config_are_one_model(rank):
 # --- batches --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_batch_of_tensors_and_its_sizes_are_one_batch():
     by_sizes = hf_ckpt.predict(without_state(model_of()), SIZES["batch"], tokens=SIZES["tokens"], **TINY)
     assert answer(by_sizes) == answer(of_tiny()) | {"workload": answer(by_sizes)["workload"]}
@@ -112,6 +115,7 @@ def test_what_a_batch_tells():
 # --- the plan -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_plan_does_on_the_model_what_was_predicted():
     """Another plan that is enabled on the model changes nothing in the forecast, and stays until the new one comes."""
     model, batch = without_state(model_of()), tiny_batch("llama", **SIZES)

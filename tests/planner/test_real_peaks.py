@@ -141,6 +141,7 @@ def test_a_budget_that_the_logits_break_says_so():
     assert '("head": "auto")' in hint
 
 
+@pytest.mark.long
 @sparing(("vocabulary", "said"), [(4000, True), (64, False)], (4000, True))
 def test_the_plan_of_a_config_says_that_the_logits_are_the_peak(vocabulary, said, tmp_path, capsys):
     """A plan fits, and takes nothing off the peak."""
@@ -203,6 +204,7 @@ def test_the_planner_counts_what_kbit_preparation_casts_up():
 # --- mixtures of experts ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.skipif(ONE_BY_ONE is None, reason="experts of transformers 4 are called one by one")
 @sparing(
     ("name", "implementation", "dtype"),

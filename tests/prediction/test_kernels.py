@@ -57,6 +57,7 @@ def counted(layers, batch, action):
     return held
 
 
+@pytest.mark.long
 def test_masks_are_bytes_and_then_bits():
     """Bytes of one more block, as the same operations leave them on a CPU; noise in bfloat16 takes more."""
     batch = tiny_batch("llama", tokens=64)

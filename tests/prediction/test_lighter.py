@@ -113,6 +113,7 @@ def test_of_two_heads_only_the_one_below_the_blocks_gets_it():
     assert second.actions == (*ACTIONS, *LIGHTER)
 
 
+@pytest.mark.long
 def test_without_them_costs_are_as_they_were():
     """Also with actions behind them that offload."""
     _, _, skeleton, step, costs = made("t5")

@@ -236,6 +236,7 @@ def test_what_stays_after_the_forward_is_exact_for_offload(beside, family):
 # --- plans ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_plan_moves_only_what_it_has_to():
     """Offloading is in a plan where nothing else fits, and not where something as fast does."""
     skeleton = skeleton_of(model_of("llama", "lora", dtype=torch.bfloat16, layers=40, hidden=64))
@@ -284,6 +285,7 @@ def test_a_head_in_chunks_is_taken_where_it_is_allowed_and_needed():
     assert {found.head_tokens for found in demanded} == {64}
 
 
+@pytest.mark.long
 @sparing(("family", "head"), itertools.product(["llama", "gpt2", "t5"], ["auto", 100]), ("gpt2", "auto"))
 def test_peaks_with_a_head_in_chunks_are_those_that_are_reached(family, head):
     for tuning in TUNINGS:

@@ -108,6 +108,7 @@ def same_bytes_traced_one_by_one(family, tuning, actions, **options):
     assert_same_bytes(real, lambda action: trace_costs(skeleton, Step(batch), CPU, actions=(action,)))
 
 
+@pytest.mark.long
 @pytest.mark.compat
 @sparing(("family", "tuning"), EVERY, PLAIN, ADAPTERS)
 def test_saved_bytes_to_the_byte(family, tuning):
@@ -118,6 +119,7 @@ def test_saved_bytes_to_the_byte(family, tuning):
     assert_same_bytes(real, lambda action: alone if action == LINEAR else costs)
 
 
+@pytest.mark.long
 @pytest.mark.compat
 @sparing("family", FAMILIES, "llama", "t5")
 def test_saved_bytes_in_float32(family):
@@ -176,6 +178,7 @@ def tracked(skeleton, actions, batch, padded=False):
 GRID = (str(KEEP), str(SELECTIVE), str(FULL), "mixed")
 
 
+@pytest.mark.long
 @sparing(("family", "tuning"), EVERY, PLAIN)
 def test_peaks_as_the_memory_tracker_of_torch_finds_them(family, tuning):
     skeleton, batch, costs, plans = subject(family, tuning)
@@ -185,6 +188,7 @@ def test_peaks_as_the_memory_tracker_of_torch_finds_them(family, tuning):
     assert max(found[1] for name, found in peaks.items() if name != str(KEEP)) < peaks[str(KEEP)][1]
 
 
+@pytest.mark.long
 @pytest.mark.compat
 @sparing(("family", "tuning"), EVERY, PLAIN, ADAPTERS)
 def test_peaks_of_real_tensors(family, tuning):
@@ -195,6 +199,7 @@ def test_peaks_of_real_tensors(family, tuning):
     assert peaks[str(FULL)][1] < peaks[str(SELECTIVE)][1] < peaks[str(KEEP)][1]
 
 
+@pytest.mark.long
 @pytest.mark.compat
 @sparing(("family", "tuning"), EVERY, PLAIN, ADAPTERS, TWO_STACKS)
 def test_gradients_of_all_parts_are_those_of_the_model(family, tuning):

@@ -33,6 +33,7 @@ def test_peaks_of_deeper_models_are_put_together_from_the_same_parts():
     near_real(model, tiny_batch("llama", **PEAK_BATCH))
 
 
+@pytest.mark.long
 @pytest.mark.compat
 @a_family
 def test_peak_under_autocast(family):

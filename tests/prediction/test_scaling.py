@@ -34,6 +34,7 @@ def peaks(costs):
     return [worst_timeline(costs, costs.uniform(action)).peak_bytes for action in range(len(costs.actions))]
 
 
+@pytest.mark.long
 def test_where_everything_grows_with_the_tokens_the_line_is_exact():
     costs = tracer_of("llama")
     low, middle, high = costs(36), costs(84), costs(132)

@@ -90,6 +90,7 @@ def counted(model, costs, batch, loss_of, *held):
 CASES = [(4, "all-linear", True), (4, ("q_proj", "v_proj"), False), (8, "all-linear", True)]
 
 
+@pytest.mark.long
 @sparing(("bits", "targets", "double"), CASES, CASES[0])
 def test_adapters_on_a_quantised_base(folder, bits, targets, double):
     """Weights to the byte, against bitsandbytes' own and PEFT's preparation, and peaks."""

@@ -107,6 +107,7 @@ def test_other_data_are_not_looked_at():
     assert compat.longest_of(fake(Columns(input_ids=[[0]] * 30_000))) == 0
 
 
+@pytest.mark.long
 def test_group_by_length_tells_its_lengths(tmp_path):
     grouped = {"train_sampling_strategy": "group_by_length"}
     if not hasattr(arguments(tmp_path), "train_sampling_strategy"):

@@ -46,6 +46,7 @@ STRIDE = {"llama": 29, "gpt2": 41, "bert": 41, "t5": 101}
 """Operations from one tried point to the next: a prime, so that every kind of operation has its turn."""
 
 
+@pytest.mark.long
 @sparing("family", FAMILIES, "llama", "bert")
 def test_any_point_of_a_step(family):
     expected, drawn = plain(family)
@@ -150,6 +151,7 @@ def trajectory(model, batches, run=None, optimizer=torch.optim.AdamW, zeros=Fals
     return {"loss": torch.stack(losses), **{name: value.clone() for name, value in model.state_dict().items()}}
 
 
+@pytest.mark.long
 @sparing(
     ("family", "zeros"), [*((family, False) for family in FAMILIES), ("llama", True)], ("llama", True), ("bert", False)
 )

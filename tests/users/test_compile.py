@@ -36,6 +36,7 @@ from hf_ckpt.models.tiny import FAMILIES
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not INSIDE, reason="block.compile() is inside of the checkpoint")
 @sparing("family", FAMILIES, "llama")
 def test_blocks(family):
@@ -52,6 +53,7 @@ def test_blocks(family):
     assert mixed.graphs <= 2 * plain.graphs
 
 
+@pytest.mark.long
 @sparing("family", FAMILIES, "llama")
 def test_a_whole_model(family):
     """One graph, with every planned block in it."""
@@ -79,6 +81,7 @@ def test_other_ways_to_compile(way, spec):
 
 
 # The last block of an offloaded stack is `full`: of another class, in a graph of its own.
+@pytest.mark.long
 @sparing(
     ("spec", "blocks", "graphs"),
     [

@@ -155,6 +155,7 @@ def test_the_trainers_regions_are_taken_over(graphs, tmp_path, monkeypatch, capl
         assert set(told.forwards.values()) == {3}
 
 
+@pytest.mark.long
 def test_verify_says_that_it_cannot_look_into_graphs():
     model = small("llama", 1)
     run = torch.compile(model, backend="aot_eager")

@@ -162,6 +162,7 @@ def tiny_recipe(name: str, out: Path) -> list[str | Path]:
     return [f"recipes/{name}.py", f"configs/recipes/{name}.yaml", "--tiny", "--output_dir", out]
 
 
+@pytest.mark.long
 def test_single_launches_an_unchanged_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNCHANGED_SCRIPT)

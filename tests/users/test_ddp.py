@@ -13,6 +13,8 @@ from helpers.processes import each_rank, run_on_ranks, wanted
 from helpers.ranks import MIXED, STACKS, blocks
 from helpers.sparing import sparing
 
+pytestmark = pytest.mark.long
+
 Results = list[dict[str, Any]]  # one dictionary of cases for each rank
 
 

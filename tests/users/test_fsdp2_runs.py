@@ -11,7 +11,10 @@ from helpers.processes import each_rank, run_on_ranks, wanted
 from helpers.ranks import LAYERS, MIXED, STACKS, blocks
 from helpers.sparing import sparing
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "fully_shard"), reason="new in torch 2.6")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "fully_shard"), reason="new in torch 2.6"),
+]
 Results = list[dict[str, Any]]  # one dictionary of cases for each rank
 
 

@@ -63,6 +63,7 @@ def plan(model, hub, tmp_path):
     return python(*words, extra={"HF_HOME": str(tmp_path), **hub})
 
 
+@pytest.mark.long
 def test_an_id_of_the_hub_is_a_model(hub, tmp_path):
     done = plan(ID, hub, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -58,6 +58,7 @@ def base64(tmp_path):
     return tmp_path / "base64"
 
 
+@pytest.mark.long
 @sparing("bits", [4, 8], 4)
 def test_lora_on_a_quantised_base(base64, bits):
     """bitsandbytes' own kernels of the CPU. Its functions save no weight that was unpacked, so a plan drops and keeps

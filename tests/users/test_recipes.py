@@ -47,6 +47,7 @@ def test_there_are_four_recipes():
     assert sorted(BLOCK_CALLS) == RECIPES
 
 
+@pytest.mark.long
 @pytest.mark.compat
 @sparing("recipe", RECIPES, "full_gpt2")
 def test_recipe_runs(recipe, tmp_path):

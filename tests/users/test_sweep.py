@@ -28,6 +28,7 @@ def swept(request):
     return {each["type"]: each for each in found}
 
 
+@pytest.mark.long
 @sparing("model_type", [*FEW, *MORE], *FEW)
 def test_a_type_trains_under_every_way(swept, model_type):
     found = swept[model_type]

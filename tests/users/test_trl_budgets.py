@@ -32,6 +32,7 @@ def letters(completions, **_):
     return [float(sum(map(ord, text)) % 7) for text in completions]
 
 
+@pytest.mark.long
 @sparing(("kind", "shares"), [("sft", (0.25,)), *((kind, SHARES) for kind in KINDS)], ("sft", (0.25,)))
 def test_real_peaks_stay_within_budgets(kind, shares, base, tmp_path):
     import trl
