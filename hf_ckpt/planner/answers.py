@@ -36,7 +36,7 @@ class Setting:
 
 
 def headline(peak_bytes: int, budget_bytes: int, device: Device, tokens_per_second: float | None) -> str:
-    """Whether a peak fits, in a sentence: "Fits: 21.3 of 23.6 GiB on an RTX 4090, 4,100 tokens a second."
+    """Whether a peak fits, in a sentence: "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens a second."
 
     Args:
         peak_bytes: of the plan, or the lowest of all plans where none fits.

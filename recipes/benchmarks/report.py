@@ -44,7 +44,7 @@ PEER_NAMES = (
 BUDGET_NAMES = ("budget", "MiB", "plan", "peak MiB", "of none", "fastest other", "peak MiB", "of none", "ratio")
 ENGINE_NAMES = ("engine", "kept", "", "step", "", "spread", "gradients", "recomp.", "host", "of sac")
 HELD_NAMES = ("model", "attention", "tuning", "saved", "none", "selective", "ratio", "at most")
-MASKS_NAMES = ("model", "tuning", "masks", "step", "as they are", "ratio", "spread")
+MASKS_NAMES = ("model", "tuning", "masks", "packing", "step", "as they are", "ratio", "spread")
 HEAD_NAMES = (
     "hidden",
     "type",
@@ -326,6 +326,7 @@ def print_overheads(result: OverheadsBench, console: Console | None = None) -> N
             row.model,
             row.tuning,
             str(row.masks),
+            f"{row.share:.1%}",
             format_seconds(turns.median(row.step_seconds)),
             format_seconds(turns.median(row.without_seconds)),
             format_ratio(row.ratio),

@@ -30,9 +30,9 @@ SPEC = {"policy": "budget", "budget": "20GiB", "head": "auto"}
 def test_the_first_line_says_whether_it_fits():
     device = DEVICES["4090"]
     fits = headline(int(21.3 * GIB), 22 * GIB, device, 4100.0)
-    assert fits == "Fits: 21.3 of 23.6 GiB on an RTX 4090, 4,100 tokens a second."
+    assert fits == "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens a second."
     assert headline(23 * GIB, 22 * GIB, device, None).startswith(
-        "Does not fit: 23.0 of 23.6 GiB on an RTX 4090, of which"
+        "Does not fit: 23.0 of 23.5 GiB on an RTX 4090, of which"
     )
     assert [article(DEVICES[name].title) for name in ("t4", "a100-80", "h100", "b200", "l4")] == [
         "a",
