@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Description": "spec.description",
     "Family": "models.families",
-    "Forecast": "planner.forecast",
+    "Forecast": "forecast.record",
     "HfCkptError": "errors",
     "MemoryTimeCallback": "training.callback",
     "OomGuard": "training.guard",
@@ -25,26 +25,27 @@ _HOME = {
     "SpecError": "errors",
     "describe": "attach.attach",
     "find_blocks": "models.blocks",
-    "install": "planner.install",
+    "install": "training.install",
     "paused": "attach.attach",
-    "predict": "planner.forecast",
+    "predict": "forecast.forecast",
     "register_family": "models.families",
-    "uninstall": "planner.install",
+    "uninstall": "training.install",
     "verify": "training.verify",
 }
 
 if TYPE_CHECKING:
     from hf_ckpt.attach.attach import describe, paused
     from hf_ckpt.errors import HfCkptError, SpecError
+    from hf_ckpt.forecast.forecast import predict
+    from hf_ckpt.forecast.record import Forecast
     from hf_ckpt.models.blocks import find_blocks
     from hf_ckpt.models.families import Family, register_family
-    from hf_ckpt.planner.forecast import Forecast, predict
-    from hf_ckpt.planner.install import install, uninstall
     from hf_ckpt.spec.description import Description
     from hf_ckpt.spec.plan import Plan
     from hf_ckpt.spec.spec import Spec
     from hf_ckpt.training.callback import MemoryTimeCallback
     from hf_ckpt.training.guard import OomGuard, OomGuardMixin
+    from hf_ckpt.training.install import install, uninstall
     from hf_ckpt.training.verify import verify
 
 __all__ = [

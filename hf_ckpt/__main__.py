@@ -35,13 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         spec = None if arguments.spec is None else Spec.parse(arguments.spec)  # before torch, which takes seconds
-        from hf_ckpt.attach.process import enable_calls_since_hooked
-        from hf_ckpt.planner.install import install, uninstall
+        from hf_ckpt.attach.process import enable_calls_since_hooked, missed_since_hooked
         from hf_ckpt.training.guard import guarded_training_step
+        from hf_ckpt.training.install import install, uninstall
 
         install(
             spec=spec,
-            enable_when_prepared=arguments.spec is not None,
+            enable_when_trained=arguments.spec is not None,
             around_training_step=guarded_training_step if arguments.oom_guard else None,
         )
     except HfCkptError as error:
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _plans_printed():
         try:
             _run_script(arguments)
-            _say_if_unused(enable_calls_since_hooked(), arguments)
+            _say_if_unused(enable_calls_since_hooked(), missed_since_hooked(), arguments)
         except SystemExit as ended:
             if not ended.code:  # `sys.exit(main())` ends most scripts
-                _say_if_unused(enable_calls_since_hooked(), arguments)
+                _say_if_unused(enable_calls_since_hooked(), missed_since_hooked(), arguments)
             raise
         finally:
             uninstall()
@@ -90,14 +90,24 @@ def _run_script(arguments: argparse.Namespace) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _say_if_unused(enable_calls: int, arguments: argparse.Namespace) -> None:
-    """Warn when the script has ended without enabling checkpointing on any model, so that hf_ckpt did nothing."""
+def _say_if_unused(enable_calls: int, missed: str | None, arguments: argparse.Namespace) -> None:
+    """Warn when the script has ended, and checkpointing was enabled on no model: say why, and what to do."""
     if enable_calls or arguments.oom_guard:  # a guard needs no plan before memory runs out
         return
-    ways = "pass the script its own flag (--activation_checkpointing, formerly --gradient_checkpointing)"
     if arguments.spec is None:
-        ways += ", or give `--spec` before the script for one that has no flag"
-    log.warning("the script never enabled checkpointing on a model: %s.", ways)
+        log.warning(
+            "the script never enabled checkpointing on a model: pass the script its own flag "
+            "(--activation_checkpointing, formerly --gradient_checkpointing), or give `--spec` before the script for "
+            "one that has no flag."
+        )
+        return
+    log.warning(
+        "checkpointing was enabled on no model: %s.",
+        missed
+        or "no Hugging Face model with trainable parameters ran forward in train mode with gradients on, or only "
+        "inside a function that torch.compile had compiled, where it cannot be seen. In the script, call "
+        "`hf_ckpt.install(model, spec)` and `model.gradient_checkpointing_enable()`",
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,8 +1,9 @@
-"""The console that commands and summaries print their tables to."""
+"""Where commands and summaries print."""
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,3 +21,10 @@ def make_console(stderr: bool = False) -> Console:
     # Not a terminal (a log file, CI): rich would fold tables at 80 columns.
     kept = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
     return console if kept else Console(stderr=stderr, width=max(console.width, 120))
+
+
+def print_beside_bars(text: str) -> None:
+    """Print lines on standard error, above the progress bars that tqdm draws there."""
+    from tqdm import tqdm
+
+    tqdm.write(text, file=sys.stderr)

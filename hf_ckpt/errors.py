@@ -68,8 +68,8 @@ class InfeasibleError(HfCkptError):
     """No plan fits into the budget.
 
     `budget_bytes` is that budget, `floor_bytes` the lowest peak of any plan, `parts` what fills it (name -> bytes), and
-    `hints` say what would lower it. The message is `shown`, followed by the hints. `nearest` are the settings that do
-    fit (`planner.answers.Setting`), where these were asked for.
+    `hints` say what would lower it. The message is `shown`, followed by the hints. `model` is the class of the model,
+    and `notes` say what else has to be known of the bytes.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class InfeasibleError(HfCkptError):
     ) -> None:
         self.budget_bytes, self.floor_bytes = budget_bytes, floor_bytes
         self.parts, self.hints = dict(parts), tuple(hints)
-        self.nearest: tuple[Any, ...] = ()
+        self.notes: tuple[str, ...] = ()
+        self.model = ""
         super().__init__("\n".join([shown, *(f"  - {hint}" for hint in self.hints)]))
 
 
@@ -118,6 +119,24 @@ class TransformError(HfCkptError, RuntimeError):
 
 class GraphCaptureError(HfCkptError, RuntimeError):
     """A block preserves random state, which cannot be read while a CUDA graph is captured."""
+
+
+class DoubleBackwardError(HfCkptError, RuntimeError):
+    """Gradients of gradients were asked for (`create_graph=True`) where chunks are differentiated as they run.
+
+    `key` is the key of the spec that has them run in chunks: `head` or `mlp`.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        what, instead = {
+            "head": ("the head in chunks", 'Use "head": "full".'),
+            "mlp": ("feed-forwards in chunks", "Leave `mlp` out."),
+        }[key]
+        super().__init__(
+            f"a backward with `create_graph=True` has come to {what}, whose gradients cannot be differentiated once "
+            f"more, as a gradient penalty needs them. {instead}"
+        )
 
 
 class MissingDependencyError(HfCkptError, ImportError):
@@ -208,10 +227,10 @@ class NothingSavedError(HfCkptError, RuntimeError):
 class OutOfPlansError(HfCkptError, RuntimeError):
     """A step ran out of memory, and no tighter plan is left to try.
 
-    `parts` is what fills the predicted peak (name -> bytes), and `tried` says which plans were tried. The message has
-    the text of the original error in it, for code that looks for that (accelerate's `find_executable_batch_size`).
+    `tried` says which plans were tried. The message contains the text of the original error, for code that looks for
+    it (accelerate's `find_executable_batch_size`).
     """
 
-    def __init__(self, message: str, *, parts: Mapping[str, int] | None = None, tried: Sequence[str] = ()) -> None:
-        self.parts, self.tried = dict(parts or {}), tuple(tried)
+    def __init__(self, message: str, *, tried: Sequence[str] = ()) -> None:
+        self.tried = tuple(tried)
         super().__init__(message)

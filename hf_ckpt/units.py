@@ -14,11 +14,13 @@ _UNITS = {
     "mb": 10**6,
     "gb": 10**9,
     "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
+    **dict.fromkeys(("k", "kib"), 2**10),
+    **dict.fromkeys(("m", "mib"), 2**20),
+    **dict.fromkeys(("g", "gib"), 2**30),
+    **dict.fromkeys(("t", "tib"), 2**40),
 }
+_LEAST_BYTES = 2**20
+"""A size without a unit is taken for one whose unit was forgotten, if it is less than this."""
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*([a-zA-Z]*)\s*")
 _SHARE = re.compile(r"\s*\d{0,30}\.\d{1,30}\s*")  # no size: there is no half byte
 GIB = 2**30
@@ -29,9 +31,10 @@ class UnitError(HfCkptError, ValueError):
 
 
 def parse_bytes(text: str | int) -> int:
-    """Read a size in bytes: `parse_bytes("20GiB") == 21474836480`; `"20GB"` is decimal, a plain number is bytes.
+    """Read a size in bytes: `parse_bytes("20GiB") == 21474836480`. `"20G"` is the same, and `"20GB"` is decimal.
 
-    Raises `UnitError` when the text is no size or not positive.
+    A plain number is bytes. Raises `UnitError` when the text is no size or not positive, and for a plain number below
+    1 MiB, which nobody means: `20` is asked back.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
         raise UnitError(f"a size must be a number of bytes or a text like '20GiB', but is {shown(text)} instead.")
@@ -42,7 +45,18 @@ def parse_bytes(text: str | int) -> int:
     size = int(Decimal(match.group(1)) * _UNITS[unit])
     if size <= 0:
         raise UnitError(f"a size must be positive, but is {shown(text)} instead.")
+    if not match.group(2) and size < _LEAST_BYTES:
+        meant = f"{match.group(1)}{'GiB' if size < 1024 else 'MiB'}"
+        raise UnitError(f"a size needs a unit, but is {shown(text)} instead; did you mean {meant!r}?")
     return size
+
+
+def parse_count(text: str) -> int:
+    """Read a number of tokens: `parse_count("8k") == 8192`. Raises `UnitError` unless it is whole and at least 1."""
+    match = re.fullmatch(r"\s*(\d{1,15})\s*(k?)\s*", text.lower())
+    if match is None or not int(match.group(1)):
+        raise UnitError(f"must be a whole number of at least 1, such as 4096 or 4k, but is {shown(text)} instead")
+    return int(match.group(1)) * (1024 if match.group(2) else 1)
 
 
 def parse_fraction(text: str) -> float:

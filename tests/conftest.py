@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import tempfile
 
 import pytest
 import torch
 import torch._dynamo
-from helpers.planned import tracing_once
 from hypothesis import settings
 from torch._dynamo.backends.registry import lookup_backend
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.utils import logging as transformers_logging
 
 import hf_ckpt
@@ -18,8 +20,9 @@ from hf_ckpt import compat
 from hf_ckpt.engines import compiled, segments
 from hf_ckpt.engines.rebuild import tape
 from hf_ckpt.logs import forget_warnings
-from hf_ckpt.planner import live
+from hf_ckpt.measure.levels import CountedLevels
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, candidates
+from hf_ckpt.training import traced
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several of them share the cores
     torch.set_num_threads(1)
@@ -27,6 +30,20 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several of them share the cores
 # The same examples on every run; a new one is worth a named test.
 settings.register_profile("hf_ckpt", deadline=None, derandomize=True)
 settings.load_profile("hf_ckpt")
+
+
+@pytest.fixture(scope="session")
+def cache_home():
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def no_answer_is_remembered(cache_home, monkeypatch):
+    """No test sees what an earlier one, or the user of this machine, has asked."""
+    monkeypatch.setenv("HF_HOME", cache_home)
+    yield
+    shutil.rmtree(f"{cache_home}/hf_ckpt", ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +61,15 @@ def nothing_left_on_the_process():
     after = {name: vars(compat.PreTrainedModel)[name] for name in names}
     hf_ckpt.uninstall()
     assert after == before
+
+
+@pytest.fixture(autouse=True)
+def no_count_left_on():
+    """What counts live bytes for a session ends with the test, not when the model is collected."""
+    yield
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, CountedLevels):
+            mode.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -85,13 +111,7 @@ def few_actions(monkeypatch):
     def actions_for(*_, compiled=False):
         return candidates(compiled=True) if compiled else (KEEP, SELECTIVE, FULL)
 
-    monkeypatch.setattr(live, "actions_for", actions_for)
-
-
-@pytest.fixture
-def traced_once(monkeypatch):
-    """Live models that are alike are traced once for each shape of a batch, however many tests plan for them."""
-    monkeypatch.setattr(live, "_traced", tracing_once(live._traced))
+    monkeypatch.setattr(traced, "actions_for", actions_for)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.around import model_and_stacks
 from hf_ckpt.attach.functions import Functions
 from hf_ckpt.attach.hooks import (
     CacheHook,
@@ -42,7 +42,6 @@ from hf_ckpt.attach.record import (
     GIVEN_PLAN,
     RECORD,
     Decider,
-    Decision,
     Installation,
     carriers,
     count_enable_call,
@@ -52,13 +51,13 @@ from hf_ckpt.attach.record import (
     switch_off,
     write_switches,
 )
-from hf_ckpt.attach.windows import StepWindow
 from hf_ckpt.engines.region import Region, hooks_for
 from hf_ckpt.errors import HfCkptError, OwnerConflictError, SpecError
 from hf_ckpt.logs import PLANS
 from hf_ckpt.models.blocks import (
     FoundBlocks,
     base_model,
+    blocks_of_known_code,
     feed_forwards,
     find_blocks,
     frozen_prefix,
@@ -76,14 +75,14 @@ _INPUT_GRADIENT_NAMES = ("enable_input_require_grads", "disable_input_require_gr
 """Methods of PreTrainedModel that put the embedding hook on and take it off; see `_drop_input_gradients`."""
 
 
-def attach(model: nn.Module, spec: Spec, plan: Plan, decider: Decider | None = None) -> Installation:
+def attach(model: nn.Module | FoundBlocks, spec: Spec, plan: Plan, decider: Decider | None = None) -> Installation:
     """Make `plan` the one that a model's enable calls apply, and return the model's record.
 
     Where checkpointing was on already, the plan takes over at once; otherwise nothing is enabled yet. A model inside
     this one that had a plan of its own loses it.
 
     Args:
-        model: a PreTrainedModel, plain or wrapped by PEFT, DDP or torch.compile.
+        model: a PreTrainedModel, plain or wrapped by PEFT, DDP or torch.compile; or what `find_blocks` found in it.
         spec: what was asked for.
         plan: one action for every block of the model.
         decider: asked for the plan at enable calls, and for batches under `budget` and `auto`. It is used only where
@@ -92,7 +91,7 @@ def attach(model: nn.Module, spec: Spec, plan: Plan, decider: Decider | None = N
     Raises `OwnerConflictError` where the blocks belong to a larger model whose plan is enabled, and `NoBlocksError`
     where `find_blocks` does.
     """
-    found = find_blocks(model)
+    found = model if isinstance(model, FoundBlocks) else find_blocks(model)
     record = installation(found.base)
     refuse_parts(found)
     # Blocks have one owner: an inner model that was enabled by itself gives way.
@@ -105,9 +104,9 @@ def attach(model: nn.Module, spec: Spec, plan: Plan, decider: Decider | None = N
         record = _first_record(found, spec, plan, decider)
     else:
         was_on = record.enabled or was_on
-    adopt(found.base, record, spec, plan)
+    adopt(found, record, spec, plan)
     if was_on:
-        put_on(found.base, record)
+        put_on(found, record)
     return record
 
 
@@ -137,7 +136,7 @@ def detach(model: nn.Module) -> None:
     record = installation(base)
     if record is None:
         return
-    forget_window(record)
+    forget_session(record)
     take_off(base, record)
     modules = dict(plain_modules(base))
     for name, attributes in record.before.items():
@@ -157,13 +156,18 @@ def describe(model: nn.Module) -> Description:
     record = installation(model)
     if record is None:
         raise HfCkptError("nothing is installed on this model; call hf_ckpt.install(model) first.")
+    return description(model, find_blocks(model), record)
+
+
+def description(model: nn.Module, found: FoundBlocks, record: Installation) -> Description:
+    """Return the plan of a record and what it has done so far."""
     planned = record.plan.active()
     regions = record.regions.values()
     return Description(
         plan=record.plan,
         spec=record.spec.to_dict(),
         enabled=record.enabled,
-        frozen=tuple(name for name in frozen_prefix(model, find_blocks(model)) if name in planned),
+        frozen=tuple(name for name in frozen_prefix(model, found) if name in planned),
         forwards=record.functions.counts("forwards", record.regions),
         recomputed=record.functions.counts("recomputed", record.regions),
         dropped=_total(region.dropped for region in regions),
@@ -176,6 +180,8 @@ def describe(model: nn.Module) -> Description:
         head_in_graph=record.heads.in_graph,
         mlp_in_graph=record.tiles.in_graph,
         plans=dict(record.planned.plans) if record.planned is not None else {},
+        costs=record.planned.costs if record.planned is not None else (),
+        measured_bytes=None if record.planned is None else record.planned.measured_bytes,
         moved=_total([{name: region.moved_bytes} for name, region in record.regions.items() if region.moved_bytes]),
     )
 
@@ -220,11 +226,12 @@ def paused(model: nn.Module) -> Iterator[None]:
         yield
         return
     take_off(base, record)
+    pause_session(record)
     try:
         yield
     finally:
         if installation(base) is record:
-            put_on(base, record)
+            put_on(find_blocks(base), record)
 
 
 @contextlib.contextmanager
@@ -239,14 +246,14 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decid
 
     Raises what `attach` raises, before anything changes.
     """
-    base = base_model(model)
-    record = installation(base)
+    found = find_blocks(model)
+    base, record = found.base, installation(found.base)
     before = dataclasses.replace(record) if record is not None else None
-    trying = attach(model, Spec(plan=GIVEN_PLAN) if spec is None else spec, plan, decider)
+    trying = attach(found, Spec(plan=GIVEN_PLAN) if spec is None else spec, plan, decider)
     trying.planned = None
-    adopt(base, trying, trying.spec, trying.plan)  # the trial counts for itself, from 0
+    adopt(found, trying, trying.spec, trying.plan)  # the trial counts for itself, from 0
     try:
-        put_on(base, trying)
+        put_on(found, trying)
         yield
     finally:
         if before is None:
@@ -256,7 +263,7 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decid
             trying.spec, trying.plan, trying.planned = before.spec, before.plan, before.planned
             trying.functions, trying.regions = before.functions, before.regions
             if before.enabled:
-                put_on(base, trying)
+                put_on(found, trying)
 
 
 def driven_by_the_whole(found: FoundBlocks) -> bool:
@@ -276,28 +283,65 @@ def refuse_parts(found: FoundBlocks) -> None:
         )
 
 
-def adopt(base: nn.Module, record: Installation, spec: Spec, plan: Plan) -> None:
+def adopt(found: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> None:
     """Make `plan` the one that the record will put on next, with new functions that count from 0.
 
     A plan that is on the blocks now is taken off first.
     """
     if record.enabled:
-        take_off(base, record)
+        take_off(found.base, record)
     if record.planned is not None and plan != record.planned.plan:
         record.planned = None
+    forget_session(record)
     record.spec, record.plan = spec, plan
     record.heads.in_graph = record.tiles.in_graph = False
-    record.functions = Functions(spec, record.functions.observer)
-    record.regions = record.functions.of(base, plan)
+    record.functions = Functions(spec, blocks_of_known_code(found), record.functions.observer)
+    record.regions = record.functions.of(plan)
     record.functions.active = bool(record.regions)
 
 
-def exchange(base: compat.PreTrainedModel, record: Installation, plan: Plan) -> None:
+def watch_optimizers(base: nn.Module, record: Installation) -> None:
+    """Remember every optimizer that steps from now on, until `forget_optimizers` or until the model is gone."""
+    if record.optimizer_watch is None:
+        record.optimizer_watch = weakref.finalize(base, compat.remember_optimizers_that_step().remove)
+
+
+def forget_optimizers(record: Installation) -> None:
+    """Undo `watch_optimizers`."""
+    watch, record.optimizer_watch = record.optimizer_watch, None
+    if watch is not None:
+        watch()
+
+
+def pause_session(record: Installation) -> None:
+    """End what the session of a record measures now, if it has one."""
+    if record.session is not None:
+        record.session.stop(record)
+
+
+def forget_session(record: Installation) -> None:
+    """End the session of a record, if it has one."""
+    pause_session(record)
+    record.session = None
+
+
+def exchange(base: nn.Module, record: Installation, plan: Plan, planned: Any = None) -> None:
     """Put another plan of the same spec on in the middle of a training; functions that there are go on counting.
 
     Where only functions on blocks differ, these are exchanged, and no hook changes.
+
+    Args:
+        base: the model.
+        record: what hf_ckpt keeps on it.
+        plan: the plan to put on. One with the same actions only takes the place of the present one in the record.
+        planned: what a session notes beside it; see `Installation.planned`.
     """
-    regions = record.functions.of(base, plan)
+    if planned is not None:
+        record.planned = planned
+    if record.enabled and plan == record.plan:
+        record.plan = plan  # with what it is predicted to cost
+        return
+    regions = record.functions.of(plan)
     chunks = (plan.head, plan.mlp) == (record.plan.head, record.plan.mlp)
     same = record.enabled and chunks and record.hooked.issuperset(regions.values())
     if not same:
@@ -306,7 +350,7 @@ def exchange(base: compat.PreTrainedModel, record: Installation, plan: Plan) -> 
     record.heads.in_graph = record.tiles.in_graph = False
     record.functions.active = bool(regions)
     if not same:
-        put_on(base, record)
+        put_on(find_blocks(base), record)
         return
     for name, module in record.blocks.items():
         if regions.get(name) is not before.get(name):
@@ -321,14 +365,14 @@ def _switch(module: nn.Module, region: Region | None, before: Mapping[str, Any])
         write_switches(module, {FLAG: GATE, FUNCTION: region})
 
 
-def put_on(base: compat.PreTrainedModel, record: Installation) -> None:
+def put_on(found: FoundBlocks, record: Installation) -> None:
     """Enable the record's plan: put functions and flags on the blocks, and register the hooks that engines need."""
+    base = found.base
     if record.enabled:
         take_off(base, record)
     for name, module in carriers(base).items():
         record.before.setdefault(name, read_switches(module))
         _switch(module, record.regions.get(name), record.before[name])
-    found = find_blocks(base)
     made = list(record.functions.made.values())
     record.blocks, record.hooked = dict(found.modules), set(made)
     if record.spec.is_planned:
@@ -360,7 +404,7 @@ def _put_on_caches(found: FoundBlocks, record: Installation) -> None:
         if module in owners and functions.made:
             inside = set(module.modules())
             blocks = [name for name, block in found.modules.items() if block in inside]
-            hook = StackHook(module, outermost, functions, blocks, record.taken_over)
+            hook = StackHook(module, outermost, functions, blocks, record.asked_reentrant)
         elif isinstance(module, compat.PreTrainedModel) and not owners.isdisjoint(module.modules()):
             hook = CacheHook(module, outermost, functions)
         if hook is not None:
@@ -369,14 +413,15 @@ def _put_on_caches(found: FoundBlocks, record: Installation) -> None:
 
 
 def _put_on_batch_hooks(found: FoundBlocks, record: Installation) -> None:
-    """Let the decider see every training batch, under `budget` and `auto`.
+    """Let the session see every training batch, under `budget` and `auto`.
 
     The hook goes on the model, which sees the inputs of all stacks at once, and also on what runs each stack, because
     PEFT calls the model's `forward` method directly, past its hooks.
     """
-    for module, stack in model_and_stacks(found):
+    for module, stack in found.runners():
         hook = BatchHook(found.base, stack)
         record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        record.handles.append(_always_after(module, record.running.leave))
 
 
 def _always_after(module: nn.Module, hook: Callable[..., Any]) -> Any:
@@ -389,7 +434,6 @@ def take_off(base: compat.PreTrainedModel, record: Installation) -> None:
     """Disable the record's plan. The record, and the hooks in place of the enable and disable methods, stay."""
     for name, module in carriers(base).items():
         switch_off(module, record.before.get(name, {}))
-    record.taken_over.give_back()
     for handle in record.handles:
         handle.remove()
     record.handles = []
@@ -404,6 +448,7 @@ def take_off(base: compat.PreTrainedModel, record: Installation) -> None:
             del vars(base)[name]
     for _ in range(record.input_gradient_hooks):
         base.enable_input_require_grads()
+    forget_optimizers(record)
     record.input_gradient_hooks = 0
     record.enabled, record.blocks, record.hooked = False, {}, set()
 
@@ -433,7 +478,7 @@ def _put_on_head(found: FoundBlocks, record: Installation) -> None:
 
 def _put_on_tiles(found: FoundBlocks, record: Installation) -> None:
     """Let the feed-forward of every block run in chunks, or warn why one cannot."""
-    keeps_draws = record.spec.preserve_rng_state is not False
+    keeps_draws = record.spec.preserve_rng_state
     for found_one in feed_forwards(found):
         owner, (name, method, _) = found_one.owner, found_one.where
         if method in vars(owner):
@@ -498,10 +543,12 @@ class EnableHook(ModelHook):
         assert record is not None, "the hook outlived its record"
         # transformers takes these two out of the kwargs and passes them beside.
         asked = {"every_n_layers": every_n_layers, "offload": offload, **asked}
-        decided = None if record.decider is None else record.decider.asked(base, record, asked)
+        found = find_blocks(base)
+        decided = None if record.decider is None else record.decider.asked(found, record, asked)
         if decided is not None:
-            adopt(base, record, *decided)
-        put_on(base, record)
+            adopt(found, record, *decided)
+        record.asked_reentrant = asked.get("use_reentrant") is True
+        put_on(found, record)
         count_enable_call()
         _tell(base, record)
 
@@ -511,7 +558,7 @@ def _tell(base: nn.Module, record: Installation) -> None:
     if record.told == (record.spec, record.plan):
         return
     spec, plan = record.told = record.spec, record.plan
-    later = f"{spec.policy} {spec.budget or ''}".rstrip() + ", planned when the first batch comes"
+    later = f"{spec.policy} {spec.budget or ''}".rstrip() + ", planned in the first steps"
     PLANS.info("hf_ckpt: %s: %s", type(base).__name__, later if spec.is_planned else plan.summary())
 
 
@@ -522,39 +569,42 @@ class DisableHook(ModelHook):
         """Take the plan off the blocks. The record keeps it, so that an enable call puts it on again."""
         record = installation(self.base)
         assert record is not None, "the hook outlived its record"
+        pause_session(record)
         take_off(self.base, record)
 
 
 class BatchHook(ModelHook):
     """Forward pre-hook under `budget` and `auto`, on the model and on what runs each of its stacks.
 
-    The decider sees every training batch before it is run, and may give another plan for it.
+    The session sees every training batch before it is run, and may put another plan on for it. Of forwards inside each
+    other it sees the outermost.
     """
 
     def __init__(self, base: nn.Module, stack: str | None) -> None:
-        super().__init__(base)
+        super().__init__(base, stack)
         self.stack = stack
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Ask the decider about a training forward, and put on the plan that it gives, if it gives one.
+        """Tell the session of a training forward.
 
         Returns the inputs as the hooks of the new plan leave them, or None where the plan stays.
         """
-        if compat.is_compiling() or not (torch.is_grad_enabled() and module.training):
+        if compat.is_compiling():
             return None
         base = self.base
         record = installation(base)
         if record is None or not record.enabled or record.decider is None:
             return None
-        if record.window is not None and record.window.has_seen_backward(base):
-            _step_measured(base)
+        if not (torch.is_grad_enabled() and module.training):
+            record.passes += 1
+            return None
+        if not record.running.enter(module):
+            return None
         handles = record.handles
-        decided = record.decider.batch(base, record, self.stack, args, kwargs)
-        if decided is not None:
-            _carry_out(base, record, decided)
-            if decided.limit_bytes is not None:
-                batch = (args, kwargs)
-                record.window = StepWindow(base, record, decided.limit_bytes, batch, on_step=_step_measured)
+        if record.session is None:
+            record.session = record.decider.session(base, record)
+        record.session.on_batch(record, self.stack, args, kwargs)
+        watch_optimizers(base, record)
         if record.handles is handles:
             return None
         # torch goes on with the hooks that this module had when its forward began, which are off by now.
@@ -562,38 +612,3 @@ class BatchHook(ModelHook):
             if isinstance(hook, CacheHook):
                 args, kwargs = hook(module, args, kwargs) or (args, kwargs)
         return args, kwargs
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BatchHook:
-        return type(self)(memo.get(id(self.base), self.base), self.stack)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.base, self.stack)
-
-
-def _carry_out(base: compat.PreTrainedModel, record: Installation, decision: Decision) -> None:
-    """Put a plan on that was decided for a batch or after a step. A step that is being measured counts for nothing."""
-    forget_window(record)
-    record.planned = decision.planned
-    exchange(base, record, decision.plan)
-
-
-def _step_measured(base: Any) -> None:
-    """Tell the decider what a step needed, and put on the plan that it gives, if it gives one."""
-    record = installation(base)
-    if record is None or record.window is None:
-        return
-    window = record.window
-    peak = forget_window(record)
-    stays = record.enabled and record.planned is window.planned and record.decider is not None
-    if peak is None or not stays:
-        return
-    assert record.decider is not None
-    decided = record.decider.measured(base, record, peak, window.accumulated)
-    if decided is not None:
-        _carry_out(base, record, decided)
-
-
-def forget_window(record: Installation) -> int | None:
-    """Close the window of a record, if one is open, and return what it measured."""
-    window, record.window = record.window, None
-    return None if window is None else window.close()

@@ -6,13 +6,11 @@ functions on those blocks change that the two treat differently.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
-from hf_ckpt import compat
-from hf_ckpt.engines.offload import Mover
-from hf_ckpt.engines.region import Observer, Region, Request, make
-from hf_ckpt.engines.segments import Segment
-from hf_ckpt.models.blocks import blocks_of_known_code, find_blocks
+from hf_ckpt.engines.host import Mover
+from hf_ckpt.engines.region import Observer, Region, Request, Segment, make
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
@@ -29,43 +27,35 @@ class Functions:
 
     Args:
         spec: what was asked for.
+        known: names of the blocks of which it is known what they change in place.
         observer: entered around every recomputation; set by measurements.
     """
 
-    def __init__(self, spec: Spec, observer: Observer | None = None) -> None:
-        self.spec, self.observer = spec, observer
+    def __init__(self, spec: Spec, known: Collection[str] = (), observer: Observer | None = None) -> None:
+        self.spec, self.known, self.observer = spec, known, observer
         self.active = False
         """Whether the plan that is on has a function on any block."""
         self.made: dict[_Key, Region] = {}
         """Every function that a plan has needed so far."""
         self._segments: dict[tuple[str, ...], Segment] = {}
         self._mover = Mover(None if spec.host_budget is None else parse_bytes(spec.host_budget))
-        self._plans: dict[int, tuple[Plan, Regions]] = {}
-        """Id of a plan -> the plan, which keeps the id its own, and its functions."""
 
-    def of(self, base: compat.PreTrainedModel, plan: Plan) -> Regions:
+    def of(self, plan: Plan) -> Regions:
         """Return the function of every block whose action is not `keep`; those that there are not yet are made."""
-        known = self._plans.get(id(plan))
-        if known is None:
-            known = self._plans[id(plan)] = plan, self._for(base, plan)
-        return known[1]
-
-    def _for(self, base: compat.PreTrainedModel, plan: Plan) -> Regions:
         runs = {name: tuple(names) for _, names in plan.segments() for name in names}
         # Backward begins with the last block of a stack, so nothing would be gained by moving what that block needs.
         last = {pairs[-1][0].name for pairs in plan.stacks().values()}
-        known = blocks_of_known_code(find_blocks(base))
-        found: Regions = {}
+        regions: Regions = {}
         for name, action in plan.active().items():
             key = name, action, runs.get(name, ())
             if key not in self.made:
                 mover = None if name in last else self._mover
-                self.made[key] = make(self._request(name, action, key[2], mover, name in known))
+                self.made[key] = make(self._request(name, action, key[2], mover))
                 self.made[key].observer = self.observer
-            found[name] = self.made[key]
-        return found
+            regions[name] = self.made[key]
+        return regions
 
-    def _request(self, name: str, action: Action, run: tuple[str, ...], mover: Mover | None, known: bool) -> Request:
+    def _request(self, name: str, action: Action, run: tuple[str, ...], mover: Mover | None) -> Request:
         spec = self.spec
         return Request(
             name,
@@ -73,11 +63,11 @@ class Functions:
             engine=spec.engine,
             # `auto` always preserves it: on the CPU, keeping the state is lost in the noise of a recomputation,
             # while looking for an active dropout takes 12 us (plain model) to 160 us (LoRA) a block.
-            preserve_rng_state=spec.preserve_rng_state is not False,
+            preserve_rng_state=spec.preserve_rng_state,
             determinism_check=spec.determinism_check,
             segment=self._segments.setdefault(run, Segment(run)) if run else None,
             mover=mover,
-            known=known,
+            known=name in self.known,
         )
 
     def observe(self, observer: Observer | None) -> None:
@@ -98,4 +88,4 @@ class Functions:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_plans": {}, "observer": None}
+        return {**vars(self), "observer": None}

@@ -19,14 +19,14 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.functions import Functions
-from hf_ckpt.attach.record import FUNCTION, HeadCalls, Outermost, TakenOver, TileCalls, installation
-from hf_ckpt.attach.takeover import take_over
+from hf_ckpt.attach.record import FUNCTION, ChunkCalls, Outermost, installation
 from hf_ckpt.engines.block_settings import Settings
 from hf_ckpt.engines.forward_state import ForwardState
-from hf_ckpt.engines.head.logits import Logits, chunked, has_dropout
+from hf_ckpt.engines.head.chunked import chunked, has_dropout
+from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.engines.region import Region
 from hf_ckpt.engines.tiles import Tiles, is_watched, mostly_trained, tiled, tokens_per_tile
-from hf_ckpt.errors import HfCkptError, TransformError
+from hf_ckpt.errors import HfCkptError, OwnerConflictError, TransformError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import refuse_other_owner
 from hf_ckpt.versions import LAST_DEEPSPEED_WITH_EMPTY_SHAPES
@@ -51,36 +51,47 @@ class CacheHook:
     """
 
     def __init__(self, owner: nn.Module, outermost: Outermost, functions: Functions) -> None:
-        self.takes_use_cache = compat.wants_use_cache(owner)
+        self.parameters = compat.forward_parameters(owner)
         self.outermost = outermost
         self.functions = functions
 
     def __call__(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         """Return the arguments without a cache; None where they stay as they are.
 
-        Raises `HfCkptError` where the caller gives a cache that holds tokens.
+        Raises `HfCkptError` where the caller gives a cache that is not empty.
         """
         # Without keywords torch calls a hook that was removed after this forward began: see `BatchHook`.
         if kwargs is None or not torch.is_grad_enabled():
             return None
-        if not compat.is_compiling():
-            self._check(owner, kwargs)
-        if self.takes_use_cache and owner.training and kwargs.get("past_key_values") is None:
-            return args, {**kwargs, "use_cache": False}
-        return None
+        given = compat.caches_among(self.parameters, args, kwargs)
+        if not compat.is_compiling() and self._check(owner, given):
+            args = tuple(None if any(arg is cache for cache in given.values()) else arg for arg in args)
+            kwargs, given = {name: value for name, value in kwargs.items() if name not in given}, {}
+        if not owner.training or given or "use_cache" not in self.parameters:
+            return None
+        place = self.parameters.index("use_cache")
+        if place < len(args):
+            return (*args[:place], False, *args[place + 1 :]), kwargs
+        return args, {**kwargs, "use_cache": False}
 
-    def _check(self, owner: nn.Module, kwargs: dict[str, Any]) -> None:
-        """Raise `HfCkptError` for a training forward with a cache of the caller that holds tokens."""
-        if not owner.training or not self.outermost.enter(owner) or not self.functions.active:
-            return
-        cached = compat.cached_tokens(kwargs.get("past_key_values"))
-        if cached:
-            self.outermost.leave(owner, (), None)
-            raise HfCkptError(
-                f"the training forward of {type(owner).__name__} was given past_key_values that hold {cached} tokens, "
-                "which blocks that are recomputed cannot see (prefix tuning works this way). Train without "
-                "checkpointing, or use another adapter: `with hf_ckpt.paused(model)` turns the plan off for a while."
-            )
+    def _check(self, owner: nn.Module, given: dict[str, Any]) -> bool:
+        """Return whether a training forward was given caches that are to be left out, all of them empty.
+
+        Planned blocks would not write into them, but others would, so that the next forward met a cache that is partly
+        filled. Raises `HfCkptError` for a cache that is not empty.
+        """
+        if not owner.training or not self.outermost.enter(owner) or not self.functions.active or not given:
+            return False
+        filled = next((name for name, cache in given.items() if compat.is_filled(cache)), None)
+        if filled is None:
+            return True
+        self.outermost.leave(owner, (), None)
+        raise HfCkptError(
+            f"the training forward of {type(owner).__name__} was given {filled}={type(given[filled]).__name__}, a "
+            "cache that is not empty, which blocks that are recomputed cannot see (prefix tuning works this way). "
+            "Train without checkpointing, or use another adapter: `with hf_ckpt.paused(model)` turns the plan off for "
+            "a while."
+        )
 
 
 class StackHook(CacheHook):
@@ -88,15 +99,15 @@ class StackHook(CacheHook):
 
     Beside what a `CacheHook` does, it warns when the plan cannot act because the module is in eval mode. At the first
     training forward of a module it refuses another owner of checkpointing that came after the plan was enabled, and a
-    DeepSpeed that cannot recompute, tells all functions of the stack how parameters are held, and takes over blocks
-    that something else compiles.
+    DeepSpeed that cannot recompute, and another compiler of blocks, and tells all functions of the stack how parameters
+    are held.
 
     Args:
         owner: the module.
         outermost: as for `CacheHook`.
         functions: as for `CacheHook`.
         blocks: names of the blocks in the stack.
-        taken_over: keeps what is put aside of other compilers.
+        asked_reentrant: whether reentrant checkpointing was asked for.
     """
 
     def __init__(
@@ -105,21 +116,21 @@ class StackHook(CacheHook):
         outermost: Outermost,
         functions: Functions,
         blocks: Collection[str],
-        taken_over: TakenOver,
+        asked_reentrant: bool = False,
     ) -> None:
         super().__init__(owner, outermost, functions)
+        self.asked_reentrant = asked_reentrant
         self.blocks = frozenset(blocks)
-        self.taken_over = taken_over
         self._checked: weakref.ref[nn.Module] | None = None
         """The module of the last training forward. accelerate makes a second one, which has the hooks of the first."""
 
-    def _check(self, owner: nn.Module, kwargs: dict[str, Any]) -> None:
-        """Raise `HfCkptError` for a training forward that cannot be recomputed, and warn of eval mode."""
+    def _check(self, owner: nn.Module, given: dict[str, Any]) -> bool:
+        """Raise `HfCkptError` for a training forward that cannot be recomputed, too, and warn of eval mode."""
         if not owner.training:
             if self.functions.active and is_trained(owner):
                 _warn_eval_mode(type(owner).__name__)
-            return
-        super()._check(owner, kwargs)
+            return False
+        leave_out = super()._check(owner, given)
         active = compat.transforms()
         if active:
             _refuse_transforms(owner, active)
@@ -131,17 +142,38 @@ class StackHook(CacheHook):
                 if region.block not in self.blocks:
                     continue
                 if empty is not None and region.runs_block_again:
-                    raise HfCkptError(
-                        f"DeepSpeed {empty} cannot recompute blocks with frozen parameters under ZeRO-3 (training "
-                        "would stop with a CheckpointError: recomputed shape [0]). Install a DeepSpeed after "
-                        f"{LAST_DEEPSPEED_WITH_EMPTY_SHAPES}, use ZeRO-2, or train without checkpointing."
-                    )
+                    _refuse_deepspeed(empty, self.asked_reentrant)
                 region.told_of_parameters(stay, type(owner).__name__)
-            take_over(owner, self.taken_over)
+            _refuse_other_compiler(owner)
             self._checked = weakref.ref(owner)
+        return leave_out
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_checked": None}
+
+
+def _refuse_deepspeed(version: str, asked_reentrant: bool) -> None:
+    """Raise `HfCkptError` for a DeepSpeed that cannot recompute frozen parameters non-reentrantly under ZeRO-3."""
+    who = "which TRL has set by itself" if compat.trl_trains() else "which was asked for"
+    reentrant = f" With `use_reentrant=True`, {who}, transformers' own checkpointing works there, without hf_ckpt."
+    raise HfCkptError(
+        f"DeepSpeed {version} cannot recompute blocks with frozen parameters non-reentrantly under ZeRO-3, as hf_ckpt "
+        "does (training would stop with a CheckpointError: recomputed shape [0]). Install a DeepSpeed after "
+        f"{LAST_DEEPSPEED_WITH_EMPTY_SHAPES}, use ZeRO-2, or train without checkpointing."
+        f"{reentrant if asked_reentrant else ''}"
+    )
+
+
+def _refuse_other_compiler(owner: nn.Module) -> None:
+    """Raise `OwnerConflictError` for a block that hf_ckpt is to compile and something else compiles by itself."""
+    for name, module in owner.named_modules():
+        region = vars(getattr(module, "_orig_mod", module)).get(FUNCTION)
+        if isinstance(region, Region) and region.compiles_block and compat.is_compiled(module):
+            raise OwnerConflictError(
+                f"block {name!r} of {type(owner).__name__} is compiled by something else (accelerate's regional "
+                "compilation, or `module.compile()`), which would decide what is kept. Leave that out, or leave "
+                "`compile` out of hf_ckpt's spec: compilation needs one owner."
+            )
 
 
 def _refuse_transforms(owner: nn.Module, active: set[str]) -> None:
@@ -169,26 +201,34 @@ def _warn_eval_mode(owner: str) -> None:
 class ModelHook:
     """Base of the callables that are attributes or hooks of a model.
 
-    It refers to the model weakly, so that the model can be freed. A copy of the model gets a copy of the hook that
-    refers to the copy.
+    It refers to modules weakly, so that the model can be freed. A copy of the model gets a copy of the hook that refers
+    to the copy, and so does a pickled one.
+
+    Args:
+        given: the arguments of the hook, of which the first is the model.
     """
 
-    def __init__(self, base: nn.Module) -> None:
-        self._base = weakref.ref(base)
+    def __init__(self, *given: Any) -> None:
+        self._given = tuple(weakref.ref(value) if isinstance(value, nn.Module) else value for value in given)
+
+    def _arguments(self) -> list[Any]:
+        return [value() if isinstance(value, weakref.ref) else value for value in self._given]
 
     @property
     def base(self) -> Any:
         """The model. Raises `HfCkptError` when it no longer exists."""
-        base = self._base()
+        base = self._arguments()[0]
         if base is None:
             raise HfCkptError("the model this hook belonged to no longer exists.")
         return base
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHook:
-        return type(self)(memo.get(id(self.base), self.base))
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return type(self)(
+            *(memo.get(id(v), v) if isinstance(v, nn.Module) else copy.deepcopy(v, memo) for v in self._arguments())
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.base,)
+        return type(self), tuple(self._arguments())
 
 
 class PartHook(ModelHook):
@@ -199,13 +239,11 @@ class PartHook(ModelHook):
     """
 
     def __init__(self, part: nn.Module, whole: nn.Module | None, name: str) -> None:
-        super().__init__(part)
-        self._whole = None if whole is None else weakref.ref(whole)
+        super().__init__(part, whole, name)
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        part = self.base
-        whole = None if self._whole is None else self._whole()
+        part, whole, _ = self._arguments()
         record = None if whole is None else installation(whole)
         if whole is not None and record is not None and record.enabled and part in set(whole.modules()):
             say_part(part)
@@ -216,8 +254,8 @@ class PartHook(ModelHook):
         getattr(part, self.name)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartHook:
-        whole = None if self._whole is None else self._whole()
-        return type(self)(memo.get(id(self.base), self.base), memo.get(id(whole)), self.name)
+        part, whole, name = self._arguments()
+        return PartHook(memo.get(id(part), part), memo.get(id(whole)), name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.base, None, self.name)  # a part may be pickled by itself
@@ -250,9 +288,8 @@ class HeadForward(ModelHook):
     In training forwards it runs the head in chunks; elsewhere, and where chunks are not possible, as a whole.
     """
 
-    def __init__(self, base: nn.Module, head: nn.Module, asked: int | str, counter: HeadCalls) -> None:
-        super().__init__(base)
-        self._head = weakref.ref(head)
+    def __init__(self, base: nn.Module, head: nn.Module, asked: int | str, counter: ChunkCalls) -> None:
+        super().__init__(base, head, asked, counter)
         self.asked, self.counter = asked, counter
         self.plain: str | None = None
         """Why the head cannot run in chunks; None where nothing is against it."""
@@ -260,8 +297,7 @@ class HeadForward(ModelHook):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the logits [..., vocabulary] of hidden states [..., hidden size]."""
-        head = self._head()
-        assert head is not None, "the forward of a module outlived it"
+        head: Any = self._arguments()[1]
         if _replica.head is not None:
             head, _replica.head = _replica.head, None
             warn_plain_head(type(head).__name__, "it is a copy by nn.DataParallel, whose weights are no parameters")
@@ -286,14 +322,6 @@ class HeadForward(ModelHook):
         self.counter.calls += isinstance(result, Logits)
         return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> HeadForward:
-        head: Any = self._head()
-        base = memo.get(id(self.base), self.base)
-        return HeadForward(base, memo.get(id(head), head), self.asked, copy.deepcopy(self.counter, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.base, self._head(), self.asked, self.counter)
-
 
 class MissedHead(ModelHook):
     """Forward pre-hook of the module that runs the last stack.
@@ -301,8 +329,8 @@ class MissedHead(ModelHook):
     It warns when the head is planned to run in chunks, but no training forward calls it.
     """
 
-    def __init__(self, base: nn.Module, counter: HeadCalls) -> None:
-        super().__init__(base)
+    def __init__(self, base: nn.Module, counter: ChunkCalls) -> None:
+        super().__init__(base, counter)
         self.counter = counter
 
     def __call__(self, owner: nn.Module, args: tuple[Any, ...]) -> None:
@@ -314,12 +342,6 @@ class MissedHead(ModelHook):
                 "nobody calls it: the loss is computed from its weight somewhere else (TRL does, in tiles of its own)",
             )
         self.counter.missed += 1
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MissedHead:
-        return type(self)(memo.get(id(self.base), self.base), copy.deepcopy(self.counter, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.base, self.counter)
 
 
 def warn_plain_mlp(name: str, reason: str) -> None:
@@ -360,11 +382,10 @@ class TiledForward(ModelHook):
         owner: nn.Module,
         where: tuple[str, str, tuple[str, ...]],
         asked: int | str,
-        counter: TileCalls,
+        counter: ChunkCalls,
         keeps_draws: bool,
     ) -> None:
-        super().__init__(base)
-        self._owner = weakref.ref(owner)
+        super().__init__(base, owner, where, asked, counter, keeps_draws)
         self.where = where
         # `apply_chunking_to_forward` of transformers counts the parameters of BERT's method.
         self.__signature__ = inspect.signature(functools.partial(getattr(type(owner), where[1]), owner))
@@ -376,8 +397,7 @@ class TiledForward(ModelHook):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the feed-forward for hidden states [sequences, tokens, hidden size]."""
-        owner = self._owner()
-        assert owner is not None, "the method of a module outlived it"
+        owner: Any = self._arguments()[1]
         name, method, inside = self.where
         run = functools.partial(getattr(type(owner), method), owner)
         if not (torch.is_grad_enabled() and owner.training) or kwargs or len(args) != 1:
@@ -412,15 +432,6 @@ class TiledForward(ModelHook):
             return "a hook lies on one of its modules, which would see each chunk by itself"
         return None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TiledForward:
-        owner: Any = self._owner()
-        counter = copy.deepcopy(self.counter, memo)
-        base, owner = memo.get(id(self.base), self.base), memo.get(id(owner), owner)
-        return TiledForward(base, owner, self.where, self.asked, counter, self.keeps_draws)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.base, self._owner(), self.where, self.asked, self.counter, self.keeps_draws)
-
 
 class SkippedHook:
     """Does nothing in place of `enable_input_require_grads` and its undoing, while a plan is enabled."""
@@ -429,4 +440,13 @@ class SkippedHook:
         self.name = name
 
     def __call__(self) -> None:
+        """Log that nothing is done; warn where a script asks, because libraries ask for checkpointing only."""
         log.info("%s skipped: non-reentrant checkpointing needs no input that requires gradients.", self.name)
+        if self.name.startswith("enable") and not compat.is_called_by_a_library():
+            warn_once(
+                log,
+                "%s() does nothing while a plan of hf_ckpt is enabled: non-reentrant checkpointing needs no input that "
+                "requires gradients. If other code needs the embeddings' output to require them, register a forward "
+                "hook of your own.",
+                self.name,
+            )

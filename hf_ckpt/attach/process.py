@@ -1,4 +1,7 @@
-"""Hooks on classes, for every model of the process: PreTrainedModel, `Accelerator.prepare`, `Trainer.training_step`.
+"""Replaced methods of classes, for every model of the process.
+
+They are the enable methods of PreTrainedModel, its constructor and its calls, `Accelerator.prepare`, and
+`Trainer.training_step`.
 
 `hf_ckpt.install()` without a model sets them, and `hf_ckpt.uninstall()` gives every class its own methods back.
 """
@@ -6,18 +9,23 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import detach, driven_by_the_whole
 from hf_ckpt.attach.hooks import is_trained, say_part
-from hf_ckpt.attach.record import enable_calls, installation
-from hf_ckpt.errors import HfCkptError
-from hf_ckpt.models.blocks import base_model, find_blocks
+from hf_ckpt.attach.record import Absent, enable_calls, installation
+from hf_ckpt.errors import HfCkptError, NoBlocksError
+from hf_ckpt.logs import warn_once
+from hf_ckpt.models.blocks import base_model, find_blocks, outermost_models
+
+log = logging.getLogger(__name__)
 
 
 class ProcessHooks:
@@ -31,17 +39,26 @@ class ProcessHooks:
         self.calls_before = enable_calls()
         """How many enable calls had been answered in this process before."""
         self.replaced: list[tuple[type, str, Any]] = []
-        """(class, method name, the method that was there) in the order of replacing."""
+        """(class, method name, the class's own method or `Absent.ABSENT`) in the order of replacing."""
+        self.built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Every PreTrainedModel that was built since, those inside other models included."""
+        self.met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Models that have run a training forward: it is settled whether a plan is enabled on them."""
+        self.missed: str | None = None
+        """Why a model that looked like a training was left alone, and what to do about it."""
 
     def replace(self, owner: type, name: str, function: Callable[..., Any]) -> None:
         """Put `function` in the place of a class's method, until `undo`."""
-        self.replaced.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, functools.wraps(vars(owner)[name])(function))
+        self.replaced.append((owner, name, vars(owner).get(name, Absent.ABSENT)))
+        setattr(owner, name, function)
 
     def undo(self) -> None:
         """Put every method back, and take hf_ckpt off every model that was enabled through these hooks."""
         for owner, name, original in reversed(self.replaced):
-            setattr(owner, name, original)
+            if original is Absent.ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
         for model in list(self.models):
             detach(model)
 
@@ -65,6 +82,52 @@ class ProcessHooks:
             raise
         self.models.add(base)
 
+    def enable_unasked(self, model: nn.Module) -> None:
+        """Enable every Hugging Face model in `model`, except one that is enabled already or has no blocks.
+
+        Raises as `enable` does.
+        """
+        for base in outermost_models(model):
+            record = installation(base)
+            if record is not None and record.enabled:
+                continue
+            try:
+                self.enable(base)
+            except NoBlocksError as error:  # no reason to end the training of other models
+                warn_once(log, "%s is trained without checkpointing: %s", type(base).__name__, error)
+
+    def meet(self, module: nn.Module, inputs: Iterable[Any]) -> None:
+        """Enable a model whose forward begins with gradients on, if it is trained and nobody has enabled it.
+
+        Args:
+            module: a PreTrainedModel, or a model that torch.compile has wrapped.
+            inputs: of the forward. One that requires gradients is a training, too: of prompts, for example.
+        """
+        bases = [self._whole(inner) for inner in outermost_models(module)]
+        if not bases:  # a part of a model, which is compiled by itself
+            self.met.add(module)
+            return
+        trained = any(map(is_trained, bases)) or any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+        if not trained:
+            return
+        name = ", ".join(type(base).__name__ for base in bases)
+        if compat.is_replica(module):
+            self.missed = f"{name} is copied by nn.DataParallel for every step; train with DistributedDataParallel"
+        elif not module.training:
+            self.missed = (
+                f"{name} ran with gradients in eval mode, in which no block is checkpointed; call `model.train()` "
+                "before training (`from_pretrained` returns models in eval mode)"
+            )
+        else:
+            for base in bases:
+                self.enable_unasked(base)
+            self.met.update([module, *bases])
+
+    def _whole(self, model: nn.Module) -> nn.Module:
+        """Return the outermost model that holds `model`: PEFT calls the `forward` of the whole, which nothing sees."""
+        around = [other for other in list(self.built) if any(part is model for part in other.modules())]
+        return max(around, key=lambda other: sum(1 for _ in other.modules()), default=model)
+
 
 _everywhere: ProcessHooks | None = None
 
@@ -72,14 +135,15 @@ _everywhere: ProcessHooks | None = None
 def hook_process(
     install: Callable[[nn.Module], object],
     *,
-    enable_when_prepared: bool = False,
+    enable_when_trained: bool = False,
     around_training_step: Callable[..., Any] | None = None,
 ) -> None:
     """Let hf_ckpt answer the enable calls of every model of the process, until `unhook_process`.
 
     Args:
         install: puts a record on the model that it is given; called at the first enable call of each model.
-        enable_when_prepared: also enable every trainable model that `Accelerator.prepare` gets.
+        enable_when_trained: also enable every trainable model that `Accelerator.prepare` gets, and every other one when
+            its first training forward begins.
         around_training_step: what every Trainer runs in the place of its `training_step`, called with the trainer, that
             method, and the arguments.
     """
@@ -104,11 +168,15 @@ def hook_process(
         )
 
     for name in compat.ENABLE_NAMES:
-        hooks.replace(compat.PreTrainedModel, name, enable)
-    if enable_when_prepared:
+        original = vars(compat.PreTrainedModel)[name]
+        hooks.replace(compat.PreTrainedModel, name, functools.wraps(original)(enable))
+    if enable_when_trained:
         accelerator = compat.accelerator_class()
         for name in ("prepare", "prepare_model"):
             hooks.replace(accelerator, name, _enabling(hooks, getattr(accelerator, name)))
+        hooks.replace(compat.PreTrainedModel, "__init__", _noting(hooks, compat.PreTrainedModel.__init__))
+        for owner in (compat.PreTrainedModel, compat.compiled_module_class()):
+            hooks.replace(owner, "__call__", _meeting(hooks, owner.__call__))
     if around_training_step is not None:
         trainer = compat.trainer_class()
         hooks.replace(trainer, "training_step", _around(around_training_step, trainer.training_step))
@@ -128,30 +196,53 @@ def enable_calls_since_hooked() -> int:
     return 0 if _everywhere is None else enable_calls() - _everywhere.calls_before
 
 
+def missed_since_hooked() -> str | None:
+    """Return why a model that was trained since `hook_process` was left alone, and what to do; None if none was."""
+    return None if _everywhere is None else _everywhere.missed
+
+
 def _enabling(hooks: ProcessHooks, prepare: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that enables hf_ckpt on every model among its arguments, and then calls `prepare`."""
 
+    @functools.wraps(prepare)
     def enable_and_prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for given in (*args, *kwargs.values()):
+            compat.remember_optimizer(given)
         for model in () if kwargs.get("evaluation_mode") else (*args, *kwargs.values()):
-            if isinstance(model, nn.Module) and _can_enable(model):
-                hooks.enable(base_model(model))
+            if isinstance(model, nn.Module) and is_trained(model):
+                hooks.enable_unasked(model)
         return prepare(self, *args, **kwargs)
 
     return enable_and_prepare
 
 
+def _noting(hooks: ProcessHooks, build: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor of models that notes each, after it has called `build`."""
+
+    @functools.wraps(build)
+    def build_and_note(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        hooks.built.add(self)
+
+    return build_and_note
+
+
+def _meeting(hooks: ProcessHooks, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `__call__` of models that looks at forwards with gradients until a model was met in training."""
+
+    def meet_and_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not compat.is_compiling() and torch.is_grad_enabled() and self not in hooks.met:
+            hooks.meet(self, (*args, *kwargs.values()))
+        return call(self, *args, **kwargs)
+
+    return meet_and_call
+
+
 def _around(function: Callable[..., Any], training_step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that calls `function` with the trainer, its own `training_step`, and the arguments."""
 
+    @functools.wraps(training_step)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(self, functools.partial(training_step, self), *args, **kwargs)
 
     return run
-
-
-def _can_enable(model: nn.Module) -> bool:
-    """Return whether this is a trainable Hugging Face model, plain or wrapped, that is not enabled yet."""
-    if not any(isinstance(module, compat.PreTrainedModel) for module in model.modules()):
-        return False
-    record = installation(model)
-    return (record is None or not record.enabled) and is_trained(model)

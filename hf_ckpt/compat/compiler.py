@@ -114,9 +114,8 @@ def _keeping_what_may_change() -> Any:
                     node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
 
         def uuid(self) -> Any:
-            """Tell caches of graphs on disk what this pass does; None where a pass of the user does not tell."""
-            told = [each.uuid() if isinstance(each, base) else None for each in self.users]
-            return ("hf_ckpt: random draws and choices are kept, 2", *told) if all(told) else None
+            """Tell caches of graphs on disk what this pass does; None where the user has a pass, too."""
+            return None if self.users else "hf_ckpt: random draws and choices are kept, 2"
 
     return Keeping
 
@@ -145,17 +144,14 @@ def _chooses(node: torch.fx.Node) -> bool:
     return node.target == aten.argmax.default
 
 
-def eager_call(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes by which torch.compile runs a module, with values that run it in eager mode instead.
+def compiled_module_class() -> Any:
+    """Return the class of the module that `torch.compile(model)` puts around a model."""
+    return private("torch._dynamo.eval_frame.OptimizedModule")
 
-    They are empty for a module that is not compiled, or only as a part of a larger one.
-    """
-    attributes: dict[str, Any] = {}
-    if isinstance(module, private("torch._dynamo.eval_frame.OptimizedModule")):
-        attributes["forward"] = module._orig_mod.__call__
-    if module._compiled_call_impl is not None:
-        attributes["_compiled_call_impl"] = None
-    return attributes
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile runs a module by itself, rather than as a part of a larger one."""
+    return isinstance(module, compiled_module_class()) or module._compiled_call_impl is not None
 
 
 def is_compile_error(error: Exception) -> bool:

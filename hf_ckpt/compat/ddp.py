@@ -1,16 +1,12 @@
-"""Processes that train together: ranks, notes between them, and torch's DistributedDataParallel."""
+"""Processes that train together: ranks, and torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-
-from hf_ckpt.compat.private import private
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def data_parallel(model: nn.Module) -> Any | None:
@@ -23,12 +19,31 @@ def data_parallel(model: nn.Module) -> Any | None:
     return None
 
 
-def own_reduction(wrapped: Any) -> str | None:
-    """Name what makes a DistributedDataParallel reduce gradients in a way of its own; None where nothing does."""
-    if getattr(wrapped, "_comm_hooks", None):
-        return "its communication hook"
-    # The first backward of a static graph reduces everything at its end, even under `no_sync`.
-    return "`static_graph`" if wrapped.static_graph else None
+class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the tensors that zeros are to look like, and returns them instead."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.zeros_like.default:
+            return func(*args, **(kwargs or {}))
+        self.tensors.append(args[0])
+        return args[0]
+
+
+def reduction_buckets(model: nn.Module) -> list[torch.Tensor]:
+    """Return the flat tensors in which a DistributedDataParallel reduces gradients; none for any other model.
+
+    torch gives out only zeros that look like them, but it asks for these by an operation that a dispatch mode sees.
+    """
+    wrapped = data_parallel(model)
+    seen = _Seen()
+    if wrapped is not None:
+        with seen:
+            wrapped.reducer._get_zeros_like_grad_buckets()
+    return seen.tensors
 
 
 def rank() -> int:
@@ -39,32 +54,6 @@ def rank() -> int:
 def ranks() -> int:
     """Return how many processes train together; 1 without torch.distributed."""
     return torch.distributed.get_world_size() if is_distributed() else 1
-
-
-def collectives(wrapped: Any) -> int:
-    """Return how many collective operations this rank has started on the group of a DistributedDataParallel."""
-    return int(wrapped.process_group._get_sequence_number_for_group())
-
-
-def leave_note(key: str, text: str) -> None:
-    """Write a text where all ranks of the process group can read it, without waiting for any of them."""
-    private("torch.distributed.distributed_c10d._get_default_store")().set(key, text)
-
-
-def forget_note(key: str) -> None:
-    """Delete what `leave_note` wrote, where the store can. A note that stays does no harm: keys are not used again."""
-    with contextlib.suppress(RuntimeError):
-        private("torch.distributed.distributed_c10d._get_default_store")().delete_key(key)
-
-
-def read_notes(keys: Sequence[str], seconds: float) -> list[str] | None:
-    """Return the texts that ranks left, once all are there; None if that takes longer than `seconds`."""
-    store = private("torch.distributed.distributed_c10d._get_default_store")()
-    try:
-        store.wait(list(keys), datetime.timedelta(seconds=seconds))
-    except RuntimeError:
-        return None
-    return [store.get(key).decode() for key in keys]
 
 
 def is_distributed() -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_ckpt.errors import HfCkptError, MissingDependencyError, reason_of
+from hf_ckpt.errors import HfCkptError, reason_of
 
 
 def add_lora(
@@ -30,12 +30,10 @@ def add_lora(
         lora_dropout: of what goes into the adapters.
         config: further keys of `LoraConfig`.
 
-    Raises `MissingDependencyError` where PEFT is not installed, and `HfCkptError` where no layer is among `targets`.
+    Raises `HfCkptError` where no layer is among `targets`.
     """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise MissingDependencyError("peft", "training LoRA adapters", "pip install 'hf-ckpt[demo]'") from error
+    from peft import LoraConfig, get_peft_model
+
     chosen = targets if isinstance(targets, str) else list(targets)
     asked = LoraConfig(r=rank, target_modules=chosen, lora_dropout=lora_dropout, **config)
     try:

@@ -34,6 +34,7 @@ _ROWS = (
     PrivateName(
         ("torch.utils.checkpoint._checkpoint_without_reentrant_generator",), "checkpoints a segment of several blocks"
     ),
+    PrivateName(("torch.autograd.Variable._execution_engine",), "tells whether a measured backward came to its end"),
     PrivateName(("torch.utils._pytree",), "finds the tensors in nested inputs and outputs"),
     PrivateName(("torch.utils._python_dispatch",), "sees every operation, to count live bytes and to trace steps"),
     PrivateName(
@@ -56,19 +57,10 @@ _ROWS = (
         ("torch.utils._python_dispatch._disable_current_modes",),
         "hides from selective checkpointing what it does by itself in backward",
     ),
+    PrivateName(("torch.nn.modules.module._has_any_global_hook",), "keeps blocks from being compiled under such hooks"),
     PrivateName(("torch._VF",), "predicts what dropout saves on an accelerator, where there is none"),
     PrivateName(("torch._subclasses.fake_tensor",), "runs a model on tensors without values, to predict its memory"),
     PrivateName(("torch._C.DisableTorchFunctionSubclass",), "reads attributes of logits that are not computed yet"),
-    PrivateName(("torch.distributed.distributed_c10d._get_default_store",), "leaves notes for other ranks"),
-    PrivateName(
-        ("torch.cuda.memory._record_memory_history", "torch.cuda.memory._dump_snapshot"),
-        "records the CUDA allocator's history and writes its snapshot",
-    ),
-    PrivateName(
-        ("torch._C._cuda_attach_out_of_memory_observer",),
-        "learns when CUDA memory runs out, to write a snapshot",
-        without="no snapshot is written, and the callback says so",
-    ),
     PrivateName(
         ("torch._C._accelerator_emptyHostCache",),
         "gives unused pinned memory back to the system",
@@ -134,6 +126,7 @@ _ROWS = (
         ("Tensor._version", "Tensor._base", "UntypedStorage._cdata"),
         "sees changes in place, views, and tensors that share memory",
     ),
+    PrivateName(("Tensor._indices", "Tensor._values"), "counts the bytes of sparse gradients"),
     PrivateName(("Tensor._make_wrapper_subclass",), "makes the stand-in for logits that are not computed yet"),
     PrivateName(("DTensor._local_tensor",), "counts this rank's part of a tensor", without="the tensor is not split"),
     PrivateName(
@@ -142,8 +135,8 @@ _ROWS = (
         without="they are not seen",
     ),
     PrivateName(
-        ("Node._sequence_nr", "Node._input_metadata", "Node._saved_*"),
-        "reads when an operation ran, its constants and operands, and what its result looks like",
+        ("Node._sequence_nr", "Node._input_metadata", "Node._saved_*", "Node._raw_saved_*"),
+        "reads when an operation ran, its constants and operands and who holds them, and what its result looks like",
     ),
     PrivateName(("OpOverload._schema", "OpOverload._overloadpacket"), "reads what an operation changes in place"),
     PrivateName(
@@ -171,7 +164,6 @@ _ROWS = (
         ),
         "compares a block with what its forward saw, and puts that back while it is run again",
     ),
-    PrivateName(("Module._call_impl",), "knows a forward that was called past the hooks of its module, as PEFT does"),
     PrivateName(("DataParallel._is_replica",), "knows blocks that run in a thread", without="no module is a replica"),
     PrivateName(
         (
@@ -182,22 +174,8 @@ _ROWS = (
         "leaves out of the names of blocks what wrappers add to them",
         without="blocks keep the names that they have",
     ),
-    PrivateName(
-        ("DistributedDataParallel._comm_hooks",), "sees hooks that reduce gradients", without="no hook is seen"
-    ),
-    PrivateName(("ProcessGroup._get_sequence_number_for_group",), "counts the collective operations of a rank"),
-    PrivateName(
-        (
-            "FSDPModule._get_fsdp_state",
-            "FSDPState._state_ctx",
-            "FSDPState._fsdp_param_group",
-            "FSDPState._fsdp_param_groups",
-            "FSDPParamGroup._reshard_after_forward",
-            "FSDPParamGroup._use_post_forward_mesh",
-            "FSDPParam._unsharded_param",
-        ),
-        "reads what FSDP2 gathers and reduces together",
-    ),
+    PrivateName(("Reducer._get_zeros_like_grad_buckets",), "counts the buckets in which gradients are reduced"),
+    PrivateName(("FullyShardedDataParallel._handle",), "counts flat parameters and their gradients"),
 )
 PRIVATE = {name: row for row in _ROWS for name in row.names}
 """Name -> the row that it stands in."""

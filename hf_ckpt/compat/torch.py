@@ -7,8 +7,8 @@ import functools
 import gc
 import inspect
 import random
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import numpy
@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
@@ -51,30 +52,8 @@ def transforms() -> set[str]:
 
 def accelerator_type() -> str | None:
     """Return the type of the accelerator in use (`cuda`, `xpu`, `mps`, ...); None on a machine without one."""
-    if hasattr(torch, "accelerator"):
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return None if device is None else device.type
-    return "cuda" if torch.cuda.is_available() else None
-
-
-def memory_module(device_type: str) -> Any | None:
-    """Return the module with `max_memory_allocated()` and the like for this type of device; None where there is none.
-
-    torch 2.9 has the allocator's figures in `torch.accelerator`; before, the module of the device had them, if any did.
-    """
-    for module in (getattr(torch, "accelerator", None), getattr(torch, device_type, None)):
-        if module is not None and all(
-            hasattr(module, name) for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats")
-        ):
-            return module
-    return None
-
-
-def synchronize(device_type: str) -> None:
-    """Wait until the accelerator's current device has done all that was asked of it."""
-    module: ModuleType | None = getattr(torch, "accelerator", None) or getattr(torch, device_type, None)
-    if module is not None:
-        module.synchronize()
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if device is None else device.type
 
 
 def shares_host_memory(device_type: str) -> bool:
@@ -90,12 +69,22 @@ def memory_readers(device_type: str) -> tuple[Callable[..., tuple[int, int]], Ca
     """
     for module, name in (
         (getattr(torch, device_type, None), "mem_get_info"),
-        (getattr(torch, "accelerator", None), "get_memory_info"),
+        (torch.accelerator, "get_memory_info"),
     ):
         free, held = getattr(module, name, None), getattr(module, "memory_reserved", None)
         if free is not None and held is not None:
             return free, held
     return None
+
+
+def memory_module(device_type: str) -> Any | None:
+    """Return the module with the figures of the allocator of this type of device; None where there is none.
+
+    That of the device comes before `torch.accelerator`, which has such figures since torch 2.9, because it tells more.
+    """
+    names = "memory_allocated", "max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"
+    modules = getattr(torch, device_type, None), torch.accelerator
+    return next((module for module in modules if all(hasattr(module, name) for name in names)), None)
 
 
 def empty_host_cache() -> None:
@@ -127,37 +116,17 @@ def _forked_torch_state() -> contextlib.AbstractContextManager[None]:
     device_type = accelerator_type()
     if device_type is None:
         return torch.random.fork_rng(devices=[])
-    count = torch.accelerator.device_count() if hasattr(torch, "accelerator") else torch.cuda.device_count()
-    return torch.random.fork_rng(devices=range(count), device_type=device_type)
-
-
-def attach_oom_observer(on_oom: Callable[[], None]) -> bool:
-    """Have `on_oom` called when the CUDA allocator is about to raise out-of-memory; False where torch cannot do that.
-
-    From here on the allocator records its history, which a snapshot shows.
-    https://pytorch.org/docs/stable/torch_cuda_memory.html
-    """
-    attach = private("torch._C._cuda_attach_out_of_memory_observer")
-    if attach is None or not torch.cuda.is_available():
-        return False
-    private("torch.cuda.memory._record_memory_history")(max_entries=100_000)
-    attach(lambda device, alloc, device_alloc, device_free: on_oom())
-    return True
-
-
-def dump_memory_snapshot(path: str) -> None:
-    """Write a snapshot of the CUDA allocator to a file, for https://pytorch.org/memory_viz."""
-    private("torch.cuda.memory._dump_snapshot")(path)
+    return torch.random.fork_rng(devices=range(torch.accelerator.device_count()), device_type=device_type)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device or the host has no memory left. accelerate knows most of these messages."""
     from accelerate.utils.memory import should_reduce_batch_size
 
-    kind: type[BaseException] | tuple[()] = getattr(torch, "OutOfMemoryError", ())
+    kinds = MemoryError, torch.OutOfMemoryError
     texts = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return (
-        isinstance(error, kind)
+        isinstance(error, kinds)
         or (isinstance(error, Exception) and should_reduce_batch_size(error))
         or (isinstance(error, RuntimeError) and any(text in str(error) for text in texts))
     )
@@ -193,21 +162,58 @@ def has_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:
     return any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
 
 
-def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of this process that update parameters of `model`; wrappers around one are left out.
+_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+"""The optimizers that are known -> how many parameters they had when they were remembered last."""
+_optimizer_changes = 0
 
-    A model does not refer to its optimizer, so Python's own list of all objects is searched.
+
+def remember_optimizer(optimizer: object) -> None:
+    """Let `optimizers_of` find an optimizer, for as long as it exists; of a wrapper around one, the one inside."""
+    global _optimizer_changes
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _optimizers.get(optimizer) != parameters:
+        _optimizers[optimizer] = parameters
+        _optimizer_changes += 1
+
+
+def optimizer_changes() -> int:
+    """Return a number that grows when an optimizer becomes known, or steps with another number of parameters."""
+    return _optimizer_changes
+
+
+def remember_optimizers_that_step() -> RemovableHandle:
+    """Remember every optimizer of the process at its next step, until the handle that is returned is removed.
+
+    A model does not refer to its optimizer, and hand-written loops give it to nobody.
     """
-    mine = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    found = []
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.optim.Optimizer) or not hasattr(thing, "param_groups"):
-            continue
-        if isinstance(getattr(thing, "optimizer", None), torch.optim.Optimizer):  # accelerate's wrapper
-            continue
-        if any(id(parameter) in mine for group in thing.param_groups for parameter in group["params"]):
-            found.append(thing)
-    return found
+    return register_optimizer_step_pre_hook(_remember_stepping)
+
+
+def _remember_stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not is_compiling():
+        remember_optimizer(optimizer)
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the known optimizers that update parameters of `model`: see `remember_optimizer`."""
+    known = [optimizer for reference in _optimizers.keyrefs() if (optimizer := reference()) is not None]
+    mine = {id(parameter) for parameter in model.parameters() if parameter.requires_grad} if known else set()
+    return [
+        optimizer
+        for optimizer in known
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
+    ]
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Have `function` called when the backward that runs now has ended without an error.
+
+    DDP and FSDP2 end their backward in this way. To be called from a hook of a tensor.
+    """
+    private("torch.autograd.Variable._execution_engine").queue_callback(function)
 
 
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -219,6 +225,26 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     top = private("torch._C._autograd._top_saved_tensors_default_hooks")
     found: SavedTensorHooks | None = top(True) if top is not None else None
     return found
+
+
+def registered_hooks() -> int:
+    """Return how many hooks were registered in this process so far, on modules, tensors and optimizers alike."""
+    return RemovableHandle.next_id
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks on all modules are registered, as by `torch.nn.modules.module.register_module_forward_hook`."""
+    found: bool = private("torch.nn.modules.module._has_any_global_hook")()
+    return found
+
+
+def is_held_by_hooks(node: Any, name: str) -> bool:
+    """Whether saved-tensor hooks hold what an autograd node has saved under a name; nothing is unpacked to find out.
+
+    True, too, where torch does not tell (2.8).
+    """
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    return saved is not None and getattr(saved, "unpack_hook", True) is not None
 
 
 def suspend_saved_tensor_hooks() -> Callable[[], None]:
@@ -361,6 +387,64 @@ def is_changed_in_place(error: RuntimeError) -> bool:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a fake one, which has a shape and a type but no values."""
     return isinstance(tensor, FakeTensor)
+
+
+def is_any_wrapper(types: Iterable[type]) -> bool:
+    """Whether one of these types of tensors wraps other tensors, which its operations run on, as DTensor does."""
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+
+
+def parts_with_storage(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with a storage that a tensor consists of: itself, what it wraps, or values and indices if sparse.
+
+    A subclass that only describes a tensor has none.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in parts:
+            if isinstance(part, torch.Tensor):  # a DTensor names its mesh as well
+                yield from parts_with_storage(part)
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif is_fake(tensor) or _has_memory(tensor):
+        yield tensor
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
+_resize_watchers: list[Callable[[torch.UntypedStorage], Any]] = []
+
+
+def watch_resizes(watcher: Callable[[torch.UntypedStorage], Any]) -> None:
+    """Call `watcher` with each storage whose size is changed by its method, until `unwatch_resizes`.
+
+    FSDP frees and allocates gathered parameters that way, which is no operation that a dispatch mode sees. While
+    somebody watches, `torch.UntypedStorage` has a method of its own in front of the one that it inherits.
+    """
+    if not _resize_watchers:
+        torch.UntypedStorage.resize_ = _resize  # type: ignore
+    _resize_watchers.append(watcher)
+
+
+def unwatch_resizes(watcher: Callable[[torch.UntypedStorage], Any]) -> None:
+    """Undo `watch_resizes`."""
+    if watcher in _resize_watchers:
+        _resize_watchers.remove(watcher)
+        if not _resize_watchers:
+            del torch.UntypedStorage.resize_
+
+
+def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    super(torch.UntypedStorage, storage).resize_(size)
+    for watcher in tuple(_resize_watchers):
+        watcher(storage)
+    return storage
 
 
 _any_autocast = private("torch._C._is_any_autocast_enabled")

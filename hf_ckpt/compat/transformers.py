@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel as PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
 
+from hf_ckpt.compat.torch import is_compiling
 from hf_ckpt.errors import MissingDependencyError
 
 ENABLE_NAMES = tuple(
@@ -42,9 +43,43 @@ Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractCont
 """The contexts of a forward and of its recomputation, as a `context_fn` of torch's checkpoint returns them."""
 
 
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""The arguments of a forward that take a cache, the newest name first. Since transformers 5.24 its own models call it
+`cache`, and take the other names until 5.40. Models with code of their own keep the names that they have."""
+
+
 def is_cache(value: object) -> bool:
     """Whether `value` is a key/value cache, which a block that is recomputed would write a second time."""
     return isinstance(value, (Cache, EncoderDecoderCache))
+
+
+def caches_among(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a forward was given as a cache, under whatever name and in whatever place: name -> value.
+
+    Args:
+        names: of the arguments that the forward takes, in their order (`forward_parameters`).
+        args: what it was given by position.
+        kwargs: what it was given by name.
+    """
+    placed = {names[place] if place < len(names) else f"args[{place}]": value for place, value in enumerate(args)}
+    named = {name: value for name, value in {**placed, **kwargs}.items() if value is not None}
+    return {name: value for name, value in named.items() if name in CACHE_NAMES or is_cache(value)}
+
+
+def without_caches(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return what a block hands to its checkpointing function, with None in the place of every cache.
+
+    A block that is recomputed would write into a cache twice. The layer removes only caches that it is given by a name
+    that its transformers knows: GPT-2 passes its own by position, and code from the hub under names before 5.24. A
+    block that only reads its cache keeps it. In graphs, only caches by position are looked for.
+    """
+    compiling = is_compiling()  # torch 2.8 cannot trace what is asked of the function
+    if not compiling and getattr(module_of(function), "_can_checkpoint_with_cache", False):
+        return function, tuple(args)
+    if not compiling and isinstance(function, functools.partial) and any(map(is_cache, function.keywords.values())):
+        kept = {name: None if is_cache(value) else value for name, value in function.keywords.items()}
+        function = functools.partial(function.func, *function.args, **kept)
+    return function, tuple(None if is_cache(arg) else arg for arg in args)
 
 
 def module_of(function: Callable[..., Any]) -> nn.Module | None:
@@ -112,7 +147,7 @@ def gguf_config(path: Path) -> Any:
 
 def _need_gguf(what: str) -> None:
     if importlib.util.find_spec("gguf") is None:
-        raise MissingDependencyError("gguf", what, "pip install 'hf-ckpt[demo]'")
+        raise MissingDependencyError("gguf", what, "pip install gguf")
 
 
 def quantised_layers(model: nn.Module) -> list[str]:
@@ -150,17 +185,33 @@ def makes_inputs_require_gradients(hook: object) -> bool:
     return name.endswith(("make_inputs_require_grads", "make_inputs_require_grad"))
 
 
+def cache_argument(module: nn.Module) -> str:
+    """Return the name under which the forward of `module` takes a cache."""
+    taken = forward_parameters(module)
+    return next((name for name in CACHE_NAMES if name in taken), CACHE_NAMES[0])
+
+
 def cached_tokens(value: Any) -> int:
-    """Return how many tokens a key/value cache holds; 0 for None and for an empty one."""
-    if isinstance(value, (tuple, list)):  # the format before caches were classes
-        return int(value[0][0].shape[-2]) if value and value[0] else 0
-    return int(value.get_seq_length()) if is_cache(value) else 0
+    """Return how many tokens a key/value cache holds, in the layer that holds most; 0 for an empty one."""
+    if isinstance(value, EncoderDecoderCache):
+        return max(cached_tokens(value.self_attention_cache), cached_tokens(value.cross_attention_cache))
+    counted = [layer for layer in value.layers if hasattr(layer, "get_seq_length")]  # not those of linear attention
+    return max((int(layer.get_seq_length()) for layer in counted), default=0)
 
 
-def new_cache(model: nn.Module) -> Any:
-    """Return an empty cache for keys and values, as `generate` makes it for a model."""
-    config: Any = model.config
-    return transformers.DynamicCache(config=config.get_text_config(decoder=True))
+def is_filled(value: Any) -> bool:
+    """Whether something that was given as a cache holds anything. True, too, where that is not known.
+
+    Beside keys and values, these are the states of linear attention, and tuples from before caches were classes.
+    """
+    if isinstance(value, (tuple, list)):
+        return bool(value) and value[0] is not None
+    if isinstance(value, EncoderDecoderCache):
+        return is_filled(value.self_attention_cache) or is_filled(value.cross_attention_cache)
+    if not isinstance(value, Cache) or not hasattr(value, "layers"):
+        return True
+    states = (getattr(layer, "has_previous_state", None) for layer in value.layers)
+    return cached_tokens(value) > 0 or any(any(each.values()) for each in states if each)
 
 
 def trainer_class() -> Any:

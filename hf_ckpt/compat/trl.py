@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from typing import Any
 
 from torch import nn
 
 from hf_ckpt.errors import MissingDependencyError
+
+
+def trl_trains() -> bool:
+    """Whether a trainer of TRL is loaded. They set `use_reentrant=True` by themselves for adapters under ZeRO-3.
+
+    https://github.com/huggingface/trl/blob/main/trl/trainer/sft_trainer.py
+    """
+    return any(name.startswith("trl.trainer.") and name.endswith("trainer") for name in sys.modules)
 
 
 def fused_forward(model: nn.Module, outputs: tuple[str, ...] = ("log_probs",)) -> types.MethodType | None:

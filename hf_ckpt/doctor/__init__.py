@@ -1,8 +1,7 @@
 """`hf-ckpt doctor`: what will go wrong with activation checkpointing, read from config files and installed versions.
 
-`facts.py` reads the files into `Facts`; `checks/` holds one small function for each kind of mistake, which looks at
-the facts and yields findings (`findings.py`); `diagnose.py` runs all of them and sorts what they found. Nothing here
-imports torch. Versions are only reported: nothing that hf_ckpt does depends on them.
+`facts.py` reads the files into `Facts`; `rules.py` has a row for each kind of mistake. Nothing here imports torch, and
+nothing that hf_ckpt does depends on the versions that are reported.
 
 Some mistakes cannot be seen in a config, and doctor does not claim to find them: modules in eval mode while gradients
 are on (adapters that were never set to train), generation in train mode, code that disables and enables checkpointing

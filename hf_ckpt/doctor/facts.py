@@ -71,8 +71,8 @@ _THEIR_KEYS = {"use_reentrant", "preserve_rng_state", "determinism_check", "ever
 """Keys of a spec that transformers or torch understand by themselves."""
 OUR_KEYS = {field.name for field in dataclasses.fields(Spec)} - _THEIR_KEYS
 """Keys of a spec that only hf_ckpt understands."""
-CHUNKS = '`"head": "auto"` in the checkpointing kwargs takes the head and its loss in chunks'
-"""What findings say about logits that are too large."""
+OFFLOADING = ("unsloth", "offload", "offload_disk")
+"""Values of axolotl's flag that mean: on, and blocks' inputs lie in host memory or on a disk."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +165,18 @@ class Facts:
 
     @property
     def checkpointing(self) -> Setting | None:
-        """The training argument that switches checkpointing on."""
-        return self.option_on(*FLAGS)
+        """The training argument that switches checkpointing on; `offload` and `unsloth` are on for axolotl."""
+        found = self.option(*FLAGS)
+        return found if found is not None and (is_on(found.value) or found.value in OFFLOADING) else None
+
+    @property
+    def own_offloading(self) -> Setting | None:
+        """The setting by which TRL, axolotl or LLaMA-Factory itself moves activations to host memory."""
+        moved = self.option("activation_offloading", "use_unsloth_gc")
+        flag = self.option(*FLAGS)
+        if moved is not None and is_set(moved.value):
+            return moved
+        return flag if flag is not None and flag.value in OFFLOADING else None
 
     @property
     def given_kwargs(self) -> Setting | None:
@@ -234,6 +244,9 @@ class Facts:
         if use is not None and not is_on(use.value):
             return None
         for file in self.of(TRAINING, ADAPTER):
+            decided = [key for key in ("adapter", "finetuning_type") if key in file.values]
+            if decided and all(file.values[key] not in ("lora", "qlora") for key in decided):
+                continue
             for key, value in file.values.items():
                 named = key in ("use_peft", "use_lora", "peft_type", "peft_config") or key.startswith("lora_")
                 chosen = key in ("adapter", "finetuning_type") and value in ("lora", "qlora")
@@ -437,6 +450,16 @@ def read_model(name: str) -> ModelFacts:
 def is_on(value: Any) -> bool:
     """Return whether a value means that a switch is on, in any of the ways that YAML files write it."""
     return value is True or str(value).strip().lower() in ("true", "yes", "on", "1")
+
+
+def is_set(value: Any) -> bool:
+    """Return whether a value is there, and neither is empty nor says no."""
+    return value not in (None, False, 0, "", [], {}) and str(value).strip().lower() not in (
+        "none",
+        "false",
+        "no",
+        "off",
+    )
 
 
 def is_positive(value: Any) -> bool:

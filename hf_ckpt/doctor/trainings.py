@@ -2,70 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hf_ckpt.doctor.facts import ACCELERATE, Facts, is_positive, positive_int
+from hf_ckpt.doctor.facts import ACCELERATE, TRAINING, Facts, is_on, is_positive, key_of, positive_int, shown
+from hf_ckpt.doctor.programs import KEYS, Program, not_understood, program_of
+from hf_ckpt.doctor.rules import diagnose
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.prediction.optimizer_names import NAMES
+from hf_ckpt.prediction.question import FIELDS, about
+from hf_ckpt.units import parse_count
 
-_LENGTHS = ("max_length", "max_seq_length", "block_size", "sequence_len", "cutoff_len", "model_max_length")
+_ATTENTIONS = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled": "eager", "auto": "sdpa"}
+"""LLaMA-Factory's names of attention implementations."""
+_FLAGS = {"flash": "flash_attention_2", "sdp": "sdpa", "eager": "eager", "flex": "flex_attention"}
+"""What stands before `_attention` in axolotl's flags -> the implementation."""
+_READ_APART = ("attention", "dtype", "double_quant", "lora", "lora_targets", "lora_dropout")
+"""Fields whose values depend on the program, or on adapters."""
 
 
 def workload_fields(facts: Facts) -> dict[str, Any]:
     """The fields of `Workload` that files tell, by their names; what they leave open is left out.
 
-    Raises `HfCkptError` for a `device_map` that keeps weights in host memory or on a disk.
+    Each program's file is read by the rules of that program, see `programs`. Raises `HfCkptError` for a `device_map`
+    that keeps weights in host memory or on a disk.
     """
     _refuse_moved_weights(facts)
+    program = program_of(facts)
+    adapters = _adapters(facts, program)
     found: dict[str, Any] = {
-        "model": _text(facts, "model_name_or_path", "base_model", "model_name"),
-        "batch": facts.batch or _number(facts, "per_device_train_batch_size", "micro_batch_size"),
-        "tokens": facts.tokens or _number(facts, *_LENGTHS),
-        "target_tokens": _number(facts, "max_target_length"),
-        "accumulation": _number(facts, "gradient_accumulation_steps"),
-        "attention": _text(facts, "attn_implementation"),
-        "dtype": _text(facts, "torch_dtype", "dtype"),
-        "load_in_4bit": facts.option_on("load_in_4bit") is not None or None,
-        "load_in_8bit": facts.option_on("load_in_8bit") is not None or None,
-        "packing": facts.option_on("packing", "sample_packing") is not None or None,
+        **{name: _value(facts, name) for name in KEYS if name not in _READ_APART},
+        "attention": _attention(facts),
         "ranks": _ranks(facts),
         "parallel": "fsdp2" if facts.fsdp is not None else None,
-        **_adapters(facts),
-        **_computing(facts),
+        **adapters,
+        **program.types(facts, bool(adapters)),
     }
-    name = _text(facts, "optim", "optimizer")
-    if name in NAMES:
-        found["optimizer"] = name
-    if found["dtype"] not in ("float32", "bfloat16", "float16"):
-        # Scripts of transformers and TRL load in float32 unless told.
-        found["dtype"] = "bfloat16" if found["load_in_4bit"] or found["load_in_8bit"] else "float32"
+    found["batch"] = facts.batch or found["batch"] or program.defaults.get("batch")
+    found["tokens"] = facts.tokens or found["tokens"] or program.defaults.get("tokens")
+    bits = facts.option("quantization_bit")
+    if bits is not None and str(bits.value) in ("4", "8"):
+        found[f"load_in_{bits.value}bit"] = True
+    if found["load_in_4bit"]:
+        found["double_quant"] = _double_quant(facts, program)
+        found["kbit_preparation"] = False if program.telltales else None
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _adapters(facts: Facts) -> dict[str, Any]:
-    if facts.adapters is None:
+def remarks(facts: Facts) -> Iterator[str]:
+    """What the training files ask for and a plan leaves out: sentences, for people to read."""
+    beside = ("own-offloading", "fsdp-and-deepspeed")
+    yield from (f"{finding.where}: {finding.what}" for finding in diagnose(facts) if finding.code in beside)
+    left = not_understood(facts)
+    optimizer = facts.option(*KEYS["optimizer"])
+    if optimizer is not None and optimizer.value not in NAMES:
+        left.append(f"{key_of(optimizer)}: {shown(optimizer.value)}")
+    if left:
+        files = ", ".join(file.path for file in facts.of(TRAINING))
+        names = [name for names in KEYS.values() for name in names]
+        near = {key: difflib.get_close_matches(key, names, n=1, cutoff=0.8) for key in left}
+        told = [f"{key} (did you mean {near[key][0]}?)" if near[key] else key for key in left]
+        yield f"{files}: not understood, and left out of the plan: {', '.join(told)}."
+
+
+def _adapters(facts: Facts, program: Program) -> dict[str, Any]:
+    chosen = facts.option("adapter", "finetuning_type")
+    if facts.adapters is None and not (program.lora_by_default and chosen is None):
         return {}
-    targets = facts.option("lora_target_modules", "lora_target", "target_modules")
-    chosen = None if targets is None else targets.value
-    if chosen in ("all", "all-linear"):
-        chosen = "all-linear"
-    elif isinstance(chosen, str) and "," in chosen:
-        chosen = tuple(part.strip() for part in chosen.split(","))
-    rate = facts.option("lora_dropout")
+    targets = facts.option(*KEYS["lora_targets"])
+    chosen_targets = None if targets is None else targets.value
+    if chosen_targets in ("all", "all-linear", ["all-linear"]) or facts.option_on("lora_target_linear") is not None:
+        chosen_targets = "all-linear"
+    elif isinstance(chosen_targets, str) and "," in chosen_targets:
+        chosen_targets = tuple(part.strip() for part in chosen_targets.split(","))
+    rate = facts.option(*KEYS["lora_dropout"])
+    dropout = program.defaults.get("lora_dropout") if rate is None else rate.value
     return {
-        "lora": _number(facts, "lora_r", "lora_rank", "r") or 8,  # PEFT's default
-        "lora_targets": tuple(chosen) if isinstance(chosen, list) else chosen,
-        "lora_dropout": float(rate.value) if rate is not None and is_positive(rate.value) else None,
+        "lora": _value(facts, "lora") or program.defaults["lora"],
+        "lora_targets": tuple(chosen_targets) if isinstance(chosen_targets, list) else chosen_targets,
+        "lora_dropout": float(dropout) if dropout is not None and is_positive(dropout) else None,
     }
 
 
-def _computing(facts: Facts) -> dict[str, Any]:
-    for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")):
-        launched = any(str(file.values.get("mixed_precision")) == flag for file in facts.of(ACCELERATE))
-        if facts.option_on(flag) is not None or launched:
-            return {"autocast": name}
-    return {"autocast": "none"}
+def _double_quant(facts: Facts, program: Program) -> bool | None:
+    found = facts.option(*KEYS["double_quant"])
+    if found is None:
+        given = facts.option("bnb_config_kwargs")
+        inner = given.value.get(KEYS["double_quant"][-1]) if given and isinstance(given.value, Mapping) else None
+        return program.defaults.get("double_quant") if inner is None else is_on(inner)
+    return is_on(found.value)
+
+
+def _attention(facts: Facts) -> str | None:
+    flags = (name for flag, name in _FLAGS.items() if facts.option_on(f"{flag}_attention") is not None)
+    name = _text(facts, *KEYS["attention"]) or next(flags, None)
+    return None if name is None else _ATTENTIONS.get(name, name)
+
+
+def _value(facts: Facts, name: str) -> Any:
+    """The value of a field, by the first of its keys that a file has; None where no file has one that can be read."""
+    field = FIELDS[name]
+    if isinstance(field.default, bool):
+        return any(facts.option_on(key) is not None for key in KEYS[name]) or None
+    if about(field).read is parse_count:
+        return positive_int(facts.option(*KEYS[name]))
+    text = _text(facts, *KEYS[name])
+    return text if text in about(field).choices or not about(field).choices else None
 
 
 def _ranks(facts: Facts) -> int | None:
@@ -74,10 +117,6 @@ def _ranks(facts: Facts) -> int | None:
         if found is not None:
             return found
     return None
-
-
-def _number(facts: Facts, *names: str) -> int | None:
-    return positive_int(facts.option(*names))
 
 
 def _text(facts: Facts, *names: str) -> str | None:

@@ -4,6 +4,9 @@ Blocks of one class in one stack share their graphs, so that the time to compile
 the partitioner's `activation_memory_budget`: 0 keeps the inputs, 1 what makes the step fastest.
 https://docs.pytorch.org/docs/stable/torch.compiler.html
 
+A graph has the hooks that modules inside the block had when it was compiled: torch does not look whether one was added
+or taken off since, and other blocks have others. So a block runs in eager mode for as long as there are some.
+
 By itself the partitioner may run an operation that draws random numbers once more in backward, where it draws others:
 with a share below 1 gradients of a block with dropout were those of another mask (seen in torch 2.8, 2.13 and 2.15).
 Here random draws, or the seeds that they come from, are always kept. So is what routers of experts choose.
@@ -18,15 +21,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines import fused
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.region import Region, Request
 from hf_ckpt.engines.sac import SacRegion
+from hf_ckpt.engines.tiles import is_watched
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.logs import warn_once
-from hf_ckpt.spec.actions import DEFAULT_SAVE
+from hf_ckpt.spec.actions import SAVE_CLASSES
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +59,8 @@ class CompiledRegion(Region):
         self.observer = None
         self.compiles = True
         """Whether the block compiles, as far as is known."""
+        self.without_hooks = -1
+        """How many hooks had been registered in this process when the block had none inside."""
         self.eager = _eager(block, share, options)
         """What runs the block in eager mode; None where it runs as it is."""
 
@@ -77,12 +84,15 @@ class CompiledRegion(Region):
         if compat.is_compiling():
             self.in_graph = self.left_to_others = True
             return fn(*args)
-        args = tuple(None if compat.is_cache(arg) else arg for arg in args)
+        fn, args = compat.without_caches(fn, args)
         fake = next((arg for arg in args if isinstance(arg, torch.Tensor) and compat.is_fake(arg)), None)
         if not self.compiles or (fake is None and compat.is_seen_by_modes()):  # as by a count of all operations
             return self._run_eagerly(fn, args)
-        self.forwards += 1
         module = compat.module_of(fn)
+        if fake is None and module is not None and self._is_hooked(fn, module):
+            self.in_graph = False
+            return self._run_eagerly(fn, args)
+        self.forwards += 1
         kind = _Kind(self.block.rpartition(".")[0], None if module is None else type(module), self.share)
         run = _compiled(kind) if fake is None else _imitated(kind, fake)
         try:
@@ -95,6 +105,34 @@ class CompiledRegion(Region):
             return self._run_eagerly(fn, args)
         self.in_graph = True
         return output
+
+    def _is_hooked(self, fn: Callable[..., Any], module: nn.Module) -> bool:
+        """Whether a hook would be called inside the block. It is looked for when some hook was registered since."""
+        registered = compat.registered_hooks()
+        if registered == self.without_hooks:
+            return False
+        called_whole = compat.call_parts(fn)[0].__name__ != "forward"  # with its own hooks, until transformers 5.17
+        inside = (part for part in module.modules() if called_whole or part is not module)
+        hooked = next((part for part in inside if is_watched(part)), None)
+        if hooked is None and not compat.has_global_hooks():
+            self.without_hooks = registered
+            return False
+        warn_once(
+            log,
+            "hf_ckpt: blocks like %s run in eager mode, as under `%s`, for as long as there is a hook on %s: compiled "
+            "blocks would not call it.",
+            self._blocks_like_this(),
+            self._policy_in_eager_mode(),
+            "all modules" if hooked is None else f"a `{type(hooked).__name__}` inside",
+        )
+        return True
+
+    def _blocks_like_this(self) -> str:
+        stack, _, place = self.block.rpartition(".")
+        return f"{stack}.*" if place.isdigit() else self.block
+
+    def _policy_in_eager_mode(self) -> str:
+        return "none" if self.share == 1 else "full" if self.share == 0 else "selective"
 
     def _run_eagerly(self, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
         if self.eager is None:
@@ -111,23 +149,25 @@ class CompiledRegion(Region):
                 "then run in eager mode."
             ) from error
         self.compiles = False
-        eager = "none" if self.share == 1 else "full" if self.share == 0 else "selective"
         first = next((line for line in str(error).splitlines() if line.strip()), "")
         warn_once(
             log,
             "hf_ckpt: blocks like %s do not compile (%s: %s); they run in eager mode, as under `%s`.",
-            self.block if not self.block.rpartition(".")[2].isdigit() else self.block.rpartition(".")[0] + ".*",
+            self._blocks_like_this(),
             type(error).__name__,
             first,
-            eager,
+            self._policy_in_eager_mode(),
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "without_hooks": -1}  # another process counts its own
 
 
 def _eager(block: str, share: float, options: dict[str, Any]) -> Region | None:
     """Make what runs a block in eager mode, as the policy that its share is nearest to; None for `none`."""
     if share == 1:
         return None
-    return FullRegion(block, **options) if share == 0 else SacRegion(block, save=DEFAULT_SAVE, **options)
+    return FullRegion(block, **options) if share == 0 else SacRegion(block, save=SAVE_CLASSES, **options)
 
 
 def make(request: Request) -> Region:

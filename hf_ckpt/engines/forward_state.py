@@ -7,7 +7,8 @@ adapters, hooks and tensors, and afterwards the block is as it was found. What c
 was overwritten, raises `ChangedBlockError`.
 
 Buffers that a forward changes (running statistics) are copied before it. The recomputation changes copies of them, so
-that statistics move once in each forward. Routers of experts choose again what they chose, see `routers`.
+that statistics move once in each forward. Routers of experts choose again what they chose, see `routers`. What a block
+draws from Python's `random` or from `numpy.random` is drawn again; torch's checkpoint does so for torch's numbers only.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ForwardState:
             not compared.
     """
 
-    __slots__ = ("block", "choices", "copies", "marks", "name", "settings", "tensors")
+    __slots__ = ("block", "choices", "copies", "draws", "marks", "name", "settings", "tensors")
 
     def __init__(self, name: str, block: nn.Module, settings: Settings, whole: bool) -> None:
         self.name = name
@@ -66,6 +67,8 @@ class ForwardState:
             self.tensors = ()  # a trace on tensors without values may do to them what it likes
         self.marks = _marks(self.tensors)
         self.choices = Choices() if settings.chooses else None
+        self.draws: compat.HostRandomState | None = None
+        """Random state of Python and numpy before the forward; None where it has drawn nothing from them."""
         self.copies: list[_Copied] = []
         if settings.buffers:
             self._copy_buffers()
@@ -79,11 +82,11 @@ class ForwardState:
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block for the first time, and note what is needed to run it again in the same way."""
-        if self.choices is None:
+        before = compat.HostRandomState()
+        with contextlib.nullcontext() if self.choices is None else self.choices.running():
             output = fn(*args)
-        else:
-            with self.choices.run():
-                output = fn(*args)
+        if before.may_have_moved():
+            self.draws = before
         self._ended()
         return output
 
@@ -104,14 +107,20 @@ class ForwardState:
         elif self._overwritten():
             settings.changing = None  # one more than before: the next forward looks at all of them again
 
-    def again(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the context for running the block again: in it, the block is as it was in the forward.
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Run the block again inside this context: there, it is as it was in the forward.
 
         Raises `ChangedBlockError`, in the context or when it is entered, for what cannot be had again.
         """
-        holds = not self.copies and self.settings.hold(self.block) and self._tensors_hold()
-        around = contextlib.nullcontext() if holds else self._put_back()
-        return around if self.choices is None else self.choices.run_again(around)
+        with contextlib.ExitStack() as undo:
+            if self.draws is not None:
+                undo.enter_context(self.draws.restored())
+            if self.copies or not (self.settings.hold(self.block) and self._tensors_hold()):
+                undo.enter_context(self._put_back())
+            if self.choices is not None:
+                undo.enter_context(self.choices.running(again=True))
+            yield
 
     def _tensors_hold(self) -> bool:
         if not self.tensors:

@@ -70,8 +70,7 @@ class FullRegion(Region):
         """
         if not torch.is_grad_enabled():
             return fn(*args)
-        # GPT-2 passes its cache by position, where the layer does not remove it; recomputing would write it again.
-        args = tuple(None if compat.is_cache(arg) else arg for arg in args)
+        fn, args = compat.without_caches(fn, args)
         if compat.is_compiling():
             self.in_graph = True  # a count would be read as well, and so compiled anew for every value
             return self._checkpoint(fn, *args)

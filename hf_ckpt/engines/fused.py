@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class FakeGraph:
         self._inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
         (self._output,) = (node for node in graph.graph.nodes if node.op == "output")
         kept = set(_memory_of(self._output))
-        self._steps = in_order(list(units_of(graph.graph)), self._inputs, kept)
+        self._steps = in_order(list(units_of(graph.graph)))
         last = {node: place for place, unit in enumerate(self._steps) for node in (*unit.reads, *unit.writes)}
         self._freed: list[list[fx.Node]] = [[] for _ in self._steps]
         for node, place in last.items():
@@ -232,102 +232,21 @@ class _Fusion:
             yield from self._readers.get(member, ())
 
 
-# --- order ---
+def in_order(units: Sequence[Unit]) -> list[Unit]:
+    """The units in the order of the graph, as far as groups that come together allow it."""
+    made_by = {node: unit for unit in units for node in unit.writes}
+    done: dict[Unit, None] = {}
 
+    def add(unit: Unit) -> None:
+        if unit not in done:
+            before = {made_by[node] for node in unit.reads if node in made_by}
+            for other in sorted(before, key=lambda found: found.place):
+                add(other)
+            done[unit] = None
 
-def in_order(units: Sequence[Unit], inputs: Iterable[fx.Node], kept: set[fx.Node]) -> list[Unit]:
-    """The units in an order that needs little memory: that of the graph or a greedy one, whichever has the lower peak.
-
-    Args:
-        units: of a graph.
-        inputs: of the graph. Those that are made for it alone are freed when they are read last.
-        kept: results and inputs that are given back at the end.
-    """
-    given = [node for node in inputs if not node.name.startswith(_HELD_ELSEWHERE)]
-    sorter = _Sorter(units, given, kept)
-    return min((sorter.plain(), sorter.greedy()), key=sorter.peak)
-
-
-_HELD_ELSEWHERE = ("primals_", "arg", "fwd_rng_state", "bwd_rng_state")
-"""How torch names inputs that live on, such as parameters."""
-
-
-class _Sorter:
-    def __init__(self, units: Sequence[Unit], given: Sequence[fx.Node], kept: set[fx.Node]) -> None:
-        self.units = units
-        self.given = given
-        self.kept = kept
-        made_by = {node: unit for unit in units for node in unit.writes}
-        self.before = {unit: {made_by[node] for node in unit.reads if node in made_by} for unit in units}
-        self.readers: dict[fx.Node, set[Unit]] = {node: set() for node in (*given, *made_by)}
-        for unit in units:
-            for node in unit.reads:
-                if node in self.readers:
-                    self.readers[node].add(unit)
-        self.sizes = {node: _nbytes(node) for node in self.readers}
-
-    def plain(self) -> list[Unit]:
-        """The order of the graph, as far as groups that come together allow it."""
-        done: dict[Unit, None] = {}
-
-        def add(unit: Unit) -> None:
-            if unit not in done:
-                for other in sorted(self.before[unit], key=lambda found: found.place):
-                    add(other)
-                done[unit] = None
-
-        for unit in self.units:
-            add(unit)
-        return list(done)
-
-    def greedy(self) -> list[Unit]:
-        """Next comes what leaves least behind, among those that do not raise the peak, or else what raises it least."""
-        left = dict.fromkeys(self.units)
-        waiting = {node: set(readers) for node, readers in self.readers.items()}
-        live = sum(self.sizes[node] for node in self.given)
-        peak = max(live, sum(self.sizes[node] for node in self.kept if node in self.sizes))
-        order: list[Unit] = []
-        done: set[Unit] = set()
-        while left:
-            ready = [unit for unit in left if self.before[unit] <= done]
-
-            def rank(unit: Unit, room: int = peak - live) -> tuple[int, int, int]:
-                new = self._new(unit)
-                return (new if new > room else 0, new - self._freed(unit, waiting), unit.place)
-
-            unit = min(ready, key=rank)
-            live += self._new(unit)
-            peak = max(peak, live)
-            live -= self._freed(unit, waiting)
-            for node in unit.reads:
-                waiting.get(node, set()).discard(unit)
-            order.append(unit)
-            done.add(unit)
-            del left[unit]
-        return order
-
-    def peak(self, order: Sequence[Unit]) -> int:
-        """Most bytes that are alive at once."""
-        waiting = {node: set(readers) for node, readers in self.readers.items()}
-        live = peak = sum(self.sizes[node] for node in self.given)
-        for unit in order:
-            live += self._new(unit)
-            peak = max(peak, live)
-            live -= self._freed(unit, waiting)
-            for node in unit.reads:
-                waiting.get(node, set()).discard(unit)
-        return peak
-
-    def _new(self, unit: Unit) -> int:
-        return sum(self.sizes[node] for node in unit.writes)
-
-    def _freed(self, unit: Unit, waiting: dict[fx.Node, set[Unit]]) -> int:
-        """Bytes of what only this unit still reads, or nobody."""
-        return sum(
-            self.sizes[node]
-            for node in (*unit.reads, *unit.writes)
-            if node in waiting and node not in self.kept and waiting[node] <= {unit}
-        )
+    for unit in units:
+        add(unit)
+    return list(done)
 
 
 # --- running ---
@@ -454,8 +373,3 @@ def _users(node: fx.Node) -> list[fx.Node]:
     for user in node.users:
         found += _users(user) if _is_view(user) else [user]
     return found
-
-
-def _nbytes(node: fx.Node) -> int:
-    found = [value for value in compat.tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
-    return sum(value.untyped_storage().nbytes() for value in found)

@@ -5,213 +5,23 @@ exist from the beginning of a block, so its forward ends by making the computing
 memory is free when the next block begins. Results that `selective` keeps are produced up to the end of a block, so
 their copies are waited for one block later. At no time are the copies of more than two blocks under way.
 
-`OffloadRegion` moves the hidden states that `full` keeps. The saved-tensor hooks of `host.Group` move the tensors that
+`OffloadRegion` moves the hidden states that `full` keeps. The saved-tensor hooks of `moved.Group` move the tensors that
 `selective` keeps. A `Mover` has the host memory and the streams of both. Without an accelerator nothing is moved.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hf_ckpt import compat
 from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.full import FullRegion, needs_gradient
-from hf_ckpt.engines.host import Group, Lane, Slot, movable
+from hf_ckpt.engines.host import Mover
+from hf_ckpt.engines.moved import Group, Slot, can_move
 from hf_ckpt.engines.region import Region, Request
-from hf_ckpt.logs import warn_once
-from hf_ckpt.units import format_bytes
-
-log = logging.getLogger(__name__)
-
-LEAST_BYTES = 2**18
-"""Tensors that `selective` keeps are moved from this size on: every copy has a fixed cost, too."""
-
-
-class _Copy(NamedTuple):
-    """A copy that was started."""
-
-    event: Any
-    """Recorded on the copying stream at the end of the copy."""
-    stream: Any
-    """The stream that computed when the copy was started, on which its target was allocated."""
-    made: torch.Tensor | None
-    """The target of a copy to the device; None for a copy to the host."""
-
-
-class StreamLane:
-    """A `Lane` that copies on a stream of the accelerator.
-
-    `record_stream` is avoided where possible. The allocator takes memory that was recorded back only once the device
-    has come that far, and Python, which runs ahead of the device, would allocate new memory for every block. Instead
-    the stream that the memory belongs to waits for the copy before the memory is freed.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module = torch.get_device_module(device)
-        self._stream = self._module.Stream(device)
-
-    def out(self, tensor: torch.Tensor, host: torch.Tensor) -> Any:
-        return self._begin(tensor, host, None)
-
-    def back(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        made = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self._device)
-        return made, self._begin(host, made, made)  # it waits for what the computing stream still does in that memory
-
-    def _begin(self, source: torch.Tensor, target: torch.Tensor, made: torch.Tensor | None) -> _Copy:
-        computing = self._module.current_stream(self._device)
-        self._stream.wait_stream(computing)
-        with torch.no_grad(), self._module.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        return _Copy(self._stream.record_event(), computing, made)
-
-    def wait(self, copy: _Copy) -> None:
-        computing = self._module.current_stream(self._device)
-        computing.wait_event(copy.event)
-        if copy.made is not None and computing != copy.stream:
-            copy.made.record_stream(computing)
-
-    def drop(self, copy: _Copy) -> None:
-        copy.stream.wait_event(copy.event)
-
-
-def lane_of(device: torch.device) -> Lane | None:
-    """Make the lane of a device; None for one without streams: the CPU, or `mps`, which shares the host's memory."""
-    if device.type in ("cpu", "meta") or not hasattr(torch.get_device_module(device), "Stream"):
-        return None
-    return StreamLane(device)
-
-
-class Mover:
-    """The pinned host memory of one installed plan, and the lanes that copy to and from it.
-
-    Args:
-        limit_bytes: the most host memory to take, in bytes; None for no limit.
-        make_lane: makes the lane of a device, or returns None if nothing is to be moved from it; `lane_of` by default.
-    """
-
-    def __init__(
-        self, limit_bytes: int | None = None, make_lane: Callable[[torch.device], Lane | None] | None = None
-    ) -> None:
-        self.limit_bytes = limit_bytes
-        self.least_bytes = LEAST_BYTES
-        self.held_bytes = 0
-        """Bytes of host memory that were taken, rounded up to powers of two."""
-        self.lock = threading.RLock()  # buffers come back whenever a graph is freed, even in the middle of `take`
-        self._make_lane = make_lane or lane_of
-        self._lanes: dict[torch.device, Lane | None] = {}
-        self._free: dict[tuple[Lane, int], list[torch.Tensor]] = {}
-        """Free buffers by lane and size. A free buffer may still be read from, and only copies of its own lane are sure
-        to come later than that."""
-        self._in_use = 0
-        """Number of buffers that are not free."""
-        self._can_pin = True
-        """Whether host memory could be pinned so far."""
-        self._last = _LastGroup()
-
-    def lane(self, tensor: torch.Tensor) -> Lane | None:
-        """Return the lane of a tensor's device; None if nothing is moved from there, of which a warning tells once."""
-        device = tensor.device
-        if device not in self._lanes:
-            if compat.is_fake(tensor):
-                return None
-            with self.lock:
-                if device not in self._lanes:
-                    self._lanes[device] = self._make_lane(device)
-            if self._lanes[device] is None:
-                _tell_no_lane(device.type)
-        return self._lanes[device]
-
-    def open(self, block: str, lane: Lane, hidden: torch.Tensor) -> Group:
-        """Make the group of tensors that one forward of a block moves; `hidden` are the block's input hidden states."""
-        return Group(self, block, lane, hidden)
-
-    def follow(self, group: Group) -> weakref.ref[Group] | None:
-        """Note that `group` moves its first tensor; returns the group that did so before it in this thread."""
-        before, self._last.group = self._last.group, weakref.ref(group)
-        return before
-
-    def end_of_block(self, group: Group | None) -> None:
-        """End the block of `group`, whose copies may still be under way, and wait for those of the block before."""
-        before, self._last.open = self._last.open, group
-        if before is not None:
-            before.close()
-
-    def take(self, lane: Lane, size: int) -> torch.Tensor | None:
-        """Return a buffer of `size` bytes or more; None if that exceeds the limit, of which a warning tells once."""
-        rounded = 1 << max(0, size - 1).bit_length()  # torch's pinned allocator rounds up to powers of two
-        with self.lock:
-            free = self._free.setdefault((lane, rounded), [])  # so that `give` adds no key while others look
-            buffer = free.pop() if free else self._new(rounded)
-            if buffer is None:
-                buffer = self._larger(lane, rounded)
-            if buffer is None:
-                buffer = self._anew(rounded)
-            self._in_use += buffer is not None
-        if buffer is None and self.limit_bytes is not None:
-            _tell_limit(self.limit_bytes)
-        return buffer
-
-    def give(self, lane: Lane, buffer: torch.Tensor) -> None:
-        """Take back a buffer of `take` that is not needed any more."""
-        with self.lock:
-            self._in_use -= 1
-            self._free[lane, buffer.numel()].append(buffer)
-
-    def _new(self, size: int) -> torch.Tensor | None:
-        """Allocate another buffer; None if that would exceed the limit."""
-        if self.limit_bytes is not None and self.held_bytes + size > self.limit_bytes:
-            return None
-        buffer = self._pinned(size)
-        self.held_bytes += size
-        return buffer
-
-    def _larger(self, lane: Lane, size: int) -> torch.Tensor | None:
-        """Return the smallest free buffer of this lane that is larger than `size`; None if there is none."""
-        sizes = [free for (of, free), buffers in self._free.items() if of is lane and free > size and buffers]
-        return self._free[lane, min(sizes)].pop() if sizes else None
-
-    def _anew(self, size: int) -> torch.Tensor | None:
-        """Free all buffers, if none is in use, and allocate one of a new size: batches have become larger."""
-        if self._in_use or self.limit_bytes is None or size > self.limit_bytes:
-            return None
-        for buffers in self._free.values():
-            buffers.clear()
-        self.held_bytes = 0
-        compat.empty_host_cache()
-        return self._new(size)
-
-    def _pinned(self, size: int) -> torch.Tensor:
-        if self._can_pin:
-            try:
-                pin = compat.accelerator_type() is not None
-                return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
-            except RuntimeError as error:
-                self._can_pin = False
-                _tell_unpinned(str(error).partition("\n")[0])
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Mover, (self.limit_bytes,)  # memory and streams belong to this process
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mover:
-        made = memo[id(self)] = Mover(self.limit_bytes, self._make_lane)
-        return made
-
-
-class _LastGroup(threading.local):
-    """What a thread has moved last."""
-
-    group: weakref.ref[Group] | None = None
-    """The last group that moved anything."""
-    open: Group | None = None
-    """The group whose block has ended and whose copies have not been waited for."""
 
 
 class EndOfStack:
@@ -246,6 +56,7 @@ class OffloadRegion(FullRegion):
         """
         if not torch.is_grad_enabled() or compat.is_compiling():
             return super().__call__(fn, *args)
+        fn, args = compat.without_caches(fn, args)
         group = self._open_group(args)
         self.moved_bytes = 0
         try:
@@ -271,10 +82,10 @@ class OffloadRegion(FullRegion):
         hidden = args[0] if args else None
         if self.changes_input or not (self.known or self.changes_input is False):
             return None
-        if not movable(hidden) or (self._is_frozen and not hidden.requires_grad):
+        if not can_move(hidden) or (self._is_frozen and not hidden.requires_grad):
             return None
         lane = self.mover.lane(hidden)
-        return None if lane is None else self.mover.open(self.block, lane, hidden)
+        return None if lane is None else Group(self.mover, self.block, lane, hidden)
 
     def _run(self, group: Group | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         slot = None if group is None else group.send(args[0].detach())
@@ -304,26 +115,3 @@ class _WithMoved:
         if hidden is None:
             hidden = self.slot.fetch().detach().requires_grad_(self.requires_grad)
         return self.fn(hidden, *args)
-
-
-def _tell_no_lane(device_type: str) -> None:
-    warn_once(
-        log,
-        "hf_ckpt: there is no host memory to offload to from %r, so blocks are recomputed from inputs that stay there, "
-        "as with `full`.",
-        device_type,
-    )
-
-
-def _tell_limit(limit_bytes: int) -> None:
-    warn_once(
-        log,
-        "hf_ckpt: `host_budget` (%s, in buffers of powers of two) is used up; what does not fit stays on the device.",
-        format_bytes(limit_bytes),
-    )
-
-
-def _tell_unpinned(reason: str) -> None:
-    warn_once(
-        log, "hf_ckpt: host memory cannot be pinned (%s); unpinned memory is used, whose copies are slow.", reason
-    )

@@ -9,16 +9,13 @@ import contextlib
 import dataclasses
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from hf_ckpt.engines.host import Mover
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.spec.actions import ACTIONS, Action
-
-if TYPE_CHECKING:
-    from hf_ckpt.engines.offload import Mover
-    from hf_ckpt.engines.segments import Segment
 
 Observer = Callable[[], contextlib.AbstractContextManager[None]]
 """Makes a context that is entered around everything that is run again in backward; measurements set it."""
@@ -55,7 +52,7 @@ class Region:
     dropped: Mapping[str, int] = {}
     """Bytes that the last forward dropped, by class of the operations or modules that made them."""
     kept: Mapping[str, int] = {}
-    """Bytes that the last forward kept, by name of the autograd node that made them; parameters are left out."""
+    """Bytes that the last forward kept, by the module or operation that made them; parameters are left out."""
     kept_to_rebuild: Mapping[str, int] = {}
     """The part of `kept` that is there only to rebuild other tensors from: autograd itself would not hold it."""
 
@@ -69,6 +66,13 @@ class Region:
         `stay` says whether all parameters lie whole on their device throughout a step, and `owner` is the class name of
         the module that runs the stack.
         """
+
+
+class Segment:
+    """Names of neighbouring blocks of one stack that are recomputed together, in their order."""
+
+    def __init__(self, blocks: tuple[str, ...]) -> None:
+        self.blocks = blocks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,20 +36,9 @@ class Choices:
         """Ends what sees the calls of the router that runs now; None between routers."""
 
     @contextlib.contextmanager
-    def run(self) -> Iterator[None]:
-        """Keep what is chosen inside this context, which is the first forward."""
-        with self._open(None):
-            yield
-
-    @contextlib.contextmanager
-    def run_again(self, around: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-        """Choose the same inside this context, and inside `around`."""
-        with around, self._open(0):
-            yield
-
-    @contextlib.contextmanager
-    def _open(self, first: int | None) -> Iterator[None]:
-        before, _running.choices, self._next = _running.choices, self, first
+    def running(self, *, again: bool = False) -> Iterator[None]:
+        """Keep what is chosen inside this context, or choose the same `again`."""
+        before, _running.choices, self._next = _running.choices, self, 0 if again else None
         try:
             yield
         finally:

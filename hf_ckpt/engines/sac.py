@@ -16,9 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
-from hf_ckpt.engines.rebuild.ops import LINEAR, width
 from hf_ckpt.errors import InPlaceError, NothingSavedError
-from hf_ckpt.spec.actions import WIDTHS
 
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "linear": (
@@ -44,41 +42,13 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Names of the operations of each class that SAC saves. Which of them exist depends on torch's build, so they are
-looked up when they are first needed. Cheap results (`norm`, `elementwise`) are always computed again: torch.compile
-fuses them, so that this costs next to nothing."""
+looked up when they are first needed."""
 
 
 @functools.cache
 def operations(save: tuple[str, ...]) -> frozenset[Any]:
     """Return the operations of the classes in `save` that this build of torch has."""
     return looked_up(name for op_class in save for name in OPERATIONS.get(op_class, ()))
-
-
-class _Stays:
-    """Whether the result of an operation is kept.
-
-    Args:
-        save: classes of operations. Of linear layers, they may name some widths only.
-    """
-
-    def __init__(self, save: tuple[str, ...]) -> None:
-        self.whole = operations(save)
-        self.widths = frozenset(save) & {*WIDTHS}
-        self.linear = operations((LINEAR,)) if self.widths else frozenset()
-        self.layers = looked_up(["aten.linear.default"])
-
-    def __call__(self, operation: Any, args: Sequence[Any]) -> bool:
-        if operation not in self.linear:
-            return operation in self.whole
-        if operation in self.layers:  # its weight is [features, given]
-            features, given = args[1].shape[-2:]
-        else:
-            given, features = next(factor for factor in reversed(args[:3]) if _is_matrix(factor)).shape[-2:]
-        return width(features, given) in self.widths
-
-
-def _is_matrix(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 1
 
 
 def looked_up(names: Iterable[str]) -> frozenset[Any]:
@@ -146,24 +116,20 @@ class _Told:
             raise
 
 
+_made: Callable[..., Any] = create_selective_checkpoint_contexts
+
+
 def _contexts(save: tuple[str, ...]) -> Any:
-    """The two contexts of SAC, without counting."""
-    return _made(functools.partial(_policy, _Stays(save)))
-
-
-_made: Callable[[Callable[..., CheckpointPolicy]], Any] = create_selective_checkpoint_contexts
-
-
-def _policy(stays: _Stays, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if stays(operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
+    """The two contexts of SAC, without counting. Called by torch, where Dynamo does not trace the cached look-up."""
+    return _made(list(operations(save)))
 
 
 def _counting_contexts(region: SacRegion) -> Any:
     """The two contexts of SAC, which count the operations whose results are kept, in `region.matched`."""
-    stays = _Stays(region.save)
+    kept = operations(region.save)
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if not stays(operation, args):
+        if operation not in kept:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if not context.is_recompute:
             region.matched += 1

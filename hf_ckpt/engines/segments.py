@@ -21,17 +21,10 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from hf_ckpt import compat
 from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.full import FullRegion, needs_gradient, versions_of
-from hf_ckpt.engines.region import Hook, Region, Request
+from hf_ckpt.engines.region import Hook, Region, Request, Segment
 from hf_ckpt.engines.routers import enter_router, leave_router
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import FoundBlocks, routers
-
-
-class Segment:
-    """Names of neighbouring blocks of one stack that are recomputed together, in their order."""
-
-    def __init__(self, blocks: tuple[str, ...]) -> None:
-        self.blocks = blocks
 
 
 class SegmentRegion(FullRegion):
@@ -64,7 +57,7 @@ class SegmentRegion(FullRegion):
         if run is not None and run.segment is not self.segment:
             run.close()
             run = None
-        args = tuple(None if compat.is_cache(arg) else arg for arg in args)
+        fn, args = compat.without_caches(fn, args)
         if run is None:
             run = _open.run = _Run(self, args)
         self.forwards += 1

@@ -20,14 +20,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hf_ckpt import compat
 from hf_ckpt.engines.block_settings import lend
 from hf_ckpt.engines.forward_state import ForwardState
-from hf_ckpt.engines.head.chunks import autocast
-from hf_ckpt.engines.rebuild.tape import enter_module, leave_module
+from hf_ckpt.engines.head.chunks import autocast, differentiable_once
 
 AUTO_PIECES = 8
 AUTO_LEAST, AUTO_MOST_FROZEN, AUTO_MOST = 512, 2048, 4096
@@ -66,9 +64,10 @@ def mostly_trained(parts: Iterable[nn.Module]) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a hook that is not one of `selective` is called whenever this module is, or its gradients come."""
+    """Whether a hook that is not one of hf_ckpt is called whenever this module is, or its gradients come."""
     boxes = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return any(hook not in (enter_module, leave_module) for box in boxes for hook in box.values())
+    hooks = (hook for box in boxes if box for hook in box.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("hf_ckpt.") for hook in hooks)
 
 
 class Tiles:
@@ -213,7 +212,6 @@ class _Input(torch.autograd.Function):
         return token.new_empty(0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
         return None, None
 
@@ -227,7 +225,7 @@ class _FeedForward(torch.autograd.Function):
         return tiles.forward(hidden)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("mlp")
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (hidden,) = ctx.tiles.input.saved_tensors
         found, sums = ctx.tiles.backward(hidden, gradient, ctx.needs_input_grad[2])

@@ -14,9 +14,9 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 
 from hf_ckpt.errors import OwnerConflictError, SpecError
-from hf_ckpt.planner.install import install
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.training.callback import MemoryTimeCallback
+from hf_ckpt.training.install import install
 
 OTHERS = ("activation_offloading", "selective_checkpointing", "layer_offloading")
 """Keys of axolotl by which it checkpoints or moves activations and layers itself."""

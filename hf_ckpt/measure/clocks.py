@@ -1,4 +1,4 @@
-"""The only file that reads clocks: wall time of training steps, and time spent running blocks again in backward."""
+"""The only file that reads clocks: wall time of training steps, and time spent recomputing blocks in backward."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
 
 from hf_ckpt import compat
 
@@ -25,17 +27,13 @@ class TrainingClock:
     def __init__(self) -> None:
         self._running_since: float | None = None
         self._seconds = 0.0
-        self._steps = 0
+        self.steps = 0
+        """Steps that were counted since the last `take`."""
 
     @property
     def running(self) -> bool:
         """Whether time is being counted now."""
         return self._running_since is not None
-
-    @property
-    def steps(self) -> int:
-        """Steps that were counted since the last `take`."""
-        return self._steps
 
     def resume(self) -> None:
         """Count time from here on, if that is not done already."""
@@ -50,24 +48,21 @@ class TrainingClock:
 
     def count_step(self) -> None:
         """Count one training step, which has just ended."""
-        self._steps += 1
+        self.steps += 1
 
     def take(self) -> tuple[float, int]:
-        """Return (seconds, steps) since the last `take`, and start again at zero. The accelerator is waited for."""
-        device_type = compat.accelerator_type()
-        if device_type is not None:
-            compat.synchronize(device_type)
-        was_running = self.running
-        self.pause()
-        taken = self._seconds, self._steps
-        self._seconds, self._steps = 0.0, 0
-        if was_running:
+        """Return (seconds, steps) since the last `take`, and start again at zero. Waits for the accelerator."""
+        _wait()
+        if self.running:
+            self.pause()
             self.resume()
+        taken = self._seconds, self.steps
+        self._seconds, self.steps = 0.0, 0
         return taken
 
 
 class RecomputeClock:
-    """Time spent running blocks again in backward: a context that the engines enter around each recomputation.
+    """Time spent recomputing blocks in backward: a context that the engines enter around each recomputation.
 
     On an accelerator the time is taken by its own events, so that nothing waits for the device before `take`.
     """
@@ -103,11 +98,8 @@ class RecomputeClock:
         return lambda: (clock() or contextlib.nullcontext)()
 
     def _add_up(self) -> None:
-        """Add up the times of recomputations that are done, and let go of their events.
-
-        The accelerator is waited for only where it is a long way behind.
-        """
-        if len(self._events) > 2 * MOST_EVENTS:
+        """Add up the times of recomputations that are done, and let go of their events."""
+        if len(self._events) > 2 * MOST_EVENTS:  # the accelerator is a long way behind
             self._events[MOST_EVENTS][1].synchronize()
         done = list(itertools.takewhile(lambda pair: pair[1].query(), self._events))
         self._seconds += sum(begin.elapsed_time(end) for begin, end in done) / 1e3
@@ -124,14 +116,16 @@ class RecomputeClock:
 def stopwatch() -> Iterator[list[float]]:
     """Time a block of code: `with stopwatch() as seconds: ...` leaves its seconds in `seconds[0]`.
 
-    The accelerator is waited for before and after.
+    Waits for the accelerator before and after.
     """
-    device_type = compat.accelerator_type()
-    if device_type is not None:
-        compat.synchronize(device_type)
+    _wait()
     seconds: list[float] = []
     start = time.perf_counter()
     yield seconds
-    if device_type is not None:
-        compat.synchronize(device_type)
+    _wait()
     seconds.append(time.perf_counter() - start)
+
+
+def _wait() -> None:
+    if compat.accelerator_type() is not None:
+        torch.accelerator.synchronize()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,18 @@ Holder = nn.Module | torch.optim.Optimizer | Mapping[str, Any]
 """What holds tensors that are alive before the counting begins: a model, an optimizer, or a batch (a mapping)."""
 
 
+_PLAIN = (torch.Tensor, nn.Parameter)
+"""Types of tensors that wrap no others."""
+
+
+class _Alive(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a counted storage, with its address and the bytes that were counted for it."""
+
+    __slots__ = ("key", "size")
+    key: int
+    size: int
+
+
 class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all live tensor storages, each once, after every operation of forward and backward.
 
@@ -22,13 +34,15 @@ class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             model(**batch).loss.backward()
         live.peak_bytes, live.timeline
 
-    This is exact for what PyTorch holds, on any device, and much slower than the step itself. It does not see scratch
-    memory that a kernel takes and frees within one operation, and does not notice when a storage is resized, as those
-    of FSDP2 are.
+    This is exact for what PyTorch holds, on any device, and much slower than the step itself. Storages that are freed
+    and allocated again by resizing, as FSDP does, count with the size that they have. A tensor subclass that wraps
+    other tensors, such as a DTensor, counts as these. What is not seen is scratch memory that a kernel takes and frees
+    within one operation.
 
     Args:
         holders: what holds tensors that are alive already, such as the model, its optimizer and the batch.
-        device: type of a device, such as `cuda`: only tensors there are counted. None for all devices.
+        device: type of a device, such as `cuda`: only storages there are counted; those of fake tensors are on `meta`.
+            None for all devices.
     """
 
     def __init__(self, *holders: Holder, device: str | None = None) -> None:
@@ -38,98 +52,80 @@ class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self.timeline: list[int] = []
         """Bytes alive after each operation, in the order in which they ran."""
-        self._live: set[int] = set()
+        self._live: dict[int, _Alive] = {}
         for holder in holders:
             for tensor in _tensors_of(holder):
-                self._count(tensor)
+                self._count_all(tensor)
         self.start_bytes = self.current_bytes
         """Bytes alive at the beginning: parameters, gradients, buffers and optimizer state of `holders`."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in compat.tree_leaves(result):
-            if isinstance(value, torch.Tensor):
-                self._count(value)
-        self.timeline.append(self.current_bytes)
-        return result
-
-    def _count(self, tensor: torch.Tensor) -> bool:
-        """Count the storage of a tensor; returns whether it was not counted before."""
-        if self._device is not None and tensor.device.type != self._device:
-            return False
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._live:
-            return False
-        size = storage.nbytes()
-        self._live.add(key)
-        self.current_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
-        weakref.finalize(storage, self._freed, key, size).atexit = False
-        return True
-
-    def _freed(self, key: int, size: int) -> None:
-        self._live.discard(key)
-        self.current_bytes -= size
-
-
-class BlockBytes(LiveBytes):
-    """Counts, beside all live bytes, those of storages that were allocated while one of `blocks` ran.
-
-        with BlockBytes(blocks, model, batch) as live:
-            outputs = model(**batch)
-            live.block_bytes  # what the blocks' forwards leave: saved tensors and their outputs
-
-    `block_bytes` leaves out parameters, the batch, and what the model allocates outside its blocks.
-    """
-
-    def __init__(self, blocks: Iterable[nn.Module], *holders: Holder) -> None:
-        self.block_bytes = 0
-        self._blocks = tuple(blocks)
-        self._depth = 0
-        self._made_inside: set[int] = set()
-        self._handles: list[Any] = []
-        super().__init__(*holders)
-
-    def __enter__(self) -> BlockBytes:
-        for block in self._blocks:
-            self._handles.append(block.register_forward_pre_hook(self._enter_block))
-            self._handles.append(block.register_forward_hook(self._leave_block, always_call=True))
+    def __enter__(self) -> Any:
         super().__enter__()  # type: ignore[no-untyped-call]
+        compat.watch_resizes(self._count_storage)
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        compat.unwatch_resizes(self._count_storage)
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
-    def _enter_block(self, *_: Any) -> None:
-        self._depth += 1
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and compat.is_any_wrapper(types):
+            return NotImplemented  # the wrapper's implementation runs, and its operations on what it wraps come here
+        result = func(*args, **(kwargs or {}))
+        self._count_all(result)
+        self.timeline.append(self.current_bytes)
+        return result
 
-    def _leave_block(self, *_: Any) -> None:
-        self._depth -= 1
+    def _count_all(self, result: Any) -> None:
+        """Count the storages of the tensors that an operation returned."""
+        if isinstance(result, torch.Tensor):
+            if type(result) in _PLAIN and result.layout is torch.strided:
+                self._count(result)
+            else:
+                for part in compat.parts_with_storage(result):
+                    self._count(part)
+        elif isinstance(result, (tuple, list)):
+            for part in result:
+                self._count_all(part)
 
     def _count(self, tensor: torch.Tensor) -> bool:
-        new = super()._count(tensor)
-        if new and self._depth:
-            storage = tensor.untyped_storage()
-            self._made_inside.add(storage._cdata)
-            self.block_bytes += storage.nbytes()
+        """Count the storage of a tensor; returns whether it was not counted before."""
+        return self._count_storage(tensor.untyped_storage())
+
+    def _count_storage(self, storage: torch.UntypedStorage) -> bool:
+        """Count a storage with the size that it has now; returns whether it was not counted before."""
+        key, size = storage._cdata, storage.nbytes()
+        alive = self._live.get(key)
+        new = alive is None
+        if alive is None:
+            if self._device is not None and storage.device.type != self._device:
+                return False
+            alive = self._live[key] = _Alive(storage, self._died)
+            alive.key, alive.size = key, 0
+        if size != alive.size:
+            self.current_bytes += size - alive.size
+            alive.size = size
+            if self.current_bytes > self.peak_bytes:
+                self.peak_bytes = self.current_bytes
         return new
 
+    def _died(self, alive: _Alive) -> None:
+        # torch 2.8 also comes here for a storage that is alive when garbage that referred to it is collected, such as
+        # that of `torch.save`. It counts again when the next operation returns it.
+        del self._live[alive.key]
+        self._freed(alive.key, alive.size)
+
     def _freed(self, key: int, size: int) -> None:
-        super()._freed(key, size)
-        if key in self._made_inside:
-            self._made_inside.discard(key)
-            self.block_bytes -= size
+        self.current_bytes -= size
 
 
 def _tensors_of(holder: Holder) -> Iterator[torch.Tensor]:
-    """Parameters, gradients and buffers of a module; the state of an optimizer; the values of a batch."""
+    """Parameters, gradients and buffers of a module, and the buckets in which DDP reduces gradients; the state of an
+    optimizer; the values of a batch."""
     if isinstance(holder, nn.Module):
         yield from holder.buffers()
-        for parameter in holder.parameters():
+        yield from compat.reduction_buckets(holder)
+        for parameter in (*holder.parameters(), *compat.flat_parameters(holder)):
             yield parameter
             if parameter.grad is not None:
                 yield parameter.grad

@@ -36,9 +36,6 @@ class DeviceMemory:
     """All memory of the device."""
     available_bytes: int
     """The most that this process may come to hold in tensors, with those that it holds now."""
-    outside_bytes: int | None
-    """What the process holds beside its tensors, to be subtracted where its resident size is compared with them. None
-    on an accelerator, whose allocator counts tensors only."""
 
 
 def device_memory(held_bytes: int, devices: Collection[torch.device] = ()) -> DeviceMemory:
@@ -58,8 +55,7 @@ def device_memory(held_bytes: int, devices: Collection[torch.device] = ()) -> De
     allowed = _container_memory()
     if allowed is not None and allowed[0] < total:
         total, available = allowed[0], min(available, allowed[0] - allowed[1])
-    resident = int(psutil.Process().memory_info().rss)
-    return DeviceMemory(total, available + held_bytes, max(0, resident - held_bytes))
+    return DeviceMemory(total, available + held_bytes)
 
 
 def _accelerator_memory(devices: Collection[torch.device]) -> DeviceMemory | None:
@@ -75,7 +71,7 @@ def _accelerator_memory(devices: Collection[torch.device]) -> DeviceMemory | Non
     try:
         if readers is not None:
             found = [(*readers[0](device), readers[1](device)) for device in mine or [None]]
-            return DeviceMemory(sum(whole for _, whole, _ in found), sum(free + held for free, _, held in found), None)
+            return DeviceMemory(sum(whole for _, whole, _ in found), sum(free + held for free, _, held in found))
     except NotImplementedError:  # torch has the function, but not for this type of device
         pass
     warn_once(

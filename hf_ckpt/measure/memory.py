@@ -1,14 +1,10 @@
-"""Meters of the peak of memory use.
-
-There are three sources, tried in this order: the accelerator's allocator (exact), the kernel's counter of the process's
-peak resident size (Linux), and samples of the resident size. `PeakMeter.source` says which one it is.
-"""
+"""Meters of the peak of memory use: the accelerator's allocator (exact), or on a CPU, the kernel's counter of the
+process's peak resident size (Linux). `PeakMeter.source` says which one it is."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-import threading
 import weakref
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +13,6 @@ from hf_ckpt import compat
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-SAMPLE_SECONDS = 0.01
-"""Seconds between two samples of the resident size."""
 
 
 class PeakMeter(Protocol):
@@ -45,50 +39,91 @@ def peak_meter() -> PeakMeter:
     if device_type is not None:
         module = compat.memory_module(device_type)
         return AllocatorMeter(device_type, module) if module is not None else NoMeter(device_type)
-    if KernelMeter.works():
-        return KernelMeter()
-    return SampledMeter()
+    return ResidentMeter() if _STATUS.exists() else NoMeter(sys.platform)
+
+
+_allocator_meters: weakref.WeakSet[AllocatorMeter] = weakref.WeakSet()
+
+
+def keep_peaks() -> None:
+    """Let all meters of the allocator remember its peak, which is about to be reset for another purpose."""
+    for meter in list(_allocator_meters):
+        meter.keep_peak()
+
+
+def take_levels(device_type: str, index: int) -> tuple[int, int]:
+    """Return (bytes alive, most bytes alive since the last call) of a device, and begin a new peak.
+
+    Where the allocator tells them these are `active` bytes, which fall when no stream uses the memory any more;
+    allocated bytes fall before that, where a tensor is used by several streams.
+    https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
+    """
+    module = compat.memory_module(device_type)
+    assert module is not None, "the caller knows that the allocator tells its levels"
+    keep_peaks()
+    nested = getattr(module, "memory_stats_as_nested_dict", None)
+    active = nested(index).get("active_bytes", {}).get("all") if nested is not None else None
+    if active is None:
+        found = int(module.memory_allocated(index)), int(module.max_memory_allocated(index))
+    else:
+        found = int(active["current"]), int(active["peak"])
+    module.reset_peak_memory_stats(index)
+    return found
 
 
 class AllocatorMeter:
-    """A `PeakMeter` of the accelerator's caching allocator, for the current device. Reading it waits for nothing."""
+    """A `PeakMeter` of the accelerator's caching allocator, for the current device. Reading it waits for nothing.
+
+    The allocator has one peak for all who read it. Who resets it calls `keep_peaks` before.
+    """
 
     exact = True
 
     def __init__(self, device_type: str, module: Any) -> None:
         self.source = f"{device_type} allocator"
         self._module = module
+        self._earlier = 0
+        """The peak before the allocator's was reset last by others."""
+        _allocator_meters.add(self)
+
+    def keep_peak(self) -> None:
+        """Remember the peak of this window so far."""
+        self._earlier = max(self._earlier, int(self._module.max_memory_allocated()))
 
     def reset(self) -> None:
+        keep_peaks()
         self._module.reset_peak_memory_stats()
+        self._earlier = 0
 
     def peak_bytes(self) -> int | None:
-        return int(self._module.max_memory_allocated())
+        return max(self._earlier, int(self._module.max_memory_allocated()))
 
     def reserved_bytes(self) -> int | None:
         return int(self._module.max_memory_reserved())
 
 
-class KernelMeter:
-    """A `PeakMeter` of the resident size, by the kernel's own peak: `VmHWM` in /proc/self/status.
+class ResidentMeter:
+    """A `PeakMeter` of the process's resident size, by the kernel's own peak: `VmHWM` in /proc/self/status.
 
-    It is reset by writing 5 to /proc/self/clear_refs (`man 5 proc_pid_clear_refs`).
+    It is reset by writing 5 to /proc/self/clear_refs (`man 5 proc_pid_clear_refs`). Where the kernel does not allow
+    that, as in some containers, the peak is that since the process began.
     """
 
-    source = "process resident size, kernel peak"
     exact = False
 
-    @classmethod
-    def works(cls) -> bool:
-        """Whether this kernel has the counter and lets the process reset it."""
+    def __init__(self) -> None:
+        resets = self._reset()
+        self.source = "process resident size, kernel peak" + ("" if resets else " since the process began")
+
+    def _reset(self) -> bool:
         try:
             _CLEAR_REFS.write_text("5")
         except OSError:
             return False
-        return cls().peak_bytes() is not None
+        return True
 
     def reset(self) -> None:
-        _CLEAR_REFS.write_text("5")
+        self._reset()
 
     def peak_bytes(self) -> int | None:
         for line in _STATUS.read_text().splitlines():
@@ -100,58 +135,13 @@ class KernelMeter:
         return None
 
 
-class SampledMeter:
-    """A `PeakMeter` of the resident size, which a thread reads every `SAMPLE_SECONDS`: a shorter peak can be missed."""
-
-    source = "process resident size, sampled"
-    exact = False
-
-    def __init__(self) -> None:
-        import psutil
-
-        self._process = psutil.Process()
-        self._peak = 0
-        self._stop = threading.Event()
-        self.reset()
-        self.thread = threading.Thread(target=_sample, args=(weakref.ref(self), self._stop), daemon=True)
-        weakref.finalize(self, self._stop.set)
-        self.thread.start()
-
-    def _take(self) -> int:
-        return int(self._process.memory_info().rss)
-
-    def sample(self) -> None:
-        """Read the resident size once."""
-        self._peak = max(self._peak, self._take())
-
-    def reset(self) -> None:
-        self._peak = self._take()
-
-    def peak_bytes(self) -> int | None:
-        self.sample()
-        return self._peak
-
-    def reserved_bytes(self) -> int | None:
-        return None
-
-
-def _sample(meter: weakref.ref[SampledMeter], stop: threading.Event) -> None:
-    """Sample until the meter is gone, which the thread must not keep alive."""
-    while not stop.wait(SAMPLE_SECONDS):
-        alive = meter()
-        if alive is None:
-            return
-        alive.sample()
-        del alive
-
-
 class NoMeter:
-    """The `PeakMeter` of an accelerator whose allocator reports no peak: all its figures are None."""
+    """The `PeakMeter` of a device whose allocator reports no peak: all its figures are None."""
 
     exact = False
 
-    def __init__(self, device_type: str) -> None:
-        self.source = f"unknown ({device_type} reports no peak)"
+    def __init__(self, device: str) -> None:
+        self.source = f"unknown ({device} reports no peak)"
 
     def reset(self) -> None:
         pass

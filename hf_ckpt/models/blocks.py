@@ -39,6 +39,14 @@ class FoundBlocks:
         """Class name of the base model."""
         return compat.plain_class(self.base).__name__
 
+    def runners(self) -> Iterator[tuple[nn.Module, str | None]]:
+        """Yield the base model with None, and then every other module that runs a stack with the stack's name."""
+        yield self.base, None
+        stacks = dict.fromkeys(block.stack for block in self.blocks)
+        for stack, owner in zip(stacks, self.owners, strict=True):
+            if owner is not self.base:
+                yield owner, stack
+
 
 def base_model(model: nn.Module) -> compat.PreTrainedModel:
     """Return the PreTrainedModel inside PEFT, DDP, FSDP, DeepSpeed and torch.compile wrappers.
@@ -47,7 +55,7 @@ def base_model(model: nn.Module) -> compat.PreTrainedModel:
     """
     if not isinstance(model, nn.Module):
         raise NoBlocksError(f"a model must be a torch.nn.Module, but is {type(model).__name__} instead.")
-    found = list({id(inner): inner for inner in _outermost(model)}.values())
+    found = list({id(inner): inner for inner in outermost_models(model)}.values())
     if len(found) == 1:
         return found[0]
     if found:
@@ -273,13 +281,13 @@ def head_module(base: nn.Module, family: str) -> nn.Module | None:
     return next((module for name, module in plain_modules(base) if ending and name.endswith(ending)), None)
 
 
-def _outermost(model: nn.Module) -> Iterator[compat.PreTrainedModel]:
-    """Yield every PreTrainedModel in a module that is not inside another one."""
+def outermost_models(model: nn.Module) -> Iterator[compat.PreTrainedModel]:
+    """Yield every PreTrainedModel in a module that is not inside another one, as often as it is reached."""
     if isinstance(model, compat.PreTrainedModel):
         yield model
         return
     for child in model.children():
-        yield from _outermost(child)
+        yield from outermost_models(child)
 
 
 def _plain_blocks(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -69,8 +69,6 @@ class Family:
     take one tensor and return one, draw no random numbers, and change nothing in place."""
     feed_forward: FeedForward | None = None
     """Where the feed-forward of each block lies; None where that is not known."""
-    notes: str = ""
-    """What else is worth knowing of these models, for people."""
     depths: Depths = dataclasses.field(default_factory=lambda: GENERIC_DEPTHS)
     """The keys of a config that say how many blocks each stack has."""
     learned_positions: tuple[str, ...] = ()
@@ -210,7 +208,6 @@ for _row in (
         stacks=(("encoder", "encoder.layer"),),
         head="decoder",
         feed_forward=FeedForward("", "feed_forward_chunk", ("intermediate", "output")),
-        notes="One stack, called `encoder`; a BERT used as a decoder is counted the same way.",
         depths={"encoder": ("num_hidden_layers",)},
         learned_positions=("bert", "roberta", "electra", "camembert", "xlm-roberta"),
         tiny=TinyModel(
@@ -235,7 +232,6 @@ for _row in (
         head="lm_head",
         cheap=("T5LayerNorm", "MT5LayerNorm", "UMT5LayerNorm", "LongT5LayerNorm"),
         feed_forward=FeedForward("layer.-1"),
-        notes="Block 0 returns the position bias that all blocks share; attention modules carry a flag of their own.",
         depths={"encoder": ("num_layers",), "decoder": ("num_decoder_layers",)},
         tiny=TinyModel(
             "T5Config",

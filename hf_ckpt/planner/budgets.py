@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from hf_ckpt.errors import InfeasibleError
-from hf_ckpt.planner.solver import fastest, smallest
+from hf_ckpt.planner.solver import fastest, lowest_peak, smallest
 from hf_ckpt.prediction.costs import Choice, Costs
 from hf_ckpt.prediction.timeline import step_nanoseconds, worst_timeline
 from hf_ckpt.spec.actions import Action
@@ -18,14 +18,13 @@ GAIN = 0.01
 that gradients are bit-equal to those without checkpointing."""
 
 
-def plan_within(ways: Costs | Sequence[Costs], budget_bytes: int, device: str = "", hints: Sequence[str] = ()) -> Plan:
+def plan_within(ways: Costs | Sequence[Costs], budget_bytes: int, device: str = "") -> Plan:
     """The fastest plan whose predicted peak is at most `budget_bytes`.
 
     Args:
         ways: the costs to plan with, or several candidates, of which earlier ones are preferred (see `GAIN`).
         budget_bytes: the peak that is allowed.
         device: name of the row whose speed was assumed.
-        hints: further advice for the error, in words, as a batch size that fits.
 
     Raises `InfeasibleError` where no plan fits, with what fills the lowest peak and what would lower it.
     """
@@ -38,7 +37,7 @@ def plan_within(ways: Costs | Sequence[Costs], budget_bytes: int, device: str = 
         if choice is not None and (plan is None or nanoseconds < least * (1 - GAIN)):
             plan, least = plan_of(costs, choice, budget_bytes, device), nanoseconds
     if plan is None:
-        raise _infeasible(lowest_of(candidates)[0], budget_bytes, hints)
+        raise _infeasible(lowest_of(candidates)[0], budget_bytes)
     return plan
 
 
@@ -56,7 +55,12 @@ def plan_of_least(ways: Costs | Sequence[Costs], budget_bytes: int | None = None
 
 def peak_of_least(ways: Costs | Sequence[Costs]) -> int:
     """The lowest peak that any plan has, in bytes."""
-    return worst_timeline(*lowest_of(several_of(ways))).peak_bytes
+    return min(map(lowest_peak, several_of(ways)))
+
+
+def fits(ways: Costs | Sequence[Costs], budget_bytes: int) -> bool:
+    """Whether some plan's predicted peak is at most `budget_bytes`."""
+    return any(costs.static.beside <= budget_bytes and lowest_peak(costs) <= budget_bytes for costs in several_of(ways))
 
 
 def several_of(ways: Costs | Sequence[Costs]) -> Sequence[Costs]:
@@ -66,8 +70,8 @@ def several_of(ways: Costs | Sequence[Costs]) -> Sequence[Costs]:
 
 def lowest_of(several: Sequence[Costs]) -> tuple[Costs, Choice]:
     """The candidate with the lowest peak, and the choice of actions that has it."""
-    found = [(costs, smallest(costs)) for costs in several]
-    return min(found, key=lambda pair: worst_timeline(*pair).peak_bytes)
+    costs = min(several, key=lowest_peak)
+    return costs, smallest(costs)
 
 
 def costs_behind(ways: Sequence[Costs], plan: Plan) -> tuple[Costs, Choice]:
@@ -115,36 +119,34 @@ def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, devic
     return Plan(costs.family, costs.model, tuple(pairs), prediction, costs.head_tokens, costs.mlp_tokens)
 
 
-def _infeasible(costs: Costs, budget_bytes: int, hints: Sequence[str]) -> InfeasibleError:
+def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
     """The error for a budget below the lowest peak of `costs`."""
     worst = worst_timeline(costs, smallest(costs))
     parts = worst.parts()
     shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
-    found = [*hints]
-    if costs.static.always + costs.static.gradients > budget_bytes:
-        weights = costs.static.parameters + costs.static.gathered
+    found: list[str] = []
+    static = costs.static
+    if static.always + static.gradients > budget_bytes:
+        weights = static.parameters + static.gathered
+        frozen = static.gradients < weights / 10
+        ways = ["a smaller model"] if frozen else ["LoRA", "an optimizer with a smaller state"]
         found.append(
-            f"weights {format_bytes(weights)}, optimizer state {format_bytes(costs.static.optimizer)} "
-            f"and gradients {format_bytes(costs.static.gradients)} alone need more: use LoRA, an optimizer with a "
-            "smaller state, or shard them over more devices"
+            f"weights {format_bytes(weights)}, optimizer state {format_bytes(static.optimizer)} and gradients "
+            f"{format_bytes(static.gradients)} alone need more: use {', '.join(ways)}, or shard them over more devices"
         )
     else:
         found.append("a smaller batch with as many more accumulated steps, or shorter sequences")
-    if worst.worst.label == "generation":
-        found.append(
-            f"completions are written in {format_bytes(costs.static.generation)}, those of all micro-steps at once: "
-            "fewer or shorter ones (`--accum`, `--batch`, `--seq`), or vLLM (`--generation vllm`)"
-        )
     if worst.is_heads:
         chunks = 'the head in chunks ("head": "auto"), or ' if costs.head_tokens == "full" else ""
         size = format_bytes(parts[f"temporary in {worst.worst.label}"])
         found.append(f"the head and its loss are the peak, with {size}: {chunks}fewer tokens a micro-step")
     kept = parts["kept for backward"]
+    kept *= worst.peak_bytes - kept <= budget_bytes  # else moving all of it would not be enough
     if kept and not any(stack.instead for stack in costs.stacks):
         found.append(f"what blocks keep is {format_bytes(kept)} of it: a `host_budget`, for host memory to hold that")
     elif kept and any(room < len(stack.blocks) - 1 for stack in costs.stacks for room in stack.movable.values()):
         found.append(f"what blocks keep is {format_bytes(kept)} of it: a larger `host_budget`")
-    return InfeasibleError(
+    error = InfeasibleError(
         budget_bytes,
         worst.peak_bytes,
         parts,
@@ -152,3 +154,5 @@ def _infeasible(costs: Costs, budget_bytes: int, hints: Sequence[str]) -> Infeas
         f"no plan fits into {format_bytes(budget_bytes)}: the lowest peak is {format_bytes(worst.peak_bytes)} "
         f"({shown}), {format_bytes(worst.peak_bytes - budget_bytes)} too much. What would lower it:",
     )
+    error.model, error.notes = costs.model, costs.notes
+    return error

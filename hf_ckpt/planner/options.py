@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from hf_ckpt import compat
-from hf_ckpt.attach.around import own_trial
+from hf_ckpt.attach.watch import own_trial
 from hf_ckpt.models.blocks import vocabulary_head
 from hf_ckpt.planner.budgets import several_of
 from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.devices import Device
-from hf_ckpt.prediction.lighter import with_lighter
 from hf_ckpt.prediction.offload import with_offloading
 from hf_ckpt.prediction.skeleton import Skeleton
 from hf_ckpt.prediction.trace import Step, chunked_head, trace_costs
@@ -39,12 +38,11 @@ def cost_options(
         host_limit: bytes of host memory for offloading; None for no offloading.
         segments: whether blocks may be recomputed in segments, which need parameters that stay where they are.
     """
-    heads = []
+    heads: list[Costs] = []
     in_chunks = head != "full" and vocabulary_head(skeleton.base) is not None
     for costs in several_of(ways):
-        found = [costs] if isinstance(head, str) or not in_chunks else []
-        found += [chunked_head(costs, skeleton, step, device, head)] if in_chunks else []
-        heads += with_lighter(found, skeleton, step, device)
+        heads += [costs] if isinstance(head, str) or not in_chunks else []
+        heads += [chunked_head(costs, skeleton, step, device, head)] if in_chunks else []
     apart = with_host_memory(heads, device, host_limit)
     return (*apart, *(found for costs in heads for found in in_segments(costs))) if segments else apart
 

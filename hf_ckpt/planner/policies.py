@@ -21,7 +21,7 @@ Stacks = dict[str, list[Block]]
 def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> Plan:
     """The plan that a spec means for the blocks of a model: one action for every block.
 
-    For `budget` and `auto` every block gets `full`, until the first batch is seen (`live`).
+    For `budget` and `auto` every block gets `full`, until the run is measured (`training.session`).
 
     Args:
         spec: what was asked for.
@@ -108,7 +108,7 @@ def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None)
         return KEEP
     if policy in SAVING:
         return Action(policy, save, moved=spec.offload == "saved" and "moved" in ACTIONS[policy].options)
-    if policy in PLANNED_POLICIES:  # until the first batch is known, the action that keeps the least
+    if policy in PLANNED_POLICIES:  # until the run is measured, the action that keeps the least
         policy = "full"
     return Action("offload" if spec.offload is True else policy)
 

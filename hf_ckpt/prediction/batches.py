@@ -12,62 +12,10 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
+from hf_ckpt.prediction.question import Workload
 from hf_ckpt.prediction.skeleton import Skeleton
 from hf_ckpt.prediction.trace import Step
-from hf_ckpt.prediction.workload import DTYPES, Workload
-
-Inputs = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-"""Tensors that go into a model: (argument of its forward, shape, type) of each."""
-_OF_TEXT = {
-    *("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids", "labels"),
-    *("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask"),
-}
-"""Arguments that `batch_for` makes, or does without."""
-
-
-def inputs_of(base: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
-    """The tensors of a batch that `batch_for` could not make from sizes: of images, sounds or layouts, beside text or
-    alone, or of a decoder's input without labels. Empty for any other batch.
-
-    Args:
-        base: the model.
-        args: positional arguments of its forward.
-        kwargs: keyword arguments of its forward.
-    """
-    given = {**dict(zip(compat.forward_parameters(base), args, strict=False)), **kwargs}
-    found = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    text = "input_ids" in found or "inputs_embeds" in found
-    more = {name for name, value in found.items() if value.dim() > 1} - _OF_TEXT  # Trainer gives numbers as tensors
-    if text and not more and ("labels" in found or "decoder_input_ids" not in found):
-        return ()
-    return tuple((name, tuple(value.shape), value.dtype) for name, value in found.items())
-
-
-def has_room_for(inputs: Inputs, other: Inputs) -> bool:
-    """Whether each tensor of `other` is among `inputs`, and no larger there."""
-    sizes = {(name, dtype, len(shape)): shape for name, shape, dtype in inputs}
-    return all(
-        (name, dtype, len(shape)) in sizes
-        and all(size <= most for size, most in zip(shape, sizes[name, dtype, len(shape)], strict=True))
-        for name, shape, dtype in other
-    )
-
-
-def with_room_for(inputs: Inputs, other: Inputs) -> Inputs:
-    """The smallest inputs that have room for both; where the two are not alike in kind, `other`."""
-    if not other or [(name, len(shape)) for name, shape, _ in inputs] != [
-        (name, len(shape)) for name, shape, _ in other
-    ]:
-        return other or inputs
-    return tuple(
-        (name, tuple(map(max, mine, yours)), dtype)
-        for (name, mine, _), (_, yours, dtype) in zip(inputs, other, strict=True)
-    )
-
-
-def batch_of(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Tensors without values in these shapes."""
-    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in inputs}
+from hf_ckpt.prediction.workload import DTYPES
 
 
 def batch_for(model: nn.Module, sizes: Mapping[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
@@ -139,46 +87,9 @@ def _takes_labels(base: nn.Module) -> bool:
     return "labels" in compat.forward_parameters(base)
 
 
-def loss_for(model: nn.Module, inputs: Inputs = ()) -> Callable[[Any], torch.Tensor] | None:
-    """The function that makes a loss from the outputs of a model; None where the model computes its own from labels.
-
-    Args:
-        model: whose outputs they are.
-        inputs: what goes into the model; empty for a batch of `batch_for`.
-    """
-    if inputs:
-        return _all_squares
+def loss_for(model: nn.Module) -> Callable[[Any], torch.Tensor] | None:
+    """The function that makes a loss from the outputs of a model; None where the model computes its own from labels."""
     return None if _takes_labels(base_model(model)) else _mean_square
-
-
-def _all_squares(outputs: Any) -> torch.Tensor:
-    """The model's own loss, where it computes one without labels, or else the mean squares of all its outputs."""
-    loss = getattr(outputs, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss
-    found = [value for value in compat.tree_leaves(tuple(outputs.values())) if isinstance(value, torch.Tensor)]
-    return torch.stack([value.abs().float().square().mean() for value in found if value.requires_grad]).sum()
-
-
-def step_as_called(step: Step, call: compat.Call) -> Step:
-    """A micro-step as a trainer runs it: with the options of its call, its forward and its loss.
-
-    Labels that the trainer keeps from the model go to its own loss. Where that is not known, the model's loss stands
-    in for it.
-
-    Args:
-        step: with a batch of `batch_for`.
-        call: how the trainer calls the model.
-    """
-    batch, loss = {**step.batch, **call.options}, step.loss
-    if call.loss is not None and "labels" in batch:
-        shape = batch.pop("labels").shape
-        own: Callable[[Any, torch.Tensor], torch.Tensor] = call.loss
-
-        def loss(outputs: Any) -> torch.Tensor:
-            return own(outputs, torch.zeros(shape, dtype=torch.long))
-
-    return dataclasses.replace(step, batch=batch, loss=loss, forward=call.forward, float32_outputs=call.float32_outputs)
 
 
 def _mean_square(outputs: Any) -> torch.Tensor:

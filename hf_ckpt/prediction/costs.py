@@ -133,21 +133,19 @@ class Static:
     batch: int
     step_bytes: int = 0
     """Bytes that the optimizer's step takes for a moment, beside its state."""
-    generation: int = 0
-    """Bytes in which the model writes completions before a step, without gradients."""
     gathered: int = 0
     """Under FSDP2, where `parameters` are this rank's parts: the whole parameters outside the blocks, and the buffer in
     which whole parameters arrive."""
 
     @property
     def always(self) -> int:
-        """Bytes alive at every moment: everything but gradients, `step_bytes` and `generation`."""
+        """Bytes alive at every moment: everything but gradients and `step_bytes`."""
         return self.parameters + self.gathered + self.buffers + self.optimizer + self.batch
 
     @property
     def beside(self) -> int:
         """Most bytes alive before and after the micro-steps, whatever blocks do."""
-        return self.always + max(self.gradients + self.step_bytes, self.generation)
+        return self.always + self.gradients + self.step_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,11 +16,10 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.logs import warn_once
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.prediction.optimizer_names import COUNTED, NAMES
+from hf_ckpt.prediction.question import Workload
 from hf_ckpt.prediction.skeleton import Weights
-from hf_ckpt.prediction.workload import Workload
 
 log = logging.getLogger(__name__)
 
@@ -90,11 +89,38 @@ def optimizer_bytes(weights: Weights, name: str, device_type: str = "cpu") -> Op
     if name in COUNTED:
         return OptimizerBytes(sum(_counted(math.prod(shape), size, *COUNTED[name]) for shape, size in trained))
     with compat.FakeTensorMode():
-        fakes = [
-            nn.Parameter(torch.empty(shape, dtype=_DTYPES[size], device=device_type), requires_grad=size > 1)
-            for shape, size in trained
-        ]
-        return _tried(_TRIED[name](fakes), fakes) if fakes else OptimizerBytes()
+        return _tried_by_shape(functools.partial(_tried_on, name, device_type), trained)
+
+
+_Shaped = tuple[tuple[int, ...], int]
+"""(shape of a parameter, bytes of an element)."""
+
+
+def _tried_by_shape(tried: Callable[[Sequence[_Shaped]], OptimizerBytes], trained: Sequence[_Shaped]) -> OptimizerBytes:
+    """What `tried` finds for all parameters, from one parameter of each shape.
+
+    State adds up. A step either works on one parameter after the other or on all at once: its bytes are those of the
+    largest, or add up, too. If two of each shape show neither, all parameters are tried.
+    """
+    counts = collections.Counter(trained)
+    if not counts:
+        return OptimizerBytes()
+    alone = {shaped: tried([shaped]) for shaped in counts}
+    steps = [found.step for found in alone.values()]
+    twice = tried([*counts, *counts]).step
+    if twice not in (max(steps), 2 * sum(steps)):
+        return tried(trained)
+    step = max(steps) if twice == max(steps) else sum(alone[shaped].step * count for shaped, count in counts.items())
+    return OptimizerBytes(sum(alone[shaped].state * count for shaped, count in counts.items()), step)
+
+
+def _tried_on(name: str, device_type: str, shapes: Sequence[_Shaped]) -> OptimizerBytes:
+    """What the optimizer of this name needs for some parameters."""
+    fakes = [
+        nn.Parameter(torch.empty(shape, dtype=_DTYPES[size], device=device_type), requires_grad=size > 1)
+        for shape, size in shapes
+    ]
+    return _tried(_TRIED[name](fakes), fakes)
 
 
 def _counted(elements: int, size: int, tensors: int, each: int | None) -> int:
@@ -107,76 +133,36 @@ def _counted(elements: int, size: int, tensors: int, each: int | None) -> int:
 # --- live optimizers --------------------------------------------------------------------------------------------------
 
 
+def held_bytes(model: nn.Module) -> int:
+    """Bytes that a model holds on this rank now: parameters, gradients, buffers, and the state of its optimizers."""
+    total = sum(buffer.nbytes for buffer in model.buffers())
+    for parameter in model.parameters():
+        total += compat.local(parameter).nbytes
+        total += 0 if parameter.grad is None else compat.local(parameter.grad).nbytes
+    return total + sum(state_bytes(optimizer) for optimizer in compat.optimizers_of(model))
+
+
 def bytes_of(optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerBytes:
-    """What live optimizers need: their state as it is, or as it will be while there is none, and their largest step."""
-    known = sum(map(state_bytes, optimizers))
-    tried = [_bytes_of_one(optimizer) for optimizer in optimizers]
-    state = known or sum(found.state for found in tried)
-    return OptimizerBytes(state, max((found.step for found in tried), default=0))
+    """What live optimizers need: their state as it is, or as it will be while there is none, and their largest step.
+
+    An optimizer is known by the name of its class. One that is unknown is counted like AdamW until it has state.
+    """
+    found = [_bytes_of_one(optimizer) for optimizer in optimizers]
+    return OptimizerBytes(sum(each.state for each in found), max((each.step for each in found), default=0))
 
 
 def _bytes_of_one(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
-    """What a copy of an optimizer needs on fake tensors. One that cannot run there is counted, or taken for AdamW."""
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    row = _row_of_bitsandbytes(optimizer)
-    if row is not None:
-        return OptimizerBytes(sum(_counted(compat.local(p).numel(), p.element_size(), *row) for p in trained))
-    if not trained:
-        return OptimizerBytes()
-    try:
-        with compat.FakeTensorMode():
-            copied, fakes = _on_fakes(optimizer)
-            return _tried(copied, fakes)
-    except Exception as error:  # whatever an optimizer does that fake tensors cannot
-        warn_once(
-            log,
-            "hf_ckpt: what %s will need is not known, because it does not run on tensors without values (%s: %s). "
-            "It is counted like AdamW until its state exists.",
-            type(optimizer).__name__,
-            type(error).__name__,
-            error,
-        )
-        local = (compat.local(p) for p in trained)
-        shapes = Weights(tuple((tuple(p.shape), p.element_size(), True) for p in local))
-        return optimizer_bytes(shapes, "adamw")
-
-
-def _row_of_bitsandbytes(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
-    """The row, as in `COUNTED`, of an optimizer of bitsandbytes, whose kernels take no fake tensors; else None."""
-    kind = type(optimizer)
-    if not kind.__module__.startswith("bitsandbytes"):
-        return None
-    name = kind.__name__.lower()
-    tensors = next((count for word, count in (("ademamix", 3), ("adam", 2), ("lamb", 2)) if word in name), 1)
-    bits = getattr(getattr(optimizer, "args", None), "optim_bits", 8 if "8bit" in name else 32)
-    return tensors, bits // 8
-
-
-def _on_fakes(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, Parameters]:
-    """A copy of an optimizer without its hooks and its schedule, with fake parameters and state; and the former."""
-    copied: Any = object.__new__(type(optimizer))
-    hooks: dict[str, Any] = {name: type(value)() for name, value in vars(optimizer).items() if name.endswith("_hooks")}
-    state: dict[Any, Any] = collections.defaultdict(dict)
-    vars(copied).update({**vars(optimizer), **hooks, "state": state, "param_groups": []})
-    vars(copied).pop("step", None)  # a schedule puts a counting one there
-    fakes: Parameters = []
-    for group in optimizer.param_groups:
-        mine = [parameter for parameter in group["params"] if parameter.requires_grad]
-        made = [nn.Parameter(_fake(parameter)) for parameter in mine]
-        copied.param_groups.append({**group, "params": made})
-        fakes += made
-        for parameter, fake in zip(mine, made, strict=True):
-            if parameter in optimizer.state:
-                state[fake] = {name: _fake(value) for name, value in optimizer.state[parameter].items()}
-    return copied, fakes
-
-
-def _fake(value: Any) -> Any:
-    """A fake tensor like this rank's part of a tensor; other values as they are."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    local = compat.local(value)
-    return torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    name = {known.replace("_", ""): known for known in NAMES}.get(type(optimizer).__name__.lower(), "adamw")
+    options = optimizer.defaults
+    if name in ("adam", "adamw") and not options.get("fused"):
+        name = "adamw_torch"
+    elif name == "sgd" and options.get("momentum"):
+        name = "momentum"
+    sizes = Weights(tuple((tuple(p.shape), p.element_size(), True) for p in trained))
+    found = optimizer_bytes(sizes, name, compat.accelerator_type() or "cpu")
+    there = all(parameter in optimizer.state for parameter in trained)
+    return dataclasses.replace(found, state=state_bytes(optimizer)) if optimizer.state and there else found
 
 
 # --- trying an optimizer out ------------------------------------------------------------------------------------------

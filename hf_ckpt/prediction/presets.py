@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 from hf_ckpt.errors import HfCkptError, reason_of, shown
@@ -19,9 +20,12 @@ def presets() -> dict[str, Path]:
 
 def no_model(name: str, error: Exception) -> HfCkptError:
     """Return the error for a name from which no model's config can be read, with what may be given instead."""
+    near = difflib.get_close_matches(name.lower().rpartition("/")[2], presets(), n=2)
+    hint = f"Did you mean {' or '.join(near)}? Else give" if near else "Give"
+    known = "a preset" if near else f"one of {', '.join(presets())}"
     return HfCkptError(
-        f"cannot read a model's config from {shown(name)}: {reason_of(error)}.\nGive a folder, a config.json, "
-        f"a hub id, or one of {', '.join(presets())}."
+        f"cannot read a model's config from {shown(name)}: {reason_of(error)}.\n{hint} a folder, a config.json, "
+        f"a hub id, or {known}."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
@@ -29,6 +30,12 @@ class Run:
         """Bytes that the blocks of earlier stacks made and that are freed when the forward ends."""
         self.released = tracer.released
         self.held = tracer.held
+
+    def copy(self) -> Run:
+        """The same, to gather costs from, which changes `lent_before` and `released`."""
+        copied = copy.copy(self)
+        copied.released = copy.copy(self.released)
+        return copied
 
     def phase(self, what: str, stack: int, block: int) -> Phase:
         """A part of the step, named as in `tracer.Place`; empty where that part was not run."""

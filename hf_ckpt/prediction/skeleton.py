@@ -6,12 +6,13 @@ which kind each of its blocks has; `Skeleton.assembled` makes a model with any s
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ _PUT_ON = (
     *("enable_input_require_grads", "disable_input_require_grads", *compat.ENABLE_NAMES, *compat.DISABLE_NAMES),
     compat.CAPTURING_FLAG,
 )
-# Hooks that a copy goes without: FSDP's refer to process groups, which cannot be copied. A model without weights is
-# neither saved nor loaded, so that the hooks for state dicts go, too.
+# Hooks that a copy goes without: they may refer to what cannot be copied. A model without weights is neither saved nor
+# loaded, so that the hooks for state dicts go, too.
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
@@ -102,6 +103,10 @@ class Skeleton:
     """Parameters outside the blocks."""
     outside_buffers: int
     """Bytes of buffers outside the blocks."""
+    twins: dict[tuple[str, int], list[nn.Module]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """(container of a stack, kind) -> copies of the block of this kind."""
+    runs: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """What `trace.trace_walks` has run -> what that showed."""
 
     @property
     def buffers(self) -> int:
@@ -113,6 +118,17 @@ class Skeleton:
         """The sizes of all parameters of the real model."""
         inside = (stack.kinds[kind].weights.tensors for stack in self.stacks for kind in stack.row)
         return Weights(tuple(itertools.chain(self.outside.tensors, *inside)))
+
+    def _twins(self, stack: StackShape, row: Sequence[int]) -> Iterator[nn.Module]:
+        """A block of each kind in `row`, each with parameters of its own; they serve later rows, too."""
+        used: collections.Counter[int] = collections.Counter()
+        for kind in row:
+            made = self.twins.setdefault((stack.container, kind), [])
+            if used[kind] == len(made):
+                with self.fake, torch.no_grad():
+                    made.append(_twin(stack.kinds[kind].module, self.model))
+            yield made[used[kind]]
+            used[kind] += 1
 
     @contextlib.contextmanager
     def assembled(self, rows: Sequence[Sequence[int]]) -> Iterator[compat.PreTrainedModel]:
@@ -130,16 +146,15 @@ class Skeleton:
                     config.use_cache = False
             for stack, row in zip(self.stacks, rows, strict=True):
                 container: Any = modules[stack.container]
-                with self.fake, torch.no_grad():
-                    container.extend(_twin(stack.kinds[kind].module, self.model) for kind in row)
+                container.extend(self._twins(stack, row))
                 owner = modules[stack.owner]
                 _set_depth(getattr(owner, "config", self.base.config), [stack.kinds[kind] for kind in row])
             yield self.base.train()
         finally:
-            for stack in self.stacks:
-                _empty(modules[stack.container])
             # transformers puts hooks on the blocks that are there, and believes that it has done so for all later ones.
             _strip(self.base)
+            for stack in self.stacks:
+                _empty(modules[stack.container])
             for key, config in configs.items():
                 config.__class__, attributes = before[key]
                 vars(config).clear()
@@ -156,17 +171,13 @@ def skeleton_of(model: nn.Module) -> Skeleton:
     fake = compat.FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     live = dict(plain_modules(found.base))
-    shards = [shard for unit in compat.shard_units(model) for shard in unit.shards]
-    dtypes = {id(shard.parameter): shard.compute for shard in shards}
     with fake, torch.no_grad():
         for module in (found.base, *found.modules.values()):
-            _fake_tensors(module, memo, dtypes)
+            _fake_tensors(module, memo)
         for name in {block.name.rpartition(".")[0] for block in found.blocks}:
             memo[id(live[name])] = nn.ModuleList()
         base = _strip(_copied(found.base, memo, found.model))
         stacks = _stacks(model, found, lambda module: _strip(_copied(module, memo, found.model)))
-        for kind in (kind for stack in stacks for kind in stack.kinds) if shards else ():
-            vars(kind.module)[compat.GATHERED] = True
     inside = {id(parameter) for module in found.modules.values() for parameter in module.parameters()}
     outside = _weights(parameter for parameter in model.parameters() if id(parameter) not in inside)
     held = {id(buffer) for module in found.modules.values() for buffer in module.buffers()}
@@ -289,17 +300,11 @@ def _weights(parameters: Iterable[nn.Parameter]) -> Weights:
     return Weights(tuple((tuple(p.shape), p.element_size(), p.requires_grad) for p in parameters))
 
 
-def _fake_tensors(module: nn.Module, memo: dict[int, Any], dtypes: Mapping[int, torch.dtype] | None = None) -> None:
-    """Fill `memo` with a fake tensor for every parameter and buffer, of the whole shape where they are sharded.
-
-    Args:
-        module: whose tensors are to be replaced in a copy.
-        memo: as `copy.deepcopy` takes it: id of an object -> what stands in its place.
-        dtypes: id of a parameter that is cast when it is gathered -> the type it is cast to.
-    """
+def _fake_tensors(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Fill `memo`, as `copy.deepcopy` takes it, with a fake tensor for every parameter and buffer of a module."""
     for parameter in module.parameters():
         if id(parameter) not in memo:
-            fake = torch.empty(parameter.shape, dtype=(dtypes or {}).get(id(parameter), parameter.dtype))
+            fake = torch.empty(parameter.shape, dtype=parameter.dtype)
             memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     plain = (value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor))
     for tensor in (*module.buffers(), *plain):
@@ -314,22 +319,13 @@ def _twin(module: nn.Module, model: str) -> nn.Module:
 
 
 def _copied(module: nn.Module, memo: dict[int, Any], model: str) -> nn.Module:
-    """A copy with the objects of `memo` in place of the originals, and with the classes from before FSDP2 swapped them.
+    """A copy with the objects of `memo` in place of the originals.
 
     Raises `HfCkptError` where copying fails: the code that runs then is not ours, and may raise anything.
     """
     try:
-        swapped = []
-        for inner in list(_reached(module, memo)):
-            for name, value in vars(inner).items():
-                if name in _HOOKS or name.startswith(compat.COMPOSABLE_STATE):
-                    memo[id(value)] = type(value)()
-            plain = compat.plain_class(inner)
-            if type(inner) is not plain:
-                memo[id(inner)] = plain.__new__(plain)
-                swapped.append(inner)
-        for inner in swapped:
-            vars(memo[id(inner)]).update(copy.deepcopy(vars(inner), memo))
+        for inner in module.modules():
+            memo.update((id(vars(inner)[name]), type(vars(inner)[name])()) for name in _HOOKS)
         copied: nn.Module = copy.deepcopy(module, memo)
         return copied
     except Exception as error:
@@ -337,14 +333,6 @@ def _copied(module: nn.Module, memo: dict[int, Any], model: str) -> nn.Module:
             f"{model} cannot be planned for, because a copy of its {type(module).__name__} without weights cannot be "
             f"made: {type(error).__name__}: {error}"
         ) from error
-
-
-def _reached(module: nn.Module, memo: Mapping[int, Any]) -> Iterator[nn.Module]:
-    """The modules that a copy is made of: `module` and those below it, except those that `memo` replaces."""
-    if id(module) not in memo:
-        yield module
-        for child in module.children():
-            yield from _reached(child, memo)
 
 
 def _strip(copied: nn.Module) -> nn.Module:
@@ -359,3 +347,15 @@ def _strip(copied: nn.Module) -> nn.Module:
 
 def _empty(container: Any) -> None:
     del container[:]
+
+
+def refuse_moved_weights(model: nn.Module) -> None:
+    """Raise `HfCkptError` for a model whose weights `device_map` has put into host memory or on a disk."""
+    found = getattr(find_blocks(model).base, "hf_device_map", None) or {}
+    away = [name for name, place in found.items() if str(place) in ("cpu", "disk")]
+    if away and any(str(place) not in ("cpu", "disk") for place in found.values()):
+        raise HfCkptError(
+            f"`device_map` keeps weights of {', '.join(away[:3])}{' ...' if away[3:] else ''} in host memory or on a "
+            "disk, from where they come again for every forward: such a training cannot be planned for. Take fewer "
+            'bits (load_in_4bit), more devices, or a smaller model, and `device_map={"": 0}`.'
+        )

@@ -1,6 +1,6 @@
 """Puts the memory of a training step together from traced parts, moment by moment. Exact integers, free of torch.
 
-A step is: the generation of what it trains on, where the model itself does that; what runs before the blocks, the
+A step is: what runs before the blocks, the
 blocks' forwards, the head and the loss with their backward, the blocks' backwards in reverse, the backward of what runs
 before them, and the optimizer's step. `Costs` has each part once for
 every kind of block, every action and every action of the block before it, so that a timeline of any depth needs no more
@@ -80,7 +80,8 @@ class Timeline:
         """What fills the peak: name -> bytes. The bytes add up to `peak_bytes`."""
         worst = self.worst
         level, gradients = max(((worst.start_bytes, worst.gradient_bytes), *worst.levels()))
-        saved = min(worst.kept_bytes, level - worst.static_bytes - gradients)  # some of it may be free by then
+        # Some of it may be free by then: all of it in the head, where autocast's copies of weights are freed, too.
+        saved = max(0, min(worst.kept_bytes, level - worst.static_bytes - gradients))
         return {
             "weights and optimizer state": worst.static_bytes,
             "gradients": gradients,
@@ -106,7 +107,6 @@ def timeline(costs: Costs, choice: Choice, accumulated: bool = False) -> Timelin
     if costs.segments:
         return _in_segments(costs, choice, accumulated)
     builder = _Builder(costs, choice, accumulated)
-    builder.add_generation()
     builder.add_forwards()
     builder.add_head()
     builder.add_backwards()
@@ -135,11 +135,6 @@ class _Builder:
         """Bytes of the gradients that the backwards so far finish."""
         self.held = 0
         """Bytes that blocks whose backwards ran so far go on to hold."""
-
-    def add_generation(self) -> None:
-        size = self.costs.static.generation
-        if size and not self.accumulated:
-            self._add("generation", Phase(((size, 0), (0, 0))), self.static, 0)
 
     def add_forwards(self) -> None:
         for stack, chosen in zip(self.costs.stacks, self.choice, strict=True):

@@ -25,8 +25,9 @@ from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.prediction.batches import real_inputs, step_of_model
 from hf_ckpt.prediction.costs import BlockCost, Costs, Phase
 from hf_ckpt.prediction.optimizers import optimizer_for
+from hf_ckpt.prediction.question import Workload
 from hf_ckpt.prediction.trace import PutOn
-from hf_ckpt.prediction.workload import Workload, real_model
+from hf_ckpt.prediction.workload import real_model
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Plan
 

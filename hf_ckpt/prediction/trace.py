@@ -7,7 +7,6 @@ and `timeline` puts it together at any depth.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -26,13 +25,12 @@ from hf_ckpt.errors import HfCkptError, InPlaceError
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
 from hf_ckpt.prediction.costs import Costs, Key, Phase, StackCosts, Static
 from hf_ckpt.prediction.devices import Device
-from hf_ckpt.prediction.ladder import rungs
 from hf_ckpt.prediction.optimizers import OptimizerBytes, optimizer_bytes
 from hf_ckpt.prediction.runs import Run, stack_costs, ways_of
 from hf_ckpt.prediction.skeleton import Skeleton, own_forward
 from hf_ckpt.prediction.tracer import Answers, Tracer
 from hf_ckpt.prediction.walks import Walk, rows_of, walks_of
-from hf_ckpt.spec.actions import ACTIONS, KEEP, Action, candidates, finer
+from hf_ckpt.spec.actions import ACTIONS, KEEP, Action, candidates
 from hf_ckpt.spec.plan import Plan
 
 
@@ -67,14 +65,21 @@ class Step:
     reference: str | None = None
     """Where the loss takes a reference from, a name in `choices.REFERENCES`: a pass without gradients, behind the
     forward. None, and `precomputed`, for no such pass."""
-    float32_outputs: bool = False
-    """Whether the outputs are cast to float32 before the loss is taken from them, as accelerate does under autocast."""
 
     @property
     def tokens(self) -> int:
         """Tokens of the micro-step: sequences times tokens of the largest integer input of [sequences, tokens]."""
         sizes = [value.numel() for value in self.batch.values() if _is_ids(value)]
         return max(sizes, default=0)
+
+    @property
+    def looks(self) -> tuple[object, ...]:
+        """What a trace of it depends on: equal for two micro-steps whose traces are the same."""
+        batch = tuple(
+            (name, (value.shape, value.dtype) if isinstance(value, torch.Tensor) else repr(value))
+            for name, value in self.batch.items()
+        )
+        return batch, self.padded, self.autocast, self.loss, self.forward, self.reference
 
 
 def trace_costs(
@@ -101,12 +106,11 @@ def trace_costs(
 
     Raises `HfCkptError` where the model cannot run on fake tensors.
     """
-    actions = actions_for(skeleton, step, device) if actions is None else actions
+    actions = actions_for() if actions is None else actions
     stacks = skeleton.stacks
     choices = [_choices(kinds_frozen, len(actions)) for kinds_frozen in ([k.frozen for k in s.kinds] for s in stacks)]
     trace = functools.partial(trace_walks, skeleton, step=step, device=device, actions=actions, put_on=put_on, mlp=mlp)
-    apart = [number for number, action in enumerate(actions) if action in finer()]
-    short = [walks_of(stack.row, choice, apart) for stack, choice in zip(stacks, choices, strict=True)]
+    short = [walks_of(stack.row, choice) for stack, choice in zip(stacks, choices, strict=True)]
     whole = [rows_of(stack.row, choice) for stack, choice in zip(stacks, choices, strict=True)]
     runs = _runs(short, whole, trace, on_progress)
     for number in range(len(stacks)):  # what no block ever keeps is freed under every plan
@@ -196,61 +200,18 @@ def chunked_head(costs: Costs, skeleton: Skeleton, step: Step, device: Device, h
     return dataclasses.replace(costs, head=dict.fromkeys(costs.head, (forward, backward)), head_tokens=head)
 
 
-def actions_for(skeleton: Skeleton, step: Step, device: Device, *, compiled: bool = False) -> tuple[Action, ...]:
-    """The actions that a plan for this model chooses from; those that keep most come first.
+def actions_for(*, compiled: bool = False) -> tuple[Action, ...]:
+    """Return the actions that a plan chooses from; those that keep most come first.
 
-    Beside those of every plan these are the few of the finer ones that pay, by a trace of one short model in which each
-    of them has one block of every stack. There are none for a model that does not run as a short one.
-
-    Args:
-        skeleton: of the model.
-        step: the micro-step to run.
-        device: whose row says how long operations take.
-        compiled: whether blocks are compiled.
-
-    Raises `HfCkptError` where compiled blocks cannot be traced with this version of transformers.
+    `compiled` says whether blocks are compiled. Raises `HfCkptError` where compiled blocks cannot be traced with this
+    version of transformers.
     """
     if compiled and not compat.HOOKS_STAY_OUTSIDE:
         raise HfCkptError(
             "this version of transformers checkpoints a block together with the hooks that are on it, which cannot be "
             "traced as compiled blocks. Give a `share`, leave `compile` out, or use transformers 5.23."
         )
-    stacks = skeleton.stacks
-    always = candidates(compiled=compiled)
-    every = (*always, *finer())
-    kinds = [next((kind for kind in _most_often(stack.row) if not stack.kinds[kind].frozen), None) for stack in stacks]
-    if compiled or all(kind is None for kind in kinds):
-        return always
-    walks = [_past_all(stack.row, kind, len(every)) for stack, kind in zip(stacks, kinds, strict=True)]
-    try:
-        run = trace_walks(skeleton, walks, step, device, every)
-    except CannotTraceError:
-        return always
-    steps = []
-    for number, (stack, kind) in enumerate(zip(stacks, kinds, strict=True)):
-        first = len(walks[number]) - len(every) - 1
-        if kind is not None:
-            steps.append([(stack.row.count(kind), *run.cost(number, first + place)) for place in range(len(every))])
-    chosen = rungs(steps, len(always))
-    return tuple(every[number] for number in chosen)
-
-
-def _most_often(row: Sequence[int]) -> list[int]:
-    """The kinds of a stack's blocks; those of most blocks come first."""
-    return [kind for kind, _ in collections.Counter(row).most_common()]
-
-
-def _past_all(row: Sequence[int], kind: int | None, actions: int) -> Walk:
-    """A walk with a block of one kind under each of so many actions, behind what the stack has before such blocks.
-
-    The first action comes once more before them, and the last one behind them, since blocks at the ends of a stack
-    differ. Without a kind, it is one block of each kind under the first action.
-    """
-    kinds = list(dict.fromkeys(row))
-    before = [(found, 0) for found in (kinds if kind is None else kinds[: kinds.index(kind)])]
-    if kind is None:
-        return tuple(before)
-    return (*before, (kind, 0), *((kind, number) for number in range(actions)), (kind, actions - 1))
+    return candidates(compiled=compiled)
 
 
 def _choices(frozen: Sequence[bool], actions: int) -> tuple[tuple[int, ...], ...]:
@@ -269,7 +230,7 @@ def trace_walks(
     head: int | str = "full",
     mlp: int | str = "full",
 ) -> Run:
-    """Run the short model whose stacks follow `walks`, forward and backward.
+    """Run the short model whose stacks follow `walks`, forward and backward; what was run before is not run again.
 
     Args:
         skeleton: of the model.
@@ -283,6 +244,23 @@ def trace_walks(
 
     Raises `CannotTraceError` where the model does not run on fake tensors.
     """
+    asked = tuple(map(tuple, walks)), step.looks, device, tuple(actions), put_on, head, mlp
+    if asked not in skeleton.runs:
+        skeleton.runs[asked] = _trace_walks(skeleton, walks, step, device, actions, put_on, head, mlp)
+    found: Run = skeleton.runs[asked]
+    return found.copy()
+
+
+def _trace_walks(
+    skeleton: Skeleton,
+    walks: Sequence[Walk],
+    step: Step,
+    device: Device,
+    actions: Sequence[Action],
+    put_on: PutOn,
+    head: int | str,
+    mlp: int | str,
+) -> Run:
     rows = [[kind for kind, _ in walk] for walk in walks]
     with skeleton.assembled(rows) as model, contextlib.ExitStack() as stack:
         found = find_blocks(model)
@@ -402,8 +380,6 @@ def _loss(model: nn.Module, inputs: Mapping[str, Any], step: Step, tracer: Trace
         off = compat.adapters_off(model) if step.reference == "adapters-off" else contextlib.nullcontext()
         with tracer.beside_the_step(), torch.no_grad(), off:
             held = _outputs(model, inputs, step)
-    if step.float32_outputs:
-        outputs = compat.float32_outputs(outputs)
     loss: torch.Tensor = step.loss(outputs) if step.loss is not None else outputs.loss
     del held
     return loss

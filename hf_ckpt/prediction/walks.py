@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hf_ckpt.prediction.costs import Key
 
@@ -15,7 +15,7 @@ Walk = tuple[Key, ...]
 """The blocks of one stack of a short model, in the order in which they run: (kind, action) of each."""
 
 
-def walks_of(row: Sequence[int], choices: Sequence[Sequence[int]], apart: Collection[int] = ()) -> list[Walk]:
+def walks_of(row: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Walk]:
     """Walks that together show how each key of a stack behaves: first, last, and behind every other.
 
     Every kind that comes first or last in the stack does so under each of its actions. Where blocks of one kind follow
@@ -25,9 +25,8 @@ def walks_of(row: Sequence[int], choices: Sequence[Sequence[int]], apart: Collec
     Args:
         row: the kind of each block of the real stack.
         choices: kind -> its actions, as positions in `Costs.actions`.
-        apart: actions that need to be shown only behind and before themselves and their neighbours in `choices`.
     """
-    steps = _steps(row, choices, apart)
+    steps = _steps(row, choices)
     starts: list[Key] = [(row[0], action) for action in choices[row[0]]]
     if len(row) == 1:
         return [(key,) for key in starts]
@@ -81,9 +80,7 @@ def rows_of(row: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Walk]:
     return [tuple((kind, choices[kind][min(n, len(choices[kind]) - 1)]) for kind in row) for n in range(most)]
 
 
-def _steps(
-    row: Sequence[int], choices: Sequence[Sequence[int]], apart: Collection[int]
-) -> collections.defaultdict[Key, list[Key]]:
+def _steps(row: Sequence[int], choices: Sequence[Sequence[int]]) -> collections.defaultdict[Key, list[Key]]:
     """Key -> the keys that have to follow it in some walk; empty for a key that nothing follows."""
     pairs = set(itertools.pairwise(row))
     steps: collections.defaultdict[Key, list[Key]] = collections.defaultdict(list)
@@ -91,8 +88,6 @@ def _steps(
         here, there = choices[kind], choices[following]
         wide = kind == following or (following, following) not in pairs
         for number, place in itertools.product(range(len(here)), range(len(there))):
-            if abs(number - place) > 1 and not {here[number], there[place]}.isdisjoint(apart):
-                continue
             if wide or place % len(here) == number or number % len(there) == place:
                 steps[kind, here[number]].append((following, there[place]))
     return steps

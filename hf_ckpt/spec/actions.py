@@ -7,23 +7,10 @@ pictures read these records; nothing else lists the actions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
-WIDTHS = ("narrow", "square", "wide")
-"""The parts of the class `linear`: layers whose result has fewer, as many, or more features than what they are given.
-Computing a result of so many features costs the less, the fewer features the layer is given."""
-CHEAP_CLASSES = ("norm", "elementwise")
-"""Classes of cheap results: those of norms, and those of all other cheap operations."""
-SAVE_CLASSES = ("linear", *WIDTHS, "attention", *CHEAP_CLASSES)
-"""Classes of operations whose results `selective` may save."""
-DEFAULT_SAVE = ("linear", "attention")
-"""The classes that `selective` saves where nothing is said."""
-
-
-def save_classes(names: Collection[str]) -> tuple[str, ...]:
-    """Return classes for `save` in the order of `SAVE_CLASSES`, each once; all of `WIDTHS` together are `linear`."""
-    found = {*names, *(("linear",) if {*WIDTHS} <= {*names} else ())}
-    return tuple(name for name in SAVE_CLASSES if name in found and not ("linear" in found and name in WIDTHS))
+SAVE_CLASSES = ("linear", "attention")
+"""Classes of operations whose results `selective` may save; it saves both unless told otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +39,9 @@ class Action:
 
 
 KEEP = Action("keep")
-SELECTIVE = Action("selective", DEFAULT_SAVE)
+SELECTIVE = Action("selective", SAVE_CLASSES)
 FULL = Action("full")
+FULL_SELECTIVE = Action("full+selective", SAVE_CLASSES)
 OFFLOAD = Action("offload")
 COMPILED = Action("compiled", share=0.0)
 
@@ -78,17 +66,11 @@ class ActionKind:
     """Fields of `Action`, beside `kind`, that this action may have."""
     candidates: tuple[Action, ...] = ()
     """The forms of this action that a plan for a budget chooses from. Their costs are found by tracing them."""
-    finer: tuple[Action, ...] = ()
-    """Further forms, of which a plan for a budget may choose those that pay for the model at hand: a trace of one block
-    under each of them shows which these are."""
     compiles: bool = False
     """Whether the block is compiled. Either all blocks of a plan for a budget are, or none."""
     offloads: Mapping[Action, Action] = dataclasses.field(default_factory=dict)
     """Form of this action that holds tensors in host memory -> the action that keeps the same tensors on the device.
     The costs of the first are those of the second and the time of the copies."""
-    lighter: Mapping[Action, Action] = dataclasses.field(default_factory=dict)
-    """Form of this action -> the action that keeps the same tensors from forward to backward, but whose backward needs
-    more memory. The costs of the first are those of the second but for the backward, which is traced by itself."""
     next: Action | None = None
     """What a block with this action gets when a step has run out of memory; it needs less. None where nothing does."""
     next_in_words: str = ""
@@ -117,29 +99,13 @@ ACTIONS: dict[str, ActionKind] = {
             hooks="hf_ckpt.engines.rebuild.region:hooks",
             options=("save", "moved"),
             candidates=(SELECTIVE, Action("selective", ("attention",))),
-            finer=tuple(
-                Action("selective", save)
-                for save in (
-                    ("linear", "attention", "norm", "elementwise"),
-                    ("linear", "attention", "norm"),
-                    ("linear",),
-                    ("narrow", "square", "attention"),
-                    ("narrow", "square"),
-                    ("narrow",),
-                )
-            ),
             offloads={dataclasses.replace(SELECTIVE, moved=True): SELECTIVE},
             next=FULL,
             next_in_words="`full` for `selective` blocks",
             colours={
-                "selective (save linear, attention, norm, elementwise)": "#1d6b4f",
-                "selective (save linear, attention, norm)": "#3a8a5c",
                 "selective (save linear, attention)": "#55a868",
                 "selective (save linear)": "#8fbf9f",
-                "selective (save narrow, square, attention)": "#86c07f",
-                "selective (save narrow, square)": "#9fcf92",
                 "selective (save attention)": "#b5d99c",
-                "selective (save narrow)": "#cfe8bd",
                 "selective (save linear, attention in host memory)": "#da8bc3",
             },
         ),
@@ -157,9 +123,9 @@ ACTIONS: dict[str, ActionKind] = {
         ActionKind(
             "full+selective",
             keeps="the block's inputs; of the block that is run again in backward, what `selective` keeps",
-            engine="hf_ckpt.engines.rebuild.inside:make",
+            engine="hf_ckpt.engines.rebuild.full_selective:make",
             options=("save",),
-            lighter={Action("full+selective", DEFAULT_SAVE): FULL},
+            candidates=(FULL_SELECTIVE,),
             next=OFFLOAD,
             next_in_words="hidden states in host memory",
             colours={
@@ -203,11 +169,6 @@ def candidates(*, compiled: bool = False) -> tuple[Action, ...]:
     return tuple(action for record in records for action in record.candidates)
 
 
-def finer() -> tuple[Action, ...]:
-    """Return the actions that a plan for a budget may choose from beside `candidates`, where they pay for a model."""
-    return tuple(action for record in ACTIONS.values() for action in record.finer)
-
-
 def offloads() -> dict[Action, Action]:
     """Return, for actions that keep tensors on the device, the action that holds the same tensors in host memory.
 
@@ -215,11 +176,6 @@ def offloads() -> dict[Action, Action]:
     """
     records = reversed(ACTIONS.values())
     return {kept: moved for record in records for moved, kept in record.offloads.items()}
-
-
-def lighter() -> dict[Action, Action]:
-    """Return, for actions whose backward needs less memory than another's that keeps as much, that other action."""
-    return {action: like for record in ACTIONS.values() for action, like in record.lighter.items()}
 
 
 def colour_of(action: Action | str) -> str:

@@ -32,14 +32,19 @@ class Description:
     """Class of an operation, or of a module that is run again -> bytes of its results that `selective` dropped in the
     last forward, summed over the blocks."""
     kept: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Name of an autograd node -> bytes of its results that `selective` kept in the last forward, summed over the
-    blocks; parameters are left out."""
+    """Module or operation (`down_proj`, `gate_proj * up_proj`) -> bytes of its results that `selective` kept in the
+    last forward, summed over the blocks; parameters are left out."""
     kept_to_rebuild: dict[str, int] = dataclasses.field(default_factory=dict)
     """The part of `kept` that autograd itself would not hold. Without `selective`, autograd would hold the rest of
     `kept`, and all of `dropped`."""
     plans: dict[str, Plan] = dataclasses.field(default_factory=dict)
     """Under `budget` and `auto`: the batch shape that a plan was made for, in words -> the plan. A batch takes the one
     of its bucket; `plan` is that of the last batch."""
+    costs: tuple[tuple[str, int, float | None], ...] = ()
+    """Under `budget` and `auto`, what measured steps have shown of a block of the most usual kind under each action:
+    (action, bytes kept, time of forward and backward as a share of that under `full`; None where it was not timed)."""
+    measured_bytes: int | None = None
+    """Under `budget` and `auto`, the real peak of the first step of the plan; None where it was not measured."""
     moved: dict[str, int] = dataclasses.field(default_factory=dict)
     """Block name -> bytes that its last forward moved to host memory."""
     chunked_heads: int = 0
@@ -67,9 +72,15 @@ class Description:
             within = "" if predicted.budget_bytes is None else f" within {format_bytes(predicted.budget_bytes)}"
             seconds = format_seconds(predicted.step_seconds)
             lines.append(f"  predicted: peak {format_bytes(predicted.peak_bytes)}{within}, step {seconds}")
+        if self.measured_bytes is not None:
+            lines.append(f"  measured: peak {format_bytes(self.measured_bytes)} in the first step of this plan")
         if len(self.plans) > 1:
             lines.append(f"  plans for batches of {len(self.plans)} sizes:")
             lines += [f"    {shape}: {_in_a_line(plan)}" for shape, plan in self.plans.items()]
+        if self.costs:
+            lines.append("  measured here, for one block: bytes kept, and time as a share of that under `full`")
+            for action, kept, share in self.costs:
+                lines.append(f"    {action}: {format_bytes(kept)}, {'not timed' if share is None else f'{share:.2f}'}")
         if self.frozen:
             lines.append(
                 f"  kept in effect: {len(self.frozen)} blocks below the first trainable parameter save nothing"

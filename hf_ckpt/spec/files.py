@@ -157,8 +157,11 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def append_line(path: str | Path, line: str) -> None:
-    """Add a line to the end of a file, whole or not at all. Raises `FileError` where it cannot be written."""
+    """Add a line to the end of a regular file, whole or not at all. Raises `FileError` where it cannot be written."""
     data = line.encode() + b"\n"
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        # Not opened, because opening a pipe waits for a reader. Opening a directory is an error.
+        raise FileError(f"{str(path)!r} cannot be written: it is no regular file.")
     try:
         with open(path, "ab", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import FileError, PlanMismatchError, shown
-from hf_ckpt.spec.actions import ACTIONS, COMPILED, SAVE_CLASSES, Action, save_classes
+from hf_ckpt.spec.actions import ACTIONS, COMPILED, SAVE_CLASSES, Action
 from hf_ckpt.spec.files import (
     LARGEST_BYTES,
     LARGEST_YAML_BYTES,
@@ -314,4 +314,10 @@ def _read_action(row: Mapping[str, Any]) -> Action:
         if given and option not in ACTIONS[kind].options:
             owners = " or ".join(f"`{record.name}`" for record in ACTIONS.values() if option in record.options)
             raise ValueError(f"{block} has `{option}`, which goes with {owners}, but its action is `{kind}`")
-    return Action(kind, save_classes(save), segment, moved, None if share is None else float(share))
+    return Action(
+        kind,
+        tuple(name for name in SAVE_CLASSES if name in save),
+        segment,
+        moved,
+        None if share is None else float(share),
+    )

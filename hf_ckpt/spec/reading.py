@@ -9,14 +9,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import shown
-from hf_ckpt.spec.actions import ACTIONS, SAVE_CLASSES, save_classes
+from hf_ckpt.logs import warn_once
+from hf_ckpt.spec.actions import ACTIONS, SAVE_CLASSES
 from hf_ckpt.units import UnitError, parse_budget, parse_bytes
+
+log = logging.getLogger(__name__)
 
 _OTHERS = (record.name for record in ACTIONS.values() if record.is_policy and record.name != "full")
 POLICIES = ("none", "full", *_OTHERS, "budget", "auto")
@@ -87,9 +91,14 @@ def unknown_key(key: object, known: Sequence[str] | Mapping[str, Any], reasons: 
     if reasons and key in reasons:
         return f"`{key}` {reasons[str(key)]}"
     name = shown(key, 60, quoted=False)
-    near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
+    near = similar_keys(key, known)
     hint = f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else f"; known: {', '.join(known)}."
     return f"`{name}` is not a key of the spec{hint}"
+
+
+def similar_keys(key: object, known: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """Return the known keys, two at most, that a key may be a misspelling of, the most similar first."""
+    return difflib.get_close_matches(shown(key, 60, quoted=False), list(known), n=2, cutoff=0.6)
 
 
 def one_of(*allowed: object) -> Callable[[Any], Any]:
@@ -110,14 +119,15 @@ def one_of(*allowed: object) -> Callable[[Any], Any]:
 
 
 def _read_reentrant(value: Any) -> bool:
-    if value is False:
-        return False
     if value is True:
-        raise ValueError(
-            "must be false, but is True instead: reentrant checkpointing drops gradients of adapters whose input needs "
-            "none, ignores keyword inputs and cannot stop a recomputation early"
+        warn_once(
+            log,
+            "hf_ckpt recomputes non-reentrantly: same gradients, fewer conditions. `use_reentrant=True` changes "
+            "nothing.",
         )
-    raise ValueError(f"must be false, but is {shown(value)} instead")
+    if value is True or value is False:
+        return False
+    raise ValueError(f"must be true or false, but is {shown(value)} instead")
 
 
 def _read_every(value: Any) -> int:
@@ -187,7 +197,7 @@ def _read_save(value: Any) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not names or not all(name in SAVE_CLASSES for name in names):
         raise ValueError(f"must be a list out of {list(SAVE_CLASSES)}, but is {shown(value)} instead")
-    return save_classes(names)
+    return tuple(name for name in SAVE_CLASSES if name in names)
 
 
 def _read_share(value: Any) -> float | None:
@@ -261,7 +271,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "offload": one_of(False, True, "saved"),
     "rules": _read_rules,
     "engine": one_of(*ENGINES),
-    "preserve_rng_state": one_of("auto", True, False),
+    "preserve_rng_state": one_of(True, False),
     "determinism_check": one_of("default", "none"),
     "use_reentrant": _read_reentrant,
     "head": _read_tokens,

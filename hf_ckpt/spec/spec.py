@@ -11,17 +11,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import SpecError, shown
-from hf_ckpt.spec.actions import CHEAP_CLASSES, DEFAULT_SAVE
+from hf_ckpt.spec.actions import SAVE_CLASSES
 from hf_ckpt.spec.files import load_yaml, parse_values, read_bytes
-from hf_ckpt.spec.reading import POLICIES, READERS, SAVING, Layers, Rule, saving_policies, unknown_key
+from hf_ckpt.spec.reading import (
+    POLICIES,
+    READERS,
+    SAVING,
+    Layers,
+    Rule,
+    saving_policies,
+    similar_keys,
+    unknown_key,
+)
 
 PLANNED_POLICIES = ("budget", "auto")
-"""Policies whose plan is made for the first batch of the training."""
+"""Policies whose plan is made in the first steps of the training."""
 SELECTING_KEYS = frozenset(
     {"policy", "save", "every_n_layers", "layers", "segments", "budget", "host_budget", "offload", "rules", "plan"}
     | {"compile", "share"}
@@ -44,7 +54,7 @@ class Spec:
     policy: str = "full"
     """What blocks get: `none`, `full`, `selective`, `full+selective` or `offload`; `budget` and `auto` choose for each
     block."""
-    save: tuple[str, ...] = DEFAULT_SAVE
+    save: tuple[str, ...] = SAVE_CLASSES
     """For `selective`: the classes of operations whose results are kept, out of `SAVE_CLASSES`; for `full+selective`,
     those that a recomputation keeps."""
     every_n_layers: int = 1
@@ -65,12 +75,12 @@ class Spec:
     """Exceptions to `policy`; of several that match a block, the last wins."""
     engine: str = "auto"
     """For `selective`: `rebuild`, `sac`, or `auto`, which is `rebuild` in eager mode and `sac` under torch.compile."""
-    preserve_rng_state: bool | str = "auto"
-    """Whether a recomputation draws the random numbers of the forward: `True`, `False`, or `auto`, which is `True`."""
+    preserve_rng_state: bool = True
+    """Whether a recomputation draws the random numbers of the forward."""
     determinism_check: str = "default"
     """What `torch.utils.checkpoint` compares after a recomputation: `default` for shapes and types, or `none`."""
     use_reentrant: bool = False
-    """Only `False` is accepted: blocks are always checkpointed without reentrant autograd."""
+    """Always `False`: blocks are recomputed non-reentrantly, also where `True` is asked for, which gives a warning."""
     head: int | str = "full"
     """`full` to run the head as a whole; a number to run it and its loss in chunks of so many tokens; `auto` to let
     hf_ckpt choose the number."""
@@ -106,7 +116,7 @@ class Spec:
 
     @property
     def is_planned(self) -> bool:
-        """Whether the plan is made for the first batch of the training, as with `budget` and `auto`."""
+        """Whether the plan is made in the first steps of the training, as with `budget` and `auto`."""
         return self.policy in PLANNED_POLICIES
 
     def to_dict(self) -> dict[str, Any]:
@@ -208,26 +218,32 @@ def _from_mapping(given: Any, source: str | None) -> Spec:
         )
     problems: list[str] = []
     values: dict[str, Any] = {}
+    broken: set[str] = set()
+    """Keys whose value is not known, because it was refused or because the key is misspelt."""
     unknown = 0
     for key, value in given.items():
         reader = READERS.get(key)
         if reader is None:
             unknown += 1
+            broken.update(similar_keys(key, READERS))
             if unknown <= _MOST_UNKNOWN:
                 problems.append(unknown_key(key, READERS, _FOREIGN_KEYS))
             continue
         try:
             values[key] = reader(value)
+            continue
         except ValueError as error:
-            problems.append(f"`{key}` {error}.")
+            problems.append(f"`{key}` {error}.".replace("?.", "?"))
         except RecursionError:
             problems.append(f"`{key}` is nested too deep.")
+        broken.add(key)
     if unknown > _MOST_UNKNOWN:
         problems.append(f"{unknown - _MOST_UNKNOWN} further keys are not keys of the spec.")
     if "policy" not in given:
         values["policy"] = _implied_policy(values)
     spec = Spec(**{key: value for key, value in values.items() if value is not None})
-    problems += _conflicts(spec, given)
+    # A conflict with a key whose value is not known would follow from a mistake that is told already.
+    problems += [text for text in _conflicts(spec, given) if broken.isdisjoint(re.findall(r"\w+", text))]
     if problems:
         raise SpecError(problems, source)
     return spec
@@ -277,13 +293,7 @@ def _budget_checks(spec: Spec) -> _Checks:
 
 def _selective_checks(spec: Spec, given: Mapping[str, Any], policies: set[str], planned: set[str]) -> _Checks:
     """Check the keys of `selective`: `save` and `engine`."""
-    saves = {name for save in (spec.save, *(rule.save or () for rule in spec.rules)) for name in save}
     return [
-        (
-            spec.engine == "sac" and not saves.isdisjoint(CHEAP_CLASSES),
-            f"`save` of {' and '.join(f'`{name}`' for name in CHEAP_CLASSES)} needs the rebuild engine: SAC saves the "
-            "results of linear layers and of attention only.",
-        ),
         (
             "save" in given and not ({*SAVING} | planned) & policies,
             f"`save` goes with {saving_policies()}, but policy is {spec.policy!r}.",

@@ -10,22 +10,19 @@ saving:
 | `memory/peak_gib` | GiB | the largest memory use in the window, on the rank that used most |
 | `memory/reserved_gib` | GiB | the most that the allocator took from the device; on accelerators only |
 | `memory/head_gib` | GiB | the head's output (logits), where a head was found; loss and gradient need a multiple |
-| `memory/head_share` | 0 to 1 | `head_gib` over `peak_gib`: the least that no policy on blocks can save |
 | `memory/predicted_gib` | GiB | the largest peak that was predicted for a plan of `budget` or `auto` in the window |
-| `memory/prediction_error` | 1 | measured over predicted peak, less 1 (on a CPU: without memory that is not tensors) |
+| `memory/prediction_error` | 1 | measured over predicted peak, less 1; on accelerators, whose meter counts tensors |
 | `plan/bucket` | tokens | size of the batches that the last step's plan was made for; only with `budget` and `auto` |
 | `time/step_s` | s | wall time of a step with its data loading, on the slowest rank |
 | `time/tokens_per_s` | 1/s | tokens in `input_ids` of all ranks; `time/samples_per_s` where inputs cannot be seen |
-| `time/recompute_share` | 0 to 1 | the share of the time spent running blocks again; only while a plan is enabled |
+| `time/recompute_share` | 0 to 1 | the share of the time spent recomputing blocks; only while a plan is enabled |
 """
 
 from __future__ import annotations
 
-import collections
 import json
 import logging
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +34,19 @@ from transformers.trainer_callback import DefaultFlowCallback
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
 from hf_ckpt.attach.record import Installation, installation
+from hf_ckpt.attach.watch import watch_calls
+from hf_ckpt.console import make_console, print_beside_bars
 from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.errors import NoBlocksError, PlanLostError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.measure.clocks import RecomputeClock, TrainingClock
 from hf_ckpt.measure.memory import PeakMeter, peak_meter
 from hf_ckpt.models.blocks import base_model, find_blocks, head_module
-from hf_ckpt.planner.buckets import Planned
-from hf_ckpt.spec.files import append_line, replacing
+from hf_ckpt.spec.files import append_line
 from hf_ckpt.spec.plan import Plan
-from hf_ckpt.training.guard import SNAPSHOT_FILE, runs_again
-from hf_ckpt.training.summary import print_training_summary
-from hf_ckpt.units import format_bytes, to_gib
+from hf_ckpt.training.guard import runs_again
+from hf_ckpt.training.session import Planned
+from hf_ckpt.units import GIB, format_bytes, format_percent, format_seconds, to_gib
 
 log = logging.getLogger(__name__)
 
@@ -70,18 +68,15 @@ class MemoryTimeCallback(TrainerCallback):
     `hf_ckpt_metrics.jsonl` in the output folder.
 
     Args:
-        snapshot_on_oom: write the CUDA allocator's snapshot to the output folder when memory runs out. Every allocation
-            is recorded for it from the start of training, which costs some time.
         summary: print a table at the end of training.
 
     At the first step the callback checks that every planned block still carries its function, and raises
     `PlanLostError` if one does not. It warns once when the logits fill much of the memory, which a plan on blocks
-    cannot change. It logs how far the measured peak is from the predicted one; on a CPU the resident size of a process
-    includes memory that the C allocator keeps after it was freed. Plans are corrected by measured steps without it.
+    cannot change. On an accelerator it logs how far the measured peak is from the predicted one; on a CPU the peak is
+    that of the process, which cannot be compared with bytes of tensors.
     """
 
-    def __init__(self, *, snapshot_on_oom: bool = False, summary: bool = True) -> None:
-        self.snapshot_on_oom = snapshot_on_oom
+    def __init__(self, *, summary: bool = True) -> None:
         self.summary = summary
         self._handles: list[Any] = []
         self._forget()
@@ -94,18 +89,19 @@ class MemoryTimeCallback(TrainerCallback):
         self._clock = TrainingClock()
         self._recompute = RecomputeClock()
         self._meter: PeakMeter | None = None
-        self._peak: float | None = None
-        self._reserved: float | None = None
-        self._tokens = _TokenCounter()
-        self._head: _HeadBytes | None = None
         self._checked = False
         self._windows: list[Metrics] = []
-        self._told: list[Plan] = []
+        self._counts = _Counts()
+        self._written: list[Plan] = []
         """The plans that were written to the metrics file."""
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._peak: float | None = None
+        self._reserved: float | None = None
+        self._counts.tokens = self._counts.head_bytes = 0
         self._used: list[Planned] = []
-        """The plans of the window's micro-steps, each once."""
-        self._steps_of: collections.Counter[str] = collections.Counter()
-        """The batch shape that a plan was made for -> steps that ended with it."""
+        """The plans of the window's micro-steps, the last one last."""
 
     # --- events, which the Trainer calls ---
 
@@ -117,43 +113,41 @@ class MemoryTimeCallback(TrainerCallback):
         self._go_before_reporters()
         model: nn.Module = kwargs["model"]
         self._meter = peak_meter()
-        self._handles.append(model.register_forward_pre_hook(self._tokens, with_kwargs=True))
-        record = _record(model)
+        self._handles += watch_calls(model, before=self._counts.see_model)
         head = _head(model)
         if head is not None:
-            self._head = _HeadBytes()
-            self._handles.append(head.register_forward_hook(self._head))
+            self._handles += watch_calls(head, after=self._counts.see_head)
+        record = _record(model)
         if record is not None and not record.enabled and record.plan.active():
             log.warning(
                 "hf_ckpt is installed on this model, but not enabled: pass activation_checkpointing=True (formerly "
                 "gradient_checkpointing=True) to TrainingArguments, or call model.gradient_checkpointing_enable()."
             )
-        if self.snapshot_on_oom:
-            self._prepare_snapshot(Path(args.output_dir or ".") / SNAPSHOT_FILE)
+        plan = _enabled_plan(record)
         self._write(
             args,
             state,
-            {
-                "event": "start",
-                "step": state.global_step,
-                "memory_source": self._meter.source,
-                "world_size": args.world_size,
-                "spec": record.spec.to_dict() if record else None,
-                "plan": record.plan.to_dict() if record and record.enabled else None,
-            },
+            "start",
+            memory_source=self._meter.source,
+            world_size=args.world_size,
+            spec=record.spec.to_dict() if record else None,
+            plan=None if plan is None else plan.to_dict(),
         )
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check the plan where that is due, and start the clock if it stands still.
+        """Check the plan at the first step, and start the clock if it stands still.
 
-        Raises `PlanLostError` at the first step where a planned block no longer carries its function.
+        Raises `PlanLostError` if a planned block no longer carries its function.
         """
         record = _record(kwargs["model"])
         if record is not None:
             if not self._checked:
-                self._check(kwargs["model"])
+                self._checked = True
+                lost = lost_blocks(kwargs["model"])
+                if lost:
+                    raise PlanLostError(lost)
             record.functions.observe(self._recompute.observer())  # at every step: an enable call may have made others
         if not self._clock.running and self._meter is not None:
             self._meter.reset()
@@ -163,14 +157,12 @@ class MemoryTimeCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Write down a plan that was made for a micro-step."""
-        self._tell_plan(args, state, kwargs["model"])
+        self._note_plan(args, state, kwargs["model"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step, and write down a plan that was made in it."""
         self._clock.count_step()
-        self._tell_plan(args, state, kwargs["model"])
-        if self._used:
-            self._steps_of[str(self._used[-1].shape)] += 1
+        self._note_plan(args, state, kwargs["model"])
         if not control.should_log:  # else `on_log` comes first, and waits for the accelerator
             self._pause_for_others(control)
 
@@ -197,24 +189,23 @@ class MemoryTimeCallback(TrainerCallback):
         self._pause_for_others(control)
         if metrics is None:
             return
-        self._windows.append(metrics)
         known = {key: value for key, value in metrics.items() if value is not None}  # reporters cannot take None
         logs.update(known)
         if state.log_history:
             state.log_history[-1].update(known)
-        self._write(args, state, {"event": "log", "step": state.global_step, **metrics})
+        self._write(args, state, "log", **metrics)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write and print the summary of the run, and let go of the model."""
+        """Write and print the summary of the run, with the steps since the last log, and let go of the model."""
         record = _record(kwargs["model"])
+        if self._clock.steps:
+            self._take_window(args, kwargs["model"])
         summary = _summarise(self._windows)
-        batches = {"batches": dict(self._steps_of)} if self._steps_of else {}
-        self._write(args, state, {"event": "end", "step": state.global_step, **summary, **batches})
+        self._write(args, state, "end", **summary)
         if self.summary and state.is_world_process_zero and self._meter is not None and self._windows:
-            plan = record.plan if record is not None and record.enabled else None
-            print_training_summary(summary, self._meter.source, plan)
+            _print_summary(summary, self._meter, _enabled_plan(record))
         if record is not None:
             record.functions.observe(None)
         self._forget()
@@ -232,143 +223,141 @@ class MemoryTimeCallback(TrainerCallback):
         place = flow[0] + 1 if flow else 0
         handler.callbacks[:] = [*others[:place], self, *others[place:]]
 
-    def _check(self, model: nn.Module) -> None:
-        """Raise `PlanLostError` where planned blocks no longer carry their functions."""
-        self._checked = True
-        lost = lost_blocks(model)
-        if lost:
-            raise PlanLostError(lost)
-
-    def _tell_plan(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
+    def _note_plan(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
         """Write a plan that was made for batches to the metrics file, once; warn where torch.compile prevents plans."""
         record = _record(model)
-        planned = record.planned if record is not None else None
-        if record is not None and record.enabled and record.spec.is_planned and planned is None:
-            _warn_unplanned(record.spec.policy)
-        if record is not None and record.enabled and record.heads.in_graph:
-            _warn_head_in_graph()
-        if record is not None and record.enabled and record.compiled_by_others():
-            _warn_compiled_by_others()
-        if planned is None or record is None or not record.enabled:
+        if record is None or not record.enabled:
             return
-        self._used = [*(found for found in self._used if found is not planned), planned]
-        if any(planned.plan is plan for plan in self._told):
+        planned: Planned | None = record.planned
+        if record.spec.is_planned and planned is None:
+            warn_once(
+                log,
+                "`policy: %s` saw no forward to plan for (torch.compile hides it), so every block is recomputed. Give "
+                "it a plan of `hf-ckpt plan`, compile regions only, or run one batch before training in "
+                "`with torch.compiler.set_stance('force_eager')`.",
+                record.spec.policy,
+            )
+        if record.heads.in_graph:
+            warn_once(log, "hf_ckpt: the head is not run in chunks, because torch.compile has it in a graph.")
+        if record.compiled_by_others():
+            warn_once(
+                log,
+                'hf_ckpt: `compile: "blocks"` has no effect, because the model, or a part of it that holds the '
+                "blocks, is compiled as a whole by something else, which decides what is kept. Leave `torch_compile` "
+                "(or accelerate's dynamo settings) out, and hf_ckpt compiles the blocks.",
+            )
+        if planned is None or planned.measures:
             return
-        self._told.append(planned.plan)
-        row = {
-            "batch": str(planned.shape),
-            "limit_bytes": planned.limit_bytes,
-            "bias_bytes": planned.bias_bytes,
-            "plan": planned.plan.to_dict(),
-        }
-        self._write(args, state, {"event": "plan", "step": state.global_step, **row})
-
-    def _compare(self) -> dict[str, float | None]:
-        """Return this rank's largest predicted peak, and how many bytes the measured one is above it."""
-        predicted = _largest(*(found.plan.prediction.peak_bytes for found in self._used if found.plan.prediction))
-        if predicted is None or self._peak is None:
-            return {"predicted": None, "above": None}
-        measured = self._peak - (self._used[-1].memory.outside_bytes or 0)
-        return {"predicted": predicted, "above": measured - predicted}
+        self._used = [*(used for used in self._used if used is not planned), planned]
+        if any(planned.plan is plan for plan in self._written):
+            return
+        self._written.append(planned.plan)
+        self._write(
+            args,
+            state,
+            "plan",
+            batch=str(planned.shape),
+            limit_bytes=planned.limit_bytes,
+            bias_bytes=planned.bias_bytes,
+            plan=planned.plan.to_dict(),
+            actions=[dict(zip(("action", "kept_bytes", "time"), row, strict=True)) for row in planned.costs],
+        )
 
     def _pause_for_others(self, control: TrainerControl) -> None:
-        """Where evaluation or saving comes next, keep its time and its memory out of the window."""
-        if (control.should_evaluate or control.should_save) and self._clock.running:
-            self._latch_peak()
+        """Where evaluation, saving or the end comes next, keep its time and its memory out of the window."""
+        others = control.should_evaluate or control.should_save or control.should_training_stop
+        if others and self._clock.running:
+            self._read_meter()
             self._clock.pause()
 
-    def _latch_peak(self) -> None:
+    def _read_meter(self) -> None:
         """Read the meter into the peak of the window, which later readings can only raise."""
         assert self._meter is not None
         self._peak = _largest(self._peak, self._meter.peak_bytes())
         self._reserved = _largest(self._reserved, self._meter.reserved_bytes())
 
     def _take_window(self, args: TrainingArguments, model: nn.Module) -> Metrics | None:
-        """Return the figures of the window that ends now, over all ranks; None if it holds no step."""
+        """Return the figures of the window that ends now, over all ranks, and begin a new one; None for no step."""
         if self._meter is None:
             return None
         seconds, steps = self._clock.take()
         if self._clock.running:
-            self._latch_peak()
-        record = _record(model)
+            self._read_meter()
+        record, used = _record(model), self._used
         planned = record is not None and record.enabled and bool(record.regions)
-        ranks = self._of_all_ranks(record, seconds, planned)
-        used, self._used = self._used, []
-        self._peak = self._reserved = None
-        self._meter.reset()
-        if not steps or not seconds:
-            return None
-        slowest = _over(ranks, "seconds", max) or seconds
-        peak, head, tokens = _over(ranks, "peak", max), _over(ranks, "head", max), _over(ranks, "tokens", sum)
-        recompute = _over(ranks, "recompute", max)
-        samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * steps
-        if head and peak and head > peak * HEAD_SHARE and planned and record is not None and record.plan.head == "full":
-            _warn_head(type(base_model(model)).__name__, round(100 * head / peak), format_bytes(round(head)))
-        rate = ("time/tokens_per_s", tokens) if tokens else ("time/samples_per_s", samples)
-        return {
-            "memory/peak_gib": to_gib(peak),
-            "memory/reserved_gib": to_gib(_over(ranks, "reserved", max)),
-            "memory/head_gib": to_gib(head),
-            "memory/head_share": head / peak if head and peak else None,
-            **_figures_of_plans(ranks, used),
-            "time/step_s": slowest / steps,
-            rate[0]: rate[1] / slowest,
-            "time/recompute_share": None if recompute is None else recompute / slowest,
-        }
-
-    def _of_all_ranks(
-        self, record: Installation | None, seconds: float, planned: bool
-    ) -> list[dict[str, float | None]]:
-        """Return the figures of the window that ends now, a dict a rank; `planned` says whether blocks run again."""
         in_graphs = record is not None and any(region.in_graph for region in record.regions.values())
-        recompute_seconds = self._recompute.take()
-        return compat.of_all_ranks(
+        recompute = self._recompute.take()
+        predicted = _largest(*(plan.plan.prediction.peak_bytes for plan in used if plan.plan.prediction))
+        comparable = self._meter.exact and predicted is not None and self._peak is not None
+        ranks = compat.of_all_ranks(
             {
                 "peak": self._peak,
                 "reserved": self._reserved,
-                "head": self._head.take() if self._head else None,
+                "head": self._counts.head_bytes or None,
                 "seconds": seconds,
-                "recompute": recompute_seconds if (planned or recompute_seconds) and not in_graphs else None,
-                "tokens": self._tokens.take(),
-                **self._compare(),
+                "recompute": recompute if (planned or recompute) and not in_graphs else None,
+                "tokens": self._counts.tokens or None,
+                "predicted": predicted,
+                "above": (self._peak or 0.0) - (predicted or 0.0) if comparable else None,
             }
         )
+        self._begin_window()
+        self._meter.reset()
+        if not steps or not seconds:
+            return None
+        found = {key: _over(ranks, key, sum if key == "tokens" else max) for key in ranks[0]}
+        slowest = found["seconds"] or seconds
+        metrics: Metrics = {
+            "memory/peak_gib": to_gib(found["peak"]),
+            "memory/reserved_gib": to_gib(found["reserved"]),
+            "memory/head_gib": to_gib(found["head"]),
+        }
+        if used:
+            metrics["plan/bucket"] = float(used[-1].shape.tokens)
+        if found["predicted"]:
+            metrics["memory/predicted_gib"] = to_gib(found["predicted"])
+            metrics["memory/prediction_error"] = _share(found["above"], found["predicted"])
+        metrics["time/step_s"] = slowest / steps
+        if found["tokens"]:
+            metrics["time/tokens_per_s"] = found["tokens"] / slowest
+        else:
+            samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * steps
+            metrics["time/samples_per_s"] = samples / slowest
+        metrics["time/recompute_share"] = _share(found["recompute"], slowest)
+        self._windows.append(metrics)
+        share = _share(found["head"], found["peak"])
+        if share and share > HEAD_SHARE and planned and record is not None and record.plan.head == "full":
+            warn_once(
+                log,
+                "hf_ckpt: the logits of %s alone are %d %% of the peak (%s), and their loss and gradient come on top, "
+                'which no policy on blocks can save. "head": "auto" takes them in chunks.',
+                type(base_model(model)).__name__,
+                round(100 * share),
+                format_bytes(round(found["head"] or 0)),
+            )
+        return metrics
 
-    def _prepare_snapshot(self, path: Path) -> None:
-        """Let the allocator write its snapshot to a file when memory runs out; warn where it cannot."""
-
-        def write() -> None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with replacing(path) as beside:
-                    compat.dump_memory_snapshot(str(beside))
-            except OSError as error:
-                log.error("out of memory, and the allocator snapshot could not be written: %s", error)
-                return
-            log.error("out of memory: allocator snapshot written to %s (view it at pytorch.org/memory_viz).", path)
-
-        if not compat.attach_oom_observer(write):
-            log.warning("snapshot_on_oom needs CUDA, which is not available: no snapshot will be written.")
-
-    def _write(self, args: TrainingArguments, state: TrainerState, row: dict[str, Any]) -> None:
+    def _write(self, args: TrainingArguments, state: TrainerState, event: str, **row: Any) -> None:
         """Append a row to the metrics file, on the first rank only; warn once where it cannot be written."""
         if not state.is_world_process_zero or args.output_dir is None:
             return
         path = Path(args.output_dir) / METRICS_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            append_line(path, json.dumps(row))
+            append_line(path, json.dumps({"event": event, "step": state.global_step, **row}))
         except OSError as error:  # no reason to end a training
-            _warn_unwritten(str(error))
+            warn_once(log, "hf_ckpt: figures are missing in the metrics file: %s Training goes on.", str(error))
 
 
-class _TokenCounter:
-    """Forward pre-hook of the model that counts the tokens of training forwards."""
+class _Counts:
+    """Tokens and the head's largest output in training forwards, counted by hooks. A copied model copies it along."""
 
     def __init__(self) -> None:
         self.tokens = 0
+        self.head_bytes = 0
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def see_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the model: count the tokens of training forwards."""
         if compat.is_compiling() or runs_again() or not (model.training and torch.is_grad_enabled()):
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -378,27 +367,11 @@ class _TokenCounter:
         elif isinstance(embeddings, torch.Tensor):
             self.tokens += embeddings.shape[0] * embeddings.shape[1]
 
-    def take(self) -> float | None:
-        """Return the tokens since the last call; None where none were seen."""
-        taken, self.tokens = self.tokens, 0
-        return taken or None
-
-
-class _HeadBytes:
-    """Forward hook of the head that keeps the size of its largest output in a training forward, in bytes."""
-
-    def __init__(self) -> None:
-        self.largest = 0
-
-    def __call__(self, head: nn.Module, args: Any, output: Any) -> None:
+    def see_head(self, head: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of the head: note the size of its largest output in a training forward."""
         if isinstance(output, torch.Tensor) and not compat.is_compiling() and torch.is_grad_enabled():
             size = output.chunk_bytes() if isinstance(output, Logits) else output.nbytes
-            self.largest = max(self.largest, size)
-
-    def take(self) -> float | None:
-        """Return the largest size since the last call; None where the head was not called."""
-        taken, self.largest = self.largest, 0
-        return taken or None
+            self.head_bytes = max(self.head_bytes, size)
 
 
 def _record(model: nn.Module) -> Installation | None:
@@ -409,50 +382,17 @@ def _record(model: nn.Module) -> Installation | None:
         return None
 
 
+def _enabled_plan(record: Installation | None) -> Plan | None:
+    """Return the plan of a record; None where none is enabled."""
+    return record.plan if record is not None and record.enabled else None
+
+
 def _head(model: nn.Module) -> nn.Module | None:
     """Return the head of a model; None where it is not known."""
     try:
         return head_module(base_model(model), find_blocks(model).family)
     except NoBlocksError:
         return None
-
-
-def _warn_unplanned(policy: str) -> None:
-    warn_once(
-        log,
-        "`policy: %s` saw no forward to plan for (torch.compile hides it), so every block is recomputed. Give it a "
-        "plan of `hf-ckpt plan`, compile regions only, or run one batch before training in "
-        "`with torch.compiler.set_stance('force_eager')`.",
-        policy,
-    )
-
-
-def _warn_head(model: str, percent: int, size: str) -> None:
-    warn_once(
-        log,
-        "hf_ckpt: the logits of %s alone are %d %% of the peak (%s), and their loss and gradient come on top, which no "
-        'policy on blocks can save. "head": "auto" takes them in chunks.',
-        model,
-        percent,
-        size,
-    )
-
-
-def _warn_head_in_graph() -> None:
-    warn_once(log, "hf_ckpt: the head is not run in chunks, because torch.compile has it in a graph.")
-
-
-def _warn_compiled_by_others() -> None:
-    warn_once(
-        log,
-        'hf_ckpt: `compile: "blocks"` has no effect, because the model, or a part of it that holds the '
-        "blocks, is compiled as a whole by something else, which decides what is kept. Leave `torch_compile` (or "
-        "accelerate's dynamo settings) out, and hf_ckpt compiles the blocks.",
-    )
-
-
-def _warn_unwritten(reason: str) -> None:
-    warn_once(log, "hf_ckpt: figures are missing in the metrics file: %s Training goes on.", reason)
 
 
 def _largest(*values: float | None) -> float | None:
@@ -465,13 +405,8 @@ def _over(ranks: list[dict[str, float | None]], key: str, combine: Any) -> float
     return combine(known) if known else None
 
 
-def _figures_of_plans(ranks: list[dict[str, float | None]], used: Sequence[Planned]) -> Metrics:
-    """Return the predicted peak over all ranks with its error, and the bucket of the last of the plans in use."""
-    predicted, above = _over(ranks, "predicted", max), _over(ranks, "above", max)
-    found: Metrics = {"plan/bucket": float(used[-1].shape.tokens)} if used else {}
-    if predicted and above is not None:
-        found |= {"memory/predicted_gib": to_gib(predicted), "memory/prediction_error": above / predicted}
-    return found
+def _share(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole
 
 
 def _summarise(windows: list[Metrics]) -> Metrics:
@@ -482,3 +417,36 @@ def _summarise(windows: list[Metrics]) -> Metrics:
         combine = max if key.startswith("memory/") else statistics.median
         summary[key] = combine(values) if values else None
     return summary
+
+
+def _print_summary(summary: Metrics, meter: PeakMeter, plan: Plan | None) -> None:
+    """Print the figures of a training run as a table, to stderr."""
+    from rich.table import Table
+
+    def size(key: str) -> str:
+        value = summary.get(key)
+        return format_bytes(None if value is None else value * GIB)
+
+    rows = {"peak memory": f"{size('memory/peak_gib')} ({meter.source})"}
+    if summary.get("memory/predicted_gib") is not None:
+        error = summary.get("memory/prediction_error")
+        compared = "tensors alone" if error is None else f"measured against it: {format_percent(error)}"
+        rows["predicted"] = f"{size('memory/predicted_gib')} ({compared})"
+    for key, name in (("memory/reserved_gib", "reserved"), ("memory/head_gib", "head output")):
+        if summary.get(key) is not None:
+            rows[name] = size(key)
+    rows["step time, median"] = format_seconds(summary.get("time/step_s"))
+    for key, name in (("time/tokens_per_s", "tokens/s, median"), ("time/samples_per_s", "samples/s, median")):
+        rate = summary.get(key)
+        if rate is not None:
+            rows[name] = f"{rate:,.1f}"
+    if summary.get("time/recompute_share") is not None:
+        rows["spent recomputing"] = format_percent(summary["time/recompute_share"])
+    rows["plan"] = "none is enabled" if plan is None else plan.summary()
+    table = Table(title="hf_ckpt: this training run", show_header=False, title_justify="left")
+    for row in rows.items():
+        table.add_row(*row)
+    console = make_console(stderr=True)
+    with console.capture() as text:
+        console.print(table)
+    print_beside_bars(text.get().rstrip())

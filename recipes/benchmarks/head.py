@@ -1,218 +1,125 @@
 """The head of a causal language model and its loss, as a whole and in chunks of tokens, trained and frozen.
 
-Measures bytes, time, and how far gradients are from exact ones, with transformers' own loss, forward and backward, on
-random hidden states. Bytes are counted above what is there before; times are taken in turns, and ratios within a turn.
-The exit code is 1 if chunks are further from exact than the whole.
+Measures bytes and time of forward and backward with transformers' own loss, on random hidden states. Bytes are counted
+above what is there before.
 
     python recipes/benchmarks/head.py --vocabulary 128256 --hidden 4096 --tokens 4096 --dtype bfloat16
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
+import itertools
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
-import command
-import report
 import torch
-import turns
-from machine import circumstances
+from harness import Benchmark, Case, Results, fastest, median, mib, option, ratios, rotated, seconds_of
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss  # documented nowhere, but what its causal models call
 
 from hf_ckpt import compat
-from hf_ckpt.cli.arguments import positive
-from hf_ckpt.engines.head.logits import Logits, chunked
+from hf_ckpt.cli.comparison import Table
+from hf_ckpt.engines.head.chunked import chunked
+from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.units import format_ratio, format_seconds
 
 FULL = "full"
-TUNINGS = ("trained", "frozen")
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadSettings:
-    """Sizes. Raises `HfCkptError` for values that mean nothing."""
-
-    vocabulary: int = 32_000
-    tokens: int = 2048
-    hidden: tuple[int, ...] = (512, 1024, 2048)
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    chunks: tuple[int | str, ...] = ("auto",)
-    device: str = dataclasses.field(default_factory=lambda: compat.accelerator_type() or "cpu")
-    repeats: int = 7
-
-    def __post_init__(self) -> None:
-        for name in self.dtypes:
-            if name not in ("float32", "bfloat16", "float16"):
-                raise HfCkptError(f"dtype must be float32, bfloat16 or float16, but is {name!r} instead.")
 
 
 @dataclasses.dataclass
-class HeadRow:
-    """One way to run one head."""
+class Settings:
+    """Sizes."""
 
-    hidden: int
-    dtype: str
-    tuning: str
-    """`trained`, or `frozen` as with LoRA."""
-    head: int | str
-    peak_bytes: int
-    """Most live bytes above hidden states, weight and labels; the gradient of the weight is among them."""
-    weight_gradient_bytes: int
-    """That gradient, which is there at the end in any case."""
-    error: float
-    """Of all gradients, against float64: norm of the difference over norm."""
-    step_seconds: list[float] = dataclasses.field(default_factory=list)
-    bytes_ratio: float | None = None
-    """`peak_bytes` of the plain head over this one's."""
-    time_ratio: float | None = None
-    """Median of this one's time over the plain head's, repeat by repeat."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
-        return {**dataclasses.asdict(self), "step_seconds_median": turns.median(self.step_seconds)}
+    vocabulary: int = option(32_000, "entries")
+    tokens: int = option(2048, "tokens a step")
+    hidden: list[int] = option([512, 1024, 2048], "hidden sizes")
+    dtype: list[str] = option(["float32", "bfloat16"], "types")
+    chunk: list[str] = option(["auto"], "tokens a chunk, or auto")
+    repeats: int = option(7, "timed steps of each")
 
 
-@dataclasses.dataclass
-class HeadBench:
-    """What was measured, and where."""
+class Run:
+    """One head, whole and in chunks."""
 
-    settings: HeadSettings
-    circumstances: dict[str, Any]
-    rows: list[HeadRow]
-
-    @property
-    def ok(self) -> bool:
-        """Whether no chunked head is further from exact gradients than the plain one, but for float32's last digits."""
-        plain = {(row.hidden, row.dtype, row.tuning): row.error for row in self.rows if row.head == FULL}
-        return all(row.error <= 1.2 * plain[row.hidden, row.dtype, row.tuning] + 1e-6 for row in self.rows)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
-        rows = [row.to_dict() for row in self.rows]
-        settings = dataclasses.asdict(self.settings)
-        return {"circumstances": self.circumstances, "settings": settings, "ok": self.ok, "rows": rows}
-
-
-def bench_head(settings: HeadSettings, *, on_progress: Callable[[str], None] = lambda text: None) -> HeadBench:
-    """Measure every head that `settings` name."""
-    rows: list[HeadRow] = []
-    for hidden in settings.hidden:
-        for dtype in settings.dtypes:
-            for tuning in TUNINGS:
-                on_progress(f"hidden size {hidden}, {dtype}, {tuning}")
-                rows += _Case(settings, hidden, getattr(torch, dtype), tuning).rows()
-    return HeadBench(settings, circumstances(settings.device), rows)
-
-
-def progress_steps(settings: HeadSettings) -> int:
-    """How often `bench_head` reports progress."""
-    return len(settings.hidden) * len(settings.dtypes) * len(TUNINGS)
-
-
-class _Case:
-    def __init__(self, settings: HeadSettings, hidden: int, dtype: torch.dtype, tuning: str) -> None:
+    def __init__(self, settings: Settings, hidden: int, dtype: str, tuning: str) -> None:
         torch.manual_seed(0)
-        self.settings, self.tuning, self.dtype = settings, tuning, dtype
-        self.head = nn.Linear(hidden, settings.vocabulary, bias=False, dtype=dtype, device=settings.device)
+        self.settings, device = settings, compat.accelerator_type() or "cpu"
+        made = {"dtype": getattr(torch, dtype), "device": device}
+        self.head = nn.Linear(hidden, settings.vocabulary, bias=False, **made)
         self.head.weight.requires_grad_(tuning == "trained")
-        shape = (1, settings.tokens, hidden)
-        self.hidden = torch.randn(shape, dtype=dtype, device=settings.device).requires_grad_()
-        self.labels = torch.randint(settings.vocabulary, shape[:2], device=settings.device)
+        self.hidden = torch.randn((1, settings.tokens, hidden), **made).requires_grad_()
+        self.labels = torch.randint(settings.vocabulary, (1, settings.tokens), device=device)
 
-    def rows(self) -> list[HeadRow]:
-        exact = self._exact()
-        rows = {way: self._counted(way, exact) for way in (FULL, *self.settings.chunks)}
+    def take(self) -> Case:
+        """A row for the whole head, and one for each size of chunks."""
+        rows = {way: self.counted(way) for way in (FULL, *self.settings.chunk)}
         for number in range(self.settings.repeats):
-            order = turns.rotated(rows, number, self.settings.repeats)
-            steps = {way: functools.partial(turns.seconds_of, functools.partial(self._step, way)) for way in order}
-            for way, seconds in turns.fastest(steps).items():
-                rows[way].step_seconds.append(seconds)
-        plain = rows[FULL]
-        for row in rows.values():
-            row.bytes_ratio = plain.peak_bytes / row.peak_bytes
-            row.time_ratio = turns.median(turns.ratios(row.step_seconds, plain.step_seconds))
-        return list(rows.values())
+            order = rotated(rows, number, self.settings.repeats)
+            steps = {way: functools.partial(seconds_of, functools.partial(self.step, way)) for way in order}
+            for way, seconds in fastest(steps).items():
+                rows[way]["step_seconds"].append(seconds)
+        return {"rows": list(rows.values())}
 
-    def _step(self, way: int | str) -> list[torch.Tensor]:
-        """Forward and backward; returns the gradients."""
+    def step(self, way: str) -> None:
+        """Forward and backward."""
         self.head.weight.grad = self.hidden.grad = None
-        logits = self.head(self.hidden) if way == FULL else chunked(self.head, self.head.forward, self.hidden, way)
-        if (way != FULL) != isinstance(logits, Logits):
-            raise HfCkptError(f"{self.settings.tokens} tokens do not make several chunks of {way}.")
+        if way == FULL:
+            logits = self.head(self.hidden)
+        else:
+            logits = chunked(self.head, self.head.forward, self.hidden, way if way == "auto" else int(way))
+            if not isinstance(logits, Logits):
+                raise HfCkptError(f"{self.settings.tokens} tokens do not make several chunks of {way}.")
         ForCausalLMLoss(logits, self.labels, self.settings.vocabulary).backward()
-        return [value.grad for value in (self.hidden, self.head.weight) if value.grad is not None]
 
-    def _counted(self, way: int | str, exact: Sequence[torch.Tensor]) -> HeadRow:
+    def counted(self, way: str) -> Case:
+        """Peak of live bytes, and the gradient of the weight, which is part of it."""
         self.head.weight.grad = self.hidden.grad = None
         with LiveBytes(self.head, {"hidden": self.hidden, "labels": self.labels}) as live:
-            gradients = self._step(way)
+            self.step(way)
         weight = self.head.weight
-        return HeadRow(
-            hidden=self.hidden.shape[-1],
-            dtype=str(self.dtype).removeprefix("torch."),
-            tuning=self.tuning,
-            head=way,
-            peak_bytes=live.peak_bytes - live.start_bytes,
-            weight_gradient_bytes=weight.nbytes if weight.requires_grad else 0,
-            error=_distance(gradients, exact),
-        )
-
-    def _exact(self) -> list[torch.Tensor]:
-        """The gradients in float64."""
-        hidden, weight = (value.detach().double().requires_grad_() for value in (self.hidden, self.head.weight))
-        logits = (hidden[0, :-1] @ weight.t()).requires_grad_()
-        nn.functional.cross_entropy(logits, self.labels[0, 1:]).backward()
-        found = [hidden.grad, weight.grad if self.tuning == "trained" else None]
-        return [value for value in found if value is not None]
+        return {
+            "head": way,
+            "peak_bytes": live.peak_bytes - live.start_bytes,
+            "weight_gradient_bytes": weight.nbytes if weight.requires_grad else 0,
+            "step_seconds": [],
+        }
 
 
-def _distance(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
-    return max(float((mine.double() - right).norm() / right.norm()) for mine, right in zip(found, exact, strict=True))
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command.make_parser(__doc__)
-    parser.add_argument("--vocabulary", type=positive, help="entries (default 32000)")
-    parser.add_argument("--tokens", type=positive, help="tokens a step (default 2048)")
-    parser.add_argument("--hidden", type=positive, action="append", help="repeatable (default 512, 1024, 2048)")
-    parser.add_argument("--dtype", action="append", help="repeatable (default float32 and bfloat16)")
-    parser.add_argument("--chunk", type=_chunk, action="append", help="tokens a chunk; repeatable (default auto)")
-    command.add_device(parser)
-    parser.add_argument("--repeats", type=positive, help="timed steps of each (default 7)")
-    return parser
-
-
-def _chunk(text: str) -> int | str:
-    return text if text == "auto" else positive(text)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    asked = {
-        "vocabulary": arguments.vocabulary,
-        "tokens": arguments.tokens,
-        "hidden": arguments.hidden and tuple(arguments.hidden),
-        "dtypes": arguments.dtype and tuple(arguments.dtype),
-        "chunks": arguments.chunk and tuple(arguments.chunk),
-        "device": arguments.device,
-        "repeats": arguments.repeats,
+def cases(settings: Settings, tell: Callable[[str], None]) -> dict[str, Callable[[], Case]]:
+    """One case for each hidden size, type, and whether the weight is trained."""
+    return {
+        f"{hidden}, {dtype}, {tuning}": lambda sizes=(hidden, dtype, tuning): Run(settings, *sizes).take()
+        for hidden, dtype, tuning in itertools.product(settings.hidden, settings.dtype, ("trained", "frozen"))
     }
-    settings = HeadSettings(**{name: value for name, value in asked.items() if value is not None})
-    return command.carry_out(bench_head, settings, progress_steps(settings), report.print_head, arguments)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script with these words, or with those of the command line."""
-    return command.call(_run, _parser(), argv)
+def tables(results: Results) -> list[Table]:
+    """One row for each size of chunks of each head, beside the whole head."""
+    columns = (
+        "hidden size, type, weight",
+        "chunks",
+        "whole MiB",
+        "chunks MiB",
+        "gradient of weight",
+        "step",
+        "of whole",
+    )
+    cells = []
+    for name, case in results.good.items():
+        whole, *others = case["rows"]
+        for row in others:
+            sizes = (whole["peak_bytes"], row["peak_bytes"], row["weight_gradient_bytes"])
+            ratio = median(ratios(row["step_seconds"], whole["step_seconds"]))
+            times = (format_seconds(median(row["step_seconds"])), format_ratio(ratio))
+            cells.append((name, str(row["head"]), *map(mib, sizes), *times))
+    return [Table("the head and its loss, whole and in chunks", columns, cells, (0, 1))]
 
+
+BENCHMARK = Benchmark(doc=__doc__, settings=Settings, cases=cases, tables=tables)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

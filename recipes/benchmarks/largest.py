@@ -1,178 +1,145 @@
 """The largest batch, or the longest sequences, that train within a budget, for every way to train in less memory.
 
 Searches the largest number whose measured peak is within the budget, weights, gradients and optimizer state included;
-every number that is tried runs two steps in a fresh process. The search begins at --batch and --seq.
+every number that is tried runs two steps in a fresh process. The search begins at --batch and --tokens. Each way is a
+case, and a family of its own.
 
-    python recipes/benchmarks/largest.py batch mini-gpt2 --budget 300MiB
-    python recipes/benchmarks/largest.py tokens mini-gpt2 --batch 2 --budget 300MiB --only transformers --json most.json
+    python recipes/benchmarks/largest.py --budget 300MiB --json most.json
+    python recipes/benchmarks/largest.py --what tokens --batch 2 --budget 300MiB --family none full planned
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import command
-import report
-from figures import LargestBench, LargestRow, write_json
-from machine import circumstances
+from harness import Benchmark, Case, Results, option
 from session import Session
-from ways import PLANNED_WAYS, Way, known_ways, wanted
+from ways import OUR_WAYS, PEERS, PLANNED_WAYS, Way, chosen
 from workers import Worker, WorkerError
 
-from hf_ckpt import compat
-from hf_ckpt.cli.arguments import progress
-from hf_ckpt.cli.plan import MODEL_HELP, add_workload_options, workload_of
-from hf_ckpt.console import make_console
+from hf_ckpt.cli.comparison import Table
 from hf_ckpt.errors import HfCkptError, InfeasibleError
-from hf_ckpt.models.blocks import vocabulary_head
-from hf_ckpt.planner.budgets import peak_of_least, plan_within
-from hf_ckpt.planner.forecast import MOST, largest
-from hf_ckpt.planner.options import cost_options
-from hf_ckpt.prediction.batches import step_of_workload
-from hf_ckpt.prediction.costs import Costs
-from hf_ckpt.prediction.machine import this_device
-from hf_ckpt.prediction.skeleton import Skeleton
-from hf_ckpt.prediction.trace import actions_for, trace_costs
-from hf_ckpt.prediction.workload import Workload, learned_positions, load_config, skeleton_of_workload
-from hf_ckpt.units import parse_bytes
+from hf_ckpt.forecast.forecast import forecast
+from hf_ckpt.forecast.nearest import LARGEST, largest
+from hf_ckpt.models.families import learned_positions
+from hf_ckpt.prediction.question import Question, Workload
+from hf_ckpt.prediction.workload import load_config
+from hf_ckpt.units import format_bytes, format_ratio, parse_bytes
 
 PLANS = 3
-"""How often a plan whose measured peak is beyond the budget is made again for less."""
+"""How often a plan whose measured peak is beyond the budget is replaced by one for less."""
 
 
-def bench_largest(
-    workload: Workload,
-    what: str,
-    budget_bytes: int,
-    *,
-    only: Sequence[str] = (),
-    on_progress: Callable[[str], None] = lambda text: None,
-    on_row: Callable[[LargestBench], None] = lambda found: None,
-) -> LargestBench:
-    """The largest batch or the longest sequences whose measured peak is within `budget_bytes`, for every way.
+@dataclasses.dataclass
+class Settings:
+    """Where the search begins, and what it stays within."""
 
-    Args:
-        workload: where the search begins.
-        what: `batch` or `tokens`.
-        budget_bytes: peak of the allocator, weights, gradients and optimizer state included.
-        only: groups or names of ways to leave all others out, but for `none`.
-        on_progress: called before each way.
-        on_row: called after each way with all that has been found so far.
+    what: str = option("batch", "batch or tokens: what to make larger")
+    budget: str = option("256MiB", "peak allowed, weights and all")
+    model: str = option("mini-gpt2", "a preset, hub id, folder or config.json")
+    batch: int = option(4, "sequences")
+    tokens: int = option(128, "tokens of each")
+    dtype: str = option("bfloat16", "type of the weights")
+    lora: int | None = option(None, "rank of LoRA adapters")
+    optimizer: str = option("adamw", "an optimizer of PyTorch, as the Trainer names it")
+    only: list[str] = option([], "names or groups of ways; `none` always runs")
+
+    def __post_init__(self) -> None:
+        if self.what not in ("batch", "tokens"):
+            raise HfCkptError(f"what must be batch or tokens, but is {self.what!r} instead.")
+        parse_bytes(self.budget)
+
+
+def search(settings: Settings, way: Way) -> Case:
+    """How far one way goes: the largest number that fits (0 if none does), its peak, and every number that was tried.
+
+    What runs out of memory, or cannot be planned, does not fit.
     """
-    most = MOST if what == "batch" else learned_positions(load_config(workload.model)) or MOST
-    skeleton = skeleton_of_workload(workload)
-    found = LargestBench(circumstances(compat.accelerator_type() or "cpu"), workload, what, budget_bytes, [])
-    for way in wanted(only, *PLANNED_WAYS):
-        on_progress(way.name)
-        row = _largest_of(way, workload, what, budget_bytes, most, skeleton)
-        found.rows.append(row)
-        none = found.rows[0].largest
-        row.over_none = row.largest / none if row.largest is not None and none else None
-        on_row(found)
-    return found
-
-
-def _largest_of(way: Way, start: Workload, what: str, budget_bytes: int, most: int, skeleton: Skeleton) -> LargestRow:
-    row = LargestRow(way.name, way.group)
+    sizes = {name: getattr(settings, name) for name in ("batch", "tokens", "dtype", "lora", "optimizer")}
+    start, budget = Workload(settings.model, **sizes), parse_bytes(settings.budget)
+    tried: dict[str, int | None] = {}
 
     def peak_of(number: int) -> int:
-        changes: dict[str, Any] = {what: number}
+        changed: dict[str, Any] = {settings.what: number}
+        peak = None
         try:
-            peak = _peak(way, dataclasses.replace(start, **changes), budget_bytes, skeleton)
+            peak = peak_within(way, dataclasses.replace(start, **changed), budget)
         except InfeasibleError:
-            peak = None
+            pass
         except WorkerError as error:
-            if not _ran_out(error):
+            if not error.out_of_memory:
                 raise
-            peak = None
-        row.tried[number] = peak
-        return 2 * budget_bytes if peak is None else peak
+        tried[str(number)] = peak
+        return 2 * budget if peak is None else peak
 
-    try:
-        row.largest = largest(peak_of, budget_bytes, getattr(start, what), most)
-    except HfCkptError as error:
-        row.error = str(error).partition("\n")[0]
-        return row
-    row.peak_bytes = row.tried.get(row.largest)
-    return row
+    most = LARGEST if settings.what == "batch" else learned_positions(load_config(settings.model)) or LARGEST
+    found = largest(peak_of, budget, getattr(start, settings.what), most)
+    return {"largest": found, "peak_bytes": tried.get(str(found)), "tried": tried}
 
 
-def _peak(way: Way, workload: Workload, budget_bytes: int, skeleton: Skeleton) -> int:
-    """Measured; of plans the lowest of some, because the fastest one fills the budget to its prediction's last byte."""
+def peak_within(way: Way, workload: Workload, budget_bytes: int) -> int:
+    """Measured. Of plans the lowest of some: the fastest one fills the budget to the last byte of its prediction.
+
+    Raises `InfeasibleError` if no plan fits.
+    """
     if way not in PLANNED_WAYS:
-        return _measured_peak(way, workload)
-    costs = _costs(way, workload, skeleton)
-    limit, peak = budget_bytes, None
-    for _ in range(PLANS):
-        try:
-            plan = plan_within(costs, limit, this_device().name)
-        except InfeasibleError:
-            break
-        peak = _measured_peak(dataclasses.replace(way, options=plan), workload)
+        return measured_peak(way, workload)
+    head, compiled = way.options.get("head", "full"), "compile" in way.options
+    asked = Question(**dataclasses.asdict(workload), budget=f"{budget_bytes}B", head=head, compiled=compiled)
+    found = forecast(asked)
+    peak = measured_peak(dataclasses.replace(way, options=found.plan), workload)
+    limit = budget_bytes
+    for _ in range(PLANS - 1):
         if peak <= budget_bytes:
             break
         limit = limit * budget_bytes // peak
-    if peak is None:
-        raise InfeasibleError(budget_bytes, peak_of_least(costs), {}, (), "no plan fits")
+        try:
+            plan = found.within(f"{limit}B").plan
+        except InfeasibleError:
+            break
+        peak = measured_peak(dataclasses.replace(way, options=plan), workload)
     return peak
 
 
-def _measured_peak(way: Way, workload: Workload) -> int:
+def measured_peak(way: Way, workload: Workload) -> int:
+    """The peak of the second step, in a process of its own."""
     with Worker(Session, workload, way) as worker:
         return int(worker.ask("largest_peak"))
 
 
-def _costs(way: Way, workload: Workload, skeleton: Skeleton) -> tuple[Costs, ...]:
-    """What a plan for that workload may be made of."""
-    device, step, head = this_device(), step_of_workload(workload, skeleton), way.options.get("head", "full")
-    if head != "full" and vocabulary_head(skeleton.base) is None:
-        raise HfCkptError(f"{type(skeleton.base).__name__} has no head over a vocabulary")
-    actions = actions_for(skeleton, step, device, compiled="compile" in way.options)
-    return cost_options(trace_costs(skeleton, step, device, actions=actions), skeleton, step, device, head=head)
+def cases(settings: Settings, tell: Callable[[str], None]) -> dict[str, Callable[[], Case]]:
+    """One case for each way."""
+    ways = chosen(settings.only, (*PEERS, *OUR_WAYS, *PLANNED_WAYS))
+    return {way.name: lambda way=way: search(settings, way) for way in ways}
 
 
-def _ran_out(error: WorkerError) -> bool:
-    return compat.is_out_of_memory(RuntimeError(str(error))) or "exit code -9" in str(error)
+def largest_table(searches: Sequence[Results]) -> Table:
+    """How far every way that runs goes, over no checkpointing; a column for each search."""
+    heads = [f"{found.settings['model']}: {found.settings['what']} in {found.settings['budget']}" for found in searches]
+    names = dict.fromkeys(name for found in searches for name in found.good)
+    return Table("most", ("way", *heads), [(name, *(_cell(found, name) for found in searches)) for name in names])
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+def _cell(found: Results, name: str) -> str:
+    if name not in found.good:
+        return "-"
+    most, none = found.good[name]["largest"], found.good.get("none", {}).get("largest")
+    return f"{most} ({format_ratio(most / none)})" if none else str(most)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command.make_parser(__doc__)
-    parser.add_argument("what", choices=("batch", "tokens"), help="what to make larger")
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--budget", required=True, help="peak allowed, weights and all: 20GiB")
-    add_workload_options(parser, **command.WORKLOAD)
-    command.add_only(parser)
-    return parser
+def tables(results: Results) -> list[Table]:
+    """How far every way goes, and the ways that do not run."""
+    peaks = [
+        (name, case.get("error") or format_bytes(case["peak_bytes"]), str(len(case.get("tried", ()))))
+        for name, case in results.cases.items()
+    ]
+    return [largest_table([results]), Table("the peak with as many", ("way", "peak", "numbers tried"), peaks, (0, 1))]
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    workload, budget = workload_of(arguments, arguments.model), parse_bytes(arguments.budget)
-    only = known_ways(arguments.only)
-    console = make_console()
-    with progress("starting") as on_progress:
-        result = bench_largest(
-            workload,
-            arguments.what,
-            budget,
-            only=only,
-            on_progress=on_progress,
-            on_row=lambda found: write_json(arguments.json, found.to_dict()),
-        )
-    report.print_largest(result, console)
-    return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script with these words, or with those of the command line."""
-    return command.call(_run, _parser(), argv)
-
+BENCHMARK = Benchmark(doc=__doc__, settings=Settings, cases=cases, tables=tables)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on: its name and versions, and what its CPU's allocator hands out and keeps."""
+"""The machine of a benchmark: its name and versions, and what its CPU's allocator hands out and keeps."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from typing import Any
 
 import torch
 
+from hf_ckpt import compat
 from hf_ckpt.measure.machine import device_name
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # glibc's malloc.h
 
 
-def circumstances(device: str) -> dict[str, Any]:
-    """What figures depend on beside the code that is measured: when, on what machine, with which versions."""
+def circumstances() -> dict[str, Any]:
+    """What figures depend on beside the code that is measured: the date, the machine, and versions."""
+    name = device_name()
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": device_name() if device == "cuda" else f"{device} ({_processor()})",
+        "device": f"cpu ({_processor()})" if name == "cpu" else name,
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "transformers", "peft", "trl")},
-        **({"cuda": torch.version.cuda, "driver": _driver()} if device == "cuda" else {}),
+        **{package: _version(package) for package in ("torch", "transformers", "peft", "trl")},
+        **({"cuda": torch.version.cuda} if compat.accelerator_type() == "cuda" else {}),
     }
 
 
@@ -52,27 +54,20 @@ class CpuAllocations:
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        # Private names, because the public events add allocations up by operation and lose their order.
+        from torch._C._profiler import _EventType
+
         self._profile.__exit__(*raised)
-        current = 0
-        for size in _cpu_allocations(self._profile):
-            current += size
-            self.peak_bytes = max(self.peak_bytes, current)
-        self.left_bytes = current
-
-
-def _cpu_allocations(profile: Any) -> list[int]:
-    """Bytes of every allocation (negative: release) of the CPU's allocator under a finished profile, in their order."""
-    # Private names, because the public events add allocations up by operation and lose their order.
-    from torch._C._profiler import _EventType
-
-    found: list[tuple[int, int]] = []
-    left = list(profile.profiler.kineto_results.experimental_event_tree())
-    while left:
-        event = left.pop()
-        left.extend(event.children)
-        if event.typed[0] == _EventType.Allocation and event.typed[1].device.type == "cpu":
-            found.append((event.start_time_ns, event.typed[1].alloc_size))
-    return [size for _, size in sorted(found, key=lambda pair: pair[0])]
+        found: list[tuple[int, int]] = []
+        events = list(self._profile.profiler.kineto_results.experimental_event_tree())
+        while events:
+            event = events.pop()
+            events.extend(event.children)
+            if event.typed[0] == _EventType.Allocation and event.typed[1].device.type == "cpu":
+                found.append((event.start_time_ns, event.typed[1].alloc_size))  # negative: released
+        for _, size in sorted(found, key=lambda pair: pair[0]):
+            self.left_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.left_bytes)
 
 
 def keep_freed_memory() -> None:
@@ -88,16 +83,8 @@ def keep_freed_memory() -> None:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _driver() -> str | None:
-    """What the kernel says of NVIDIA's driver; None where it says nothing."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
     return None
 
 

@@ -1,264 +1,245 @@
 """Every way to train in less memory that a user could pick, against what hf_ckpt does.
 
-Measures peak, step time, tokens a second and gradients of no checkpointing, transformers' own options, torch's SAC,
-TRL's offloading and compiled activation budgets, and of what hf_ckpt does: fixed specs, and plans for five budgets,
-with blocks in eager mode and compiled, with the error of every prediction. Each way has a process of its own. They take
-turns, step by step; on an accelerator, whose memory they would share, they run one after the other. Peaks are those of
-the allocator, beside a count of all live tensors. The exit code is 1 if a row of hf_ckpt did nothing, or gave other
-gradients than it promises.
+Measures peak, step time and gradients of no checkpointing, transformers' own options, torch's SAC, TRL's offloading and
+compiled activation budgets, and of hf_ckpt: fixed specs, and plans for five budgets, with blocks in eager mode and
+compiled, beside what was predicted. Each way has a process of its own. They take turns, step by step; on an
+accelerator, whose memory they would share, they run one after the other. Peaks are those of the allocator. The exit
+code is 1 if a row of hf_ckpt recomputed nothing, or gave other gradients than it promises.
 
-    python recipes/benchmarks/peers.py mini-llama mini-bert --json peers.json --png peers.png
-    python recipes/benchmarks/peers.py mini-gpt2 --repeats 1 --only transformers
-    python recipes/benchmarks/peers.py --show peers.json --markdown peers.md
+    python recipes/benchmarks/peers.py --json peers.json --png peers.png
+    python recipes/benchmarks/peers.py --family mini-gpt2 --repeats 1 --only transformers
+    python recipes/benchmarks/peers.py --model mini-llama --blocks 32 --batch 1 --tokens 64 --only torch.compile
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import dataclasses
 import functools
-import itertools
+import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-import command
-import pictures
-import report
-import turns
-from figures import PeerBench, PeerCase, PeerRow, read_json, write_json
-from forecaster import BUDGETS, STEPS, Forecaster
-from machine import circumstances
+from harness import Benchmark, Case, fastest, option, rotated
+from machine import keep_freed_memory
+from peer_figures import BUDGETS, Row, draw, fault, is_compiled, tables
 from session import Session
-from ways import NONE, OURS, OURS_COMPILED, Way, known_ways, wanted
+from ways import NONE, OUR_WAYS, OURS, OURS_COMPILED, PEERS, SELECTIVE, Way, chosen
 from workers import Worker, WorkerError
 
 from hf_ckpt import compat
-from hf_ckpt.cli.arguments import positive, progress
-from hf_ckpt.cli.plan import MODEL_HELP, add_workload_options, workload_of
-from hf_ckpt.console import make_console
-from hf_ckpt.errors import HfCkptError
-from hf_ckpt.prediction.workload import Workload
+from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.forecast.forecast import forecast
+from hf_ckpt.models.families import depth_keys
+from hf_ckpt.planner.budgets import plan_of
+from hf_ckpt.prediction.question import Question, Workload
+from hf_ckpt.prediction.workload import load_config
+from hf_ckpt.spec.actions import FULL, Action
 from hf_ckpt.spec.files import write_text
+from hf_ckpt.spec.plan import Plan
 
-MINI = ("mini-llama", "mini-gpt2", "mini-bert", "mini-t5")
+MINI = ["mini-llama", "mini-gpt2", "mini-bert", "mini-t5"]
 """Presets that train on two CPU cores."""
-TAKES = 6
-"""Turns of the shallow models whose times plans are made from."""
+UNSEEN = 0.02
+"""Share of a budget that plans leave to what no tensor shows: kernels' scratch memory."""
+STEPS = 5
+"""Steps of each way in one turn, of which the fastest counts."""
 TOGETHER = 4
 """Ways that alternate in one turn, beside the reference."""
-Progress = Callable[[str], None]
 
 
-def bench_peers(
-    workloads: Sequence[Workload],
-    *,
-    repeats: int = 5,
-    only: Sequence[str] = (),
-    on_progress: Progress = lambda text: None,
-    on_case: Callable[[PeerBench], None] = lambda found: None,
-) -> PeerBench:
-    """Measure every way that there is on every workload.
+@dataclasses.dataclass
+class Settings:
+    """What is trained, and how often each way is timed."""
 
-    Args:
-        workloads: models with their batches; their optimizer must be PyTorch's own.
-        repeats: turns of each way, with `STEPS` timed steps each; on an accelerator, one.
-        only: groups or names of ways to leave all others out, but for `none` and the plans.
-        on_progress: called before each part.
-        on_case: called after each workload with all that has been found so far.
+    model: list[str] = option(MINI, "presets, hub ids, folders or config.json files")
+    blocks: int | None = option(None, "blocks in each stack, instead of the model's own number")
+    batch: int = option(4, "sequences of a micro-step")
+    tokens: int = option(256, "tokens of a sequence")
+    lora: int | None = option(None, "rank of LoRA adapters on every linear layer")
+    dtype: str = option("bfloat16", "type of the weights")
+    optimizer: str = option("adamw", "an optimizer of PyTorch, as the Trainer names it")
+    accumulation: int = option(1, "micro-steps of an optimizer step")
+    architecture: str | None = option(None, "class of the model")
+    repeats: int = option(5, f"turns of each way, on a CPU of {STEPS} steps")
+    only: list[str] = option([], "names or groups of ways; `none` and the plans always run")
 
-    A way that fails or is not there is a row that says so, and the first that runs is what others are compared with.
-    Raises `HfCkptError` where nothing runs, and what planning raises.
-    """
-    found = PeerBench(circumstances(compat.accelerator_type() or "cpu"), repeats, [])
-    for workload in workloads:
-        found.cases.append(_bench_case(workload, repeats, only, on_progress))
-        on_case(found)
-    return found
-
-
-def progress_steps(workloads: Sequence[Workload], repeats: int, only: Sequence[str] = ()) -> int:
-    """How often `bench_peers` reports progress."""
-    return len(workloads) * (1 + len(wanted(only)) + 2 * len(BUDGETS) + repeats)
+    def workload(self, model: str, folder: str) -> Workload:
+        """What is trained; the config of a model of another depth is written to `folder`."""
+        asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        sizes = {name: value for name, value in asked.items() if name not in ("model", "blocks", "repeats", "only")}
+        if self.blocks is not None:
+            config = load_config(model)
+            changed = {**config.to_dict(), **dict.fromkeys(depth_keys(config), self.blocks)}
+            model = str(Path(folder) / "config.json")
+            write_text(model, json.dumps(changed))
+        return Workload(model, **sizes)
 
 
-def _bench_case(workload: Workload, repeats: int, only: Sequence[str], on_progress: Progress) -> PeerCase:
-    def tell(text: str) -> None:
-        on_progress(f"{workload.model}: {text}")
+class Forecaster:
+    """Plans for budgets, and predictions, from times measured on this machine, as `hf-ckpt plan --measure` has them."""
 
-    rows = {way: PeerRow(way.name, way.group) for way in wanted(only)}
-    compiled = not only or OURS_COMPILED in only
-    with Worker(Forecaster, workload, compiled) as forecaster, tempfile.TemporaryDirectory() as folder:
-        tell("timing blocks and planning")
-        for _ in range(TAKES):
-            forecaster.ask("take")
-        for name, share, limit, plan in forecaster.ask("plans"):
-            rows[Way(name, OURS, plan)] = PeerRow(name, OURS, plan=str(plan), budget_share=share, budget_bytes=limit)
-        for name, share, limit, plan in forecaster.ask("compiled_plans"):
-            rows[Way(name, OURS_COMPILED, plan)] = PeerRow(
-                name, OURS_COMPILED, plan=str(plan), budget_share=share, budget_bytes=limit
-            )
-        case = Case(workload, rows, Path(folder) / "gradients.pt", tell)
-        if compat.accelerator_type() is None:
-            case.run(repeats, forecaster)
-            predictions: dict[str, tuple[int, float]] = forecaster.ask("predictions")
-        else:  # whose memory is for one way alone
-            predictions = forecaster.ask("predictions")
-            forecaster.close()
-            case.run(repeats)
-    for row in rows.values():
-        if row.name in predictions:
-            row.predicted_peak_bytes, row.predicted_seconds = predictions[row.name]
-    return case.figures()
+    def __init__(self, workload: Workload, compiled: bool) -> None:
+        keep_freed_memory()
+        asked = Question(**dataclasses.asdict(workload), budget="100%", measure=True)
+        self.found = {OURS: forecast(asked)}
+        if compiled:
+            self.found[OURS_COMPILED] = forecast(dataclasses.replace(asked, compiled=True))
+
+    def plans(self) -> list[tuple[str, str, float, int, Plan]]:
+        """(name, group, share, bytes, the fastest plan) for each of `BUDGETS` that a plan fits into."""
+        eager, made = self.found[OURS], []
+        none = next(option.peak_bytes for option in eager.usual if option.name == "none")
+        for group, found in self.found.items():
+            for share in BUDGETS:
+                limit = eager.floor_bytes + round(share * (none - eager.floor_bytes))
+                with contextlib.suppress(InfeasibleError):
+                    plan = found.within(f"{max(eager.floor_bytes, round((1 - UNSEEN) * limit))}B").plan
+                    name = f"{'compiled blocks, ' if group == OURS_COMPILED else ''}planned for {share:.0%}"
+                    made.append((name, group, share, limit, plan))
+        return made
+
+    def predictions(self) -> dict[str, tuple[int, float]]:
+        """Name of a row -> bytes and seconds, for what transformers offers, fixed specs and plans."""
+        eager = self.found[OURS]
+        predicted = {
+            option.name if option.name == "none" else f"{option.name} (HF)": (option.peak_bytes, option.step_seconds)
+            for option in eager.usual
+        }
+        named = {FULL: "full", **{Action("selective", save): name for name, save in SELECTIVE.items()}}
+        fixed = {
+            named[action]: plan_of(eager.costs, eager.costs.uniform(number))
+            for number, action in enumerate(eager.costs.actions)
+            if action in named
+        }
+        for name, plan in {**fixed, **{name: plan for name, *_, plan in self.plans()}}.items():
+            assert plan.prediction is not None
+            predicted[name] = plan.prediction.peak_bytes, plan.prediction.step_seconds
+        return predicted
 
 
-class Case:
+class Run:
     """All ways on one model, whose rows are filled."""
 
-    def __init__(self, workload: Workload, rows: Mapping[Way, PeerRow], path: Path, tell: Progress) -> None:
+    def __init__(self, workload: Workload, rows: Mapping[Way, Row], path: Path, tell: Callable[[str], None]) -> None:
         self.workload, self.rows, self.path, self.tell = workload, rows, path, tell
-        self.facts: dict[str, int] = {}
         self.reference: Way | None = None
-        """The first that ran."""
+        """The first that ran, with which the others are compared."""
+        self.facts: dict[str, Any] = {}
 
-    def run(self, repeats: int, forecaster: Worker | None = None) -> None:
-        """Measure all ways. With a forecaster they are alive together and take turns, and so does it; without one they
-        run one after the other."""
+    def take(self, repeats: int, together: bool) -> None:
+        """Measure all ways. Together, they are all alive and take turns; otherwise one runs after the other."""
         with contextlib.ExitStack() as alive:
             workers: dict[Way, Worker] = {}
             for way in self.rows:
                 self.tell(way.name)
-                worker = Worker(Session, self.workload, way)
-                alive.callback(worker.close)
-                self._prepare(way, worker)
-                if forecaster is not None:
-                    workers[way] = worker
-                    continue
-                for _ in range(repeats):
-                    self.turn({way: worker})
-                worker.close()
-            for number in range(0 if forecaster is None else repeats):
-                self.tell(f"repeat {number + 1} of {repeats}")
-                forecaster.ask("take")
-                order = turns.rotated(workers, number, repeats)
+                workers[way] = Worker(Session, self.workload, way)
+                alive.callback(workers[way].close)
+                self.prepare(way, workers[way])
+                if not together:
+                    for _ in range(repeats):
+                        self.turn({way: workers[way]})
+                    workers[way].close()
+            for number in range(repeats if together else 0):
+                self.tell(f"turn {number + 1} of {repeats}")
+                order = rotated(workers, number, repeats)
                 for first in range(0, len(order), TOGETHER):
                     some = {way: workers[way] for way in order[first : first + TOGETHER]}
                     self.turn(some, workers.get(self.reference))
-        self.conclude()
+
+    def prepare(self, way: Way, worker: Worker) -> None:
+        """Gradients and peaks of a way."""
+        row = self.rows[way]
+        with self.noting_errors(way):
+            row |= worker.ask("compare", self.path, self.reference is None)
+            row |= worker.ask("peaks")
+            if self.reference is None:
+                self.reference = way
+                self.facts = {"reference": way.name, "repeatable": row.pop("repeatable"), **worker.ask("facts")}
+            with contextlib.suppress(WorkerError):  # not every library works while it is watched
+                row["live_bytes"] = None if is_compiled(row) else worker.ask("live_peak")
 
     def turn(self, ways: Mapping[Way, Worker], reference: Worker | None = None) -> None:
-        """One turn. With the reference's worker, these ways alternate with it; without, each takes one step."""
-        steps: dict[Way | None, turns.Step] = {
-            way: functools.partial(self._seconds, way, worker) for way, worker in ways.items()
-        }
+        """One turn. With the reference's worker these ways alternate with it; without, each takes one step."""
+        steps = {way: functools.partial(self.seconds, way, worker) for way, worker in ways.items()}
         if reference is not None:  # the reference may be one of `ways`, too: it is compared with itself
-            steps = {None: functools.partial(self._seconds, self.reference, reference), **steps}
-        fastest = turns.fastest(steps, 1 if reference is None else STEPS)
-        beside = fastest.pop(None, None)
-        for way, seconds in fastest.items():
-            if reference is None:
-                self.rows[way].step_seconds.append(seconds)
-            elif beside is not None:
-                self.rows[way].step_seconds.append(seconds)
-                self.rows[way].reference_seconds.append(beside)
+            steps = {None: functools.partial(self.seconds, self.reference, reference), **steps}
+        taken = fastest(steps, 1 if reference is None else STEPS)
+        beside = taken.pop(None, None)
+        for way, seconds in taken.items():
+            if reference is None or beside is not None:
+                self.rows[way]["step_seconds"].append(seconds)
+                self.rows[way]["reference_seconds"] += [] if beside is None else [beside]
 
-    def _seconds(self, way: Way, worker: Worker) -> float | None:
-        if self.rows[way].error is None:
-            with self._failing(way):
+    def seconds(self, way: Way, worker: Worker) -> float | None:
+        """Seconds of a step; None if the way failed, now or before."""
+        if "error" not in self.rows[way]:
+            with self.noting_errors(way):
                 return float(worker.ask("timed"))
         return None
 
-    def _prepare(self, way: Way, worker: Worker) -> None:
-        row = self.rows[way]
-        with self._failing(way):
-            vars(row).update(worker.ask("compare", self.path, self.reference is None))
-            vars(row).update(worker.ask("peaks"))
-            if self.reference is None:
-                self.reference, self.facts = way, worker.ask("facts")
-            row.repeatable = self.rows[self.reference].repeatable
-            if not row.compiled:
-                with contextlib.suppress(WorkerError):  # not every library bears to be watched
-                    row.live_bytes = worker.ask("live_peak")
-
     @contextlib.contextmanager
-    def _failing(self, way: Way) -> Iterator[None]:
+    def noting_errors(self, way: Way) -> Iterator[None]:
+        """Inside the `with` block, an error of the way's process is noted in its row."""
         try:
             yield
         except WorkerError as error:
-            self.rows[way].error, self.rows[way].details = str(error), error.details
+            self.rows[way] |= {"error": str(error), "traceback": error.details}
 
-    def conclude(self) -> None:
-        """What follows from the times of all."""
+    def figures(self) -> Case:
+        """All rows. Raises `HfCkptError` if no way ran."""
         if self.reference is None:
-            return
-        first = self.rows[self.reference]
-        beside = (row.reference_seconds for row in self.rows.values())
-        base = min(itertools.chain(first.step_seconds, *beside), default=None)
-        for row in self.rows.values():
-            row.reference_seconds = row.reference_seconds or first.step_seconds[: len(row.step_seconds)]
-            ratio = row.time_ratio
-            if ratio is not None and base is not None:
-                row.seconds = ratio * base
-                row.tokens_per_second = self.facts["tokens"] / row.seconds
-
-    def figures(self) -> PeerCase:
-        """All rows. Raises `HfCkptError` where nothing ran."""
-        if self.reference is None:
-            first = self.rows[NONE]
             raise HfCkptError(
-                f"nothing runs on {self.workload.model}; without checkpointing: {first.error}\n{first.details}"
+                f"no way runs on {self.workload.model}; without checkpointing: {self.rows[NONE]['error']}"
             )
-        reference = self.rows[self.reference].name
-        found = PeerCase(self.workload, **self.facts, rows=list(self.rows.values()), reference=reference)
-        found.mark_frontier()
-        return found
+        first = self.rows[self.reference]["step_seconds"]
+        for row in self.rows.values():
+            row["reference_seconds"] = row["reference_seconds"] or first[: len(row["step_seconds"])]
+        return {"workload": dataclasses.asdict(self.workload), **self.facts, "rows": [*self.rows.values()]}
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+def measure(settings: Settings, model: str, tell: Callable[[str], None]) -> Case:
+    """Every way on one model. A way that fails is a row with its error."""
+    rows: dict[Way, Row] = {way: _row(way) for way in chosen(settings.only, (*PEERS, *OUR_WAYS))}
+    with tempfile.TemporaryDirectory() as folder:
+        workload = settings.workload(model, folder)
+        with Worker(Forecaster, workload, not settings.only or OURS_COMPILED in settings.only) as forecaster:
+            tell(f"{model}: timing blocks and planning")
+            for name, group, share, limit, plan in forecaster.ask("plans"):
+                more = {"plan": str(plan), "budget_share": share, "budget_bytes": limit}
+                way = Way(name, group, plan)
+                rows[way] = {**_row(way), **more}
+            predictions: dict[str, tuple[int, float]] = forecaster.ask("predictions")
+        run = Run(workload, rows, Path(folder) / "gradients.pt", lambda text: tell(f"{model}: {text}"))
+        run.take(settings.repeats, together=compat.accelerator_type() is None)
+    for row in rows.values():
+        row["predicted_peak_bytes"], row["predicted_seconds"] = predictions.get(row["name"], (None, None))
+    return run.figures()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command.make_parser(__doc__)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{MODEL_HELP} (default: {', '.join(MINI)})")
-    add_workload_options(parser, **command.WORKLOAD)
-    command.add_only(parser)
-    parser.add_argument(
-        "--repeats", type=positive, default=5, help=f"turns of each, on a CPU of {STEPS} timed steps (default 5)"
-    )
-    parser.add_argument("--png", type=Path, help="file for a picture of time against peak")
-    parser.add_argument("--markdown", type=Path, help="file for the tables as Markdown")
-    parser.add_argument("--show", type=Path, metavar="JSON", help="print and draw these figures instead of measuring")
-    return parser
+def _row(way: Way) -> Row:
+    return {"name": way.name, "group": way.group, "step_seconds": [], "reference_seconds": []}
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    console = make_console()
-    if arguments.show:
-        result = PeerBench.from_dict(read_json(arguments.show))
-    else:
-        workloads = [workload_of(arguments, model) for model in arguments.models or MINI]
-        only = known_ways(arguments.only)
-        with progress("starting", progress_steps(workloads, arguments.repeats, only)) as on_progress:
-            result = bench_peers(
-                workloads,
-                repeats=arguments.repeats,
-                only=only,
-                on_progress=on_progress,
-                on_case=lambda found: write_json(arguments.json, found.to_dict()),
-            )
-    report.print_peers(result, console)
-    if arguments.markdown:
-        write_text(arguments.markdown, report.peers_as_markdown(result))
-    if arguments.png:
-        pictures.save_peers_picture(result, arguments.png)
-    return 0 if result.ok else 1
+def cases(settings: Settings, tell: Callable[[str], None]) -> dict[str, Callable[[], Case]]:
+    """One case for each model, named by the last part of what names it."""
+    return {
+        model.removesuffix(".json").rpartition("/")[2]: functools.partial(measure, settings, model, tell)
+        for model in settings.model
+    }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script with these words, or with those of the command line."""
-    return command.call(_run, _parser(), argv)
-
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    settings=Settings,
+    cases=cases,
+    tables=tables,
+    faults=lambda case: [told for row in case["rows"] if (told := fault(case, row))],
+    draw=draw,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import seconds_of
 from machine import CpuAllocations, keep_freed_memory
-from torch import nn
-from turns import seconds_of
 from ways import COMPILED, OURS_COMPILED, Way
 
 from hf_ckpt import compat
+from hf_ckpt.cli.comparison import first_difference, gradients_of
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.measure.memory import peak_meter, release_freed_memory
@@ -30,8 +29,9 @@ class Session:
 
     def __init__(self, workload: Workload, way: Way, seed: int = 0) -> None:
         keep_freed_memory()
-        if way.group in (COMPILED, OURS_COMPILED):
-            _begin_to_compile()
+        if way.group in (COMPILED, OURS_COMPILED):  # with empty caches, but with what is compiled once on a machine
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="hf_ckpt_")
+            torch.compile(lambda x: (x.sin() + 1).sum(-1))(torch.ones(8, 64))
         torch.manual_seed(seed)
         self.workload, self.seed = workload, seed
         self.device = compat.accelerator_type() or "cpu"
@@ -43,7 +43,10 @@ class Session:
                     parameter.normal_(std=0.02)
         self.inputs = real_inputs(workload, self.model, self.device, seed)
         self.step_of = step_of_model(workload, self.model)
-        self.optimizer = _optimizer(workload, self.model)
+        optimizer = optimizer_for(workload, self.model)
+        if optimizer is None:
+            raise HfCkptError(f"a benchmark trains with an optimizer of PyTorch's own, not with {workload.optimizer}.")
+        self.optimizer = optimizer
         self._turned_on = contextlib.ExitStack()
         self.running = self._turned_on.enter_context(way.turned_on(self.model))
         self.meter = peak_meter()
@@ -76,36 +79,30 @@ class Session:
         self.optimizer.step()
 
     def compare(self, path: Path, is_reference: bool) -> dict[str, Any]:
-        """Gradients of the first step against those in `path`, or into it; then what warms up."""
-        first = seconds_of(self.backward)
-        gradients = gradients_of(self.model)
-        found: dict[str, Any] = {}
+        """Gradients of the first step against those in `path`, or into it; then two steps that warm up.
+
+        `first_seconds` are those of the first forward and backward, in which graphs are compiled. `repeatable` says
+        whether the reference gives the same bits twice: if not, no way can be bit-equal.
+        """
+        found: dict[str, Any] = {"first_seconds": seconds_of(self.backward)}
         if is_reference:
-            torch.save({name: value.cpu() for name, value in gradients.items()}, path)
+            torch.save({name: value.cpu() for name, value in gradients_of(self.model).items()}, path)
             self.backward()
-            again = gradients_of(self.model)
-            found["repeatable"] = compared(again, torch.load(path, mmap=True))["first_difference"] is None
-            del again
+            reference = torch.load(path, mmap=True)
+            found["repeatable"] = first_difference(gradients_of(self.model), reference) is None
         else:
             reference = torch.load(path, mmap=True)
-            if gradients.keys() != reference.keys():
-                raise HfCkptError(f"gives {len(gradients)} gradients against {len(reference)}")
-            found = compared(gradients, reference)
-            del reference
-        del gradients  # or a step would hold two sets of them
-        found["first_seconds"] = first
+            gradients = gradients_of(self.model)
+            found["first_difference"] = first_difference(gradients, reference)
+            found["difference"] = _distance(gradients, reference) if found["first_difference"] else 0.0
+            del gradients  # or a step would hold two sets of them
+        del reference
         for _ in range(2):
             self.step()
         return found
 
-    def first_steps(self) -> tuple[float, float]:
-        """Seconds of forward and backward in the first step, in which graphs are compiled, and in the third."""
-        first = seconds_of(self.backward)
-        self.backward()
-        return first, seconds_of(self.backward)
-
     def peaks(self) -> dict[str, int | None]:
-        """Peaks of one step, and how much was run again in it."""
+        """Peaks of one step by the allocator and by what the process holds, and how much was recomputed in it."""
         found: dict[str, int | None] = {}
         if self.device == "cpu":
             self.model.zero_grad(set_to_none=True)
@@ -113,17 +110,14 @@ class Session:
             self.meter.reset()
             self.step()
             found["reserved_bytes"] = self.meter.peak_bytes()
-        before = self._recomputed()
+        before = self.running.counts()
         found["allocated_bytes"] = self._allocated()
-        after = self._recomputed()
-        found["recomputed"] = None if after is None or before is None else after - before
+        after = self.running.counts()
+        known = before is not None and after is not None
+        found["recomputed"] = sum(after.values()) - sum(before.values()) if known else None
         if self.device != "cpu":
             found["reserved_bytes"] = self.meter.reserved_bytes()
         return found
-
-    def _recomputed(self) -> int | None:
-        counts = self.running.counts()
-        return None if counts is None else sum(counts.values())
 
     def _allocated(self) -> int | None:
         """Peak of the allocator in one step."""
@@ -143,7 +137,7 @@ class Session:
         self.step()
         peak = self._allocated()
         if peak is None:
-            raise HfCkptError("this accelerator's allocator tells no peak")
+            raise HfCkptError("this accelerator's allocator does not report a peak")
         return peak
 
     def live_peak(self) -> int:
@@ -158,31 +152,13 @@ class Session:
         return seconds_of(self.step)
 
 
-def _begin_to_compile() -> None:
-    """Let the compiler start with empty caches, and do what it does once on a machine, such as compiling headers."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="hf_ckpt_")
-    torch.compile(lambda x: (x.sin() + 1).sum(-1))(torch.ones(8, 64))
-
-
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> gradient of every parameter that has one."""
-    return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
-
-
-def compared(gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The first of the gradients that is not bit-equal to the reference's, and how far all are from it."""
-    first, apart, size = None, 0.0, 0.0
+def _distance(gradients: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference over the norm. Raises `HfCkptError` if other parameters have gradients."""
+    if gradients.keys() != reference.keys():
+        raise HfCkptError(f"gives {len(gradients)} gradients against {len(reference)}")
+    apart = size = 0.0
     for name, value in gradients.items():
-        right = reference[name].to(value.device)
-        if not torch.equal(value, right):
-            first = first or name
-            apart += float((value.double() - right.double()).square().sum())
-        size += float(right.double().square().sum())
-    return {"first_difference": first, "difference": (apart / size) ** 0.5 if size else 0.0}
-
-
-def _optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
-    found = optimizer_for(workload, model)
-    if found is None:
-        raise HfCkptError(f"a benchmark trains with an optimizer of PyTorch's own, but not with {workload.optimizer}.")
-    return found
+        right = reference[name].to(value.device).double()
+        apart += float((value.double() - right).square().sum())
+        size += float(right.square().sum())
+    return (apart / size) ** 0.5 if size else 0.0

@@ -1,5 +1,5 @@
-"""Every way to run a training step with less memory that a user could pick, as rows of data: what transformers, torch,
-TRL and torch.compile offer, and what hf_ckpt does."""
+"""Every way to train in less memory that a user could pick, as rows of data: what transformers, torch, TRL and
+torch.compile offer, and what hf_ckpt does."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hf_ckpt.attach.attach import describe
 from hf_ckpt.engines.sac import looked_up
 from hf_ckpt.errors import HfCkptError, MissingDependencyError
 from hf_ckpt.models.blocks import base_model, vocabulary_head
-from hf_ckpt.planner.install import trial
 from hf_ckpt.spec.plan import Plan
+from hf_ckpt.training.install import trial
 
 TRANSFORMERS, TORCH_SAC, TRL, COMPILED, OURS = "transformers", "torch SAC", "TRL", "torch.compile", "hf_ckpt"
 OURS_COMPILED = "hf_ckpt compiled"
@@ -47,8 +47,8 @@ class Running:
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Entered for forward and backward."""
     counts: Callable[[], dict[str, int] | None] = lambda: None
-    """How often each block has been run again so far, as a whole or in part, and how often a head in chunks was run;
-    None where nobody knows."""
+    """How often each block was recomputed so far, as a whole or in part, and how often a head ran in chunks; None if
+    that is not known."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,15 +57,14 @@ class Way:
 
     name: str
     group: str
-    """Who offers it: one of the keys of `TURN_ON`."""
+    """Who offers it: a key of `TURN_ON`."""
     options: Mapping[str, Any] | Plan | None = None
-    """What it is given."""
     to_host: bool = False
     """Whether it moves tensors to host memory, so that it means nothing without an accelerator."""
 
     @contextlib.contextmanager
     def turned_on(self, model: nn.Module) -> Iterator[Running]:
-        """Raises `HfCkptError` where this machine or this model has nothing for it, and what it raises itself."""
+        """The model with this way on. Raises `HfCkptError` if this machine or this model cannot have it."""
         if self.to_host and compat.accelerator_type() is None:
             raise HfCkptError("needs an accelerator: a CPU has no host memory beside its own")
         with TURN_ON[self.group](model, self.options) as running:
@@ -136,23 +135,17 @@ def _compiled(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]
 
 
 @contextlib.contextmanager
-def _ours(model: nn.Module, options: Mapping[str, Any] | Plan) -> Iterator[Running]:
+def _ours(model: nn.Module, options: Mapping[str, Any] | Plan, counted: bool = True) -> Iterator[Running]:
+    """Without `counted`, for compiled blocks: what is recomputed inside graphs cannot be counted."""
     head = options.head if isinstance(options, Plan) else options.get("head", "full")
     if head != "full" and vocabulary_head(base_model(model)) is None:
         raise HfCkptError(f"{type(base_model(model)).__name__} has no head over a vocabulary")
     with trial(model, options):
-        yield Running(model, counts=functools.partial(_ours_so_far, model, head != "full"))
-
-
-@contextlib.contextmanager
-def _ours_compiled(model: nn.Module, options: Mapping[str, Any] | Plan) -> Iterator[Running]:
-    """What is run again inside graphs is not counted."""
-    with trial(model, options):
-        yield Running(model)
+        yield Running(model, counts=lambda: _ours_so_far(model, head != "full") if counted else None)
 
 
 def _ours_so_far(model: nn.Module, in_chunks: bool) -> dict[str, int]:
-    """Blocks below the first trainable parameter are left out: they have nothing to run again."""
+    """Blocks below the first trainable parameter are left out: they have nothing to recompute."""
     found = describe(model)
     blocks = {name: count for name, count in found.recomputed.items() if name not in found.frozen}
     return {**blocks, "head": found.chunked_heads} if in_chunks else blocks
@@ -165,7 +158,7 @@ TURN_ON: Mapping[str, Callable[[nn.Module, Any], contextlib.AbstractContextManag
     TRL: _trl,
     COMPILED: _compiled,
     OURS: _ours,
-    OURS_COMPILED: _ours_compiled,
+    OURS_COMPILED: functools.partial(_ours, counted=False),
 }
 
 NONE = Way("none", "none")
@@ -201,27 +194,21 @@ OUR_WAYS = (
     ),
 )
 """What hf_ckpt does by a fixed spec. Plans come on top."""
-PLANNED = Way("planned", OURS, {"policy": "budget"})
-PLANNED_CHUNKED = Way("planned, head in chunks", OURS, {"policy": "budget", "head": "auto"})
-PLANNED_COMPILED = Way("planned, compiled", OURS_COMPILED, {"policy": "budget", "compile": "blocks"})
-PLANNED_BOTH = Way(
-    "planned, compiled, head in chunks", OURS_COMPILED, {"policy": "budget", "compile": "blocks", "head": "auto"}
+PLANNED_WAYS = (
+    Way("planned", OURS, {"policy": "budget"}),
+    Way("planned, head in chunks", OURS, {"policy": "budget", "head": "auto"}),
+    Way("planned, compiled", OURS_COMPILED, {"policy": "budget", "compile": "blocks"}),
 )
-PLANNED_WAYS = (PLANNED, PLANNED_CHUNKED, PLANNED_COMPILED, PLANNED_BOTH)
 """Ways that get a plan for the budget of each number that `largest.py` tries."""
 
 
-def known_ways(names: Sequence[str]) -> tuple[str, ...]:
-    """`names`, if each is that of a way or of a group of them; raises `HfCkptError` else."""
-    ways = (*PEERS, *OUR_WAYS, *PLANNED_WAYS)
+def chosen(only: Sequence[str], ways: Sequence[Way]) -> list[Way]:
+    """`none`, and the ways that `only` names by their name or group; all of them if it names nothing.
+
+    Raises `HfCkptError` for a name that there is not.
+    """
     known = dict.fromkeys([*(way.group for way in ways), *(way.name for way in ways)])
-    for name in names:
+    for name in only:
         if name not in known:
             raise HfCkptError(f"a way must be one of {', '.join(known)}, but is {name!r} instead.")
-    return tuple(names)
-
-
-def wanted(only: Sequence[str], *further: Way) -> list[Way]:
-    """All ways, and `further` ones; if `only` names ways or groups, these alone, and `none`."""
-    ways = (*PEERS, *OUR_WAYS, *further)
     return [way for way in ways if way is NONE or not only or way.name in only or way.group in only]

@@ -11,20 +11,21 @@ import contextlib
 import multiprocessing
 import os
 import sys
-import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+from harness import in_words
+
+from hf_ckpt import compat
 from hf_ckpt.errors import HfCkptError
 
 START = "spawn" if sys.platform == "win32" else "forkserver"
 SECONDS = 1800.0
 """How long an answer may take."""
-PRELOAD = ["transformers", "hf_ckpt.planner.forecast"]
+PRELOAD = ["transformers", "hf_ckpt.forecast.forecast"]
 """Imported once for all processes. Installed packages only: Python 3.11's fork server does not see scripts."""
 
 
@@ -35,6 +36,11 @@ class WorkerError(HfCkptError, RuntimeError):
         self.details = details
         super().__init__(shown)
 
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether memory ran out there."""
+        return compat.is_out_of_memory(RuntimeError(str(self))) or "exit code -9" in str(self)
+
 
 class Worker:
     """An object that lives in a fresh process, and whose methods are called from here, one at a time.
@@ -42,8 +48,8 @@ class Worker:
         with Worker(Thing, 1, 2) as thing:
             thing.ask("method", 3)
 
-    Everything that goes there and back is pickled. Raises `WorkerError` for what is raised there, and when the process
-    ends by itself or takes longer than `seconds`.
+    Arguments and results are pickled. Raises `WorkerError` for what is raised there, and if the process ends by itself
+    or takes longer than `seconds`.
     """
 
     def __init__(self, make: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> None:
@@ -52,11 +58,7 @@ class Worker:
             context.set_forkserver_preload(PRELOAD)
         self._seconds = seconds
         self._connection, theirs = context.Pipe()
-        handle, name = tempfile.mkstemp(prefix="hf_ckpt_", suffix=".log")
-        os.close(handle)
-        self._log = Path(name)
-        """What the process prints: libraries' chatter, which is of interest only when it ends by itself."""
-        self._process = context.Process(target=_serve, args=(theirs, name, make, arguments), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
         self._process.start()
         theirs.close()
         self._made = False
@@ -86,8 +88,9 @@ class Worker:
 
     def _ended(self) -> WorkerError:
         self._process.join(timeout=10)
-        printed = self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
-        return WorkerError(f"its process ended with exit code {self._process.exitcode}", printed[-4000:])
+        code = self._process.exitcode
+        why = ", most likely because memory ran out: take a smaller batch, or fewer ways" if code == -9 else ""
+        return WorkerError(f"its process ended with exit code {code}{why}")
 
     def close(self) -> None:
         """End the process. May be called again."""
@@ -98,7 +101,6 @@ class Worker:
             if self._process.is_alive():
                 self._process.kill()
         self._process.join()
-        self._log.unlink(missing_ok=True)
 
     def __enter__(self) -> Worker:
         return self
@@ -107,11 +109,11 @@ class Worker:
         self.close()
 
 
-def _serve(connection: Connection, log: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Make the object, then call its methods until nobody asks any more."""
-    printed = os.open(log, os.O_WRONLY | os.O_APPEND)
+def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Make the object, then call its methods until nobody asks any more. What libraries print is dropped."""
+    dropped = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
-        os.dup2(printed, stream)
+        os.dup2(dropped, stream)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore")
     with contextlib.suppress(EOFError, OSError):
@@ -119,18 +121,11 @@ def _serve(connection: Connection, log: str, make: Callable[..., Any], arguments
             found = make(*arguments)
             connection.send((True, None))
         except Exception as error:
-            connection.send((False, in_words(error)))
+            connection.send((False, (in_words(error), traceback.format_exc())))
             return
         while True:
             name, given = connection.recv()
             try:
                 connection.send((True, getattr(found, name)(*given)))
             except Exception as error:
-                connection.send((False, in_words(error)))
-
-
-def in_words(error: Exception) -> tuple[str, str]:
-    """An error in one line, and in full with its traceback."""
-    first = str(error).strip().partition("\n")[0]
-    shown = first if isinstance(error, HfCkptError) else f"{type(error).__name__}: {first}"
-    return shown, "".join(traceback.format_exception(error))
+                connection.send((False, (in_words(error), traceback.format_exc())))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -13,9 +14,8 @@ from helpers.snapshots import snapshot
 from helpers.steps import assert_same, enable, step
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import attach, describe, detach, put_on, take_off, trial
-from hf_ckpt.attach.record import GIVEN_PLAN, Decision, installation
-from hf_ckpt.errors import HfCkptError
+from hf_ckpt.attach.attach import attach, describe, detach, exchange, put_on, take_off
+from hf_ckpt.attach.record import GIVEN_PLAN, installation
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.actions import FULL, KEEP, OFFLOAD, SELECTIVE
@@ -60,7 +60,7 @@ def plan_of(model):
     return Plan(found.family, found.model, tuple(zip(found.blocks, (KEEP, SELECTIVE, FULL, FULL))))
 
 def with_plan(model):
-    put_on(model, attach(model, Spec(plan=GIVEN_PLAN), plan_of(model)))
+    put_on(find_blocks(model), attach(model, Spec(plan=GIVEN_PLAN), plan_of(model)))
 
 plain, ours = weights_after(lambda model: None), weights_after(with_plan)
 counts = describe(ours).recomputed
@@ -95,7 +95,7 @@ def test_a_plan_by_hand_goes_on_and_comes_off():
     assert record is installation(model)
     assert record.decider is None
     assert flags(model) == []
-    put_on(model, record)
+    put_on(find_blocks(model), record)
     assert active(model) == [ALL[1], ALL[3]]
     enable(model, {"policy": "full"})  # nobody decides what that means, so the plan stays
     assert_same(step(plain, tiny_batch("llama")), step(model, tiny_batch("llama")))
@@ -109,18 +109,6 @@ def test_a_plan_by_hand_goes_on_and_comes_off():
     assert snapshot(model) == before
 
 
-def test_a_trial_of_a_plan():
-    model = tiny_model("llama")
-    before = snapshot(model)
-    with trial(model, plan_of(model, FULL, KEEP, KEEP, KEEP)):
-        assert describe(model).spec == {"plan": GIVEN_PLAN}
-        assert active(model) == [ALL[0]]
-        model.zero_grad()
-    assert snapshot(model) == before
-    with pytest.raises(HfCkptError, match="nothing is installed"):
-        describe(model)
-
-
 # --- whoever decides ------------------------------------------------------------------------------------------------
 
 
@@ -131,13 +119,14 @@ class Deciding:
         self.spec, self.on_enable, self.on_batch = spec, on_enable, on_batch
         self.enabled, self.batches = [], []
 
-    def asked(self, base, record, asked):
-        self.enabled.append((type(base).__name__, record.enabled, dict(asked)))
+    def asked(self, found, record, asked):
+        self.enabled.append((found.model, record.enabled, dict(asked)))
         return None if self.on_enable is None else (self.spec, self.on_enable)
 
-    def batch(self, base, record, stack, args, kwargs):
-        self.batches.append((stack, tuple(kwargs["input_ids"].shape)))
-        return None if self.on_batch is None else Decision(self.on_batch, self)
+    def session(self, base, record):
+        return Watching(self, base)
+
+    costs, measured_bytes = (), None
 
     @property
     def plan(self):
@@ -148,6 +137,21 @@ class Deciding:
     def plans(self):
         """Every plan that it holds."""
         return {"any batch": self.on_batch}
+
+
+class Watching:
+    """The session of a decider, which does as the decider says."""
+
+    def __init__(self, decider, base):
+        self.decider, self.base = decider, weakref.ref(base)
+
+    def on_batch(self, record, stack, args, kwargs):
+        self.decider.batches.append((stack, tuple(kwargs["input_ids"].shape)))
+        if self.decider.on_batch is not None:
+            exchange(self.base(), record, self.decider.on_batch, self.decider)
+
+    def stop(self, record):
+        pass
 
 
 def test_every_enable_call_asks_the_decider():
@@ -171,10 +175,10 @@ def test_every_training_batch_of_a_planned_policy_asks_the_decider():
     model, batch = tiny_model("llama"), tiny_batch("llama")
     decider = Deciding()
     spec = Spec.parse({"policy": "budget", "budget": "1GiB"})
-    put_on(model, attach(model, spec, plan_of(model, *[FULL] * 4), decider))
+    put_on(find_blocks(model), attach(model, spec, plan_of(model, *[FULL] * 4), decider))
     assert active(model) == ALL
     shape = tuple(batch["input_ids"].shape)
-    assert decider.batches == [(None, shape), ("decoder", shape)]  # the whole model's forward, and the stack's
+    assert decider.batches == [(None, shape)]  # the whole model's forward, and not that of the stack inside it
     decider.batches.clear()
     with torch.no_grad():
         model(**batch)
@@ -199,11 +203,11 @@ def test_a_plan_that_comes_in_the_forward_of_a_stack(whole):
     model = tiny_model("llama") if whole else tiny_model("llama").model
     blocks = [block.name for block in find_blocks(model).blocks]
     decider = Deciding(on_batch=plan_of(model, KEEP, FULL, KEEP, FULL))
-    put_on(model, attach(model, Spec.parse("auto"), plan_of(model, *[FULL] * 4), decider))
+    put_on(find_blocks(model), attach(model, Spec.parse("auto"), plan_of(model, *[FULL] * 4), decider))
     ids = tiny_batch("llama")["input_ids"]
     outputs = (model.forward if whole else model)(input_ids=ids, use_cache=True)
     assert decider.batches == [("decoder" if whole else None, tuple(ids.shape))]
-    assert outputs.past_key_values is None  # a cache is not built in a forward that will be recomputed
+    assert compat.cache_argument(model) not in outputs  # a cache is not built in a forward that will be recomputed
     outputs[0].square().mean().backward()
     assert describe(model).recomputed == {blocks[1]: 1, blocks[3]: 1}
 
@@ -212,7 +216,7 @@ def test_another_plan_takes_over_the_observer():
     """Whoever watches recomputations goes on watching when a batch brings another plan in the middle of a training."""
     model = tiny_model("llama")
     decider = Deciding(on_batch=plan_of(model, KEEP, OFFLOAD, FULL, SELECTIVE))
-    put_on(model, attach(model, Spec.parse("auto"), plan_of(model, FULL, KEEP, KEEP, KEEP), decider))
+    put_on(find_blocks(model), attach(model, Spec.parse("auto"), plan_of(model, FULL, KEEP, KEEP, KEEP), decider))
     seen = object()
     installation(model).functions.observe(seen)
     model(**tiny_batch("llama"))

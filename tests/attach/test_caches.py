@@ -1,4 +1,4 @@
-"""Key and value caches: recomputed blocks see none, nobody is warned of them, and configs stay as they are."""
+"""Caches: planned blocks see none, filled ones are refused, nobody is warned of them, and configs stay as they are."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 import torch
 import transformers
 from helpers.adapters import with_lora
-from helpers.steps import assert_same, enable, outcome, step
+from helpers.steps import assert_same, enable, outcome, recomputed, step
 from helpers.sweeping import step_of, trained
 from transformers.utils import logging as transformers_logging
 
 import hf_ckpt
 from hf_ckpt import compat
+from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
 
@@ -49,19 +50,173 @@ def test_no_block_sees_a_cache(family):
     assert set(hf_ckpt.describe(model).recomputed.values()) == {2}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_cache_given_by_the_caller_is_not_written_twice(family):
-    """Someone passes a cache of their own into a training step: planned blocks leave it alone."""
-    model = tiny_model(family)
-    expected = step(model, tiny_batch(family))
+SMALL = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+DECODERS = {
+    "gpt2": {"n_layer": 3, "n_embd": 16, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "opt": {**SMALL, "ffn_dim": 32, "word_embed_proj_dim": 16, "dropout": 0.0},
+    "bert": {**SMALL, "is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "llama": {**SMALL, "num_key_value_heads": 1},
+    "qwen3": {**SMALL, "num_key_value_heads": 1, "head_dim": 8},
+    "bloom": {"n_layer": 3, "hidden_size": 16, "n_head": 2},
+    "t5": {"num_layers": 3, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "dropout_rate": 0.0},
+}
+"""Model type -> a config of three blocks a stack."""
+SPECS = {
+    "full": {"policy": "full"},
+    "selective": {"policy": "selective"},
+    "offload": {"policy": "offload"},
+    "segments": {"segments": 2},
+    "rules": {"policy": "none", "rules": [{"layers": "1", "policy": "full"}, {"layers": "2", "policy": "selective"}]},
+}
+
+
+def decoder(model_type):
+    """A random model in train mode, and a batch for it."""
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+    config = transformers.AutoConfig.for_model(model_type, **DECODERS[model_type], **tokens, vocab_size=64)
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForSeq2SeqLM if model_type == "t5" else transformers.AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager").train()
+    model.loss_type = model.loss_type or "ForCausalLM"
+    ids = torch.randint(3, 64, (2, 6))
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def with_given(model, batch, name, cache):
+    """(positional, keyword arguments) of a forward that is given a cache: by `name`, or by its place."""
+    if name != "its place":
+        return (), {**batch, name: cache, "use_cache": True}
+    taken = compat.forward_parameters(model)
+    upto = taken[: max(taken.index(each) for each in (compat.cache_argument(model), "use_cache")) + 1]
+    placed = {**batch, compat.cache_argument(model): cache, "use_cache": True}
+    return [placed.get(each) for each in upto], {key: value for key, value in batch.items() if key not in upto}
+
+
+def filled_by(model, batch):
+    """A cache that holds what the model has written for a batch."""
+    ids = {"input_ids": batch["input_ids"]}
+    if model.config.is_encoder_decoder:
+        ids["decoder_input_ids"] = batch["labels"]
+    with torch.no_grad():
+        return model.eval()(**ids, use_cache=True)[compat.cache_argument(model.train())]
+
+
+@pytest.mark.compat
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_a_cache_of_the_caller_is_left_out_or_refused(model_type, spec):
+    """transformers 5.24 renames `past_key_values`: blocks miss what a cache holds, or write into it a second time."""
+    model, batch = decoder(model_type)
+    expected = step(model, batch)
+    filled, empty = filled_by(model, batch), transformers.DynamicCache
+    caches = [filled]
+    if model_type == "t5":
+        caches.append(transformers.EncoderDecoderCache(empty(), filled.cross_attention_cache))
+    hf_ckpt.install(model, SPECS[spec])
+    enable(model)
+    before = 0
+    for name in ("cache", "past_key_values", "its place"):
+        for cache in caches:
+            tokens = compat.cached_tokens(cache)
+            args, kwargs = with_given(model, batch, name, cache)
+            with pytest.raises(HfCkptError, match=r"was given \w+=\w+Cache, a cache that is not empty"):
+                model(*args, **kwargs)
+            assert compat.cached_tokens(cache) == tokens > 0
+        if name == "cache" != compat.cache_argument(model):
+            continue  # older transformers do not know the new name
+        cache = transformers.EncoderDecoderCache(empty(), empty()) if model_type == "t5" else empty()
+        for _ in range(2):
+            model.zero_grad()
+            args, kwargs = with_given(model, batch, name, cache)
+            loss = model(*args, **kwargs).loss
+            loss.backward()
+            assert_same(expected, outcome(model, loss), name)
+            assert not compat.is_filled(cache)
+        assert len(recomputed(model)) >= before + 2
+        before = len(recomputed(model))
+
+
+@pytest.mark.compat
+def test_where_nothing_is_recomputed_a_cache_is_taken():
+    """Paused plans, and forwards without gradients, take a cache that is not empty as a model without hf_ckpt does."""
+    model, batch = decoder("gpt2")
+    cache = filled_by(model, batch)
+
+    def run():
+        model.zero_grad()
+        loss = model(**batch, **{compat.cache_argument(model): copy.deepcopy(cache)}).loss
+        if loss.requires_grad:
+            loss.backward()
+        return outcome(model, loss)
+
+    expected = run()
     hf_ckpt.install(model)
     enable(model)
-    cache = transformers.DynamicCache()
-    model.zero_grad()
-    loss = model(**tiny_batch(family), past_key_values=cache, use_cache=True).loss
-    loss.backward()
-    assert_same(expected, outcome(model, loss))
-    assert cache.get_seq_length() == 0
+    with hf_ckpt.paused(model):
+        assert_same(expected, run())
+    with torch.no_grad():
+        assert torch.equal(run()["loss"], expected["loss"])
+    with pytest.raises(HfCkptError, match="not empty"):
+        run()
+    assert recomputed(model) == []
+
+
+class OlderBlock(compat.GradientCheckpointingLayer):
+    """A block from the hub, with a name for its cache that the layer of this transformers may not know."""
+
+    def __init__(self, index):
+        super().__init__()
+        self.index, self.key, self.value = index, torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, hidden, kv=None):
+        keys, values = (project(hidden)[:, None] for project in (self.key, self.value))
+        if kv is not None:
+            keys, values = kv.update(keys, values, self.index)
+        attended = torch.nn.functional.scaled_dot_product_attention(hidden[:, None], keys, values)[:, 0]
+        return hidden + self.key(torch.nn.functional.silu(attended))
+
+
+class OlderModel(transformers.PreTrainedModel):
+    """Makes a cache in every forward, and asks nobody whether to."""
+
+    config_class = transformers.PretrainedConfig
+    supports_gradient_checkpointing = True
+
+    def __init__(self):
+        super().__init__(transformers.PretrainedConfig())
+        self.layers = torch.nn.ModuleList(OlderBlock(index) for index in range(3))
+        self.post_init()
+
+    def _init_weights(self, module):
+        """Nothing to do: linear layers start themselves."""
+
+    def forward(self, hidden):
+        cache = transformers.DynamicCache()
+        for layer in self.layers:
+            hidden = layer(hidden, kv=cache)
+        return hidden
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("spec", SPECS)
+def test_blocks_get_no_cache_under_any_name(spec):
+    """A recomputed block would write a second time into a cache that its model makes."""
+    torch.manual_seed(0)
+    model, hidden = OlderModel().train(), torch.randn(2, 4, 8)
+
+    def run():
+        model.zero_grad()
+        loss = model(hidden).square().mean()
+        loss.backward()
+        return outcome(model, loss)
+
+    expected = run()
+    hf_ckpt.install(model, SPECS[spec])
+    enable(model)
+    for _ in range(2):
+        assert_same(expected, run())
+    assert len(recomputed(model)) >= 2
 
 
 @pytest.mark.parametrize("model_type", ["diffusion_gemma", pytest.param("hrm_text", marks=pytest.mark.slow)])

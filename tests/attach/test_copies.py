@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 
 import pytest
-from helpers.installed import ALL, active, flags
 from helpers.steps import enable, step
 
 import hf_ckpt
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.compat
-
-
-def test_copies_are_independent():
-    """A copy carries its own plan: what is done to one is not done to the other."""
-    model = tiny_model("llama")
-    hf_ckpt.install(model, {"layers": "0"})
-    enable(model)
-    twin = copy.deepcopy(model)
-    enable(twin, {"layers": "1"})
-    assert active(twin) == [ALL[1]]
-    assert active(model) == [ALL[0]]
-    hf_ckpt.uninstall(model)
-    assert active(twin) == [ALL[1]]
-    assert flags(model) == []
 
 
 def freed_after(prepare):

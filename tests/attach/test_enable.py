@@ -6,31 +6,17 @@ import inspect
 import logging
 
 import pytest
-from helpers.installed import ALL, active, flags, forward_hooks
-from helpers.snapshots import snapshot
-from helpers.steps import assert_same, enable, recomputed, step
+from helpers.installed import ALL, active, flags
+from helpers.steps import enable, step
 
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
 from hf_ckpt.attach.record import installation
-from hf_ckpt.errors import HfCkptError, SpecError
+from hf_ckpt.errors import SpecError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.compat
-
-
-def test_install_enables_nothing_yet():
-    model = tiny_model("llama")
-    described = hf_ckpt.install(model, {"layers": "0"})
-    assert not described.enabled
-    assert "not enabled" in str(described)
-    assert flags(model) == []
-    assert active(model) == []
-    enable(model)
-    assert hf_ckpt.describe(model).enabled
-    assert flags(model) == ["model.layers.0"]
-    assert active(model) == ["model.layers.0"]
 
 
 BARE = {
@@ -87,53 +73,6 @@ def test_options_alone_keep_the_choice_of_blocks():
     }
 
 
-@pytest.mark.parametrize(("on", "off"), [*zip(compat.ENABLE_NAMES, compat.DISABLE_NAMES, strict=True)])
-def test_cycles_of_disable_and_enable(on, off):
-    """TRL, PEFT and a second `train()` do this; the plan comes back, nothing piles up."""
-    model = tiny_model("llama")
-    hf_ckpt.install(model, {"layers": "0,2"})
-    getattr(model, on)()
-    once = forward_hooks(model)
-    for _ in range(3):
-        getattr(model, off)()
-        assert flags(model) == []
-        assert active(model) == []
-        assert not hf_ckpt.describe(model).enabled
-        getattr(model, off)()
-        getattr(model, on)()
-        getattr(model, on)()
-        assert active(model) == [ALL[0], ALL[2]]
-        assert forward_hooks(model) == once
-
-
-def test_disable_keeps_gradients_and_counts():
-    model = tiny_model("llama")
-    expected = step(model, tiny_batch("llama"))
-    hf_ckpt.install(model)
-    enable(model)
-    step(model, tiny_batch("llama"))
-    getattr(model, compat.DISABLE_NAMES[-1])()
-    assert_same(expected, step(model, tiny_batch("llama")))
-    assert recomputed(model) == ALL
-
-
-def test_install_again_without_a_spec_changes_nothing():
-    model = tiny_model("llama")
-    hf_ckpt.install(model, {"layers": "0"})
-    enable(model)
-    before = snapshot(model)
-    assert list(hf_ckpt.install(model).plan.active()) == [ALL[0]]
-    assert snapshot(model) == before
-
-
-def test_install_again_with_a_spec_takes_over_at_once():
-    model = tiny_model("llama")
-    hf_ckpt.install(model, {"layers": "0"})
-    enable(model)
-    assert hf_ckpt.install(model, {"layers": "1"}).enabled
-    assert active(model) == [ALL[1]]
-
-
 def test_hooks_answer_as_transformers_methods_do():
     """Callers find the parameter by name, and expect no result."""
     model = tiny_model("llama")
@@ -152,48 +91,6 @@ def test_hooks_answer_as_transformers_methods_do():
 
 # --- refused requests -----------------------------------------------------------------------------------------------
 
-REFUSED = [
-    {"polcy": "full"},
-    {"layers": "9"},
-    {"layers": "2-1"},
-    {"layers": {"encoder": "0"}},
-    {"use_reentrant": True},
-    {"every_n_layers": 0},
-    {"every_n_layers": -1},
-    {"every_n_layers": 1.5},
-    {"every_n_layers": True},
-    {"context_fn": print},
-]
-
-
-@pytest.mark.parametrize("asked", REFUSED, ids=str)
-@pytest.mark.parametrize("was", ["absent", "installed", "enabled"])
-def test_a_refused_spec_leaves_everything_as_it_was(asked, was):
-    model = tiny_model("llama")
-    if was != "absent":
-        hf_ckpt.install(model, {"layers": "1"})
-    if was == "enabled":
-        enable(model)
-    before = snapshot(model)
-    with pytest.raises(SpecError) as caught:
-        hf_ckpt.install(model, asked)
-    assert len(caught.value.problems) == 1
-    if was != "absent":
-        with pytest.raises(SpecError):
-            enable(model, asked)
-        assert active(model) == ([ALL[1]] if was == "enabled" else [])
-        assert hf_ckpt.describe(model).spec == {"policy": "full", "layers": "1"}
-    assert snapshot(model) == before
-
-
-@pytest.mark.parametrize("every", [0, -1, 1.5, True])
-def test_arguments_beside_the_kwargs_are_validated_too(every):
-    model = tiny_model("llama")
-    hf_ckpt.install(model, {"layers": "0"})
-    with pytest.raises(SpecError, match="`every_n_layers` must be a whole number of at least 1"):
-        getattr(model, compat.ENABLE_NAMES[-1])(None, every_n_layers=every)
-    assert flags(model) == []
-
 
 @pytest.mark.parametrize("asked", ["full", ["layers"], 3], ids=repr)
 def test_kwargs_that_are_no_dict_are_a_spec_error(asked):
@@ -202,11 +99,6 @@ def test_kwargs_that_are_no_dict_are_a_spec_error(asked):
     with pytest.raises(SpecError):
         enable(model, asked)
     assert flags(model) == []
-
-
-def test_describe_without_an_installation():
-    with pytest.raises(HfCkptError, match=r"call hf_ckpt.install\(model\) first"):
-        hf_ckpt.describe(tiny_model("llama"))
 
 
 def test_describe_counts_and_prints():

@@ -8,31 +8,11 @@ from helpers.snapshots import snapshot
 from helpers.steps import enable
 
 import hf_ckpt
-from hf_ckpt import Plan
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import PlanMismatchError
 from hf_ckpt.models.tiny import tiny_model
 
 pytestmark = pytest.mark.compat
-
-
-@pytest.mark.parametrize("suffix", ["json", "yaml"])
-def test_a_described_plan_installs_elsewhere(tmp_path, suffix):
-    """`describe(model).save(path)`, then `{"plan": path}`: through install and through enable."""
-    path = tmp_path / f"plan.{suffix}"
-    source = tiny_model("llama")
-    hf_ckpt.install(source, {"layers": "0,2"}).save(path)
-    by_install, by_enable = tiny_model("llama"), tiny_model("llama")
-    hf_ckpt.install(by_install, {"plan": str(path)})
-    enable(by_install)
-    hf_ckpt.install(by_enable)
-    enable(by_enable, {"plan": str(path)})
-    for model in (by_install, by_enable):
-        assert active(model) == [ALL[0], ALL[2]]
-        assert hf_ckpt.describe(model).plan == hf_ckpt.describe(source).plan == Plan.load(path)
-        assert hf_ckpt.describe(model).spec == {"plan": str(path)}
-        enable(model)
-        assert active(model) == [ALL[0], ALL[2]]
 
 
 def plan_of(family, spec, **keys):
@@ -63,12 +43,6 @@ def test_a_policy_replaces_a_plan_object():
     assert active(model) == ALL
 
 
-def test_a_described_plan_object_is_not_called_full():
-    """The spec shown must not claim what the plan does not do."""
-    model = tiny_model("llama")
-    assert hf_ckpt.install(model, plan_of("llama", {"layers": "0,2"})).spec != {"policy": "full"}
-
-
 @pytest.mark.parametrize(
     "other", [("llama", {"layers": 3}), ("gpt2", {}), ("bert", {})], ids=["fewer layers", "gpt2", "bert"]
 )
@@ -87,18 +61,6 @@ def test_a_plan_for_another_model_installs_nothing(other, tmp_path):
     with pytest.raises(PlanMismatchError):
         enable(model, {"plan": str(tmp_path / "plan.json")})
     assert active(model) == [ALL[1]]
-
-
-@pytest.mark.parametrize("content", [None, "{broken", "{}", '{"hf_ckpt_plan": 1}'])
-def test_a_plan_that_cannot_be_read_installs_nothing(content, tmp_path):
-    path = tmp_path / "plan.json"
-    if content is not None:
-        path.write_text(content, encoding="utf-8")
-    model = tiny_model("llama")
-    before = snapshot(model)
-    with pytest.raises(PlanMismatchError, match=str(path)):
-        hf_ckpt.install(model, {"plan": str(path)})
-    assert snapshot(model) == before
 
 
 def test_spec_files_install(tmp_path):

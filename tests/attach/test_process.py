@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 
 import pytest
 import torch
 from accelerate import Accelerator
 from helpers.installed import ALL, active, flags
 from helpers.snapshots import snapshot
-from helpers.steps import assert_same, enable, recomputed, step
+from helpers.steps import assert_same, enable, outcome, recomputed, step
 from peft import LoraConfig, get_peft_model
 
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
-from hf_ckpt.attach.process import enable_calls_since_hooked
+from hf_ckpt.attach.process import enable_calls_since_hooked, missed_since_hooked
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import SpecError
-from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.compat
@@ -101,7 +102,7 @@ def test_a_refused_process_spec_hooks_nothing(everywhere):
 def test_enable_when_prepared(everywhere, wrapped):
     """For scripts that never ask for checkpointing: `Accelerator.prepare` does."""
     prepare = vars(Accelerator)["prepare"]
-    everywhere(spec={"layers": "0"}, enable_when_prepared=True)
+    everywhere(spec={"layers": "0"}, enable_when_trained=True)
     model = tiny_model("llama")
     if wrapped:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
@@ -181,3 +182,145 @@ def test_models_enabled_while_they_are_built_come_off_whole(everywhere):
     for model in models:
         assert flags(model) == []
         assert not [name for name, module in model.named_modules() if vars(module).keys() & ours]
+
+
+# --- loops of one's own: neither an enable call nor `Accelerator.prepare` ---------------------------------------------
+
+
+class Around(torch.nn.Module):
+    """A module of the script that holds the model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch):
+        return self.model(**batch)
+
+
+def through_parts(model):
+    """Calls the stack and the head by themselves, as those do who compute the loss in another way."""
+
+    def forward(**batch):
+        hidden = model.model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
+        return types.SimpleNamespace(loss=model.lm_head(hidden).square().mean())
+
+    return forward
+
+
+def adapted(model):
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+
+
+def compiled_in_place(model):
+    model.compile(backend="aot_eager")
+    return model
+
+
+def data_parallel(model):
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+LOOPS = {
+    "plain": lambda model: model,
+    "held": Around,
+    "copied": copy.deepcopy,
+    "forward method": lambda model: model.forward,
+    "parts": through_parts,
+    "peft": adapted,
+    "compiled": lambda model: torch.compile(model, backend="aot_eager"),
+    "compiled in place": compiled_in_place,
+    "DDP": data_parallel,
+}
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def trained(loop):
+    """A step of a loop of one's own: what it gives, and which blocks were recomputed; None without a plan.
+
+    Where torch.compile has the blocks in a graph, which counts nothing, they are the blocks that it met there.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = tiny_model("llama", dropout=0.1).train()
+    run = LOOPS[loop](model)
+    if isinstance(run, torch.nn.Module):
+        model = base_model(run)
+    batch = tiny_batch("llama") | {"use_cache": False}
+    if "compiled" not in loop:  # once more takes seconds there
+        with torch.no_grad():
+            run(**batch)
+        assert installation(model) is None
+    torch.manual_seed(7)
+    loss = run(**batch).loss
+    loss.backward()
+    found = outcome(model, loss)
+    record = installation(model)
+    return found, None if record is None else [*hf_ckpt.describe(model).in_graphs, *recomputed(model)]
+
+
+@pytest.mark.parametrize(
+    "loop", [pytest.param(name, marks=[pytest.mark.slow] * ("compiled" in name)) for name in LOOPS]
+)
+def test_a_model_is_enabled_at_its_first_training_forward(everywhere, one_rank, loop):
+    expected, none = trained(loop)
+    assert none is None
+    classes = {kind: dict(vars(kind)) for kind in (compat.PreTrainedModel, compat.compiled_module_class())}
+    everywhere(spec={"layers": "1-2"}, enable_when_trained=True)
+    got, blocks = trained(loop)
+    assert_same(expected, got)
+    assert blocks == ALL[1:3]
+    assert enable_calls_since_hooked() == 1
+    hf_ckpt.uninstall()
+    assert {kind: dict(vars(kind)) for kind in classes} == classes
+
+
+def test_models_that_are_not_trained_or_enabled_otherwise_keep_what_they_have(everywhere):
+    everywhere(spec={"layers": "1-2"}, enable_when_trained=True)
+    batch = tiny_batch("llama")
+    frozen, evaluated, own, ended = (tiny_model("llama").train() for _ in range(4))
+    frozen.requires_grad_(False)(**batch)
+    evaluated.eval()(**batch)
+    assert [installation(model) for model in (frozen, evaluated)] == [None, None]
+    assert "LlamaForCausalLM ran with gradients in eval mode" in missed_since_hooked()
+
+    hf_ckpt.install(own, {"layers": "3"})
+    enable(own)
+    assert active(own) == [ALL[3]]
+    enable(ended, {"layers": "0"})
+    assert active(ended) == [ALL[0]]
+    getattr(ended, compat.DISABLE_NAMES[-1])()  # later than its first training forward
+    assert active(ended) == []
+    step(evaluated.train(), batch)
+    assert recomputed(evaluated) == [ALL[1], ALL[2]]
+    prompts = torch.randn(2, 5, frozen.config.hidden_size, requires_grad=True)
+    frozen(inputs_embeds=prompts).logits.sum().backward()  # prompts are trained, with all weights frozen
+    assert recomputed(frozen) == [ALL[1], ALL[2]]
+    assert prompts.grad.any()
+
+
+def test_a_model_without_blocks_is_trained_and_said_beside_one_with_blocks(everywhere, caplog):
+    class Bare(compat.PreTrainedModel):
+        config_class = type(tiny_model("llama").config)
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.layer = torch.nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    everywhere(spec="full", enable_when_trained=True)
+    model, bare = tiny_model("llama"), Bare(tiny_model("llama").config)
+    for _ in range(2):
+        bare(torch.ones(1, 3)).sum().backward()
+    step(model, tiny_batch("llama"))
+    assert recomputed(model) == ALL
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "Bare is trained without checkpointing: Bare (model_type 'llama') has no blocks" in record.getMessage()

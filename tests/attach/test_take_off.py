@@ -8,7 +8,6 @@ import pytest
 from helpers.installed import ALL, active, flags, forward_hooks
 from helpers.snapshots import snapshot
 from helpers.steps import assert_same, enable, input_gradient_hooks, recomputed, step
-from peft import LoraConfig, get_peft_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import hf_ckpt
@@ -17,7 +16,7 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import OwnerConflictError, SpecError
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
-from hf_ckpt.planner.install import trial
+from hf_ckpt.training.install import trial
 
 pytestmark = pytest.mark.compat
 
@@ -74,35 +73,6 @@ def test_uninstall_leaves_no_trace(family, how):
     hf_ckpt.uninstall(model)  # nothing there any more: nothing happens
     assert comparable(model) == before
     assert_same(expected, step(model, batch))
-
-
-def test_install_on_an_enabled_model_takes_over_at_once():
-    model = checkpointed_before(tiny_model("llama"), "hf")
-    theirs = model.model.layers[0]._gradient_checkpointing_func
-    assert hf_ckpt.install(model, {"layers": "1"}).enabled
-    assert active(model) == [ALL[1]]
-    assert flags(model) == [ALL[1]]
-    hf_ckpt.uninstall(model)
-    assert set(flags(model)) >= set(ALL)
-    assert model.model.layers[0]._gradient_checkpointing_func is theirs
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_uninstall_after_adapters_came(when):
-    """The base model is the same object; the modules PEFT put in have never been touched."""
-    model = tiny_model("llama")
-    if when == "before":
-        hf_ckpt.install(model)
-        enable(model)
-    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
-    if when == "after":
-        hf_ckpt.install(wrapped)
-        enable(wrapped)
-    assert input_gradient_hooks(model) == 0
-    hf_ckpt.uninstall(wrapped)
-    assert flags(wrapped) == []
-    ours = {"_hf_ckpt", *compat.ENABLE_NAMES, *compat.DISABLE_NAMES, "enable_input_require_grads"}
-    assert not [name for name, module in wrapped.named_modules() if vars(module).keys() & ours]
 
 
 def test_layers_dropped_since():
@@ -166,21 +136,6 @@ def test_a_part_of_an_installed_model(first_off):
 # --- pausing and trying ---------------------------------------------------------------------------------------------
 
 
-def test_paused_turns_the_plan_off_and_on():
-    model = tiny_model("llama")
-    hf_ckpt.install(model, {"layers": "0"})
-    enable(model)
-    before = forward_hooks(model)
-    with hf_ckpt.paused(model):
-        assert flags(model) == []
-        assert active(model) == []
-        with hf_ckpt.paused(model):
-            assert active(model) == []
-        assert active(model) == []  # the inner block does not turn on what the outer turned off
-    assert active(model) == [ALL[0]]
-    assert forward_hooks(model) == before
-
-
 def test_paused_ends_with_an_exception_too():
     model = tiny_model("llama")
     hf_ckpt.install(model)
@@ -188,35 +143,6 @@ def test_paused_ends_with_an_exception_too():
     with pytest.raises(ZeroDivisionError), hf_ckpt.paused(model):
         1 / 0  # noqa: B018
     assert active(model) == ALL
-
-
-def test_paused_leaves_a_disabled_plan_disabled():
-    model = tiny_model("llama")
-    with hf_ckpt.paused(model):  # not even installed
-        assert installation(model) is None
-    hf_ckpt.install(model)
-    with hf_ckpt.paused(model):
-        assert flags(model) == []
-    assert flags(model) == []
-
-
-def test_uninstall_inside_paused_stays_uninstalled():
-    model = tiny_model("llama")
-    before = snapshot(model)
-    hf_ckpt.install(model)
-    enable(model)
-    with hf_ckpt.paused(model):
-        hf_ckpt.uninstall(model)
-    assert snapshot(model) == before
-
-
-def test_a_plan_chosen_inside_paused_is_the_one_that_comes_back():
-    model = tiny_model("llama")
-    hf_ckpt.install(model, {"layers": "0"})
-    enable(model)
-    with hf_ckpt.paused(model):
-        hf_ckpt.install(model, {"layers": "2"})
-    assert active(model) == [ALL[2]]
 
 
 @pytest.mark.parametrize("was", ["absent", "installed", "enabled"])

@@ -1,192 +1,149 @@
-"""Records of made-up figures: what follows from them, their files, tables and pictures."""
+"""Committed figures, what follows from them, and the tables of the pages."""
 
 from __future__ import annotations
 
-import json
-import re
-import sys
-from pathlib import Path
-
-import pictures
+import peer_figures
 import pytest
-import report
-from engines import EngineBench, EngineCase, EngineRow, Settings
-from figures import LargestBench, LargestRow, PeerBench, PeerCase, PeerRow, read_json, write_json
-from ways import COMPILED, OURS, TRANSFORMERS
-
-from hf_ckpt.console import make_console
-from hf_ckpt.errors import HfCkptError, MissingDependencyError
-from hf_ckpt.prediction.workload import Workload
+import tables
+from harness import Results
+from peer_figures import at_budgets, fault, on_frontier, peak_error, seconds_error
 
 PLAN = "LlamaForCausalLM (family llama), 2 of 4 blocks planned\n  decoder (4 x LlamaDecoderLayer): keep 0-1; full 2-3"
-CIRCUMSTANCES = dict.fromkeys(("device", "threads", "cpus", "torch", "transformers", "date"), "x")
+COMPARISON = " ".join((tables.ROOT / "docs" / "comparison.md").read_text(encoding="utf-8").split())
 
 
 def row(name, group, peak, ratio, **more):
-    times = {"step_seconds": [ratio] * 3, "reference_seconds": [1.0] * 3, "seconds": ratio}
-    return PeerRow(name, group, allocated_bytes=peak, **times, **more)
+    times = {"step_seconds": [ratio] * 3, "reference_seconds": [1.0] * 3}
+    return {"name": name, "group": group, "allocated_bytes": peak, "first_difference": None, **times, **more}
 
 
-def made_up(reference="none", **changes):
+def failed(name, **more):
+    return {**row(name, "hf_ckpt", None, 1.0), "error": "[/no] memory", "step_seconds": [], **more}
+
+
+def made_up():
+    """A case whose figures can be checked by hand."""
     rows = [
-        row("none", "none", 100, 1.0, live_bytes=100, predicted_peak_bytes=80, predicted_seconds=0.5),
-        row("full (HF)", TRANSFORMERS, 40, 1.4),
-        row("every_n_layers: 2 (HF)", TRANSFORMERS, 60, 1.2),
-        row("compiled, budget 0.3", COMPILED, 10, 0.1),
-        row("full", OURS, 40, 1.5, recomputed=4),
-        PeerRow("offload", OURS, error="needs an accelerator"),
-        row("planned for 50%", OURS, 55, 1.1, recomputed=2, budget_share=0.5, budget_bytes=60, plan=PLAN),
-        row("planned for 10%", OURS, 41, 1.5, recomputed=4, budget_share=0.1, budget_bytes=39, plan=PLAN),
-        PeerRow("planned for 70%", OURS, error="[/no] memory", budget_share=0.7, budget_bytes=80, plan=PLAN),
+        row("none", "none", 100, 1.0, predicted_peak_bytes=80, predicted_seconds=0.5),
+        row("full (HF)", "transformers", 40, 1.4),
+        row("every_n_layers: 2 (HF)", "transformers", 60, 1.2),
+        row("compiled, budget 0.3", "torch.compile", 10, 0.1, difference=0.01),
+        row("full", "hf_ckpt", 40, 1.5, recomputed=4),
+        failed("offload"),
+        row("planned for 50%", "hf_ckpt", 55, 1.1, recomputed=2, budget_share=0.5, budget_bytes=60, plan=PLAN),
+        row("planned for 10%", "hf_ckpt", 41, 1.5, recomputed=4, budget_share=0.1, budget_bytes=39, plan=PLAN),
+        failed("planned for 70%", budget_share=0.7, budget_bytes=80, plan=PLAN),
     ]
-    for name, found in changes.items():
-        rows[int(name.removeprefix("row"))] = found
-    case = PeerCase(Workload("some-model"), 4, 1024, rows, reference)
-    case.mark_frontier()
-    return PeerBench(CIRCUMSTANCES, 3, [case])
+    return {"reference": "none", "repeatable": True, "blocks": 4, "rows": rows}
 
 
-def far():
-    rows = [LargestRow("none", "none", 3, 90, {3: 90, 4: 110}, 1.0), LargestRow("offload", OURS, error="needs more")]
-    return LargestBench({}, Workload("some-model"), "batch", 100, rows)
-
-
-def some_engines(**changes):
-    figures = {"block_bytes": 4096, "bytes_ratio": 1.0, "step_seconds": [0.5, 0.25], "time_ratios": [1.0, 1.0]}
-    other = {**figures, "engine": "sac", "bytes_ratio": 0.5, "recomputed": 7, **changes}
-    case = EngineCase("llama", "full", 2, 1024, [EngineRow("none", **figures), EngineRow(**other)])
-    return EngineBench(Settings(device="cpu"), CIRCUMSTANCES, [case])
-
-
-# --- what follows -----------------------------------------------------------------------------------------------------
-
-
-def test_frontier_and_budgets_by_hand():
-    case = made_up().cases[0]
-    assert [found.name for found in case.rows if found.frontier] == ["none", "full (HF)", "planned for 50%"]
-    half, tenth, failed = case.at_budgets()
-    assert (failed.fits, failed.ratio, failed.ahead) == (False, None, False)
-    assert (half.rival, half.fits, half.ahead) == ("every_n_layers: 2 (HF)", True, True)
+def test_frontier_budgets_and_errors_by_hand():
+    case = made_up()
+    assert [found["name"] for found in case["rows"] if on_frontier(case, found)] == [
+        "none",
+        "full (HF)",
+        "planned for 50%",
+    ]
+    half, tenth, broken = at_budgets(case)
+    assert (half.rival["name"], half.fits, half.ahead) == ("every_n_layers: 2 (HF)", True, True)
     assert half.ratio == pytest.approx(1.1 / 1.2)
     assert (tenth.rival, tenth.fits, tenth.ratio, tenth.ahead) == (None, False, None, False)
-
-
-def test_errors_of_predictions():
-    none, other = made_up().cases[0].rows[:2]
-    assert none.peak_error == pytest.approx(0.25)
-    assert none.seconds_error == pytest.approx(1.0)
-    assert (other.peak_error, other.seconds_error) == (None, None)
+    assert (broken.fits, broken.ratio, broken.ahead) == (False, None, False)
+    none, other = case["rows"][:2]
+    assert (peak_error(none), seconds_error(case, none)) == (pytest.approx(0.25), pytest.approx(1.0))
+    assert (peak_error(other), seconds_error(case, other)) == (None, None)
 
 
 @pytest.mark.parametrize(
-    ("found", "fault"),
+    ("changes", "told"),
     [
-        (row("full", OURS, 40, 1.5, recomputed=0), "nothing was run again"),
-        (row("full", OURS, 40, 1.5, recomputed=4, first_difference="a.weight"), "gradients differ: a.weight"),
-        (row("head in chunks", OURS, 40, 1.5, recomputed=4, first_difference="a.weight"), None),
-        (row("full", OURS, 40, 1.5, recomputed=4, first_difference="a.weight", repeatable=False), None),
-        (row("full", OURS, 40, 1.5, recomputed=0, plan=PLAN), None),  # a plan may keep all
+        ({"recomputed": 0}, "full: nothing was recomputed"),
+        ({"first_difference": "a.weight"}, "full: gradients differ: a.weight"),
+        ({"first_difference": "a.weight", "name": "head in chunks"}, None),
+        ({"first_difference": "a.weight", "group": "transformers"}, None),
+        ({"recomputed": 0, "plan": PLAN}, None),  # a plan may keep all
+        ({}, None),
     ],
 )
-def test_faults_of_our_own_rows(found, fault):
-    assert found.fault == fault
-    assert made_up(row4=found).ok is (fault is None)
+def test_faults_of_our_own_rows(changes, told):
+    found = {**row("full", "hf_ckpt", 40, 1.5, recomputed=4), **changes}
+    assert fault(made_up(), found) == told
+    if "first_difference" in changes:
+        assert fault({**made_up(), "repeatable": False}, found) is None
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
-def test_figures_survive_a_file(tmp_path):
-    for made, kind, script in ((made_up(), PeerBench, "peers"), (far(), LargestBench, "largest")):
-        write_json(tmp_path / "figures.json", made.to_dict())
-        again = kind.from_dict(read_json(tmp_path / "figures.json"))
-        assert again == made
-        assert again.to_dict() == made.to_dict()
-        assert "setup" in json.dumps(made.to_dict())  # as files call it that were written before
-        with pytest.raises(HfCkptError, match=f"no figures of `{script}.py`"):
-            kind.from_dict({"rows": []})
-    write_json(None, {})
-
-
-# --- tables and pictures ----------------------------------------------------------------------------------------------
-
-
-def test_tables_and_picture_of_peers(tmp_path, capsys):
-    result = made_up()
-    report.print_peers(result, make_console())
-    shown = capsys.readouterr().out
-    assert max(len(line) for line in shown.splitlines()) <= 120
-    assert "offload: needs an accelerator" in shown
-    assert "planned for 70%: [/no] memory" in shown
-    assert "keep 0-1; full 2-3" in shown
-    assert "LlamaDecoderLayer" not in shown
-    text = report.peers_as_markdown(result)
-    assert "| full (HF) | * |" in text
-    assert re.search(r"^\| 50% \| 0 \| keep 0-1; full 2-3 \| .* \| every_n_layers: 2 \(HF\) \|", text, re.MULTILINE)
-    assert "- offload: needs an accelerator" in text
-    one = report.budgets_as_markdown(result, [0.5])
-    assert [line.split(" | ")[:2] for line in one.splitlines()[2:]] == [["| some-model", "50%"]]
-    pictures.save_peers_picture(result, tmp_path / "peers.png")
+def test_tables_and_picture_of_peers(tmp_path):
+    results = Results({}, {}, {"some-model": made_up()})
+    ways, errors, budgets = peer_figures.tables(results)
+    assert "| full (HF) | * | 0 |" in ways.markdown()
+    assert ("some-model", "offload", "[/no] memory") in errors.rows
+    assert budgets.rows[0][:4] == ("some-model", "50%", "0", "keep 0-1; full 2-3")
+    assert budgets.rows[0][6:] == ("every_n_layers: 2 (HF)", "0", "1.20x", "0.92")
+    assert [cells[1] for cells in peer_figures.budgets_table(results, [0.5]).rows] == ["50%"]
+    peer_figures.draw(results, tmp_path / "peers.png")
     assert (tmp_path / "peers.png").stat().st_size > 10_000
 
 
-def test_the_table_says_what_was_compared_with_where_none_does_not_run(capsys):
-    report.print_peers(made_up(reference="full (HF)"), make_console())
-    assert "none does not run, compared with full (HF)" in " ".join(capsys.readouterr().out.split())
+# --- what is committed ------------------------------------------------------------------------------------------------
 
 
-def test_table_of_the_largest(capsys):
-    report.print_largest(far(), make_console())
-    shown = capsys.readouterr().out
-    assert "most sequences within 100 B" in shown
-    assert "needs more" in shown
-    assert "| none | 3 (1.00x) |" in report.largest_as_markdown([far()])
+@pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.relative_to(tables.ROOT).as_posix())
+def test_tables_are_those_of_their_figures(page):
+    """`python recipes/benchmarks/tables.py` writes them."""
+    text = page.read_text(encoding="utf-8")
+    assert tables.rewritten(text) == text
+    assert text.count("figures -->") == 2 * len(tables.MARKED.findall(text))
 
 
-@pytest.mark.parametrize(
-    ("changes", "ok", "told"),
-    [
-        ({}, True, "bit-equal"),
-        ({"error": "RuntimeError: [no] such thing"}, False, "sac: RuntimeError: [no] such thing"),
-        ({"idle": "nothing was planned"}, False, "sac: nothing was planned"),
-        ({"first_difference": "a.weight"}, False, "sac: gradients differ: a.weight"),
-        ({"first_difference": "a.weight", "foreign": True}, True, "sac: gradients differ: a.weight"),
-    ],
-)
-def test_problems_of_engines_are_told(changes, ok, told, capsys):
-    """Other gradients of transformers alone are no failure of hf_ckpt."""
-    result = some_engines(**changes)
-    assert (result.ok, result.cases[0].rows[1].problem is None) == (ok, ok)
-    report.print_engines(result)
-    shown = capsys.readouterr().out
-    assert told in shown
-    assert ("FAILED" in shown) is not ok
-    assert max(len(line) for line in shown.splitlines()) <= 120
+def test_every_table_is_shown_once():
+    names = [match[1] for page in tables.pages() for match in tables.MARKED.finditer(page.read_text(encoding="utf-8"))]
+    assert sorted(names) == sorted(tables.TABLES)
 
 
-def test_pictures_need_matplotlib_and_the_rebuild_engine(monkeypatch, tmp_path):
-    with pytest.raises(HfCkptError, match="needs figures of `rebuild`"):
-        pictures.save_block_picture(some_engines(), tmp_path / "x.png")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'hf-ckpt\[plot\]'"):
-        pictures.save_engines_picture(some_engines(), tmp_path / "x.png")
+@pytest.mark.parametrize("path", sorted(tables.HERE.glob("*-cpu.json")), ids=lambda path: path.stem)
+def test_every_file_of_figures_can_be_shown(path):
+    if path.stem != "demo-cpu":
+        assert Results.read(path).good
+    assert path.name in (tables.HERE / "README.md").read_text(encoding="utf-8")
 
 
-def test_figures_of_engines_come_back_from_their_file():
-    result = some_engines(kept_to_rebuild={"AddBackward0": 7})
-    again = EngineBench.from_dict(json.loads(json.dumps(result.to_dict())))
-    assert json.dumps(again.to_dict()) == json.dumps(result.to_dict())
-    assert again.cases[0].rows[1].kept_to_rebuild == {"AddBackward0": 7}
-    with pytest.raises(HfCkptError, match=r"no figures of `engines.py`"):
-        EngineBench.from_dict({"cases": []})
+def rows_of(name):
+    return [(case, found) for case in tables.read(name).good.values() for found in case["rows"]]
 
 
-def test_bytes_of_a_block_are_named_by_operations():
-    """No name of an autograd node is left in the committed figures."""
-    bench = EngineBench.from_dict(read_json(Path(pictures.__file__).with_name("engines-cpu.json")))
-    rows = [row for case in bench.cases for row in case.rows]
-    names = {name for row in rows for name in (*row.kept, *row.dropped)}
-    assert len(names) > 10
-    assert {pictures.operation_of(name) for name in ("LlamaRMSNorm", "NativeLayerNormBackward0")} == {"norm(x)"}
-    assert not [name for name in names if pictures.operation_of(name) == name.removesuffix("Backward0")]
-    assert pictures.operation_of("UnknownBackward0") == "Unknown"
+def lines_of(name):
+    return [line for case in tables.read(name).good.values() for line in at_budgets(case)]
+
+
+def test_what_the_comparison_says_was_measured():
+    lines = lines_of("peers")
+    assert f"was a plan in {sum(line.ahead for line in lines)} of {len(lines)} cases" in COMPARISON
+    peaks = max(abs(error) for _, found in rows_of("peers") if (error := peak_error(found)) is not None)
+    times = [error for case, found in rows_of("peers") if (error := seconds_error(case, found)) is not None]
+    assert f"Peaks were predicted within {100 * peaks:.1f} %, step times within 15 %" in COMPARISON
+    assert max(map(abs, times)) <= 0.15
+    lora, dropout = (sorted(line.ratio for line in lines_of(f"peers-{name}")) for name in ("lora", "dropout"))
+    assert f"plans took {lora[0]:.2f} to {lora[3]:.2f} of the time" in COMPARISON
+    assert f"and {lora[4]:.2f} at the fifth. With dropout on mini-gpt2, they took {dropout[0]:.2f} to" in COMPARISON
+    assert f"to {dropout[4]:.2f} at all five" in COMPARISON
+    for name in ("peers", "peers-lora", "peers-dropout", "compiled"):
+        assert all(line.fits for line in lines_of(name))
+        assert not [told for case, found in rows_of(name) if (told := fault(case, found))]
+    compiled = [found for _, found in rows_of("compiled") if found["name"].startswith("compiled blocks")]
+    assert max(abs(peak_error(found)) for found in compiled) < 0.001
+
+
+def test_each_largest_is_the_largest():
+    """The next number was tried, and is too much."""
+    for name in ("max-batch", "max-seq"):
+        results = tables.read(name)
+        assert len(results.good) >= 14
+        for case in results.good.values():
+            beyond = case["tried"].get(str(case["largest"] + 1))
+            assert beyond is None or beyond > 256 * 2**20
+
+
+def test_every_run_of_the_demo_gave_the_same_gradients():
+    runs = tables.DemoResult.from_dict(tables.read_values(tables.HERE / "demo-cpu.json")).runs
+    assert len(runs) == 6
+    assert all(run.equal for run in runs)

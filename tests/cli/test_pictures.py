@@ -10,8 +10,8 @@ import pytest
 from hf_ckpt.cli import demo
 from hf_ckpt.cli.demo_run import TIMELINE_POINTS, DemoResult, DemoRun, thinned
 from hf_ckpt.cli.main import main
-from hf_ckpt.cli.pictures import PLANNED, _box, _common, colour_of_policy, drawing, label_points
-from hf_ckpt.spec.actions import ACTIONS, OFFLOAD, SELECTIVE, candidates, colour_of, finer
+from hf_ckpt.cli.pictures import PLANNED, colour_of_policy, common_area, drawing, label_points, text_box
+from hf_ckpt.spec.actions import ACTIONS, OFFLOAD, SELECTIVE, candidates, colour_of
 
 WAYS = ("none", "selective", "every_n_layers: 2", "full", "budget: 9MiB", "guard: 9MiB")
 
@@ -63,7 +63,7 @@ def test_a_policy_has_the_colour_of_its_action(name, action):
 def test_no_two_actions_look_alike():
     colours = [colour for record in ACTIONS.values() for colour in record.colours.values()]
     assert len({*colours, PLANNED, colour_of_policy("every_n_layers: 2")}) == len(colours) + 2
-    for action in (*candidates(), *finer(), *candidates(compiled=True)):
+    for action in (*candidates(), *candidates(compiled=True)):
         assert colour_of(action) in colours
     assert len({colour_of_policy(name) for name in WAYS}) == len(WAYS)
     assert colour_of_policy("planned for 50%") == colour_of_policy("budget: 1MiB") == PLANNED
@@ -77,8 +77,8 @@ def test_labels_cover_neither_points_nor_each_other():
         axes.scatter(*zip(*points, strict=True))
         label_points(axes, [(*point, f"point {number}") for number, point in enumerate(points)], [])
         assert [note.get_text() for note in axes.texts] == [f"point {number}" for number in range(9)]
-        boxes = [_box(note) for note in axes.texts]
-        assert not any(_common(one, other) for one, other in itertools.combinations(boxes, 2))
+        boxes = [text_box(note) for note in axes.texts]
+        assert not any(common_area(one, other) for one, other in itertools.combinations(boxes, 2))
         for x, y in map(axes.transData.transform, points):
             assert not any(box.contains(x, y) for box in boxes)
         assert all(axes.bbox.contains(*corner) for box in boxes for corner in box.corners())

@@ -12,32 +12,42 @@ from helpers.processes import python
 from hf_ckpt.cli.main import main
 from hf_ckpt.cli.pictures import import_pyplot, save_figure
 from hf_ckpt.errors import FileError
-from hf_ckpt.planner import forecast
+from hf_ckpt.forecast.record import bytes_allowed
 from hf_ckpt.prediction.devices import device_named
 from hf_ckpt.prediction.workload import Workload, load_config, presets, real_model
 
 # Words of the command line -> what is said about them. All are refused before torch is imported.
 WRONG_WORDS = (
-    ("plan gpt2 --device abacus", "invalid choice: 'abacus'"),
-    ("plan gpt2 --optimizer magic", "invalid choice: 'magic'"),
-    ("plan gpt2 --dtype int3", "invalid choice: 'int3'"),
-    ("plan gpt2 --autocast int3", "invalid choice: 'int3'"),
+    ("plan gpt2 --device abacus", "--device: 'abacus' is not a known device; known are h200, h100"),
+    ("plan gpt2 --device a100", "did you mean a100-80 or a100-40? Or give its memory by --budget"),
+    ("plan gpt2 --device 24GiB", "'24GiB' is a size and no device: give --budget 24GiB, or a card with about as much"),
+    ("plan gpt2 --optimizer adamv", "'adamv' is not known; did you mean adam or adamw? See"),
+    ("plan gpt2 --optimizer magic", "'magic' is not known; known are adamw"),
+    ("plan gpt2 --dtype int3", "'int3' is not known"),
+    ("plan gpt2 --autocast int3", "'int3' is not known"),
     ("plan gpt2 --attention magic", "must be sdpa, eager"),
     ("plan gpt2 --budget lots", "a size must look like"),
+    ("plan gpt2 --budget 20", "a size needs a unit, but is '20' instead; did you mean '20GiB'? See"),
+    ("plan gpt2 --budget 20 GB", "did you mean '20GiB'? See"),
     ("plan gpt2 --budget 120%", "a share must be above 0%"),
     ("plan gpt2 --budget 1.5", "a share must be above 0 and at most 1"),
     ("plan gpt2 --host-budget 80%", "a size must look like"),
-    ("plan gpt2 --head -1", "must be at least 1"),
-    ("plan gpt2 --mlp 0", "must be at least 1"),
+    ("plan gpt2 --host-budget 8000", "did you mean '8000MiB'?"),
+    ("plan gpt2 --seq 8q", "must be a whole number of at least 1, such as 4096 or 4k"),
+    ("plan gpt2 --devise 4090", "'--devise' is not understood here; did you mean --device?"),
+    ("plan lama-3.1-8b", "Did you mean llama-3.1-8b"),
+    ("plan gpt2 --head -1", "must be a whole number"),
+    ("plan gpt2 --mlp 0", "must be a whole number"),
     ("plan gpt2 --out x.txt", "'x.txt' must end in .json or .yaml or .yml"),
     ("plan gpt2 --out no/x.json", "there is no folder 'no'"),
-    ("plan gpt2 --png x.txt", "'x.txt' must end in .png or .svg or .pdf"),
-    ("plan gpt2 --png no/x.png", "there is no folder 'no'"),
+    ("plan gpt2 --html x.txt", "'x.txt' must end in .html"),
+    ("plan gpt2 --html no/x.html", "there is no folder 'no'"),
     ("plan nobody/nothing", "cannot read a model's config from 'nobody/nothing'"),
     ("plan no-such-model", "cannot read a model's config from 'no-such-model'"),
     ("check --spec policy=nonsense", "did you mean 'none'"),
     ("check --spec no-such-file.yaml", "cannot read 'no-such-file.yaml'"),
-    ("doctor --device abacus", "invalid choice: 'abacus'"),
+    ("doctor --device abacus", "'abacus' is not a known device"),
+    ("app ./gpt2 --host 0.0.0.0", "files of this machine are not read here"),
     ("hf_ckpt --spec policy=nonsense script.py", "did you mean 'none'"),
 )
 
@@ -68,6 +78,9 @@ def test_wrong_words_are_refused_before_torch_is_imported(tmp_path):
     for (text, said), error in zip(WRONG_WORDS, told, strict=True):
         assert said in error, text
         assert "Traceback" not in error, text
+        assert "usage:" not in error, text
+        if text.startswith("plan gpt2"):
+            assert error.count("\n") == 1, text
     assert os.listdir(tmp_path) == ["script.py"]
 
 
@@ -128,7 +141,7 @@ def test_a_config_that_is_no_file_to_read(tmp_path, capsys):
 def test_a_share_of_the_device_is_written_as_in_a_spec(given):
     device = device_named("a10")
     expected = 19_200_000_000 if "19200000000" in str(given) else round(0.8 * device.memory_bytes)
-    assert forecast._budget_bytes(given, device) == expected
+    assert bytes_allowed(given, device) == expected
 
 
 def test_a_full_disk_leaves_the_picture_that_was_there(tmp_path):

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
-from helpers.configs import asking, sources
+from helpers.configs import asking
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_ckpt.doctor import facts
-from hf_ckpt.doctor.diagnose import diagnose, to_dict
+from hf_ckpt.doctor import facts, rules
 from hf_ckpt.doctor.facts import ACCELERATE, ADAPTER, DEEPSPEED, FSDP, TRAINING, ConfigFile, Facts, ModelFacts
+from hf_ckpt.doctor.rules import diagnose, to_dict
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.prediction.devices import DEVICES
 
+RULES_SOURCE = "".join(Path(module.__file__).read_text() for module in (facts, rules))
 NAMES = sorted(
-    {re.sub(r"\W", "", word) for word in re.findall(r'"([a-z_.]+)"', "".join(sources()))}
+    {re.sub(r"\W", "", word) for word in re.findall(r'"([a-z_.]+)"', RULES_SOURCE)}
     | set(facts.OUR_KEYS | facts._THEIR_KEYS)
     | {"fsdp_version", "triton.cudagraphs"}
 )

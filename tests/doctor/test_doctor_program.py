@@ -15,8 +15,8 @@ from transformers import TrainingArguments
 from hf_ckpt import compat
 from hf_ckpt.cli import main
 from hf_ckpt.doctor import facts
-from hf_ckpt.doctor.diagnose import diagnose
 from hf_ckpt.doctor.facts import ACCELERATE, ADAPTER, DEEPSPEED, TRAINING, Facts
+from hf_ckpt.doctor.rules import diagnose
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import threading
 
@@ -10,12 +11,15 @@ import pytest
 import torch
 from helpers.lanes import DeviceBytes
 from helpers.offloading import mover, said
-from helpers.steps import assert_frees_everything, assert_same, enable, outcome, step, without_cache
+from helpers.steps import assert_frees_everything, assert_near, assert_same, enable, outcome, step, without_cache
 from helpers.toys import each_family
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
+from hf_ckpt.errors import DoubleBackwardError
+from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 SPECS = {
@@ -83,6 +87,38 @@ def test_a_second_derivative(family, engine):
     compare(run, family, engine)
 
 
+def _mean_loss(model, batch):
+    return model(**batch).loss
+
+
+def _loss_of_rows(model, batch):
+    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none").mean()
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    ("spec", "loss", "instead"),
+    [
+        ({"head": 4}, _mean_loss, '"head": "full"'),
+        ({"head": 4}, _loss_of_rows, '"head": "full"'),
+        ({"policy": "none", "mlp": 4}, _mean_loss, "Leave `mlp` out"),
+        ({"policy": "full", "mlp": 4}, _mean_loss, "Leave `mlp` out"),
+    ],
+    ids=["head", "rows of the head", "mlp", "mlp under full"],
+)
+def test_a_second_derivative_of_chunks_is_refused(spec, loss, instead):
+    """It was wrong in silence: gradients of chunks counted as constants."""
+    model = tiny_model("llama", layers=2)
+    batch = tiny_batch("llama")
+    expected = step(model, batch)
+    hf_ckpt.install(model, spec)
+    enable(model)
+    with pytest.raises(DoubleBackwardError, match=f"`create_graph=True` .*{instead}"):
+        torch.autograd.grad(loss(model, batch), list(model.parameters()), create_graph=True)
+    assert_near(expected, step(model, batch))
+
+
 @each_engine
 @each_family
 def test_an_optimizer_that_steps_inside_backward(family, engine):
@@ -135,6 +171,20 @@ def test_the_users_own_checkpoint_around_the_model(family, engine, caplog):
 
 
 @each_engine
+def test_the_users_own_checkpoint_inside_a_block(engine):
+    """BERT's blocks end in a norm, here under such a checkpoint."""
+
+    def run(model):
+        for block in find_blocks(model).modules.values():
+            plain = block.output.forward
+            block.output.forward = functools.partial(checkpoint, plain, use_reentrant=False)
+        found = [step(model, tiny_batch("bert")) for _ in range(2)]
+        return {f"{name} {number}": value for number, outcome in enumerate(found) for name, value in outcome.items()}
+
+    compare(run, "bert", engine, dropout=0.1)
+
+
+@each_engine
 @two_families
 def test_the_users_saved_tensor_hooks_around_the_model(family, engine):
     def run(model):
@@ -142,14 +192,6 @@ def test_the_users_saved_tensor_hooks_around_the_model(family, engine):
             return step(model, tiny_batch(family))
 
     compare(run, family, engine, moves=("offload",))
-
-
-@each_engine
-def test_without_gradients_blocks_run_plainly(engine):
-    model = ours("llama", engine)
-    with torch.no_grad():
-        model(**tiny_batch("llama"))
-    assert set(hf_ckpt.describe(model).forwards.values()) == {0}
 
 
 # --- models and plans that go elsewhere -----------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_ckpt.engines.head.logits import chunked, tokens_per_chunk
-from hf_ckpt.engines.head.rules import by_rule
+from hf_ckpt.engines.head.chunked import chunked, tokens_per_chunk
+from hf_ckpt.engines.head.logits import by_rule
 
 
 def _selected_by_rows(logits):
@@ -182,12 +182,6 @@ def test_how_many_tokens():
     assert tokens_per_chunk("auto", 10**6, trained=True) == 4096
 
 
-def test_a_reduction_that_torch_does_not_know_is_its_error(whole):
-    head, hidden = toy()
-    with pytest.raises(ValueError, match="is not a valid value for reduction"):
-        functional.cross_entropy(lazy(head, hidden).view(-1, WORDS), labels_for().view(-1), reduction="average")
-
-
 def test_keywords(whole):
     """Those that a rule has are its arguments; others are for torch to take or to refuse."""
     head, hidden = toy()
@@ -197,10 +191,4 @@ def test_keywords(whole):
     assert by_rule(torch.Tensor.split, (parts[0],), {"split_size": 2, "dim": 1})[0].shape == (3, 2, WORDS)
     assert by_rule(torch.Tensor.split, (parts[0],), {"sizes": 2}) is NotImplemented
     assert by_rule(torch.Tensor.cos, (parts[0],), {}) is NotImplemented
-    assert not whole
-
-
-def test_the_version_of_logits_needs_no_values(whole):
-    head, hidden = toy()
-    assert lazy(head, hidden)._version == 0
     assert not whole

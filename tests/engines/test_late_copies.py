@@ -9,7 +9,8 @@ from helpers.offloading import OFFLOAD, each_family, moved, mover, ours, said
 from helpers.steps import assert_same, step
 
 from hf_ckpt.engines import offload
-from hf_ckpt.engines.offload import Mover
+from hf_ckpt.engines.host import Mover
+from hf_ckpt.engines.moved import Group
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 
@@ -35,7 +36,7 @@ def test_what_comes_back_has_the_bits_it_left_with():
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float32):
         tensor = torch.randn(1024 // dtype.itemsize, generator=generator, dtype=torch.float64).to(dtype)
         expected = tensor.clone()
-        group = pool.open("block", lane, tensor)
+        group = Group(pool, "block", lane, tensor)
         slot = group.send(tensor)
         group.close()
         tensor.fill_(torch.nan)  # its memory is somebody else's now
@@ -62,7 +63,7 @@ def test_memory_that_cannot_be_pinned_and_is_rounded_up(lanes, monkeypatch, capl
     batch = tiny_batch("llama", tokens=17)
     hidden = 2 * 17 * 32 * 4
     for limit, count in ((3 * 8192, 3), (3 * 8192 - 1, 2), (3 * hidden, 1)):
-        model = ours(spec={**OFFLOAD, "host_budget": limit})
+        model = ours(spec={**OFFLOAD, "host_budget": f"{limit}B"})
         for _ in range(2):
             assert_same(step(tiny_model("llama"), batch), step(model, batch))
             assert list(moved(model).values()) == [hidden] * count

@@ -68,6 +68,14 @@ def test_a_mask_comes_back_from_its_bits(dtype):
         assert masks.pack(mask).nbytes == -(-mask.numel() // 8)
 
 
+def test_a_part_of_a_mask_is_not_packed():
+    """Its elements do not lie side by side, and to drop it would free nothing."""
+    mask = torch.ones(4, 8, dtype=torch.bool)
+    assert masks.can_pack(mask)
+    assert masks.can_pack(mask.t())
+    assert not masks.can_pack(mask[:, :4])
+
+
 @pytest.mark.parametrize("scale", [float("inf"), 0.0])
 def test_a_mask_whose_scale_is_no_plain_number(scale):
     """1 / (1 - p) can be too large for float16, and a mask can drop everything."""
@@ -97,6 +105,20 @@ def test_a_mask_stays_as_bits(name, dtype, counts):
     assert region.kept[MASKS] == region.kept_to_rebuild[MASKS] == ELEMENTS / 8
 
 
+def _noise_behind_a_softmax(x, call):
+    """Numbers of a block's own, of the shape of a softmax, and changed in place as often as a mask."""
+    q = (functional.silu(x) * 0.5).view(2, 8, 4, 4).transpose(1, 2)
+    noise = torch.empty(2, 4, 8, 8).uniform_(0.5, 1.0).mul_(2.0)
+    return functional.silu(call(q @ q.transpose(-1, -2), noise))
+
+
+def _by_one_call(y, noise):
+    """One instruction of Python, as one call of torch's attention is: only the numbers tell that this is no mask."""
+    for function, *rest in ((torch._safe_softmax, -1), (torch.mul, noise)):
+        y = function(y, *rest)
+    return y
+
+
 NO_DROPOUTS = {
     "p 0": lambda x: functional.dropout(x * x, 0.0),
     "p 1": lambda x: functional.dropout(x * x, 1.0) + x,
@@ -104,6 +126,8 @@ NO_DROPOUTS = {
     "of channels": lambda x: functional.dropout2d((x * x).view(2, 2, 8, 8), 0.3).view(2, 8, 16),
     # The same numbers, of another origin.
     "noise of a block's own": lambda x: x * x * torch.empty_like(x).bernoulli_(0.7).div_(0.7),
+    "behind a softmax": lambda x: _noise_behind_a_softmax(x, lambda y, noise: torch._safe_softmax(y, -1) * noise),
+    "behind a softmax, by one call": lambda x: _noise_behind_a_softmax(x, _by_one_call),
     "truth values": lambda x: functional.silu(torch.where(x.detach() > 0, x * x, x)),
 }
 
@@ -138,6 +162,15 @@ def test_the_mask_inside_attention_stays_as_bits(dtype, counts):
     assert counts == {"packed": 1, "unpacked": 1}
     assert region.dropped[MASK] == 2 * 4 * 8 * 8 * 4
     assert region.kept[MASKS] == 2 * 4 * 8
+
+
+def test_only_the_first_forward_compares_masks(monkeypatch):
+    compared = []
+    monkeypatch.setattr(masks, "holds", lambda mask, scale: compared.append(mask.shape) or True)
+    region = RebuildRegion("toy", save=("linear", "attention"))
+    for _ in range(2):
+        toy(lambda x: functional.dropout(_attention(x, dropout_p=0.4).transpose(1, 2).reshape(2, 8, 16), 0.3), region)
+    assert compared == [(2, 4, 8, 8), (2, 8, 16)]
 
 
 def test_noise_that_does_not_follow_a_softmax_of_its_shape_is_no_mask(counts):

@@ -9,11 +9,12 @@ import types
 import pytest
 import torch
 from helpers.lanes import Delayed, DeviceBytes, Eager, lanes_of
-from helpers.offloading import OFFLOAD, SAVED, each_spec, moved, mover, ours, said
+from helpers.offloading import OFFLOAD, SAVED, moved, mover, ours, said
 from helpers.steps import CACHED_BYTES, assert_same, step, without_cache
 
-from hf_ckpt.engines import offload
-from hf_ckpt.engines.offload import Mover, OffloadRegion, StreamLane
+from hf_ckpt.engines import host
+from hf_ckpt.engines.host import Mover, StreamLane
+from hf_ckpt.engines.offload import OffloadRegion
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
@@ -23,7 +24,7 @@ from hf_ckpt.models.tiny import tiny_batch, tiny_model
 def test_a_host_budget_counts_powers_of_two(tokens, buffer, lanes, caplog):
     batch = tiny_batch("llama", tokens=tokens)
     for limit, count in ((3 * buffer, 3), (3 * buffer - 1, 2), (buffer, 1), (buffer - 1, 0)):
-        model = ours(spec={**OFFLOAD, "host_budget": limit})
+        model = ours(spec={**OFFLOAD, "host_budget": f"{limit}B"})
         caplog.clear()
         forget_warnings()
         for _ in range(2):
@@ -34,19 +35,9 @@ def test_a_host_budget_counts_powers_of_two(tokens, buffer, lanes, caplog):
         assert all("`host_budget`" in message for message in said(caplog))
 
 
-@each_spec
-def test_whatever_the_host_budget_gradients_stay(spec, lanes):
-    expected = step(tiny_model("llama"), tiny_batch("llama"))
-    for limit in (1, 5000, 20_000, 50_000, 80_000):
-        model = ours(spec={**spec, "host_budget": limit})
-        for _ in range(2):
-            assert_same(expected, step(model, tiny_batch("llama")))
-            assert mover(model).held_bytes <= limit
-
-
 def test_longer_batches_get_buffers_of_their_own(lanes):
     """A budget that shorter batches have used up serves longer ones too, and the other way round."""
-    model = ours(spec={**OFFLOAD, "host_budget": 3 * 8192})
+    model = ours(spec={**OFFLOAD, "host_budget": "24KiB"})
     counts = []
     for tokens in (8, 16, 32, 16, 8, 32):
         step(model, tiny_batch("llama", tokens=tokens))
@@ -91,7 +82,7 @@ def test_memory_that_cannot_be_pinned(lanes, monkeypatch, caplog):
     pool = Mover()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", refusing)
-        patch.setattr(offload.compat, "accelerator_type", lambda: "cuda")
+        patch.setattr(host.compat, "accelerator_type", lambda: "cuda")
         for size in (5, 5, 9):
             assert pool.take(Delayed(), size).device.type == "cpu"
     assert asked == [True, False, False, False]
@@ -124,11 +115,11 @@ def test_a_copy_that_fails_gives_its_buffer_back(lanes):
 @pytest.mark.parametrize("how", ["no room", "too small"])
 def test_what_finds_no_room_in_host_memory_is_freed(how, monkeypatch):
     """What stays on the device is freed after a forward without a backward, as in an evaluation with gradients on."""
-    least_bytes = offload.LEAST_BYTES
+    least_bytes = host.LEAST_BYTES
     with lanes_of(Eager):
         if how == "too small":
-            monkeypatch.setattr(offload, "LEAST_BYTES", least_bytes)
-        model = ours(spec={**SAVED, **({"host_budget": 2048} if how == "no room" else {})}, layers=2)
+            monkeypatch.setattr(host, "LEAST_BYTES", least_bytes)
+        model = ours(spec={**SAVED, **({"host_budget": "2KiB"} if how == "no room" else {})}, layers=2)
         batch = without_cache(model, tiny_batch("llama"))
         step(model, batch)
         model.zero_grad(set_to_none=True)
@@ -262,6 +253,6 @@ def test_a_block_on_a_stream(device):
 
 
 def test_devices_without_streams_have_no_lane(monkeypatch):
-    assert offload.lane_of(torch.device("cpu")) is None
+    assert host.lane_of(torch.device("cpu")) is None
     monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace())
-    assert offload.lane_of(torch.device("mps")) is None
+    assert host.lane_of(torch.device("mps")) is None

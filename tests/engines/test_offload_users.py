@@ -7,34 +7,14 @@ import threading
 
 import pytest
 import torch
-from helpers.offloading import OFFLOAD, SAVED, each_kind, moved, mover, ours, regions, said, same_steps
-from helpers.steps import assert_same, enable, gradients, outcome, step, without_cache
+from helpers.offloading import SAVED, each_kind, moved, mover, ours, said
+from helpers.steps import assert_same, enable, gradients, step, without_cache
 from torch import nn
 
 import hf_ckpt
-from hf_ckpt.attach.record import installation
-from hf_ckpt.engines.full import FullRegion
-from hf_ckpt.engines.offload import Mover, OffloadRegion
+from hf_ckpt.engines.host import Mover
+from hf_ckpt.engines.offload import OffloadRegion
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-
-
-@each_kind
-def test_one_kept_graph(spec, lanes):
-    def run(model):
-        torch.manual_seed(0)
-        loss = model(**without_cache(model, tiny_batch("llama"))).loss
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-        if installation(model):  # nothing is copied twice in one backward, nor left behind by it
-            sizes = [size for kind, size in lanes[0].log if kind == "back"]
-            assert len(sizes) == 2 * lanes[0].log.count(("out", sizes[0])) or spec is SAVED
-            assert sum(sizes) == 2 * sum(moved(model).values())
-        torch.autograd.grad(loss, next(model.model.layers[2].parameters()), retain_graph=True)
-        loss.backward()
-        return outcome(model, loss)
-
-    model = same_steps(run, spec=spec, dropout=0.1)
-    assert mover(model)._in_use == 0
 
 
 def test_two_threads_in_one_graph(lanes):
@@ -96,45 +76,7 @@ def test_the_users_hooks_get_what_selective_keeps(lanes, caplog):
     assert "hooks around the model" in message
 
 
-def test_two_models_do_not_follow_one_another(lanes):
-    one, other = ours(), ours(seed=1)
-    losses = [model(**without_cache(model, tiny_batch("llama"))).loss for model in (one, other, one, other)]
-    for loss in losses:
-        loss.backward()
-    assert len(lanes) == 2
-    for lane in lanes:
-        kinds = [kind for kind, _ in lane.log]
-        assert kinds.count("back") == kinds.count("out") == 6
-
-
 # --- what is asked for ------------------------------------------------------------------------------------------------
-
-
-def kinds(spec, layers=4):
-    model = tiny_model("llama", layers=layers)
-    hf_ckpt.install(model, spec)
-    found = [(action.kind, action.moved) for _, action in installation(model).plan.actions]
-    return [f"{kind} saved" if saved else kind for kind, saved in found], regions(model)
-
-
-def test_which_blocks_are_moved():
-    assert kinds(OFFLOAD)[0] == kinds({"policy": "full", "offload": True})[0] == kinds({"offload": True})[0]
-    found, made = kinds(OFFLOAD)
-    assert found == ["offload"] * 4
-    assert [type(region) for region in made] == [OffloadRegion] * 3 + [FullRegion]
-    found, made = kinds(SAVED)
-    assert found == ["selective saved"] * 4
-    assert [region.mover is None for region in made] == [False] * 3 + [True]
-    rules = [{"layers": "1", "policy": "offload"}, {"layers": "2", "policy": "selective"}]
-    assert kinds({"rules": rules})[0] == ["keep", "offload", "selective", "keep"]
-    assert kinds({"rules": rules[1:], "policy": "full", "offload": "saved"})[0] == [
-        "full",
-        "full",
-        "selective saved",
-        "full",
-    ]
-    assert kinds({**OFFLOAD, "layers": "0-1"})[0] == ["offload"] * 2 + ["keep"] * 2
-    assert kinds({**OFFLOAD, "every_n_layers": 2})[0] == ["offload", "keep"] * 2
 
 
 @pytest.mark.compat

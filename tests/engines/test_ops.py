@@ -120,7 +120,7 @@ def test_an_embedding_is_looked_up_again():
     assert_same(baseline, step(model, tiny_batch("llama")))
     first = installation(model).regions["model.layers.0"]
     assert first.reaches_back
-    assert "EmbeddingBackward0" not in first.kept
+    assert "block input" not in first.kept
     assert first.recomputed > 0
 
 
@@ -130,7 +130,7 @@ def test_an_embedding_that_may_be_elsewhere_is_kept():
     assert_same(step(plain, tiny_batch("llama")), step(model, tiny_batch("llama")))
     first = installation(model).regions["model.layers.0"]
     assert not first.reaches_back
-    assert first.kept["EmbeddingBackward0"] == 2 * 16 * 32 * 4
+    assert first.kept["block input"] == 2 * 16 * 32 * 4
 
 
 # --- what rows read off their nodes ---------------------------------------------------------------------------------
@@ -190,11 +190,15 @@ CONSTANTS = {
     ),
 }
 
+OF_NUMBERS = {"times a number", "over a number", "clone, then a product"}
+
 
 @pytest.mark.compat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_constants_of_an_operation_are_read(name, dtype):
+    if name in OF_NUMBERS and not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
+        pytest.skip("this torch (2.8) does not tell whether a number lies behind saved-tensor hooks: results stay")
     same_toys(lambda x: CONSTANTS[name](x) * SCALE, save=(), dtype=dtype)
 
 
@@ -209,7 +213,7 @@ def test_inputs_that_a_row_reads_itself_are_no_operands(operands, monkeypatch):
     monkeypatch.setitem(ops.OPS, "AddcmulBackward0", ops.Op("pointwise", prepare, operands=operands))
     factor = torch.linspace(-1, 1, 256).view(2, 8, 16)
     region = same_toys(lambda x: torch.addcmul(x * x, x, factor) * SCALE, save=(), rebuilds=operands is not None)
-    assert ("AddcmulBackward0" in region.kept) == (operands is None)
+    assert ("addcmul(block input)" in region.kept) == (operands is None)
 
 
 @pytest.mark.parametrize("wrong", [torch.Tensor.double, lambda x: x[:1]])

@@ -5,12 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.steps import assert_same, enable, outcome, step, without_cache
-from helpers.toys import SELECTIVE, WEIGHT, each_family, each_save, plain_and_ours, rebuilt, same_steps, same_toys, toy
+from helpers.toys import (
+    SCALE,
+    SELECTIVE,
+    WEIGHT,
+    Norm,
+    each_family,
+    each_save,
+    plain_and_ours,
+    rebuilt,
+    same_steps,
+    same_toys,
+    toy,
+)
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
+from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.engines.rebuild.tape import hand_to_first_block, leave_module
 from hf_ckpt.measure.live import LiveBytes
@@ -91,14 +105,50 @@ def test_hooks_that_unpack_once_only(family, save, dropout):
     same_steps(run, family, save, dropout=dropout)
 
 
-@each_save
-def test_the_users_own_checkpoint_inside_a_block(save):
-    def block(x):
-        y = functional.silu(x) * x
-        y = checkpoint(lambda y: functional.gelu(y @ WEIGHT) * y, y, use_reentrant=False)
-        return functional.silu(y) * y
+HALVES, SWAP, MASK, NORM = torch.full((16,), 0.5), torch.tensor([1, 0]), torch.zeros(8, 8), Norm()
+CALLS = []
 
-    same_toys(block, save=save)
+# What a block runs under a checkpoint of its own. Most of it could be rebuilt, if the checkpoint did not have what is
+# saved there.
+UNDER_A_CHECKPOINT = {
+    "operands with a graph": lambda y: functional.gelu(y @ WEIGHT) * y,
+    "a constant": lambda y: functional.silu(y * HALVES) * 1.5 * HALVES,
+    "dropout": lambda y: functional.dropout(y, 0.3) * SCALE * HALVES,
+    "indices": lambda y: functional.silu(y)[SWAP] * SCALE,
+    "an embedding": lambda y: y * functional.embedding(torch.arange(8), WEIGHT),
+    "attention": lambda y: functional.scaled_dot_product_attention(*(y.view(2, 1, 8, 16),) * 3, attn_mask=MASK)[:, 0],
+    "a norm": lambda y: NORM(y) * SCALE,
+    "a checkpoint": lambda y: checkpoint(lambda z: functional.silu(z) * HALVES, y * HALVES, use_reentrant=False),
+}
+
+
+@pytest.mark.compat
+@each_save
+@pytest.mark.parametrize("name", UNDER_A_CHECKPOINT)
+def test_the_users_own_checkpoint_inside_a_block(name, save):
+    """Its function runs again in backward, never in the middle of the forward. What is around it is rebuilt."""
+    CALLS.clear()
+
+    def inner(y):
+        CALLS.append(name)
+        return UNDER_A_CHECKPOINT[name](y)
+
+    def block(x):
+        return functional.silu(checkpoint(inner, functional.silu(x) * SCALE, use_reentrant=False)) * SCALE
+
+    expected = toy(block)
+    options = {"save": tuple(save)}
+    regions = (
+        RebuildRegion("toy", **options),
+        RebuildRegion("toy", **options, fallback=FullRegion("toy")),
+        FullSelectiveRegion("toy", **options),
+    )
+    for region in regions:
+        CALLS.clear()
+        assert_same(expected, toy(block, region))
+        assert region.recomputed > 0
+        assert 2 <= len(CALLS) <= 2 + (type(region) is FullSelectiveRegion)  # again with the block, and then by itself
+        assert type(region) is FullSelectiveRegion or region.dropped
 
 
 @each_save

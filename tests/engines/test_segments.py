@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
 
 import pytest
@@ -12,7 +11,6 @@ from helpers.others import other_model
 from helpers.steps import assert_same, enable, gradients, step, without_cache
 from helpers.toys import each_family
 from helpers.unknown import UnknownConfig, WorkingModel, steps_of
-from torch import nn
 from torch.nn import functional
 
 import hf_ckpt
@@ -20,7 +18,6 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.segments import SegmentRegion, _open
 from hf_ckpt.errors import HfCkptError, PlanMismatchError, SpecError
 from hf_ckpt.measure.live import LiveBytes
-from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 
@@ -274,47 +271,8 @@ def test_threads_have_segments_of_their_own():
     ran_once(model, 2)
 
 
-def test_copies_have_segments_of_their_own():
-    model = in_segments()
-    step(model, tiny_batch("llama"))
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        theirs, ours = regions(twin)[0].segment, regions(model)[0].segment
-        assert theirs is regions(twin)[1].segment is not ours
-    with hf_ckpt.paused(model):
-        step(model, tiny_batch("llama"))
-    ran_once(model)
-
-
 def test_parameters_that_come_and_go_are_refused():
     model = in_segments()
     model.model.layers[0]._hf_hook = None  # as accelerate marks what it moves
     with pytest.raises(HfCkptError, match="`segments` recompute several blocks of LlamaModel at once"):
         step(model, tiny_batch("llama"))
-
-
-def test_sharded_parameters_are_refused(tmp_path):
-    """FSDP2 frees a block's parameters after its own backward and gathers them before its own, not its neighbours'."""
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
-    if not hasattr(fsdp, "fully_shard"):
-        pytest.skip("this torch has no fully_shard (new in 2.6)")
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
-    try:
-        model = in_segments()
-        mesh = dist.init_device_mesh("cpu", (1,))
-        for layer in model.model.layers:
-            fsdp.fully_shard(layer, mesh=mesh)
-        fsdp.fully_shard(model, mesh=mesh)
-        with pytest.raises(HfCkptError, match=r"sharded or moved block by block"):
-            step(model, tiny_batch("llama"))
-    finally:
-        dist.destroy_process_group()
-
-
-def test_generic_blocks():
-    plain = other_model("OPTForCausalLM", layers=4)
-    model = in_segments(model=copy.deepcopy(plain))
-    assert_same(step(plain, tiny_batch("llama")), step(model, tiny_batch("llama")))
-    ran_once(model)
-    assert isinstance(find_blocks(model).modules["model.decoder.layers.0"], nn.Module)

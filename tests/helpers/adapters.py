@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+
+from helpers.versions import missing_for_add_adapter
 
 TARGETS = {
     "llama": ["q_proj", "up_proj"],
@@ -25,13 +27,25 @@ def lora_config(family, targets=None, **options):
     )
 
 
+def add_inside(model, config):
+    """Put adapters into a model of transformers, with nothing around it, as its `add_adapter` does.
+
+    Where that method wants a newer PEFT than there is, PEFT's own function does what it would do.
+    """
+    if missing_for_add_adapter() is None:
+        model.add_adapter(config)
+    else:
+        model._hf_peft_config_loaded = True
+        inject_adapter_in_model(config, model)
+
+
 def with_lora(model, family, *, hub=False, lora_dropout=0.1, **options):
-    """The model with adapters, always the same ones: wrapped by PEFT, or by `add_adapter` of the model itself."""
+    """The model with adapters, always the same ones: wrapped by PEFT, or inside the model itself (`hub`)."""
     training = model.training
     torch.manual_seed(1)
     config = lora_config(family, lora_dropout=lora_dropout, **options)
     if hub:
-        model.add_adapter(config)
+        add_inside(model, config)
     else:
         model = get_peft_model(model, config)
     return model.train(training)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
 
 from selenium import webdriver
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -52,12 +54,16 @@ class Browser:
         return self.driver.execute_script("return document.querySelector(arguments[0])?.textContent ?? ''", selector)
 
     def wait(self, condition, seconds=60):
-        """Wait until a condition holds, and return its value; fails if it never does."""
+        """Wait until a condition holds, and return its value; fails if it never does.
+
+        What the condition looks for may not be on the page yet: gradio builds a folded part when it is opened.
+        """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            found = condition()
-            if found:
-                return found
+            with contextlib.suppress(NoSuchElementException, StaleElementReferenceException):
+                found = condition()
+                if found:
+                    return found
             time.sleep(0.05)
         raise AssertionError(f"waited for {seconds} s; the console says {self.driver.get_log('browser')}")
 

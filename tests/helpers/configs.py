@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 
 import yaml
 
 from hf_ckpt.cli import main
-from hf_ckpt.doctor import checks
-from hf_ckpt.doctor.checks import CHECKS
-from hf_ckpt.doctor.diagnose import diagnose
 from hf_ckpt.doctor.facts import ACCELERATE, TRAINING, ConfigFile, Facts, ModelFacts
+from hf_ckpt.doctor.rules import diagnose
 
 ROOT = Path(__file__).parent.parent.parent
 SHIPPED = [*sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), *(ROOT / "configs" / "recipes").glob("*.yaml")]
@@ -61,34 +58,6 @@ def found(seen, code):
 
 
 FULL, PLAIN = {"policy": "full"}, {"use_reentrant": False}
-
-
-def sources(*names):
-    """The text of the files that hold the checks, or of those with these names."""
-    paths = sorted(Path(checks.__file__).parent.glob("*.py"))
-    found = [path.read_text() for path in paths if not names or path.stem in names]
-    assert len(found) == len(names or paths)
-    return found
-
-
-def assert_told(code, severity, where, bad, good):
-    """A config with a fault has one finding with this code, and its twin without the fault has none."""
-    findings = found(bad, code)
-    assert [finding.severity for finding in findings] == [severity]
-    assert findings[0].where.startswith(where)
-    assert findings[0].what
-    assert findings[0].fix
-    assert found(good, code) == []
-
-
-def assert_complete(names, cases):
-    """Each finding that these files of checks make has a case, and so has each check; none comes out always."""
-    nodes = [node for text in sources(*names) for node in ast.walk(ast.parse(text))]
-    made = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "Finding"]
-    assert {node.args[1].value for node in made} == {code for code, *_ in cases}
-    theirs = {check for check in CHECKS if check.__module__.rpartition(".")[2] in names}
-    assert theirs == {check for check in theirs if any(list(check(case[3])) for case in cases)} != set()
-    assert diagnose(facts_of()) == ()
 
 
 def write(path, values):

@@ -11,7 +11,8 @@ import hf_ckpt
 from helpers.adapters import with_lora
 from helpers.others import other_model
 from helpers.steps import assert_near, enable, outcome, without_cache
-from hf_ckpt.engines.head.logits import Logits, chunked
+from hf_ckpt.engines.head.chunked import chunked
+from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.models.blocks import vocabulary_head
 from hf_ckpt.models.tiny import VOCABULARY, tiny_batch, tiny_model
 

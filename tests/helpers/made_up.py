@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 from hypothesis import strategies as st
@@ -103,9 +104,42 @@ def made_up(seed, rows, *, frozen=(), actions=4, accumulation=1, largest=9):
     )
 
 
+def as_of_real_blocks(costs, rng, *, lent=0, held=0, movable=None):
+    """The costs, where a block costs the same behind every other, and what it keeps less is computed again.
+
+    So do those of real models, nearly; orders of blocks can be exchanged then. `lent`, `held`: most bytes of a block
+    that last until the forward ends, and until the backward ends. `movable`: how many blocks may have the second
+    of three actions or more.
+    """
+    stacks = []
+    for stack in costs.stacks:
+        one = {key: cost for (_, key), cost in stack.costs.items()}
+        for kind, action in one:
+            cost = one[kind, action]
+            sizes = sorted((one[kind, other].forward.net for other in stack.choices[kind]), reverse=True)
+            net = sizes[stack.choices[kind].index(action)]
+            forward = dataclasses.replace(cost.forward, points=(*cost.forward.points, (net, 0)))
+            again = [(other + sizes[0] - net, done) for other, done in cost.backward.points]
+            backward = dataclasses.replace(cost.backward, points=tuple(again))
+            lends = rng.randint(0, lent)
+            one[kind, action] = dataclasses.replace(cost, forward=forward, backward=backward, lent_bytes=lends)
+        stacks.append(
+            dataclasses.replace(
+                stack,
+                costs={pair: one[pair[1]] for pair in stack.costs},
+                held=tuple(rng.randint(0, held) for _ in stack.gradients) if held else (),
+                movable={} if movable is None or len(costs.actions) < 3 else {1: movable},
+            )
+        )
+    return dataclasses.replace(costs, stacks=tuple(stacks))
+
+
 @st.composite
 def some_costs(draw, most=None):
-    """One stack or two, of one kind or two, of which the first may be frozen; as many blocks as can all be tried."""
+    """One stack or two, of one kind or two, of which the first may be frozen; as many blocks as can all be tried.
+
+    Some mean nothing at all, others are as those of real blocks.
+    """
     actions = draw(st.integers(2, 4))
     depth = draw(st.integers(1, most or DEPTHS[actions]))
     first = draw(st.integers(1, depth))
@@ -117,7 +151,7 @@ def some_costs(draw, most=None):
             is_frozen = still > 0 and draw(st.booleans())
             rows.append([kind or int(is_frozen and place >= still) for place, kind in enumerate(row)])
             frozen.append((0,) if is_frozen else ())
-    return made_up(
+    costs = made_up(
         draw(st.integers(0, 2**20)),
         rows,
         frozen=frozen,
@@ -125,3 +159,8 @@ def some_costs(draw, most=None):
         accumulation=draw(st.integers(1, 2)),
         largest=draw(st.sampled_from([2, 9, 40])),
     )
+    if not draw(st.booleans()):
+        return costs
+    rng = random.Random(draw(st.integers(0, 2**20)))
+    lent, held = draw(st.sampled_from([0, 5])), draw(st.sampled_from([0, 5]))
+    return as_of_real_blocks(costs, rng, lent=lent, held=held, movable=draw(st.sampled_from([None, 1])))

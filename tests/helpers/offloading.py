@@ -13,7 +13,6 @@ OFFLOAD = {"policy": "offload"}
 SAVED = {"policy": "selective", "offload": "saved"}
 SPECS = {"offload": OFFLOAD, "saved": SAVED, "attention": {**SAVED, "save": ["attention"]}}
 each_family = pytest.mark.parametrize("family", FAMILIES)
-each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 each_kind = pytest.mark.parametrize("spec", [OFFLOAD, SAVED], ids=["offload", "saved"])
 
 

@@ -11,12 +11,10 @@ from helpers.steps import enable, without_cache
 from hf_ckpt import compat
 from hf_ckpt.compat.peft import add_lora
 from hf_ckpt.measure.live import LiveBytes
-from hf_ckpt.models.blocks import base_model
 from hf_ckpt.models.tiny import tiny_model
-from hf_ckpt.planner import live
+from hf_ckpt.training.batches import Batch, Forward
 
 SIZES = {"batch": 4, "tokens": 128}
-_TRACED: dict = {}
 _KEPT: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -30,14 +28,25 @@ def model_of(family="llama", *, lora=False, dropout=0.0, layers=6):
 
 def without_state(model):
     """The model, with an optimizer that keeps no state, so that a plan counts none."""
-    _KEPT[model] = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    _KEPT[model] = known(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0))
     return model
+
+
+def known(optimizer):
+    """The optimizer, which plans know of as if it had stepped before."""
+    compat.remember_optimizer(optimizer)
+    return optimizer
 
 
 def budgeted(model, budget, **more):
     """Install on a model and enable `budget`."""
     hf_ckpt.install(model)
     enable(model, {"policy": "budget", "budget": budget, **more})
+
+
+def text_batch(sequences, tokens):
+    """A batch of text, as a session describes one."""
+    return Batch((Forward(None, (("input_ids", (sequences, tokens)),), False),), resident=False)
 
 
 def live_peak(model, batch):
@@ -53,32 +62,3 @@ def saved_config(folder):
     """The folder, with the config of a tiny LLaMA of six blocks, as a model is saved."""
     tiny_model("llama", layers=6).config.to_json_file(folder / "config.json", use_diff=False)
     return folder
-
-
-def like(model):
-    """What the traces of a model depend on, to be compared: its modules, its parameters, and its optimizers."""
-    config = base_model(model).config
-    parameters = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
-    optimizers = [(str(each), bool(each.state)) for each in compat.optimizers_of(model)]
-    return str(model), config.to_json_string(), config._attn_implementation, parameters, optimizers
-
-
-def tracing_once(original, told=None):
-    """`live._traced`, by which models that are alike are traced once for each shape of a batch.
-
-    All traces under a Trainer are made, because a loss may be its own. `told` gets every shape that was asked for.
-    """
-
-    def trace(model, spec, shape, layout, call, actions=None):
-        if told is not None:
-            told.append(str(shape))
-        plain = call is None or (call.trainer, call.loss, call.forward) == (None, None, None)
-        if layout is not None or not plain:
-            return original(model, spec, shape, layout, call, actions)
-        asked = [spec.head, spec.mlp, spec.compile, spec.host_budget, shape, call, actions]
-        key = repr((like(model), asked, live.actions_for.__qualname__))
-        if key not in _TRACED:
-            _TRACED[key] = original(model, spec, shape, layout, call, actions)
-        return _TRACED[key]
-
-    return trace

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
+import gc
 import io
-import json
 import logging
 import multiprocessing
 import random
@@ -19,12 +20,12 @@ import transformers
 
 import hf_ckpt
 from helpers.shrinking import FACTORS, batches, classes, loss_of, small_config, small_model
-from helpers.steps import assert_near, assert_same, enable, gradients, without_cache
+from helpers.steps import assert_near, assert_same, enable, without_cache
 from hf_ckpt import compat
-from hf_ckpt.attach.record import installation
 from hf_ckpt.compat.peft import add_lora
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.planner.course import tightened
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.units import format_bytes
 
 WAYS = {
     "full": {"policy": "full"},
@@ -39,6 +40,14 @@ WAYS = {
 """What is tried, by the name of its column."""
 EQUAL, NOTHING, REFUSED, FAILED = "equal", "nothing", "refused", "failed"
 """Bit-equal, with something run again; bit-equal, with nothing run again; a typed error; anything else."""
+BUDGET_BATCH, LARGE_BATCH = 4, 50_000
+"""How often the batch of a type is repeated under a budget, unless it has more numbers than this."""
+BUDGET_STEPS = 12
+"""Steps under a budget: some of them measure, the others run the plan."""
+OVER, OVER_AT_FIRST = 1.01, 1.03
+"""Share of the budget that a step may need, and that the first step of the plan may."""
+LEAST_SAVED = 0.02
+"""Share of the peak that `full` has to save, or else there is nothing for a budget to be between."""
 NEAR = 2e-5
 """Relative difference that gradients may have with the head in chunks, whose sums are taken in another order."""
 LIMIT_SECONDS = 120
@@ -105,10 +114,11 @@ def trained(model_type):
     raise NotSwept(reason or "no batch is known")
 
 
-def step_of(model, batch, *, plain=True):
+def step_of(model, batch, *, plain=True, then=None):
     """Loss and gradients of a step from a fixed seed of every generator; `plain` without a cache, where there is one.
 
-    With a plan on the model, no cache is to be made unasked: see `without_cache`.
+    With a plan on the model, no cache is to be made unasked: see `without_cache`. `then` is called when gradients are
+    there.
     """
     model.zero_grad(set_to_none=True)
     torch.manual_seed(7)
@@ -118,7 +128,9 @@ def step_of(model, batch, *, plain=True):
     with no_cache_by_default(model) if plain else contextlib.nullcontext():
         loss = loss_of(model(**(without_cache(model, batch) if plain else batch)))
     loss.backward()
-    found = {"loss": loss.detach().float(), **gradients(model)}
+    if then is not None:
+        then()
+    found = {"loss": loss.detach().float(), **{n: p.grad for n, p in model.named_parameters() if p.requires_grad}}
     model.zero_grad(set_to_none=True)
     if not torch.isfinite(found["loss"]):
         raise ValueError("the loss is not finite")
@@ -177,7 +189,7 @@ def tried(model, batch, expected, way):
                 adapted = _without_adapters(plain, adapted, trainable)
                 expected = step_of(model, batch)
         if way == "budget":
-            return within_budget(model, batch, expected)
+            return within_budget(model, *repeated(model, batch, expected))
         return _compared(model, batch, expected, WAYS[way], near=way == "chunked head")
     except HfCkptError as error:
         return [REFUSED, _short(error)]
@@ -220,11 +232,59 @@ def _compared(model, batch, expected, spec, near=False, steps=2):
 
 
 def within_budget(model, batch, expected):
-    """A plan for the batch, and then the one of the lowest peak, which is that of the least budget there is."""
-    _compared(model, batch, expected, {"policy": "budget", "budget": "1TiB"}, steps=1)
-    least = tightened(installation(model).planned, 2**60).plan
-    hf_ckpt.uninstall(model)
-    return _compared(model, batch, expected, least)
+    """Steps under a budget half way between the peaks of `full` and of no checkpointing, each counted and compared.
+
+    The optimizer keeps nothing and changes nothing, so that each step has the gradients of the first.
+    """
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    peaks = {}
+    for way, spec in (("keep", None), ("full", {"policy": "full"})):
+        if spec is not None:
+            hf_ckpt.install(model, spec)
+            enable(model)
+        for _ in range(2):  # the first may be a trial of unknown blocks, or fill caches
+            peaks[way] = _counted(model, batch, optimizer, expected, plain=spec is None)
+        hf_ckpt.uninstall(model)
+    if peaks["keep"] - peaks["full"] < LEAST_SAVED * peaks["keep"]:
+        return [NOTHING, f"`full` needs {format_bytes(peaks['full'])} of {format_bytes(peaks['keep'])}"]
+    budget = (peaks["keep"] + peaks["full"]) // 2
+    hf_ckpt.install(model, {"policy": "budget", "budget": f"{budget}B"})  # a plain number is none below 1 MiB
+    enable(model)
+    shares, planned_at = [], None
+    for number in range(BUDGET_STEPS):
+        shares.append(_counted(model, batch, optimizer, expected, plain=False) / budget)
+        plan = hf_ckpt.describe(model).plan
+        if planned_at is None and plan.prediction is not None:
+            planned_at = number
+    assert planned_at is not None, f"no plan within {BUDGET_STEPS} steps"
+    for number, share in enumerate(shares):
+        most = OVER_AT_FIRST if number == planned_at else OVER
+        assert share <= most, f"over budget: step {number} needs {share:.3f} of it, the plan is on at {planned_at}"
+    predicted, again = plan.prediction.peak_bytes / budget, sum(hf_ckpt.describe(model).recomputed.values())
+    words = f"plan at step {planned_at}, peak {shares[-1]:.3f} of the budget, predicted {predicted:.3f}"
+    saved = f"`full` saves {1 - peaks['full'] / peaks['keep']:.2f}"
+    return [EQUAL if again else NOTHING, f"{again} run again, {words}, {saved}"]
+
+
+def repeated(model, batch, expected):
+    """The batch several times over, and its loss and gradients, so that more is saved; itself where that fails."""
+    if sum(value.numel() for value in batch.values()) > LARGE_BATCH:  # as films are
+        return batch, expected
+    larger = {name: torch.cat([value] * BUDGET_BATCH) for name, value in batch.items()}
+    try:
+        found = step_of(model, larger)
+        return (larger, found) if _same(found, step_of(model, larger)) else (batch, expected)
+    except Exception:  # such as inputs without a dimension for sequences
+        return batch, expected
+
+
+def _counted(model, batch, optimizer, expected, plain):
+    """The peak of a step in bytes, which must have the expected loss and gradients."""
+    gc.collect()
+    with LiveBytes(model) as live:
+        got = step_of(model, batch, plain=plain, then=optimizer.step)
+    assert_same(expected, got)
+    return live.peak_bytes
 
 
 def _short(error):
@@ -237,38 +297,36 @@ def _short(error):
 
 def sweep_all(types, processes=1, limit=LIMIT_SECONDS, ways=tuple(WAYS)):
     """`sweep` every type, each in a process of its own with a limit in seconds; yield what was found."""
+    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+        waiting = [pool.submit(_in_a_process, model_type, limit, tuple(ways)) for model_type in types]
+        for done in concurrent.futures.as_completed(waiting):
+            yield done.result()
+
+
+def _in_a_process(model_type, limit, ways):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["helpers.sweeping", "peft"])
-    waiting, running = collections.deque(types), []
-    while waiting or running:
-        while waiting and len(running) < processes:
-            model_type = waiting.popleft()
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_send, args=(model_type, ways, sender))
-            process.start()
-            sender.close()
-            running.append((model_type, process, receiver, time.monotonic() + limit))
-        time.sleep(0.02)
-        for entry in list(running):
-            model_type, process, receiver, deadline = entry
-            ended = None
-            if receiver.poll():
-                try:
-                    ended = receiver.recv()
-                except EOFError:
-                    process.join()
-                    ended = {"type": model_type, "left_out": f"its process ended with {process.exitcode}"}
-            elif time.monotonic() > deadline:
-                process.kill()
-                ended = {"type": model_type, "left_out": f"still running after {limit} s"}
-            if ended is not None:
-                process.join()
-                running.remove(entry)
-                yield ended
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(model_type, ways, sender))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv() if receiver.poll(limit) else _left_out(model_type, f"still running after {limit} s")
+    except EOFError:
+        process.join()
+        return _left_out(model_type, f"its process ended with {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _left_out(model_type, reason):
+    return {"type": model_type, "left_out": reason}
 
 
 def _send(model_type, ways, sender):
     torch.set_num_threads(1)
+    gc.freeze()  # what has been imported takes a quarter of a second to look through
     sender.send(sweep(model_type, ways))
     sender.close()
 
@@ -289,6 +347,11 @@ def left_out(found):
     return dict(reasons.most_common())
 
 
+def trains(found):
+    """Whether a type trains under `full`, with something run again."""
+    return found.get("ways", {}).get("full", ("",))[0] == EQUAL
+
+
 def failures(found):
     """Every failure, one a line."""
     return [
@@ -297,8 +360,3 @@ def failures(found):
         for way, (verdict, words) in each.get("ways", {}).items()
         if verdict == FAILED
     ]
-
-
-def as_line(found):
-    """One JSON line of what was found of a type."""
-    return json.dumps(found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 
-import pytest
 import torch
 import transformers
 
@@ -31,8 +30,6 @@ PEAK = {"layers": 6, "hidden": 64}
 PEAK_BATCH = {"batch": 4, "tokens": 128}
 TOLERANCE = 0.03
 """Share by which a predicted peak may be off."""
-each_family = pytest.mark.parametrize("family", FAMILIES)
-each_tuning = pytest.mark.parametrize("tuning", TUNINGS)
 a_family = sparing("family", FAMILIES, "llama")
 """Every family, one of them by default."""
 
@@ -89,27 +86,22 @@ def loss_of(model, inputs):
     return model(**inputs).loss
 
 
-def micro_steps(model, batch, autocast=None, tracker=None, around=contextlib.nullcontext):
-    """Peaks of the first and the second micro-step: by `LiveBytes`, or by `tracker` if given."""
+def micro_steps(model, batch, autocast=None):
+    """Peaks of the first and the second micro-step."""
     peaks = []
     for parameter in model.parameters():
         parameter.grad = None
     for _ in range(2):
         inputs = inputs_of(model, batch)
-        counter = (tracker or LiveBytes)(model, inputs)
-        with counter, around():
+        with LiveBytes(model, inputs) as counter:
             with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
                 loss = loss_of(model, inputs)
             loss.backward()
         del loss
-        peaks.append(counter.peak_bytes if tracker is None else _peak_of(counter))
+        peaks.append(counter.peak_bytes)
     for parameter in model.parameters():
         parameter.grad = None
     return peaks
-
-
-def _peak_of(tracker):
-    return sum(device["Total"] for device in tracker.get_tracker_snapshot("peak").values())
 
 
 def real_peaks(model, actions, batch, autocast=None):

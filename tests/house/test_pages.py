@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from figures import LargestBench, PeerBench
 from helpers.processes import SCRIPTS, run
 from helpers.scripts import ROOT
 from helpers.sparing import sparing
 from helpers.trainers import Rows
-from report import budgets_as_markdown, largest_as_markdown, peers_as_markdown
 from transformers import TrainingArguments
 
 import hf_ckpt
@@ -26,7 +24,6 @@ from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.prediction.devices import DEVICES
 from hf_ckpt.spec.reading import POLICIES, READERS
 from hf_ckpt.training.callback import METRICS_FILE
-from hf_ckpt.units import format_bytes, format_seconds
 
 BENCHMARKS = ROOT / "recipes" / "benchmarks"
 PAGES = {
@@ -36,6 +33,7 @@ PAGES = {
 README, POLICIES_PAGE, COMPARISON, VERSIONS_PAGE = (
     PAGES[name] for name in ("README.md", "docs/policies.md", "docs/comparison.md", "docs/versions.md")
 )
+BOOK = PAGES["docs/cookbook.md"]
 FIGURES = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
 
 
@@ -48,6 +46,10 @@ def commands(text: str) -> list[str]:
     """Commands of the blocks that CI does not run itself."""
     shown = [block for mark, block in blocks(text, "bash") if not mark]
     return [command for block in shown for command in block.replace("\\\n", " ").strip().splitlines()]
+
+
+# First lines of the answers that the pages show.
+ANSWERS = {block.split("\n")[0] for text in PAGES.values() for _, block in blocks(text, "text")}
 
 
 def without_code(text: str) -> str:
@@ -87,11 +89,14 @@ def test_python_runs_as_it_stands(page, code, tmp_path, monkeypatch, capsys):
     exec(compile(code, page, "exec"), names)
     shown = capsys.readouterr().out  # the plan, which every block prints
     budget = re.search(r'"budget": "(\d+)GiB"', code)
-    wanted = "keep 0-3" if "predict" in code else f"within {budget[1]}.00 GiB" if budget else "full 0"
+    wanted = "keep 0-3" if "predict" in code else "of 4 blocks planned" if budget else "full 0"
     assert wanted in shown
     if "MemoryTimeCallback" in code:
         rows = (tmp_path / "out" / METRICS_FILE).read_text().splitlines()
         assert json.loads(rows[-1])["event"] == "end"
+
+
+SHORTLY = ("--use_cpu", "--max_steps", "1", "--report_to", "none")
 
 
 def small(command: str, folder: Path) -> list[str | Path]:
@@ -100,6 +105,9 @@ def small(command: str, folder: Path) -> list[str | Path]:
     ours = [str(ROOT / word) if word.startswith(("configs/", "recipes/")) else word for word in words]
     if words[0] == "hf-ckpt":
         return [sys.executable, "-m", "hf_ckpt.cli.main", *ours[1:]]
+    script = [str(SCRIPTS / "trainer_script.py") if word == "your_script.py" else word for word in ours]
+    if words[:2] == ["python", "-m"]:
+        return [sys.executable, *script[1:], "--output_dir", folder, *SHORTLY]
     if words[0] == "python":
         return [sys.executable, *ours[1:], "--output_dir", folder]
     assert words[:3] == ["accelerate", "launch", "--config_file"]
@@ -107,8 +115,8 @@ def small(command: str, folder: Path) -> list[str | Path]:
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--config_file", ROOT / "configs" / "accelerate" / "single.yaml", "--cpu", "--mixed_precision", "no"),
-        *[str(SCRIPTS / "trainer_script.py") if word == "your_script.py" else word for word in ours[4:]],
-        *("--output_dir", folder, "--use_cpu", "--max_steps", "1", "--report_to", "none"),
+        *script[4:],
+        *("--output_dir", folder, *SHORTLY),
     ]
 
 
@@ -116,8 +124,11 @@ def small(command: str, folder: Path) -> list[str | Path]:
 @sparing("command", COMMANDS, *DOCTOR, ids=[" ".join(command.split()[:2]) for command in COMMANDS])
 def test_commands_run(command, tmp_path):
     done = run(small(command, tmp_path), cwd=tmp_path, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    if command.startswith("accelerate"):
+    refused = done.stdout.strip().startswith("Does not fit") and done.stdout.strip().splitlines()[0] in ANSWERS
+    assert done.returncode == (2 if refused else 0), done.stderr[-3000:]
+    if refused:
+        return
+    if "your_script.py" in command:
         found = json.loads((tmp_path / "found.json").read_text())
         assert found["recomputed"] == {"model.layers.0": 1, "model.layers.2": 1}
     elif "doctor" in command:
@@ -127,28 +138,14 @@ def test_commands_run(command, tmp_path):
         assert ("selective" if "selective" in command else "full") in done.stdout
 
 
-def test_there_is_something_to_run():
-    counts = {page: (len(blocks(text, "python")), len(commands(text))) for page, text in PAGES.items()}
-    assert {page: count for page, count in counts.items() if any(count)} == {
-        "README.md": (1, 5),
-        "docs/callback.md": (1, 0),
-        "docs/cookbook.md": (0, 10),
-        "docs/doctor.md": (0, 1),
-        "docs/guard.md": (1, 1),
-        "docs/planner.md": (2, 1),
-        "docs/policies.md": (2, 1),
-    }
-    assert len(PYTHON) == sum(count for count, _ in counts.values())
-    languages = {language for text in PAGES.values() for language in re.findall(r"^```(\w+)$", text, re.MULTILINE)}
-    assert languages == {"bash", "diff", "python", "sh", "text"}
-
-
 def test_ci_reads_the_two_commands_from_the_readme():
     marks = [(page, mark) for page, text in PAGES.items() for mark, _ in blocks(text, "bash") if mark]
     assert marks == [("README.md", "demo"), ("README.md", "test")]
-    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert "for name in demo test" in script
-    assert "readme_command" in script
+    assert "for name in demo test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert len(PYTHON) > 5
+    assert len(COMMANDS) > 12
+    languages = {language for text in PAGES.values() for language in re.findall(r"^```(\w+)$", text, re.MULTILINE)}
+    assert languages == {"bash", "diff", "python", "sh", "text"}
 
 
 # --- where pages lead -------------------------------------------------------------------------------------------------
@@ -181,14 +178,9 @@ def test_every_page_of_docs_is_in_the_navigation_and_linked():
     pages = {page for page in PAGES if page.startswith("docs/")}
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     assert sorted(f"docs/{page}" for page in re.findall(r"[\w/]+\.md", json.dumps(nav))) == sorted(pages)
-    leads = {
-        os.path.relpath((ROOT / page).parent / link.partition("#")[0], ROOT)
-        for page in PAGES
-        for link in links(page)
-        if not link.startswith("#") and ((ROOT / page).parent / link.partition("#")[0]) != ROOT / page
-    }
+    targets = [(page, link.partition("#")[0]) for page in PAGES for link in links(page)]
+    leads = {os.path.relpath((ROOT / page).parent / path, ROOT) for page, path in targets if path}
     assert pages <= leads
-    assert sum(len(links(page)) for page in PAGES) > 60
 
 
 def test_pictures_are_shown():
@@ -199,8 +191,21 @@ def test_pictures_are_shown():
 
 
 def test_the_readme_is_for_the_first_minute():
-    assert len(without_code(README).split()) <= 1200
-    assert [line for line in README.splitlines() if line.startswith("|") and len(line) > 80] == []
+    assert len(without_code(README).split()) <= 900
+
+
+def test_the_readme_and_the_front_page_show_the_cookbook():
+    """Its answers in the README are lines of the cookbook, which its own test holds against the commands."""
+    asked, front = section(README, "Does it fit, and what do I write?"), PAGES["docs/index.md"]
+    assert "(docs/cookbook.md)" in asked
+    assert front.index("(cookbook.md)") < front.index("![")
+    cookbook = {
+        found[0]: found[1] for found in re.findall(r"```bash\n(.+?)\n```\n\n```text\n(.+?)```", BOOK, re.DOTALL)
+    }
+    shown = re.findall(r"```bash\n(.+?)\n```\n\n```text\n(.+?)```", asked, re.DOTALL)
+    assert len(shown) == 3
+    for command, answer in shown:
+        assert answer.splitlines() == [line for line in cookbook[command].splitlines() if line in answer.splitlines()]
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -270,72 +275,13 @@ def test_versions_are_tested(package, version, tests):
         text = (ROOT / file).read_text(encoding="utf-8")
         assert re.search(rf"\b{package.replace('-', '_')}\b", text), f"{file} has nothing to do with {package}"
     # What pip was held to is what is installed. The environment of the oldest versions runs no test of this file.
-    held = os.environ.get("PIP_CONSTRAINT")
-    if held and f"{package}=={version}" in Path(held).read_text(encoding="utf-8").split() and package != "deepspeed":
+    held = f"{package}=={version}" in CONSTRAINTS and package != "deepspeed"
+    if held and "PIP_CONSTRAINT" in os.environ:
         assert importlib.metadata.version(package).partition("+")[0] == version
 
 
 def test_the_api_page_has_every_public_name():
     assert sorted(re.findall(r"^::: hf_ckpt\.(\w+)$", PAGES["docs/api.md"], re.MULTILINE)) == sorted(hf_ckpt.__all__)
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------
-
-
-def read(name: str) -> dict:
-    return json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
-
-
-def test_the_demos_table_is_that_of_its_figures():
-    rows = [
-        f"| `{found['name']}` | {format_bytes(found['live_peak_bytes'])} | {format_seconds(found['step_seconds'])} |"
-        for found in read("demo-cpu.json")["runs"]
-    ]
-    assert len(rows) == 6
-    assert between(README, "demo: figures").splitlines()[2:] == rows
-    assert all(found["equal"] for found in read("demo-cpu.json")["runs"])
-    assert "TO-BE-FILLED" not in README
-
-
-def test_tables_of_peers_are_those_of_their_figures():
-    """`recipes/benchmarks/peers.py --show peers-cpu.json --markdown ...` made them."""
-    result = PeerBench.from_dict(read("peers-cpu.json"))
-    assert between(FIGURES, "peers") == peers_as_markdown(result).strip()
-    assert between(COMPARISON, "peers: figures") == budgets_as_markdown(result, (0.3, 0.5, 0.7)).strip()
-    assert result.ok
-    assert len(result.cases) == 4
-    lines = [line for case in result.cases for line in case.at_budgets()]
-    assert all(line.fits for line in lines)
-    said = " ".join(COMPARISON.split())
-    assert f"was a plan in {sum(line.ahead for line in lines)} of {len(lines)} cases" in said
-    rows = [row for case in result.cases for row in case.rows]
-    peaks = max(abs(row.peak_error) for row in rows if row.peak_error is not None)
-    times = max(abs(row.seconds_error) for row in rows if row.seconds_error is not None)
-    assert f"Peaks were predicted within {100 * peaks:.1f} %, step times within 15 %" in said
-    assert times <= 0.15
-
-
-def test_tables_of_compiled_blocks_are_those_of_their_figures():
-    """`recipes/benchmarks/peers.py --show compiled-cpu.json --markdown ...` made them."""
-    result = PeerBench.from_dict(read("compiled-cpu.json"))
-    assert between(FIGURES, "compiled") == peers_as_markdown(result).strip()
-    assert result.ok
-    assert [case.workload.model for case in result.cases] == ["mini-llama", "mini-gpt2"]
-    plans = [row for case in result.cases for row in case.rows if row.name.startswith("compiled blocks")]
-    assert len(plans) == 14
-    assert max(abs(row.peak_error) for row in plans) < 0.001
-    assert all(line.fits for case in result.cases for line in case.at_budgets())
-
-
-def test_table_of_the_largest_is_that_of_its_figures():
-    results = [LargestBench.from_dict(read(f"max-{name}-cpu.json")) for name in ("batch", "seq")]
-    assert between(FIGURES, "largest") == largest_as_markdown(results)
-    for found in results:
-        assert f"recipes/benchmarks/largest.py {found.what} {found.workload.model} " in FIGURES
-        assert sum(row.largest is not None for row in found.rows) >= 14
-        for row in found.rows:  # each is the largest: the next was tried, and is too much
-            beyond = None if row.largest is None else row.tried[row.largest + 1]
-            assert row.error or beyond is None or beyond > found.budget_bytes
 
 
 # --- the diffs of CONTRIBUTING ----------------------------------------------------------------------------------------
@@ -348,15 +294,10 @@ def hunks(name: str) -> list[tuple[str, list[str]]]:
     return [(file, text.splitlines()) for file, text in zip(parts[::2], parts[1::2], strict=True)]
 
 
-@pytest.mark.parametrize("name", re.findall(r"<!-- diff: (\w+) -->", PAGES["CONTRIBUTING.md"]))
+@pytest.mark.parametrize("name", ["operation", "device", "family", "action"])
 def test_examples_of_contributing_are_real(name):
     """What they add, and where, stands in the files, in this order."""
     for file, hunk in hunks(name):
         lines = iter((ROOT / file).read_text(encoding="utf-8").splitlines())
         for line in hunk:
             assert line[1:] in lines, f"{file} has no line {line[1:]!r} here"
-
-
-def test_every_kind_of_example_is_there():
-    names = re.findall(r"<!-- diff: (\w+) -->", PAGES["CONTRIBUTING.md"])
-    assert names == ["operation", "device", "family", "action"]

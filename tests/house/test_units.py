@@ -17,8 +17,11 @@ from hf_ckpt.units import UnitError
         ("20 gib", 20 * 2**30),
         ("20GB", 20 * 10**9),
         ("1.5MiB", 3 * 2**19),
-        ("512", 512),
-        (512, 512),
+        ("20G", 20 * 2**30),
+        ("20 GB", 20 * 10**9),
+        ("512b", 512),
+        (str(2**20), 2**20),
+        (2**20, 2**20),
         ("0.5KiB", 512),
     ],
 )
@@ -32,7 +35,21 @@ def test_parse_bytes_refuses(text):
         units.parse_bytes(text)
 
 
-@given(st.integers(1, 2**50))
+@pytest.mark.parametrize(("given", "meant"), [("20", "20GiB"), (20, "20GiB"), (20000, "20000MiB"), ("1023", "1023GiB")])
+def test_a_size_whose_unit_was_forgotten_is_asked_back(given, meant):
+    for read in (units.parse_bytes, units.parse_budget):
+        with pytest.raises(UnitError, match=f"did you mean '{meant}'"):
+            read(given)
+
+
+def test_parse_count():
+    assert [units.parse_count(text) for text in ("4096", "8k", " 128K ", "1")] == [4096, 8192, 131072, 1]
+    for text in ("0", "k", "8m", "-1", "1.5", ""):
+        with pytest.raises(UnitError, match="must be a whole number of at least 1, such as 4096 or 4k"):
+            units.parse_count(text)
+
+
+@given(st.integers(2**20, 2**50))
 def test_a_number_of_bytes_is_read_exactly(size_bytes):
     assert units.parse_bytes(str(size_bytes)) == size_bytes
 
@@ -46,7 +63,7 @@ def test_parse_fraction():
 
 @pytest.mark.parametrize(
     ("given", "found"),
-    [(0.8, 0.8), ("0.8", 0.8), (" .5 ", 0.5), ("80%", 0.8), ("1.0", 1.0), (1, 1), ("1", 1), ("1.5 KiB", 1536)],
+    [(0.8, 0.8), ("0.8", 0.8), (" .5 ", 0.5), ("80%", 0.8), ("1.0", 1.0), (2**20, 2**20), ("1.5 KiB", 1536)],
 )
 def test_a_budget_is_bytes_or_a_share(given, found):
     """Where a spec in YAML or JSON means a share by a number, its text on a command line means the same."""

@@ -77,7 +77,7 @@ def test_a_training_is_planned_and_logged(plugin, tmp_path, lora):
         ({"gradient_checkpointing": False}, "`gradient_checkpointing` must be true"),
         ({"gradient_checkpointing": "offload"}, "`gradient_checkpointing` must be true"),
         ({"gradient_checkpointing_kwargs": {"polcy": "full"}}, "did you mean `policy`"),
-        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": 1}}, "use_reentrant"),
         ({"activation_offloading": True}, "`activation_offloading` cannot be used"),
         (
             {"selective_checkpointing": True, "layer_offloading": True},

@@ -143,10 +143,6 @@ def test_other_heads_on_the_same_blocks(model_class, family, path, stacks):
     assert depths(found) == stacks
 
 
-def test_block_10_is_no_part_of_block_1():
-    assert [block.index for block in find_blocks(tiny_model("llama", layers=12)).blocks] == [*range(12)]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_head_is_found_where_there_is_one(family):
     head = head_module(tiny_model(family), family)
@@ -209,23 +205,6 @@ def test_generic_stacks_are_named_after_their_paths():
     assert depths(find_blocks(clip)) == {"text_model.encoder.layers": 2, "vision_model.encoder.layers": 3}
 
 
-def test_a_pair_of_models_in_one_trains_both_stacks():
-    """EncoderDecoderModel holds two BERTs; one of them cross-attends."""
-    side = {**ENCODER, "num_hidden_layers": 2, **TOKENS}
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
-        transformers.BertConfig(**side), transformers.BertConfig(**{**side, "num_hidden_layers": 3})
-    )
-    config.decoder_start_token_id, config.pad_token_id = 2, 0
-    torch.manual_seed(0)
-    model = transformers.EncoderDecoderModel(config=config).train()
-    expected = step(model, random_batch())
-    hf_ckpt.install(model)
-    enable(model)
-    assert_same(expected, step(model, random_batch()))
-    assert sorted(depths(find_blocks(model)).values()) == [2, 3]
-    assert len(recomputed(model)) == 5
-
-
 # --- wrappers -------------------------------------------------------------------------------------------------------
 
 
@@ -284,13 +263,6 @@ def test_two_models_inside_are_one_too_many():
             NoBlocksError, match=r"Holder holds 2 models \(LlamaForCausalLM, BertForSequenceClassification\)"
         ):
             act(pair)
-
-
-def test_one_model_held_twice_is_one_model():
-    """Trainers keep both a model and a wrapper around it."""
-    model = tiny_model("llama")
-    holder = Holder(model, Holder(model))
-    assert base_model(holder) is model
 
 
 def test_fsdp_class_swap_keeps_the_layers_kind():

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.planner import solver
 from hf_ckpt.planner.alternatives import frontier, usual_options
 from hf_ckpt.planner.budgets import plan_of, plan_within
-from hf_ckpt.planner.solver import fastest, smallest
+from hf_ckpt.planner.solver import fastest, lowest_peak, smallest
 from hf_ckpt.prediction.costs import BlockCost, Costs, Phase, StackCosts, Static
 from hf_ckpt.prediction.timeline import step_nanoseconds, worst_timeline
 from hf_ckpt.spec.actions import KEEP
@@ -25,7 +26,7 @@ from hf_ckpt.units import format_bytes
 
 def everything(costs):
     """Every choice there is -> its (time, peak)."""
-    stacks = [itertools.product(*(stack.choices[kind] for kind in stack.kinds)) for stack in costs.stacks]
+    stacks = [itertools.product(*map(stack.choices_at, range(len(stack.kinds)))) for stack in costs.stacks]
     choices = itertools.product(*(list(stack) for stack in stacks))
     return {choice: (step_nanoseconds(costs, choice), worst_timeline(costs, choice).peak_bytes) for choice in choices}
 
@@ -59,9 +60,16 @@ def shuffled(costs, seed):
 # --- against trying everything --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200)
-@given(costs=some_costs(), data=st.data())
-def test_the_fastest_is_the_fastest_of_all_that_fit(costs, data):
+@settings(max_examples=300)
+@given(costs=some_costs(), data=st.data(), width=st.sampled_from([1, 3, 256]))
+def test_the_fastest_is_the_fastest_of_all_that_fit(costs, data, width):
+    """However few choices the search follows at first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver, "_WIDTH", width)
+        is_fastest_of_all(costs, data)
+
+
+def is_fastest_of_all(costs, data):
     tried = everything(costs)
     for limit in limits_of(tried, data):
         best = min((time for time, peak in tried.values() if peak <= limit), default=None)
@@ -78,7 +86,9 @@ def test_the_fastest_is_the_fastest_of_all_that_fit(costs, data):
 @given(costs=some_costs())
 def test_the_smallest_has_the_lowest_peak_of_all(costs):
     tried = everything(costs)
-    assert tried[smallest(costs)][1] == min(peak for _, peak in tried.values())
+    time, peak = tried[smallest(costs)]
+    assert peak == lowest_peak(costs) == min(peak for _, peak in tried.values())
+    assert time == min(other for other, size in tried.values() if size == peak)
 
 
 @given(costs=some_costs())
@@ -165,12 +175,12 @@ def test_the_lowest_peak_fits_into_itself_and_not_into_a_byte_less(costs):
     assert plan.prediction.device == "a100-80"
     assert fastest(costs, floor - 1) is None
     with pytest.raises(InfeasibleError) as caught:
-        plan_within(costs, floor - 1, hints=["ask for less"])
+        plan_within(costs, floor - 1)
     error = caught.value
     assert isinstance(error, HfCkptError)
     assert (error.budget_bytes, error.floor_bytes) == (floor - 1, floor)
     assert sum(error.parts.values()) == floor
-    assert error.hints[0] == "ask for less"
+    assert error.hints
     lines = str(error).splitlines()
     assert f"no plan fits into {format_bytes(floor - 1)}: the lowest peak is {format_bytes(floor)} (" in lines[0]
     assert lines[1:] == [f"  - {hint}" for hint in error.hints]
@@ -195,17 +205,22 @@ KEPT = {2: (60, 0), 3: (60, 25, 0), 4: (60, 25, 10, 0)}
 """How many actions -> what else a block keeps under each."""
 
 
-def alike(count, *, head=30, actions=3, kept=None, static=None, gradient=0, accumulation=1, frozen=0):
+def alike(
+    count, *, head=30, actions=3, kept=None, times=None, lent=0, static=None, gradient=0, accumulation=1, frozen=0
+):
     """One stack of blocks of which one costs what another does, as real ones do: what is dropped is run again.
 
-    `frozen` of them, at the beginning, keep nothing and have no choice. `kept`: bytes under each action.
+    `frozen` of them, at the beginning, keep nothing and have no choice. `kept` and `times`: bytes, and nanoseconds of
+    the backward, under each action. `lent`: bytes that last until the forward ends, under all actions but the first.
     """
     keys, costs, last_backward = [], {}, {}
-    for number, size in enumerate(kept or KEPT[actions]):
-        forward = Phase(((70, 0), (size + INPUT, 0)), 100)
-        again = 60 - size
-        backward = Phase(((again + 12, 0), (-size - INPUT, gradient)), 200 + again)
-        keys.append(((1 if frozen else 0, number), BlockCost(forward, backward, INPUT)))
+    kept = kept or KEPT[actions]
+    for number, size in enumerate(kept):
+        lends = lent if number else 0
+        forward = Phase(((max(kept) + 10, 0), (size + INPUT + lends, 0)), 100)
+        again = max(kept) - size
+        backward = Phase(((again + 12, 0), (-size - INPUT, gradient)), times[number] if times else 200 + again)
+        keys.append(((1 if frozen else 0, number), BlockCost(forward, backward, INPUT, lends)))
     if frozen:
         keys.append(((0, 0), BlockCost(Phase(((70, 0), (0, 0)), 100), Phase(), 0)))
     for key, cost in keys:
@@ -232,7 +247,7 @@ def alike(count, *, head=30, actions=3, kept=None, static=None, gradient=0, accu
     return Costs(
         family="llama",
         model="SomeModel",
-        actions=LADDERS[actions],
+        actions=LADDERS.get(actions, (KEEP,) * actions),
         stacks=(stack,),
         head={(row[-1], action): behind for action in choices},
         static=static or Static(parameters=100, buffers=0, optimizer=0, gradients=gradient * (count - frozen), batch=0),
@@ -464,3 +479,32 @@ def test_two_hundred_blocks_are_solved(rows, largest):
     assert times == sorted(times, reverse=True)
     assert worst_timeline(costs, choices[0]).peak_bytes == low
     assert worst_timeline(costs, choices[1]).peak_bytes <= (low + high) // 2
+
+
+LLAMA_70B = {
+    "kept": (313708544, 170115072, 170000384, 161726464, 161726465, 16777216, 16777215, 0),
+    "times": (7736009, 8141548, 8183605, 8156024, 8155024, 11361453, 11367453, 11381453),
+    "lent": 5177344,
+}
+"""Bytes and nanoseconds of a block under eight actions, about those of Llama 3.1 70B in 4 bits with adapters."""
+MOST_FOLLOWED = 1_000
+"""Choices at one block."""
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient": 40_000_000, "accumulation": 2}, {"head": 4_000_000_000}], ids=str)
+def test_few_choices_are_followed_through_eighty_blocks(changes, monkeypatch):
+    """All mixtures that are faster than smaller ones are thousands at each block here; following them took a minute."""
+    followed = []
+
+    def counted(key, *rest):
+        followed.append(len(key))
+        return undominated(key, *rest)
+
+    undominated = solver._undominated
+    monkeypatch.setattr(solver, "_undominated", counted)
+    costs = alike(80, actions=8, **LLAMA_70B, **changes)
+    low, high = ends_of(costs)
+    limits = [low + (high - low) * part // 5 for part in range(1, 5)]
+    times = [step_nanoseconds(costs, fastest(costs, limit)) for limit in limits]
+    assert times == sorted(set(times), reverse=True)
+    assert 0 < sum(followed) / len(limits) < 80 * MOST_FOLLOWED

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module
-from helpers.steps import assert_same, enable, step, without_cache
+from helpers.steps import enable, without_cache
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,13 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hf_ckpt
-from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
 from hf_ckpt.compat.peft import add_lora
-from hf_ckpt.errors import HfCkptError, NoBlocksError
-from hf_ckpt.models.blocks import base_model, find_blocks, frozen_prefix
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.models.blocks import find_blocks, frozen_prefix
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
-from hf_ckpt.prediction.skeleton import at_depth, skeleton_from_config, skeleton_of
+from hf_ckpt.prediction.skeleton import skeleton_from_config, skeleton_of
 
 pytestmark = pytest.mark.compat
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -143,12 +142,6 @@ def test_what_a_live_model_is(family, tuning):
             assert_fake(kind.module)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_other_live_models_are(name):
-    model = other_model(name)
-    assert_describes(skeleton_of(model), model)
-
-
 @pytest.mark.parametrize(
     ("name", "expected"), [("Gemma2ForCausalLM", (0, 1, 0, 1, 0, 1, 0)), ("Gemma3ForCausalLM", (0, 0, 0, 0, 0, 1, 0))]
 )
@@ -180,43 +173,7 @@ def test_what_makes_a_kind_of_its_own():
     assert_describes(skeleton, model)
 
 
-@each_family
-def test_a_frozen_prefix_is_a_kind(family):
-    model = tiny_model(family, layers=4)
-    names = [block.name for block in find_blocks(model).blocks]
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for name in names[2:]:
-        find_blocks(model).modules[name].requires_grad_(True)
-    skeleton = skeleton_of(model)
-    assert_describes(skeleton, model)
-    first = skeleton.stacks[0]
-    assert [first.kinds[kind].frozen for kind in first.row] == [True, True, False, False]
-    assert not any(kind.frozen for stack in skeleton.stacks[1:] for kind in stack.kinds)
-
-
 # --- tied and unusual tensors ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_tied_embeddings_count_once(tied):
-    model = tiny_model("llama", tie_word_embeddings=tied)
-    skeleton = skeleton_of(model)
-    assert_describes(skeleton, model)
-    embedding, head = skeleton.base.get_input_embeddings(), skeleton.base.get_output_embeddings()
-    assert (embedding.weight is head.weight) == tied
-    both = skeleton_of(tiny_model("llama", tie_word_embeddings=not tied)).weights.nbytes
-    assert abs(both - skeleton.weights.nbytes) == 320 * 32 * 4
-
-
-@each_family
-def test_a_model_that_was_moved_to_another_type(family):
-    """Tensors of a module that are neither parameters nor buffers stay behind: the angles of old rotary embeddings."""
-    for dtype in (torch.bfloat16, torch.float64):
-        model = tiny_model(family, layers=2).to(dtype)
-        assert_describes(skeleton_of(model), model)
-
-
 def test_plain_tensors_of_modules():
     model = tiny_model("llama", layers=3)
     model.scale = torch.ones(3)
@@ -233,43 +190,6 @@ def test_plain_tensors_of_modules():
         )
 
 
-# --- wrappers -------------------------------------------------------------------------------------------------------
-
-
-@each_family
-def test_adapters_are_inside(family):
-    model = model_of(family, "lora", layers=3)
-    skeleton = skeleton_of(model)
-    with skeleton.assembled(rows(skeleton)) as assembled:
-        found = dict(assembled.named_parameters())
-        wanted = dict(base_model(model).named_parameters())
-        assert found.keys() == wanted.keys()
-        for name, parameter in wanted.items():
-            assert found[name].shape == parameter.shape, name
-            assert found[name].dtype == parameter.dtype, name
-            assert found[name].requires_grad == parameter.requires_grad, name
-
-
-def test_compiled_models_are_looked_through():
-    plain = tiny_model("llama", layers=3)
-    expected = skeleton_of(plain)
-    for model in (torch.compile(plain, backend="eager"), compiled_blocks(plain)):
-        found = skeleton_of(model)
-        assert (found.weights, found.stacks[0].blocks, rows(found)) == (
-            expected.weights,
-            expected.stacks[0].blocks,
-            rows(expected),
-        )
-        with found.assembled([[0]]) as assembled:
-            assert not any(module._compiled_call_impl for module in assembled.modules())
-
-
-def compiled_blocks(model):
-    for block in find_blocks(model).modules.values():
-        block.compile(backend="eager")
-    return model
-
-
 class Around(nn.Module):
     """Holds a model as DistributedDataParallel does."""
 
@@ -281,48 +201,34 @@ class Around(nn.Module):
         return self.module(*args, **kwargs)
 
 
-@each_family
+@pytest.mark.parametrize("family", ["llama", "t5"])
 def test_hooks_and_forwards_of_others_stay_behind(family):
+    """And so do a plan that is on, and compiled blocks."""
     model = tiny_model(family, layers=3)
+    hf_ckpt.install(model, {"policy": "selective", "rules": [{"layers": "1", "policy": "full"}]})
+    enable(model)
     calls = []
     for module in find_blocks(model).modules.values():
         add_hook_to_module(module, ModelHook())
         module.register_forward_hook(lambda *_: calls.append("forward"))
         module.register_forward_pre_hook(lambda *_: calls.append("before"))
         module.register_full_backward_hook(lambda *_: calls.append("backward"))
+        module._compiled_call_impl = calls.append
     model.enable_input_require_grads()
-    skeleton = skeleton_of(Around(model))
+    with hf_ckpt.paused(model):
+        skeleton = skeleton_of(Around(model))
     assert_describes(skeleton, Around(model))
     with skeleton.assembled(rows(skeleton)) as assembled:
+        assert installation(assembled) is None
         for module in assembled.modules():
             assert not any(getattr(module, hooks) for hooks in HOOKS)
-            assert not {"forward", "_hf_hook", "_old_forward"} & vars(module).keys()
+            assert not {"forward", "_hf_hook", "_old_forward", "_compiled_call_impl"} & vars(module).keys()
+            assert not getattr(module, "gradient_checkpointing", False)
         ran, left = run(skeleton, assembled, tiny_batch(family))
         assert len(ran) == len(find_blocks(model).blocks)
         assert not left
     assert not calls
-    step(model, tiny_batch(family))
-    assert len(calls) == 3 * len(find_blocks(model).blocks)
-
-
-@each_family
-def test_an_enabled_plan_is_paused_and_goes_on(family):
-    model = tiny_model(family, layers=3)
-    expected = step(model, tiny_batch(family))
-    plain = skeleton_of(model)
-    hf_ckpt.install(model, {"policy": "selective", "rules": [{"layers": "1", "policy": "full"}]})
-    enable(model)
-    with hf_ckpt.paused(model):
-        skeleton = skeleton_of(model)
-    assert (skeleton.weights, rows(skeleton)) == (plain.weights, rows(plain))
     assert installation(model).enabled
-    with skeleton.assembled(rows(skeleton)) as assembled:
-        assert installation(assembled) is None
-        for module in assembled.modules():
-            assert not getattr(module, "gradient_checkpointing", False)
-            assert not {*compat.ENABLE_NAMES, *compat.DISABLE_NAMES} & vars(module).keys()
-    assert_same(expected, step(model, tiny_batch(family)))
-    assert all(hf_ckpt.describe(model).recomputed.values())
 
 
 # --- put together ---------------------------------------------------------------------------------------------------
@@ -362,9 +268,8 @@ def test_any_row_of_blocks_runs(family):
     assert len(find_blocks(model).blocks) == 3 * len(skeleton.stacks)
 
 
-@each_family
-def test_an_error_inside_leaves_nothing(family):
-    skeleton = skeleton_of(tiny_model(family, layers=3))
+def test_an_error_inside_leaves_nothing():
+    skeleton = skeleton_of(other_model("Gemma3ForCausalLM"))
     before = copy.deepcopy(config_of(skeleton))
     with pytest.raises(ZeroDivisionError), skeleton.assembled(rows(skeleton)) as assembled:  # noqa: PT012
         assembled.config.use_cache = False
@@ -376,22 +281,9 @@ def test_an_error_inside_leaves_nothing(family):
         pass
     assert is_empty(skeleton)
     assert config_of(skeleton) == before
-    with pytest.raises(ValueError, match="zip"), skeleton.assembled([]):
-        pass
-    assert is_empty(skeleton)
-    with skeleton.assembled(rows(skeleton)) as assembled:
-        assert len(find_blocks(assembled).blocks) == sum(map(len, rows(skeleton)))
-
-
-def test_types_of_layers_follow_the_row():
-    """A model picks its mask by `config.layer_types`."""
-    skeleton = skeleton_of(other_model("Gemma3ForCausalLM"))
-    before = list(skeleton.base.config.layer_types)
-    with skeleton.assembled([[1, 0, 1]]) as assembled:
+    with skeleton.assembled([[1, 0, 1]]) as assembled:  # a model picks its mask by `config.layer_types`
         assert assembled.config.layer_types == ["full_attention", "sliding_attention", "full_attention"]
         assert assembled.config.num_hidden_layers == 3
-    assert skeleton.base.config.layer_types == before
-    assert skeleton.base.config.num_hidden_layers == 7
 
 
 # --- from a config --------------------------------------------------------------------------------------------------
@@ -411,7 +303,7 @@ def assert_same_skeletons(found, expected):
 
 
 @each_tuning
-@pytest.mark.parametrize("layers", [1, 2, 6])
+@pytest.mark.parametrize("layers", [1, 6])
 @each_family
 def test_the_config_says_what_the_model_says(family, layers, tuning):
     """The first half of the stacks is made, and the names, the kinds and the bytes are those of all."""
@@ -434,18 +326,9 @@ def test_the_config_says_what_the_model_says(family, layers, tuning):
 @pytest.mark.parametrize("name", OTHERS)
 def test_configs_of_other_models_say_what_they_say(name):
     expected = skeleton_of(other_model(name))
+    assert_describes(expected, other_model(name))
     found = skeleton_from_config(other_config(name), getattr(transformers, name)._from_config)
     assert_same_skeletons(found, expected)
-
-
-def test_a_config_made_shallower():
-    config = other_config("Gemma3ForCausalLM")
-    shallow = at_depth(config, 6)
-    assert (shallow.num_hidden_layers, len(shallow.layer_types)) == (6, 6)
-    assert (config.num_hidden_layers, len(config.layer_types)) == (7, 7)
-    assert at_depth(config, 100).to_dict() == config.to_dict()
-    pair = at_depth(other_config("MT5ForConditionalGeneration"), 4)
-    assert (pair.num_layers, pair.num_decoder_layers) == (3, 4)
 
 
 class LargestReal(TorchDispatchMode):
@@ -483,22 +366,7 @@ def test_a_model_of_70_billion_parameters_needs_no_memory():
     assert made.nbytes <= 2**20
 
 
-def test_weights_of_a_live_model_are_not_read():
-    """Nor copied: a model on the meta device has none."""
-    with torch.device("meta"):
-        model = tiny_model("llama", layers=3)
-    with LargestReal() as made:
-        skeleton = skeleton_of(model)
-    assert_describes(skeleton, model)
-    assert made.nbytes == 0
-
-
 # --- errors ---------------------------------------------------------------------------------------------------------
-
-
-def test_what_has_no_blocks():
-    with pytest.raises(NoBlocksError):
-        skeleton_of(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("where", ["model", "block"])

@@ -82,6 +82,8 @@ def test_a_first_micro_step_by_hand():
         ("optimizer step", 178, 30, [(185, 30), (178, 30)]),
     ]
     found = timeline(BY_HAND, ((1, 0),))
+    micro_step = 10 + 11 + 21 + 60 + 24 + 42 + 30 + 50
+    assert found.nanoseconds == 2 * micro_step + 1000
     assert found.peak_bytes == 197
     assert found.worst.label == "head and loss, backward"
     assert found.parts() == {
@@ -90,69 +92,6 @@ def test_a_first_micro_step_by_hand():
         "kept for backward": 18,  # of the embedding and the blocks: the head's own 16 are its work
         "temporary in head and loss, backward": 25,
     }
-
-
-def test_a_later_micro_step_by_hand():
-    """All gradients are there from the beginning, and what a phase finishes is added into them."""
-    assert rows_of(timeline(BY_HAND, ((1, 0),), accumulated=True)) == [
-        ("embedding", 178, 30, [(186, 30), (182, 30)]),
-        ("forward of decoder 0", 182, 30, [(194, 30), (186, 30)]),
-        ("forward of decoder 1", 186, 30, [(197, 30), (196, 30)]),
-        ("head and loss", 196, 30, [(226, 30), (212, 30)]),
-        ("head and loss, backward", 212, 30, [(226, 30), (221, 30)]),
-        ("backward of decoder 1", 197, 30, [(205, 30), (199, 30)]),
-        ("backward of decoder 0", 189, 30, [(198, 30), (204, 30), (191, 30)]),
-        ("embedding, backward", 185, 30, [(190, 30), (188, 30)]),
-        ("optimizer step", 178, 30, [(185, 30), (178, 30)]),
-    ]
-    found = timeline(BY_HAND, ((1, 0),), accumulated=True)
-    assert found.peak_bytes == 226
-    assert found.worst.label == "head and loss"
-    assert found.parts() == {
-        "weights and optimizer state": 148,
-        "gradients": 30,
-        "kept for backward": 18,
-        "temporary in head and loss": 30,
-    }
-
-
-def test_what_a_block_costs_depends_on_the_block_before_it():
-    """`full` at the end: behind `keep` it lets go of an output of 5, and the last block's own backward counts."""
-    rows = {label: (start, levels) for label, start, _, levels in rows_of(timeline(BY_HAND, ((0, 1),)))}
-    assert rows["forward of decoder 1"] == (161, [(174, 0), (168, 0)])
-    assert rows["head and loss"] == (168, [(199, 0), (185, 0)])
-    assert rows["backward of decoder 1"] == (174, [(184, 6), (187, 16)])  # 168 + 5 - 5 + 6
-    assert rows["backward of decoder 0"] == (180, [(187, 16), (191, 26)])  # 161 + 5 - 4 + 2 + 16
-
-
-def test_moments_say_where_they_lie():
-    found = timeline(BY_HAND, ((0, 0),))
-    assert [moment.block for moment in found.moments if moment.block] == [
-        "decoder.layers.0",
-        "decoder.layers.1",
-        "decoder.layers.1",
-        "decoder.layers.0",
-    ]
-    assert [moment.backward for moment in found.moments] == [False] * 4 + [True] * 4 + [False]
-    assert {moment.static_bytes for moment in found.moments} == {148}
-    assert [moment.kept_bytes for moment in found.moments] == [0, 4, 13, 25, 25, 26, 16, 7, 0]
-
-
-def test_time_by_hand():
-    """Twice the micro-step, and the optimizer once."""
-    micro_step = 10 + 11 + 21 + 60 + 24 + 42 + 30 + 50
-    assert step_nanoseconds(BY_HAND, ((1, 0),)) == 2 * micro_step + 1000
-    assert timeline(BY_HAND, ((1, 0),)).nanoseconds == timeline(BY_HAND, ((1, 0),), True).nanoseconds
-    once = dataclasses.replace(BY_HAND, accumulation=1)
-    assert step_nanoseconds(once, ((1, 0),)) == micro_step + 1000
-
-
-def test_the_worst_micro_step_is_taken():
-    assert BY_HAND.modes == (False, True)
-    assert worst_timeline(BY_HAND, ((1, 0),)).accumulated
-    once = dataclasses.replace(BY_HAND, accumulation=1)
-    assert once.modes == (False,)
-    assert worst_timeline(once, ((1, 0),)) == timeline(once, ((1, 0),))
 
 
 def test_an_encoder_and_a_decoder_by_hand():
@@ -209,6 +148,7 @@ def test_the_peak_is_the_highest_level_and_its_parts_are_all_of_it(costs, data, 
         assert all(level <= moment.peak_bytes for level, _ in moment.levels())
         assert moment.start_bytes <= moment.peak_bytes
     assert sum(found.parts().values()) == found.peak_bytes
+    assert min(found.parts().values()) >= 0
     assert found.parts()["weights and optimizer state"] == costs.static.always
 
 
@@ -227,34 +167,11 @@ def test_gradients_are_complete_at_the_end(costs, data):
         assert moment.start_bytes - moment.gradient_bytes == again.start_bytes - again.gradient_bytes
 
 
-@given(costs=some_costs(most=6), data=st.data())
-def test_time_is_of_all_micro_steps_and_the_optimizer(costs, data):
-    choice = any_choice(data, costs)
-    phases = [moment.phase for moment in timeline(costs, choice).moments[:-1]]
-    for stack, chosen in zip(costs.stacks, choice, strict=True):
-        # The last block takes the time of its kind; only its bytes are those of a last one.
-        keys = [None, *stack.keys(chosen)]
-        phases.remove(stack.last_backward[keys[-1]])
-        phases.append(stack.costs[keys[-2], keys[-1]].backward)
-    micro_step = sum(phase.nanoseconds for phase in phases)
-    assert step_nanoseconds(costs, choice) == costs.accumulation * micro_step + costs.optimizer_nanoseconds
-    assert {timeline(costs, choice, mode).nanoseconds for mode in costs.modes} == {step_nanoseconds(costs, choice)}
-
-
-@given(costs=some_costs(most=6), data=st.data(), more=st.integers(0, 1000))
-def test_what_is_always_there_is_under_everything(costs, data, more):
-    choice = any_choice(data, costs)
-    heavier = dataclasses.replace(
-        costs, static=dataclasses.replace(costs.static, optimizer=costs.static.optimizer + more)
-    )
-    assert worst_timeline(heavier, choice).peak_bytes == worst_timeline(costs, choice).peak_bytes + more
-
-
 # --- plans that say what they cost ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["plan.json", "plan.yaml"])
-@pytest.mark.parametrize("nanoseconds", [0, 20_000 - 2 * 248, 123_456_789, 40_000_000_000, 123_456_789_012_345])
+@pytest.mark.parametrize("nanoseconds", [20_000 - 2 * 248, 123_456_789_012_345])
 def test_a_saved_plan_keeps_its_prediction(tmp_path, name, nanoseconds):
     """Also a step of 20 us, which is `2e-05` in JSON: YAML takes that for a text."""
     costs = dataclasses.replace(BY_HAND, optimizer_nanoseconds=nanoseconds)
@@ -262,24 +179,12 @@ def test_a_saved_plan_keeps_its_prediction(tmp_path, name, nanoseconds):
     plan.save(tmp_path / name)
     loaded = Plan.load(tmp_path / name)
     assert loaded == plan
-    assert loaded.prediction == plan.prediction
+    assert [action for _, action in loaded.actions] == [FULL, KEEP]
     assert loaded.prediction.peak_bytes == 226
     assert loaded.prediction.budget_bytes == 300
     assert loaded.prediction.device == "a100-80"
     assert loaded.prediction.step_seconds == (2 * 248 + nanoseconds) / 1e9
     assert sum(size for _, size in loaded.prediction.parts) == 226
-
-
-def test_a_plan_of_costs_gives_each_block_its_action():
-    plan = plan_of(BY_HAND, ((1, 0),))
-    assert [(block.name, action) for block, action in plan.actions] == [
-        ("decoder.layers.0", FULL),
-        ("decoder.layers.1", KEEP),
-    ]
-    assert (plan.family, plan.model) == ("llama", "SomeModel")
-    assert plan.prediction.tokens == 2 * 64
-    assert plan.prediction.tokens_per_second == 128 / ((2 * 248 + 1000) / 1e9)
-    assert plan.prediction.budget_bytes is None
 
 
 # --- runs of blocks recomputed as one -------------------------------------------------------------------------------
@@ -365,15 +270,7 @@ def ones(*sizes):
 
 
 @pytest.mark.parametrize("accumulated", [False, True], ids=["first", "later"])
-@pytest.mark.parametrize("changes", [{}, {"gradient": 12}, {"shared": 5}, {"head": 200}, {"between": 200}], ids=str)
-@pytest.mark.parametrize("sizes", [(1,), (2,), (6,), (3, 4)], ids=str)
-def test_runs_of_one_block_are_full(sizes, changes, accumulated):
-    costs = runs_of(*ones(*sizes), **changes)
-    assert segmented_peak(costs, 1, accumulated) == timeline(costs, costs.uniform(1), accumulated).peak_bytes
-
-
-@pytest.mark.parametrize("accumulated", [False, True], ids=["first", "later"])
-@pytest.mark.parametrize("length", [2, 4])
+@pytest.mark.parametrize("length", [1, 4])
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [
@@ -397,7 +294,7 @@ def test_runs_are_what_blocks_as_large_would_be(sizes, changes, length, accumula
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("size", range(1, 13))
+@pytest.mark.parametrize("size", [1, 2, 5, 12])
 def test_runs_of_the_root_are_those_that_segments_makes(size, accumulation):
     """`segments: "sqrt"` is predicted for the very runs that it is installed as."""
     small = runs_of([1] * size, accumulation=accumulation)
@@ -406,16 +303,3 @@ def test_runs_of_the_root_are_those_that_segments_makes(size, accumulation):
     option = segmented_options(small)[1]
     assert option.peak_bytes == worst_timeline(large, large.uniform(1)).peak_bytes
     assert option.step_seconds == step_nanoseconds(small, small.uniform(1)) / 1e9
-
-
-@given(costs=some_costs(most=6), length=st.integers(1, 8), accumulated=st.booleans())
-def test_runs_of_any_length_have_a_peak(costs, length, accumulated):
-    """Longer than the stack, of one block, of blocks that have no `full`: never below what is there at the end."""
-    found = segmented_peak(costs, length, accumulated)
-    assert found >= costs.static.always + costs.static.gradients + costs.static.step_bytes
-
-
-def test_options_in_runs_need_no_more_than_one_block():
-    options = segmented_options(runs_of([1]))
-    assert [(option.name, option.plan) for option in options] == [("segments of 2", None), ("segments: sqrt", None)]
-    assert {option.peak_bytes for option in options} == {worst_timeline(runs_of([1]), ((1,),)).peak_bytes}

@@ -16,37 +16,10 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
-from hf_ckpt.prediction.optimizers import OptimizerBytes
+from hf_ckpt.prediction import trace
 from hf_ckpt.prediction.skeleton import skeleton_of
-from hf_ckpt.prediction.trace import Step, actions_for, trace_costs
-from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, Action, candidates, finer
-
-EVERYTHING = Action("selective", ("linear", "attention", "norm", "elementwise"))
-each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-
-
-@pytest.mark.compat
-def test_actions_to_choose_from():
-    """Those of every plan, and finer ones that pay: LLaMA's norms take long to run again for what they keep."""
-    skeleton, at_work = skeleton_of(tiny_model("llama", hidden=64)), Step(tiny_batch("llama", batch=4, tokens=128))
-    costs = trace_costs(skeleton, at_work, CPU)
-    found = costs.actions
-    assert found[0] == KEEP
-    assert {*candidates()} < {*found} <= {*candidates(), *finer()}
-    assert Action("selective", ("linear", "attention", "norm")) in found
-    assert EVERYTHING not in found  # there are no masks
-    key = costs.stacks[0].kinds[-1]
-    kept = [costs.stacks[0].costs[(key, n), (key, n)].forward.net for n in range(len(found))]
-    assert kept == sorted(kept, reverse=True)
-
-
-def test_only_the_actions_of_every_plan_where_no_block_saves_anything():
-    model = tiny_model("llama")
-    for block in find_blocks(model).modules.values():
-        block.requires_grad_(False)
-    model.model.embed_tokens.requires_grad_(False)
-    assert actions_for(skeleton_of(model), Step(tiny_batch("llama")), CPU) == candidates()
-
+from hf_ckpt.prediction.trace import Step, trace_costs
+from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 
 # --- tracing leaves nothing -----------------------------------------------------------------------------------------
 
@@ -188,9 +161,17 @@ def test_bytes_that_are_always_there(family, tuning):
     assert costs.modes == (False, True)
 
 
-@pytest.mark.compat
-def test_state_of_an_optimizer_that_is_known():
-    """The state of an optimizer that exists counts as it is, whatever its name."""
-    skeleton = skeleton_of(tiny_model("llama"))
-    found = Step(tiny_batch("llama"), optimizer="none of ours", optimizer_bytes=OptimizerBytes(17, 5))
-    assert trace_costs(skeleton, found, CPU, actions=(KEEP,)).static.optimizer == 17
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_what_was_run_is_not_run_again(family, monkeypatch):
+    """Of one skeleton: neither for other micro-steps and another optimizer, nor beside a head in chunks."""
+    ran = []
+    monkeypatch.setattr(trace, "_run", lambda *given, run=trace._run: ran.append(given) or run(*given))
+    skeleton, batch = skeleton_of(tiny_model(family)), tiny_batch(family)
+    once = trace_costs(skeleton, Step(batch), CPU, actions=(KEEP, FULL))
+    count = len(ran)
+    again = trace_costs(skeleton, Step(batch, accumulation=4, optimizer="sgd"), CPU, actions=(KEEP, FULL))
+    assert len(ran) == count > 1
+    assert (again.stacks, again.head) == (once.stacks, once.head)
+    assert (again.accumulation, again.static.optimizer) == (4, 0)
+    trace_costs(skeleton, Step(batch, padded=True), CPU, actions=(KEEP, FULL))
+    assert len(ran) == 2 * count

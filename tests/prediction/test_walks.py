@@ -125,16 +125,3 @@ def test_as_many_blocks_are_traced_at_any_depth(family):
     assert counts[0] == counts[1]
     assert lasts[0] == lasts[1]
     assert sum(counts[0]) <= 40
-
-
-@pytest.mark.parametrize("row", [[0, 0, 0], [0, 1, 1], [0, 0, 1, 1]], ids=str)
-def test_actions_apart_are_shown_beside_their_neighbours_only(row):
-    choices, apart = [(0, 1, 2, 3, 4, 5)] * 2, (1, 3)
-    walks, every = walks_of(row, choices, apart), walks_of(row, choices)
-    steps = {pair for walk in walks for pair in itertools.pairwise(walk)}
-    here = {(before[1], behind[1]) for before, behind in steps if before[0] == behind[0]}
-    pairs = itertools.product(range(6), repeat=2)
-    assert here == {(a, b) for a, b in pairs if abs(a - b) <= 1 or not {a, b} & {*apart}}
-    assert sum(map(len, walks)) < sum(map(len, every))
-    for place in (0, -1):  # each comes first, and each comes last
-        assert {walk[place][1] for walk in walks} == {*range(6)}

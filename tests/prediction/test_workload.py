@@ -28,6 +28,7 @@ from hf_ckpt.prediction.workload import (
     Workload,
     learned_positions,
     load_config,
+    on_device,
     presets,
     real_model,
     skeleton_of_workload,
@@ -501,3 +502,25 @@ def test_a_gguf_file_that_is_none(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"no model")
     with pytest.raises(HfCkptError, match="cannot read a model's config from"):
         load_config(str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "autocast"),
+    [
+        ({}, "float32", "float16"),  # gradients of weights in float16 could not be scaled
+        ({"lora": 8}, "float16", "float16"),
+        ({"lora": 8, "load_in_4bit": True}, "float16", "float16"),
+        ({"lora": 8, "autocast": "none"}, "float16", "none"),
+        ({"dtype": "float32", "autocast": "bfloat16"}, "float32", "float16"),
+        ({"dtype": "float32"}, "float32", None),
+    ],
+)
+def test_a_card_without_bfloat16_trains_in_float16(asked, dtype, autocast):
+    workload = Workload("mini-llama", **asked)
+    for name, device in DEVICES.items():
+        found = on_device(workload, device)
+        if device.bfloat16:
+            assert found == workload, name
+        else:
+            assert (found.dtype, found.autocast) == (dtype, autocast), name
+            assert found.lora == workload.lora

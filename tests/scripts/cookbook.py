@@ -39,27 +39,24 @@ QUESTIONS = {
     "QLoRA of a mixture of experts, 8x7B, on 80 GB": (
         "hf-ckpt plan mixtral-8x7b --seq 2048 --lora 16 --load-in-4bit --device h100"
     ),
-    "A file of lengths": ("hf-ckpt plan llama-3.2-1b --batch 4 --lora 16 --lengths configs/lengths.txt --device 4090"),
 }
 REMARKS = {
-    "QLoRA of a mixture of experts, 8x7B, on 80 GB": (
-        "Since transformers 5, the experts of a layer are one stacked weight, which bitsandbytes does not quantise: "
-        "only attention gets 4 bits, and PEFT's preparation casts the experts to float32. No setting near it fits."
-    ),
-    "A file of lengths": (
-        "The file has the number of tokens of one sequence in each line. The plan is for the longest; with `budget`, "
-        "training makes one for each row of the table."
-    ),
+    "QLoRA of a mixture of experts, 8x7B, on 80 GB": "Only attention gets 4 bits here, and no setting near it fits.",
     "DPO of a 7B model on 48 GB": (
-        "Each of the 2 pairs is two sequences. The reference is the policy without its adapters; `--reference model` "
-        "plans for a second model, and `--reference precomputed` for none."
+        "A batch of 2 pairs is 4 sequences. The reference is the model without its adapters. `--reference model` plans "
+        "for a second model, and `--reference precomputed` for none."
     ),
 }
 INTRODUCTION = """# Cookbook
 
-Does it fit, and what do I write? Ten questions with the command that answers each, its answer, and the lines to copy.
-Nothing is downloaded, and no GPU is needed. The answers were written by the commands; all figures are
-[predicted](planner.md), and speeds are good for comparing only. `--frontier`, `--json` and `--out` tell more.
+Does my training fit, and what do I write? These are common questions, each with a command that answers it. The commands
+need no weights and no GPU.
+
+The answer says whether the training fits and what was assumed. Copy its training arguments into your config or
+`TrainingArguments`, and the lines below them into the script that builds the model. Without `--budget`, the budget is
+90 % of the card. The names `gradient_checkpointing*` work with all versions of transformers. All figures are
+[predicted](planner.md); speeds are good for comparing only. To ask about another training, change the
+[options](planner.md#before-training-hf-ckpt-plan).
 """
 
 
@@ -79,16 +76,13 @@ def answer_of(command: str) -> dict:
 
 def section(question: str, command: str, found: dict) -> str:
     """The part of the page about one question."""
-    lines = [found["answer"]]
+    lines = [found["answer"], found["assumed"]]
     if found["fits"]:
         arguments = found["write"]["training_arguments"]
         lines += ["", *(f"{key}: {v if isinstance(v, str) else json.dumps(v)}" for key, v in arguments.items())]
         lines += ["", *found["write"]["model"]]
-        for bucket in found["buckets"]:
-            peak, seconds = bucket["peak_bytes"] / 2**30, bucket["step_seconds"]
-            many = f"{bucket['batches']} batches of up to {bucket['tokens']} tokens"
-            lines.append(f"{many}: {peak:.2f} GiB, {seconds:.2f} s a step, {bucket['recomputed']} blocks not kept")
     else:
+        lines += [f"note: {note}" for note in found["notes"]]
         for setting in found["nearest"]:
             peak, speed = setting["peak_bytes"] / 2**30, setting["tokens_per_second"]
             lines += ["", f"{setting['name']} ({setting['options']}): {peak:.1f} GiB, {speed:,.0f} tokens a second"]

@@ -1,4 +1,4 @@
-"""A process of tests/engines/test_compiled_cache.py: a step of compiled blocks for each share that is named.
+"""A process of tests/engines/test_compiled.py: a step of compiled blocks for each share that is named.
 
 It prints, for each, how often inductor's and AOTAutograd's caches on disk were asked, and the sum of all gradients.
 """

@@ -18,8 +18,8 @@ from hf_ckpt.spec import reading
 from hf_ckpt.spec.actions import (
     ACTIONS,
     COMPILED,
-    DEFAULT_SAVE,
     FULL,
+    FULL_SELECTIVE,
     KEEP,
     OFFLOAD,
     SELECTIVE,
@@ -27,10 +27,7 @@ from hf_ckpt.spec.actions import (
     ActionKind,
     candidates,
     colour_of,
-    finer,
-    lighter,
     offloads,
-    save_classes,
 )
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
@@ -46,7 +43,7 @@ each_record = pytest.mark.parametrize("record", ACTIONS.values(), ids=ACTIONS)
 def test_the_records():
     assert list(ACTIONS) == ["keep", "selective", "full", "full+selective", "offload", "compiled"]
     assert [record.name for record in ACTIONS.values()] == list(ACTIONS)
-    named = (KEEP, SELECTIVE, FULL, *lighter(), OFFLOAD, COMPILED)
+    named = (KEEP, SELECTIVE, FULL, FULL_SELECTIVE, OFFLOAD, COMPILED)
     assert tuple(action.kind for action in named) == tuple(ACTIONS)
     assert set(reading.POLICIES) == {"none", "budget", "auto"} | ACTIONS.keys() - {"keep", "compiled"}
 
@@ -54,7 +51,7 @@ def test_the_records():
 @each_record
 def test_a_record_is_complete(record):
     """Its engine makes the function of a block, its forms have no options but its own, and each has a colour."""
-    forms = [*record.candidates, *record.finer, *record.offloads, *record.lighter]
+    forms = [*record.candidates, *record.offloads]
     forms += [COMPILED] if record.name == COMPILED.kind else []  # no plan for a budget chooses it yet
     assert forms
     assert record.keeps
@@ -71,21 +68,11 @@ def test_a_record_is_complete(record):
 
 
 def test_what_a_budget_chooses_from():
-    """Actions that keep most come first; finer ones are chosen for each model."""
-    attention, linear = (Action("selective", (name,)) for name in ("attention", "linear"))
-    assert candidates() == (KEEP, SELECTIVE, attention, FULL)
-    assert linear in finer()
-    assert not set(finer()) & set(candidates())
-    assert lighter() == {Action("full+selective", DEFAULT_SAVE): FULL}
+    """Actions that keep most come first."""
+    attention = Action("selective", ("attention",))
+    assert candidates() == (KEEP, SELECTIVE, attention, FULL, FULL_SELECTIVE)
     moved = dataclasses.replace(SELECTIVE, moved=True)
     assert list(offloads().items()) == [(FULL, OFFLOAD), (SELECTIVE, moved)]  # what keeps least comes first
-
-
-def test_classes_to_save_are_put_in_order():
-    assert save_classes(["attention", "narrow", "attention"]) == ("narrow", "attention")
-    assert save_classes(["wide", "square", "narrow"]) == ("linear",)  # these are all linear layers
-    assert save_classes(["norm", "square", "linear"]) == ("linear", "norm")
-    assert all(action.save == save_classes(action.save) for action in finer())
 
 
 # --- plan files -----------------------------------------------------------------------------------------------------

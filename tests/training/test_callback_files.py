@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
+import os
 
 import pytest
 from helpers.disks import full_disk
 from helpers.trainers import metrics, trainer
 
-from hf_ckpt import compat
 from hf_ckpt.training import callback
 from hf_ckpt.training.callback import MemoryTimeCallback
 
@@ -18,28 +17,37 @@ def warnings_about_figures(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "figures are missing" in record.getMessage()]
 
 
+def _pipe(path):
+    """A pipe with a reader, without whom opening it would wait for ever, here and in a training."""
+    os.mkfifo(path)
+    os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+
 @pytest.mark.compat
-def test_a_file_that_cannot_be_written_is_warned_of_once(tmp_path, caplog):
-    (tmp_path / callback.METRICS_FILE).mkdir()
+@pytest.mark.parametrize(
+    ("make", "reason"), [(os.mkdir, "Is a directory"), (_pipe, "it is no regular file")], ids=["folder", "pipe"]
+)
+def test_a_file_that_cannot_be_written_is_warned_of_once(make, reason, tmp_path, caplog):
+    make(tmp_path / callback.METRICS_FILE)
     run = trainer(tmp_path, callbacks=[MemoryTimeCallback(summary=False)])
     run.train()
     assert run.state.global_step == 4
     assert all(row["memory/peak_gib"] > 0 for row in run.state.log_history if "loss" in row)
     (warning,) = warnings_about_figures(caplog)
-    assert f"{tmp_path / callback.METRICS_FILE}' cannot be written: Is a directory." in warning
+    assert f"{tmp_path / callback.METRICS_FILE}' cannot be written: {reason}." in warning
 
 
 class FullAtStep2(MemoryTimeCallback):
     """Meets a full disk when it writes the figures of step 2, which are the fourth of its rows at most."""
 
-    def _write(self, args, state, row):
-        if row["event"] == "log" and row["step"] == 2:
+    def _write(self, args, state, event, **row):
+        if event == "log" and state.global_step == 2:
             written = (tmp := callback.Path(args.output_dir) / callback.METRICS_FILE).stat().st_size
             with full_disk(written + 10):
-                super()._write(args, state, row)
+                super()._write(args, state, event, **row)
             assert tmp.stat().st_size == written
         else:
-            super()._write(args, state, row)
+            super()._write(args, state, event, **row)
 
 
 def test_rows_after_a_full_disk_are_whole(tmp_path, caplog):
@@ -48,14 +56,3 @@ def test_rows_after_a_full_disk_are_whole(tmp_path, caplog):
     (warning,) = warnings_about_figures(caplog)
     assert "File too large" in warning or "No space left" in warning
     assert all(json.loads(line) for line in (tmp_path / callback.METRICS_FILE).read_text().splitlines())
-
-
-def test_a_snapshot_that_cannot_be_written_is_told(tmp_path, monkeypatch, caplog):
-    """The observer is called while memory is out; an error in it would take the place of that one."""
-    observers = []
-    monkeypatch.setattr(compat, "attach_oom_observer", lambda observer: observers.append(observer) or True)
-    trainer(tmp_path, callbacks=[MemoryTimeCallback(snapshot_on_oom=True, summary=False)], max_steps=1).train()
-    (tmp_path / callback.SNAPSHOT_FILE).mkdir()
-    with caplog.at_level(logging.ERROR):
-        observers[0]()
-    assert "the allocator snapshot could not be written: " in caplog.text

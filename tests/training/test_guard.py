@@ -6,11 +6,10 @@ The training goes on as if it had not happened, and what runs is counted.
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 import torch
-from accelerate.utils.memory import find_executable_batch_size, should_reduce_batch_size
+from accelerate.utils.memory import should_reduce_batch_size
 from helpers.failing import (
     FULL,
     HEAD,
@@ -34,10 +33,8 @@ import hf_ckpt
 from hf_ckpt.errors import OutOfPlansError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
-from hf_ckpt.planner.escalate import step_down
-from hf_ckpt.planner.install import trial
-from hf_ckpt.spec.plan import Plan
-from hf_ckpt.training.guard import REPORT_FILE, OomGuard
+from hf_ckpt.training.escalate import step_down
+from hf_ckpt.training.guard import OomGuard
 
 pytestmark = pytest.mark.usefixtures("host_memory", "little_to_collect", "few_actions")
 
@@ -59,7 +56,7 @@ def test_any_point_of_a_step(family):
     touched = untouched = 0
     for at in [*range(0, operations, STRIDE[family]), operations - 1]:
         hf_ckpt.install(model, "selective")
-        guard = OomGuard(model, folder=None)
+        guard = OomGuard(model)
         counts = []
 
         def counted(step, *args, guard=guard, counts=counts):
@@ -84,8 +81,16 @@ def test_any_point_of_a_step(family):
     assert untouched > 5
 
 
-@pytest.mark.parametrize("spec", [None, "none", "full", {"offload": "saved", "policy": "selective"}, {"segments": 1}])
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(
+    ("spec", "lora"),
+    [
+        (None, True),
+        ("none", False),
+        ("full", True),
+        ({"offload": "saved", "policy": "selective"}, False),
+        ({"segments": 1}, False),
+    ],
+)
 def test_from_any_plan(spec, lora):
     """Bit-equal down to offloading; without a plan nothing is installed until memory runs out."""
     models = [tiny_model("llama", layers=3, dropout=0.1) for _ in range(2)]
@@ -101,8 +106,8 @@ def test_from_any_plan(spec, lora):
         hf_ckpt.install(model, spec)
         model.gradient_checkpointing_enable()
     taken = []
-    for at in (30, 401, 650):
-        guard = OomGuard(model, exact=True, folder=None)
+    for at in (30, 401, 650)[: 3 if spec in (None, "none") else 1]:
+        guard = OomGuard(model, exact=True)
         found, later, _ = one_step(model, "llama", guard, [at])
         assert_same(expected, found, f"{spec} at {at}")
         assert later == drawn
@@ -118,7 +123,7 @@ def test_from_any_plan(spec, lora):
 def test_several_times_in_one_step(at):
     expected, drawn = plain("llama")
     model = tiny_model("llama", layers=2, dropout=0.1)
-    guard = OomGuard(model, exact=True, folder=None)
+    guard = OomGuard(model, exact=True)
     reached = []
 
     def run(step, *args):
@@ -170,7 +175,7 @@ def test_a_limit_is_kept_from_the_step_on_that_met_it(family, zeros):
             trajectory(measured, batches)
         peaks[policy] = live.peak_bytes
     assert peaks["full"] < peaks["selective"] < peaks["none"]
-    guard = OomGuard(model, folder=None)
+    guard = OomGuard(model)
     seed()
     attempts = []
 
@@ -192,7 +197,7 @@ def test_a_limit_is_kept_from_the_step_on_that_met_it(family, zeros):
 def test_nothing_of_a_failed_attempt_is_held():
     model = tiny_model("llama", layers=8)
     hf_ckpt.install(model, "none")
-    guard = OomGuard(model, folder=None)
+    guard = OomGuard(model)
     batch = tiny_batch("llama", tokens=128, batch=4)
     at_start, peak = [], []
 
@@ -210,73 +215,20 @@ def test_nothing_of_a_failed_attempt_is_held():
     assert max(at_start) - min(at_start) < 0.01 * (peak[0] - at_start[0]), (at_start, peak)
 
 
-def test_out_of_plans(tmp_path):
+def test_out_of_plans():
     model = tiny_model("llama", dropout=0.1)
     batch = tiny_batch("llama", tokens=64)
-    guard = OomGuard(model, folder=tmp_path / "new")
-    with Limited(bytes_of(model) + 20_000, model), pytest.raises(OutOfPlansError) as raised:
+    guard = OomGuard(model)
+    with Limited(bytes_of(model) + 20_000, model), pytest.raises(OutOfPlansError, match="no tighter plan") as raised:
         guard(forward_and_backward, model, batch)
     assert all(parameter.grad is None for parameter in model.parameters())
-    error = raised.value
-    assert should_reduce_batch_size(error)  # accelerate's own way out comes next
-    assert error.tried == tuple(guard.taken)
-    assert set(error.tried) == {SELECTIVE, FULL, OFFLOAD, HEAD}
+    assert should_reduce_batch_size(raised.value)  # accelerate's own way out comes next
+    assert raised.value.tried == tuple(guard.taken)
+    assert set(guard.taken) == {SELECTIVE, FULL, OFFLOAD, HEAD}
     assert guard.attempts == 5  # without a plan, and with four
-    # The parts are those of the batch that failed, and they are the whole peak.
-    report = json.loads((tmp_path / "new" / REPORT_FILE).read_text())
-    assert report["batch"] == "2 x 64 tokens"
-    assert sum(error.parts.values()) == report["prediction"]["peak_bytes"]
-    assert error.parts["weights and optimizer state"] >= 3 * bytes_of(model)  # AdamW, as nothing says otherwise
-    for part in (MESSAGE, "2 x 64 tokens", REPORT_FILE, *(name for name, size in error.parts.items() if size)):
-        assert part in str(error)
-    assert any("forward_and_backward" in line for line in report["traceback"])
-    assert Plan.from_dict(report["plan"]) == hf_ckpt.describe(model).plan
     # What is left behind is a model that trains.
     guard(forward_and_backward, model, batch)
     assert min(hf_ckpt.describe(model).recomputed.values()) > 0
-
-
-@pytest.mark.slow
-def test_the_batch_is_halved_after_the_last_plan_only():
-    model = tiny_model("llama", layers=2)
-    hf_ckpt.install(model, "full")
-    model.gradient_checkpointing_enable()
-    peaks = {}
-    for size in (2, 4):
-        with trial(model, {"policy": "offload", "head": "auto"}), LiveBytes(model) as live:
-            forward_and_backward(model, tiny_batch("llama", batch=size, tokens=64))
-        model.zero_grad()
-        peaks[size] = live.peak_bytes
-    sizes = []
-    guard = OomGuard(model, folder=None)
-
-    @find_executable_batch_size(starting_batch_size=4)
-    def train(batch_size):
-        sizes.append((batch_size, len(guard.taken)))
-        with Limited(peaks[2] + 50_000, model):
-            guard(forward_and_backward, model, tiny_batch("llama", batch=batch_size, tokens=64))
-
-    assert peaks[4] > peaks[2] + 100_000
-    train()
-    assert [size for size, _ in sizes] == [4, 3, 2] or [size for size, _ in sizes] == [4, 2]
-    assert sizes[0][1] == 0
-    assert sizes[1][1] == 2, "every plan was tried before the batch was made smaller"
-
-
-@pytest.mark.slow
-def test_chunked_head_is_left_out_where_exact_gradients_are_wanted():
-    for exact, last in ((False, {OFFLOAD, HEAD}), (True, {OFFLOAD})):
-        model = tiny_model("llama")
-        hf_ckpt.install(model, "full")
-        model.gradient_checkpointing_enable()
-        guard = OomGuard(model, exact=exact, folder=None)
-        with Limited(bytes_of(model) + 20_000, model), pytest.raises(OutOfPlansError):
-            guard(forward_and_backward, model, tiny_batch("llama"))
-        assert set(guard.taken) == last
-    guard = OomGuard(tiny_model("bert"), folder=None)  # it has no head to take in chunks
-    with Limited(bytes_of(guard.model) + 20_000, guard.model), pytest.raises(OutOfPlansError):
-        guard(forward_and_backward, guard.model, tiny_batch("bert"))
-    assert guard.taken == [SELECTIVE, FULL, OFFLOAD]
 
 
 def test_a_chunked_head_agrees_to_rounding():
@@ -284,7 +236,7 @@ def test_a_chunked_head_agrees_to_rounding():
     expected, drawn, _ = one_step(plain_model, "llama", tokens=320)
     hf_ckpt.install(model, "full")
     model.gradient_checkpointing_enable()
-    guard = OomGuard(model, folder=None)
+    guard = OomGuard(model)
     found, later, _ = one_step(model, "llama", guard, [60], tokens=320)
     assert guard.taken == [HEAD], "before offloading, because logits weigh more than hidden states"
     assert hf_ckpt.describe(model).chunked_heads > 0
@@ -301,13 +253,17 @@ def test_a_planned_policy_is_planned_again_for_less(policy):
     forward_and_backward(reference, batch)
     hf_ckpt.install(model, {"policy": policy, **({"budget": "4MiB"} if policy == "budget" else {})})
     model.gradient_checkpointing_enable()
+    for _ in range(9):  # until the plan is on
+        forward_and_backward(model, batch)
+        model.zero_grad(set_to_none=True)
     seed()
-    guard = OomGuard(model, exact=True, folder=None)
+    guard = OomGuard(model, exact=True)
     predicted = []
 
     def step(*args):
         forward_and_backward(*args)
-        predicted.append(hf_ckpt.describe(model).plan.prediction.peak_bytes)
+        prediction = hf_ckpt.describe(model).plan.prediction
+        predicted.append(prediction.peak_bytes if prediction is not None else 0)  # none where every block offloads
         if len(predicted) < 3:
             raise torch.OutOfMemoryError(MESSAGE)
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import hf_ckpt
+from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
 from hf_ckpt.cli.check_models import check_families
 from hf_ckpt.engines import full
@@ -70,9 +71,9 @@ def test_fails_and_names_the_first_parameter_that_differs():
     assert not result
     assert result.loss_difference == 0
     assert result.different
-    assert result.first_difference.parameter == "model.embed_tokens.weight"
-    assert result.first_difference.max_rel > 0.01
-    assert "model.embed_tokens.weight differs by" in str(result)
+    assert result.first_difference.startswith("model.embed_tokens.weight by ")
+    assert result.first_difference in str(result)
+    assert result.largest_difference > 0.01
 
 
 def test_fails_when_nothing_is_compared():
@@ -102,28 +103,16 @@ def test_buffers_are_compared_and_put_back(monkeypatch):
 
 
 @pytest.mark.compat
-def test_the_cache_that_is_there_by_default_may_round_otherwise_and_no_more():
-    model, factor = tiny_model("llama"), [1.0]
+def test_no_cache_is_built_in_either_run():
+    """Kernels may round otherwise with one; here a layer computes something else."""
+    model = tiny_model("llama")
 
     def with_cache(module, args, kwargs, output):
-        scale = 1.0 if kwargs.get("past_key_values") is None else factor[0]
-        return output[0] * scale, *output[1:]
+        return output[0] * (1.5 if any(map(compat.is_cache, kwargs.values())) else 1.0), *output[1:]
 
     model.model.layers[0].self_attn.register_forward_hook(with_cache, with_kwargs=True)
-    result = hf_ckpt.verify(model, tiny_batch("llama"))
-    assert result
-    assert not result.cache_difference
-    factor[0] += 2e-6
-    result = hf_ckpt.verify(model, tiny_batch("llama"))
-    assert result, result
-    assert 0 < result.cache_difference < 1e-5
-    assert "a key/value cache alone changes gradients by" in str(result)
-    factor[0] = 1.5
-    result = hf_ckpt.verify(model, tiny_batch("llama"))
-    assert not result
-    assert result.largest_difference > 1e-3
-    assert not result.cache_difference
-    assert hf_ckpt.verify(model, {**tiny_batch("llama"), "use_cache": False})
+    assert hf_ckpt.verify(model, tiny_batch("llama"))
+    assert not hf_ckpt.verify(model, {**tiny_batch("llama"), "use_cache": True})
 
 
 def test_policy_none_recomputes_nothing_and_holds():
@@ -180,9 +169,7 @@ def test_draws_of_chunks_are_compared_with_those_of_chunks():
     model, batch = tiny_model("gpt2", dropout=0.3), {**tiny_batch("gpt2"), "use_cache": False}
     result = hf_ckpt.verify(model, batch, {"policy": "full", "mlp": 5})
     assert result, result
-    assert result.draws_with_chunks
     assert not result.different
-    assert "compared with its feed-forwards in chunks" in str(result)
     assert not hf_ckpt.verify(model, batch, {"policy": "full", "mlp": 5, "preserve_rng_state": False})
 
 
@@ -191,10 +178,6 @@ def test_check_families_with_a_head_in_chunks(caplog):
     assert [name for name, _ in rows] == ["llama (random)", "gpt2 (random)", "t5 (random)"]
     assert all(check for _, check in rows)
     assert "not checked on bert" in caplog.text
-
-
-def test_bfloat16():
-    assert hf_ckpt.verify(tiny_model("t5", dtype=torch.bfloat16, dropout=0.1), tiny_batch("t5"))
 
 
 def test_check_families_leaves_out_what_does_not_fit_and_says_so(caplog):

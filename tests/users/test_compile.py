@@ -1,83 +1,134 @@
-"""torch.compile: the same numbers as compiled without us, in no more graphs, with less saved for backward.
+"""torch.compile of the user: the same numbers as compiled without us, in no more graphs, with less saved for backward.
 
-All backends but one run kernels of eager mode, so the same operations are run with and without checkpointing, and
+All backends but inductor run kernels of eager mode, so the same operations run with and without checkpointing, and
 gradients are bit-equal; inductor fuses and rounds anew, so there is a tolerance.
 """
 
 from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import compile_regions
-from helpers.compiled import (
-    FULL,
-    INSIDE,
-    LAYERS,
-    MIXED,
-    SELECTIVE,
-    compiled_step,
-    each_block,
-    each_block_replaced,
-    each_forward,
-    in_place,
-    same_but_smaller,
-    small,
-    without_us,
-)
+from helpers.compiled import each_block, each_block_replaced, each_forward, in_place, kept
 from helpers.sparing import sparing
-from helpers.steps import assert_same
+from helpers.steps import assert_same, checkpoints_compiled, enable, gradients, without_cache
+from helpers.trainers import FLAG, trainer
+from peft import LoraConfig, get_peft_model
 
+import hf_ckpt
+from hf_ckpt import compat
 from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.models.tiny import FAMILIES
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
+LAYERS = 2
+FULL, SELECTIVE, MIXED = {"policy": "full"}, {"policy": "selective"}, {"policy": "full", "every_n_layers": 2}
+ATTENTION = {**SELECTIVE, "save": ["attention"]}
+INSIDE = "__call__" not in vars(compat.GradientCheckpointingLayer)
+"""Whether the checkpoint is inside of what `block.compile()` compiles; around it before transformers 5."""
+WHOLE = (torch.compile, in_place)
+
+
+class Compiled(NamedTuple):
+    """What one training step left."""
+
+    found: dict[str, Any]
+    """Loss and gradients."""
+    saved_bytes: int
+    """For backward, parameters left out."""
+    graphs: int
+    regions: list[int]
+    """Checkpointed regions, graph by graph."""
+    warned: frozenset[Any]
+    description: Any
+
+
+def small(family="llama", layers=LAYERS, **options):
+    keys = {"problem_type": "single_label_classification"} if family == "bert" else {}  # else set by the first forward
+    attention = "sdpa" if family != "t5" or INSIDE else "eager"
+    return tiny_model(family, layers=layers, attention=attention, **keys, **options)
+
+
+def compiled_step(spec, way, *, compiler="aot_eager", model=None, breaks=0, **sizes):
+    """Compile a model with `spec` installed, or without us, and take a step."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    model = model or small(**sizes)
+    batch = without_cache(model, tiny_batch(sizes.get("family", "llama")))
+    if spec is not None:
+        hf_ckpt.install(model, spec)
+        enable(model)
+    regions: list[int] = []
+    options = {} if way is compile_regions or breaks else {"fullgraph": True}  # accelerate's wrappers may break
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        run = way(model, backend=checkpoints_compiled(regions, compiler), **options)
+        torch.manual_seed(7)
+        loss = run(**batch).loss
+        loss.backward()
+    found = {name.replace("_orig_mod.", ""): gradient for name, gradient in gradients(model).items()}
+    graphs = counters["stats"]["unique_graphs"]
+    _, saved = kept(run, batch)
+    assert counters["stats"]["unique_graphs"] == graphs  # looking changes nothing
+    assert sum(counters["graph_break"].values()) == 0
+    said = frozenset((warning.category, str(warning.message)) for warning in warned)
+    described = hf_ckpt.describe(model) if spec is not None else None
+    return Compiled({"loss": loss.detach(), **found}, saved, graphs, regions, said, described)
+
+
+@functools.cache
+def without_us(way, compiler="aot_eager", **sizes):
+    return compiled_step(None, way, compiler=compiler, **sizes)
+
+
+def same_but_smaller(spec, way, *, planned, at_most=1.0, plain=None, **options):
+    """A step with `spec` against one without us."""
+    plain, ours = plain or without_us(way, **options), compiled_step(spec, way, **options)
+    assert_same(plain.found, ours.found, f"{spec} {way.__name__}")
+    assert ours.warned <= plain.warned
+    assert sum(plain.regions) == 0
+    assert len(ours.description.in_graphs) == planned
+    assert not sum(ours.description.forwards.values())  # nothing is counted in a graph, and nothing is claimed
+    assert 0 < ours.saved_bytes < plain.saved_bytes * at_most
+    return plain, ours
+
+
+# --- one step ---------------------------------------------------------------------------------------------------------
+
+WAYS = (each_block, each_block_replaced, each_forward, compile_regions, *WHOLE)
+CASES = [("llama", way) for way in WAYS] + [(name, way) for name in FAMILIES for way in (each_block, torch.compile)]
+CASES = list(dict.fromkeys(CASES))
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not INSIDE, reason="block.compile() is inside of the checkpoint")
-@sparing("family", FAMILIES, "llama")
-def test_blocks(family):
-    """One graph for all blocks of a kind, as without us; two where some are planned and others not."""
-    each = {"family": family, "layers": 1 if family == "t5" else LAYERS}  # its blocks are of as many kinds already
-    plain, full = same_but_smaller(FULL, each_block, planned=2, at_most=0.5, **each)
-    _, selective = same_but_smaller(SELECTIVE, each_block, planned=2, **each)
-    half = {"rules": [{"stack": "encoder", "layers": "0", "policy": "full"}]} if family == "t5" else MIXED
-    _, mixed = same_but_smaller(half, each_block, planned=1, **each)
+@sparing(
+    ("family", "way"),
+    CASES,
+    *[("llama", way) for way in (each_block, each_block_replaced, compile_regions, torch.compile)],
+)
+def test_a_compiled_model_trains_the_same_and_saves_less(family, way):
+    """One graph for all blocks of a kind, or for the model, as without us."""
+    if way in (each_block, each_forward) and not INSIDE:
+        pytest.skip("what is compiled is inside of the checkpoint")
+    layers = 1 if family == "t5" else LAYERS  # its blocks are of as many kinds already
+    each = {"family": family, "layers": layers, "planned": 2}
+    plain, full = same_but_smaller(FULL, way, at_most=0.5, **each)
+    _, selective = same_but_smaller(SELECTIVE, way, **each)
     assert full.saved_bytes < selective.saved_bytes
-    assert full.saved_bytes < mixed.saved_bytes
-    assert full.regions == selective.regions == [1] * plain.graphs
-    assert set(mixed.regions) == {0, 1}
-    assert mixed.graphs <= 2 * plain.graphs
-
-
-@pytest.mark.long
-@sparing("family", FAMILIES, "llama")
-def test_a_whole_model(family):
-    """One graph, with every planned block in it."""
-    each = {"family": family, "layers": 1 if family == "t5" else LAYERS}
-    plain, full = same_but_smaller(FULL, torch.compile, planned=2, at_most=0.5, **each)
-    _, selective = same_but_smaller(SELECTIVE, torch.compile, planned=2, **each)
-    assert full.saved_bytes < selective.saved_bytes
-    assert full.regions == selective.regions == [2]
-    assert full.graphs == selective.graphs == plain.graphs == 1
-
-
-WAYS = [
-    (way, spec) for way in (each_block_replaced, each_forward, in_place, compile_regions) for spec in (FULL, SELECTIVE)
-]
-
-
-@sparing(("way", "spec"), WAYS, (each_block_replaced, FULL), (each_forward, SELECTIVE))
-def test_other_ways_to_compile(way, spec):
-    """accelerate's regional compilation has the rest of the model in graphs of its own."""
-    if way is each_forward and not INSIDE:
-        pytest.skip("a compiled forward is inside of the checkpoint")
-    plain, ours = same_but_smaller(spec, way, planned=LAYERS)
-    assert sum(ours.regions) == (LAYERS if way is in_place else 1)
-    assert ours.graphs == plain.graphs
+    assert full.graphs == selective.graphs == plain.graphs
+    regions = 2 if way in WHOLE or family == "t5" else 1
+    assert sum(full.regions) == sum(selective.regions) == regions
 
 
 # The last block of an offloaded stack is `full`: of another class, in a graph of its own.
@@ -88,11 +139,11 @@ def test_other_ways_to_compile(way, spec):
         ({"policy": "offload"}, LAYERS, 2),
         ({"policy": "full", "segments": 1}, LAYERS, 1),
         ({"policy": "full", "head": "auto"}, LAYERS, 1),
-        ({"policy": "selective", "save": ["attention"], "offload": "saved"}, LAYERS, None),
-        (MIXED, 1, None),
+        ({**ATTENTION, "offload": "saved"}, LAYERS, None),
+        (MIXED, 1, 2),
         ({"rules": [{"layers": "0", "policy": "full"}, {"layers": "1", "policy": "selective"}]}, LAYERS, None),
     ],
-    (MIXED, 1, None),
+    (MIXED, 1, 2),
     ids=["offload", "segments", "head", "selective", "mixed", "rules"],
 )
 def test_every_action(spec, blocks, graphs):
@@ -110,57 +161,247 @@ def test_every_action(spec, blocks, graphs):
 
 
 @pytest.mark.slow
-def test_less_than_the_compiler_saves_by_itself():
-    """Inductor's partitioner recomputes by itself what is cheap; the policy is not lost in that."""
-    partitioned = {"compiler": "aot_eager_decomp_partition"}
-    way = each_block if INSIDE else each_block_replaced
-    _, full = same_but_smaller(FULL, way, planned=LAYERS, at_most=0.5, **partitioned)
-    _, selective = same_but_smaller(SELECTIVE, way, planned=LAYERS, **partitioned)
-    _, least = same_but_smaller({**SELECTIVE, "save": ["attention"]}, way, planned=LAYERS, at_most=0.5, **partitioned)
-    assert max(full.saved_bytes, least.saved_bytes) < selective.saved_bytes
+def test_inductor(tmp_path, monkeypatch):
+    """Loss and gradients as by kernels of eager mode, within rounding; nothing comes from an earlier run's cache.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [each_block, torch.compile], ids=["blocks", "whole"])
-def test_inductor(way, tmp_path, monkeypatch):
-    """Loss and gradients as by kernels of eager mode, within rounding; nothing comes from an earlier run's cache."""
-    if way is each_block and not INSIDE:
-        way = each_block_replaced
+    Its partitioner recomputes by itself what is cheap; the policy is not lost in that.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    plain = without_us(way, layers=1)
+    plain = without_us(torch.compile, layers=1)
     no_cache = torch._inductor.config.patch(fx_graph_cache=False, compile_threads=1)
     with no_cache, torch._functorch.config.patch(enable_autograd_cache=False):
-        full, selective = (compiled_step(spec, way, compiler="inductor", layers=1) for spec in (FULL, SELECTIVE))
+        full, selective = (compiled_step(s, torch.compile, compiler="inductor", layers=1) for s in (FULL, SELECTIVE))
     for ours in (full, selective):
         assert list(ours.found) == list(plain.found)
         for name, value in plain.found.items():
             torch.testing.assert_close(ours.found[name], value, rtol=1e-4, atol=1e-6, msg=name)
         assert ours.regions == [1]
-        assert (ours.graphs, ours.breaks) == (1, 0)
+        assert ours.graphs == 1
     assert full.saved_bytes < selective.saved_bytes < plain.saved_bytes
+
+
+@pytest.mark.slow
+def test_less_than_the_partitioner_saves_by_itself():
+    way, partitioned = each_block if INSIDE else each_block_replaced, {"compiler": "aot_eager_decomp_partition"}
+    _, selective = same_but_smaller(SELECTIVE, way, planned=LAYERS, **partitioned)
+    _, least = same_but_smaller(ATTENTION, way, planned=LAYERS, at_most=0.5, **partitioned)
+    assert least.saved_bytes < selective.saved_bytes
 
 
 @pytest.mark.compat
 def test_a_compiled_block_is_checkpointed_or_says_so(caplog):
     """Where the checkpoint is around what is compiled, `full` recomputes all of it, and `selective` cannot look in."""
     plain = without_us(each_block)
-    names = set(find_blocks(small("llama")).modules)
+    names = set(find_blocks(small()).modules)
     for spec in (FULL, SELECTIVE):
         ours = compiled_step(spec, each_block)
         assert_same(plain.found, ours.found, spec)
-        assert ours.breaks == 0
         assert ours.graphs <= plain.graphs + (torch.__version__ < "2.9")  # seen with 2.8: a graph more
         if INSIDE:
             assert set(ours.description.in_graphs) == names
         elif spec is FULL:
-            assert all(ours.description.recomputed[name] == 1 for name in names)
+            assert all(ours.description.recomputed[name] == 2 for name in names)  # once more to count what is kept
         if INSIDE or spec is FULL:
             assert ours.saved_bytes < plain.saved_bytes
     assert ("compile the whole model instead" in caplog.text) == (not INSIDE)
 
 
+@pytest.mark.long
 @pytest.mark.compat
-@sparing("spec", [FULL, SELECTIVE], FULL, ids=["full", "selective"])
-def test_a_whole_model_is_checkpointed(spec):
-    _, ours = same_but_smaller(spec, torch.compile, planned=LAYERS)
+def test_a_whole_model_is_checkpointed():
+    _, ours = same_but_smaller(FULL, torch.compile, planned=LAYERS)
     assert ours.regions == [LAYERS]
+
+
+def with_adapters():
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=4, lora_dropout=0.2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    return get_peft_model(small(dropout=0.1), config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "spec"), [(each_block_replaced, FULL), (torch.compile, ATTENTION)])
+def test_adapters_with_dropout(way, spec):
+    """What is run again in a graph draws the same dropout. (`save` without linear layers, because SAC also keeps what
+    frozen ones make, which no backward needs: more than without it.)"""
+    plain = compiled_step(None, way, model=with_adapters(), breaks=True)
+    _, ours = same_but_smaller(spec, way, planned=LAYERS, model=with_adapters(), plain=plain, breaks=True)
+    assert all(name == "loss" or bool(value.isfinite().all() and value.any()) for name, value in ours.found.items())
+    assert ours.graphs == plain.graphs
+
+
+# --- trainings --------------------------------------------------------------------------------------------------------
+
+
+def graphs_of_training(spec, way, layers):
+    """Graphs after each of four steps: lengths alternate, and the plan goes off and on between them in every way."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    model = small(layers=layers)
+    if spec is not None:
+        hf_ckpt.install(model, spec)
+        enable(model)
+    run = way(model, backend="aot_eager")
+    graphs, losses = [], []
+    for number in range(4):
+        batch = without_cache(model, tiny_batch("llama", tokens=16 + 8 * (number % 2), seed=number))
+        loss = run(**batch).loss
+        loss.backward()
+        losses.append(loss.detach())
+        model.eval()
+        away = contextlib.nullcontext() if spec is None else hf_ckpt.paused(model) if number % 2 else disabled(model)
+        with away, torch.no_grad():
+            run(**batch)
+        model.train()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert not counters["graph_break"]
+    if spec is not None:
+        assert len(hf_ckpt.describe(model).in_graphs) == layers
+    return graphs, {"loss": torch.stack(losses), **gradients(model)}
+
+
+@contextlib.contextmanager
+def disabled(model):
+    getattr(model, compat.DISABLE_NAMES[-1])()
+    yield
+    enable(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "layers", "specs"),
+    [(each_block_replaced, 10, [SELECTIVE, {"policy": "full", "segments": 2}]), (torch.compile, 2, [SELECTIVE])],
+    ids=["blocks", "whole"],
+)
+def test_not_compiled_again(way, layers, specs):
+    """As many graphs as without us: for training and evaluation, one length and any length; whatever we put on a
+    model again and again, and on block after block. (torch.compile gives up after eight.)"""
+    expected, numbers = graphs_of_training(None, way, layers)
+    assert expected == [2, 4, 4, 4]
+    for spec in specs:
+        graphs, found = graphs_of_training(spec, way, layers)
+        assert graphs == expected, spec
+        assert_same(numbers, found, spec)
+
+
+def trained(folder, monkeypatch, spec, *, regional):
+    """Three steps of a Trainer that compiles: losses and gradient norms, all that was logged, model, graphs."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", str(regional))
+    model = small()
+    if spec:
+        hf_ckpt.install(model)
+    asked = {FLAG: spec is not None, f"{FLAG}_kwargs": spec}
+    job = trainer(folder, model, max_steps=3, torch_compile=True, torch_compile_backend="aot_eager", **asked)
+    try:
+        job.train()
+    finally:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+    logs = [row for row in job.state.log_history if "loss" in row]
+    assert not counters["graph_break"]
+    return [(row["loss"], row["grad_norm"]) for row in logs], logs, model, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("regional", [False, True], ids=["whole", "regional"])
+def test_the_trainer_compiles(regional, tmp_path, monkeypatch, caplog):
+    expected, _, _, plain_graphs = trained(tmp_path / "plain", monkeypatch, None, regional=regional)
+    got, logs, model, graphs = trained(tmp_path / "ours", monkeypatch, {**FULL, "head": "auto"}, regional=regional)
+    assert len(got) == 3
+    assert got == expected
+    assert graphs == plain_graphs
+    found = hf_ckpt.describe(model)
+    assert len(found.in_graphs) == LAYERS
+    assert found.head_in_graph
+    assert "torch.compile has it in a graph" in caplog.text
+    assert all("time/step_s" in row and "time/recompute_share" not in row for row in logs)  # not known, so not 0
+
+
+@pytest.mark.long
+def test_verify_says_that_it_cannot_look_into_graphs():
+    model = small(layers=1)
+    run = torch.compile(model, backend="aot_eager")
+    result = hf_ckpt.verify(run, tiny_batch("llama"), FULL)
+    assert not result
+    assert result.not_recomputed == result.in_graphs == ("model.layers.0",)
+    assert "verify the model before it is compiled" in str(result)
+    with torch.compiler.set_stance("force_eager"):
+        eager = hf_ckpt.verify(run, tiny_batch("llama"), FULL)
+    assert eager, eager
+    assert "compiled" not in str(eager)
+
+
+@pytest.mark.slow
+def test_a_budget_is_planned_by_eager_steps():
+    """In a graph nothing can be measured, and every block is recomputed; the plan of eager steps is compiled."""
+    model = small()
+    hf_ckpt.install(model, {"policy": "budget", "budget": "1GiB"})
+    enable(model)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    batch = without_cache(model, tiny_batch("llama"))
+    run(**batch).loss.backward()
+    assert [action.kind for action in hf_ckpt.describe(model).plan.active().values()] == ["full"] * LAYERS
+    model.zero_grad()
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(9):
+            run(**batch).loss.backward()
+            model.zero_grad()
+    found = hf_ckpt.describe(model)
+    assert found.plan.prediction.budget_bytes == 2**30
+    assert not found.plan.active()  # there is room for everything
+    run(**batch).loss.backward()
+    counters = torch._dynamo.utils.counters
+    assert (counters["stats"]["unique_graphs"], not counters["graph_break"]) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_budget_is_planned_between_compiled_blocks():
+    model = each_block_replaced(small(), backend="aot_eager")
+    hf_ckpt.install(model, {"policy": "budget", "budget": "1GiB"})
+    enable(model)
+    for _ in range(9):
+        model(**without_cache(model, tiny_batch("llama"))).loss.backward()
+        model.zero_grad()
+    assert hf_ckpt.describe(model).plan.prediction.budget_bytes == 2**30
+
+
+def test_hooks_of_the_user_around_the_model_are_counted():
+    """What stays is counted, too, where saved-tensor hooks around the model say where."""
+    model = small()
+    hf_ckpt.install(model, SELECTIVE)
+    enable(model)
+    batch = without_cache(model, tiny_batch("llama"))
+    model(**batch)
+    expected = hf_ckpt.describe(model)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        model(**batch)
+    found = hf_ckpt.describe(model)
+    assert found.dropped
+    assert found.kept.keys() >= expected.kept.keys()
+    assert sum(found.kept.values()) >= sum(expected.kept.values()) > 0
+
+
+def test_hooks_keep_their_numbers_apart():
+    """Ours count down from -1, so that they never take the place of anybody else's."""
+    model = small()
+    norm = find_blocks(model).modules["model.layers.0"].input_layernorm
+    calls = []
+    before = norm.register_forward_hook(lambda *_: calls.append("before"), always_call=True)
+    hf_ckpt.install(model, SELECTIVE)
+    enable(model)
+    after = norm.register_forward_hook(lambda *_: calls.append("after"), always_call=True)
+    assert sorted(norm._forward_hooks) == [-1, before.id, after.id]
+    model(**without_cache(model, tiny_batch("llama")))
+    assert calls == ["before", "after"]
+    hf_ckpt.uninstall(model)
+    assert sorted(norm._forward_hooks) == sorted(norm._forward_hooks_always_called) == [before.id, after.id]

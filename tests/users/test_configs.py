@@ -21,6 +21,7 @@ ACCELERATE = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
 RECIPE_CONFIGS = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
 HAS_GPU = torch.cuda.is_available()
 
+NAMES = ("fsdp2", "deepspeed_zero2", "deepspeed_zero3")
 each_launch_config = pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)
 
 
@@ -99,18 +100,16 @@ def test_header_says_how_to_launch(path):
     assert (ROOT / ours.training_script_args[0]).is_file()
 
 
-def test_fsdp2_shards_by_block():
-    config = load_config_from_file(str(ROOT / "configs" / "accelerate" / "fsdp2.yaml")).fsdp_config
-    assert config["fsdp_version"] == 2
-    assert config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
-    assert config["fsdp_reshard_after_forward"] is True
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_stage(stage):
-    config = load_config_from_file(str(ROOT / "configs" / "accelerate" / f"deepspeed_zero{stage}.yaml"))
-    assert config.deepspeed_config["zero_stage"] == stage
-    assert "deepspeed_config_file" not in config.deepspeed_config  # a file of its own could hold a second owner
+def test_settings_of_sharding():
+    fsdp, zero2, zero3 = (
+        load_config_from_file(str(ROOT / "configs" / "accelerate" / f"{name}.yaml")) for name in NAMES
+    )
+    assert fsdp.fsdp_config["fsdp_version"] == 2
+    assert fsdp.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+    assert fsdp.fsdp_config["fsdp_reshard_after_forward"] is True
+    for stage, config in ((2, zero2.deepspeed_config), (3, zero3.deepspeed_config)):
+        assert config["zero_stage"] == stage
+        assert "deepspeed_config_file" not in config  # a file of its own could hold a second owner
 
 
 # --- configs/recipes ------------------------------------------------------------------------------------------------
@@ -124,14 +123,11 @@ def test_every_recipe_has_its_yaml_and_every_yaml_its_recipe():
 @pytest.mark.parametrize("path", RECIPE_CONFIGS, ids=lambda path: path.stem)
 def test_recipe_and_yaml_name_each_other(path):
     assert commands(path) == [["python", f"recipes/{path.name.replace('.yaml', '.py')}", str(path.relative_to(ROOT))]]
-    assert str(path.relative_to(ROOT)) in (ROOT / "recipes" / f"{path.stem}.py").read_text()
-
-
-@pytest.mark.parametrize("path", RECIPE_CONFIGS, ids=lambda path: path.stem)
-def test_launch_configs_in_a_recipe_exist(path):
-    named = re.findall(r"configs/accelerate/\S+\.yaml", (ROOT / "recipes" / f"{path.stem}.py").read_text())
-    assert named
-    assert all((ROOT / name).is_file() for name in named)
+    script = (ROOT / "recipes" / f"{path.stem}.py").read_text()
+    assert str(path.relative_to(ROOT)) in script
+    launchers = re.findall(r"configs/accelerate/\S+\.yaml", script)
+    assert launchers
+    assert all((ROOT / name).is_file() for name in launchers)
 
 
 # --- launches -------------------------------------------------------------------------------------------------------
@@ -179,33 +175,18 @@ def test_single_launches_an_unchanged_script(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("through", ["recipe", "hf_ckpt"])
-def test_single_launches_a_recipe(tmp_path, through):
+def test_ddp_launches_a_recipe_on_two_processes(tmp_path):
     out = tmp_path / "out"
-    words = (["-m", "hf_ckpt"] if through == "hf_ckpt" else []) + tiny_recipe("full_gpt2", out)
-    done = start("single", "--cpu", "--mixed_precision", "no", *words, cache=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert complaints(done.stderr) == []
-    assert "16 checkpointed block calls" in done.stdout
-    assert "dropped, to be rebuilt" in done.stdout
-    assert metrics(out)[0]["world_size"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "through"), [("classify_bert", "recipe"), ("lora_llama", "hf_ckpt")])
-def test_ddp_launches_two_processes(tmp_path, recipe, through):
-    out = tmp_path / "out"
-    words = (["-m", "hf_ckpt"] if through == "hf_ckpt" else []) + tiny_recipe(recipe, out)
     # Not `--cpu`: the launcher then starts one process only. Without a GPU it takes gloo by itself.
     two = ["--num_processes", "2", "--main_process_port", "0", "--mixed_precision", "no"]
-    done = start("ddp", *two, *words, cache=tmp_path)
+    done = start("ddp", *two, "-m", "hf_ckpt", *tiny_recipe("lora_llama", out), cache=tmp_path)
     assert done.returncode == 0, done.stderr
     assert complaints(done.stderr) == []
     assert "16 checkpointed block calls, 16 recomputations" in done.stdout
     assert metrics(out)[0]["world_size"] == 2
-    if recipe == "lora_llama":  # packed: 2 ranks x 2 rows x 64 tokens in every step, by the slowest rank's time
-        steps = [row for row in metrics(out) if row["event"] == "log"]
-        assert [round(row["time/tokens_per_s"] * row["time/step_s"]) for row in steps] == [256] * 4
+    # Packed: 2 ranks x 2 rows x 64 tokens in every step, by the slowest rank's time.
+    steps = [row for row in metrics(out) if row["event"] == "log"]
+    assert [round(row["time/tokens_per_s"] * row["time/step_s"]) for row in steps] == [256] * 4
 
 
 @pytest.mark.gpu

@@ -6,15 +6,16 @@ else they are deselected. What needs no DeepSpeed runs everywhere.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import json
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.processes import SCRIPTS, each_rank, python, run_on_ranks
+from helpers.ranks import MIXED, Case
 from helpers.scripts import ROOT
 from helpers.steps import enable, step
 
@@ -25,8 +26,6 @@ from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 BLOCKS = [f"model.layers.{index}" for index in range(4)]
-STEPS = 3
-MIXED = {"rules": [{"layers": "0", "policy": "full"}, {"layers": "2", "policy": "selective"}]}
 # DeepSpeed compiles an operation of its own at the first start; killed half-way, that would lock out all later ones.
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
@@ -54,6 +53,24 @@ def test_frozen_parameters_under_an_old_zero3_are_refused(spec, monkeypatch):
     enable(model, spec)
     as_zero3_has_it(model, "0.19.2", monkeypatch)
     with pytest.raises(HfCkptError, match=r"DeepSpeed 0\.19\.2 .*Install a DeepSpeed after 0\.19\.2, use ZeRO-2"):
+        step(model, tiny_batch("llama"))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [("trl.trainer.sft_trainer", "which TRL has set by itself"), ("another", "which was asked for")],
+)
+def test_the_refusal_says_who_asked_for_reentrant_checkpointing(trainer, said, monkeypatch):
+    """TRL forces it for adapters under ZeRO-3, also where a user says no."""
+    for name in [name for name in sys.modules if name.startswith("trl.trainer.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, trainer, types.ModuleType(trainer))
+    model = tiny_model("llama")
+    model.get_input_embeddings().requires_grad_(False)
+    hf_ckpt.install(model)
+    enable(model, {"use_reentrant": True})
+    as_zero3_has_it(model, "0.19.2", monkeypatch)
+    with pytest.raises(HfCkptError, match=f"`use_reentrant=True`, {said}, transformers' own checkpointing works"):
         step(model, tiny_batch("llama"))
 
 
@@ -87,89 +104,64 @@ def test_deepspeeds_own_block_is_told(tmp_path, capsys):
 # --- with DeepSpeed -------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    stage: int
-    spec: dict[str, Any] | None
-    lora: bool = False
-    dropout: float = 0.0
-    block: bool = False
-    """DeepSpeed's own `activation_checkpointing`."""
-    family: str = "llama"
-
-
 CASES = {
-    f"zero{stage}-{name}": Case(stage, **options)
+    f"zero{stage}-{name}": Case(f"zero{stage}", **row)
     for stage in (2, 3)
-    for name, options in {
-        "full": {"spec": {"policy": "full"}, "dropout": 0.1},
-        "selective": {"spec": {"policy": "selective"}},
-        "mixed": {"spec": MIXED},
-        "lora-full": {"spec": {"policy": "full"}, "lora": True},
-        "lora-selective": {"spec": {"policy": "selective"}, "lora": True},
+    for name, row in {
+        "full": {"dropout": 0.1},
+        "selective": {"specs": ({"policy": "selective"},)},
+        "mixed": {"specs": (MIXED,)},
+        "lora-full": {"model": "lora"},
+        "lora-selective": {"specs": ({"policy": "selective"},), "model": "lora"},
     }.items()
 }
+OWN_BLOCK = {"activation_checkpointing": {"partition_activations": True, "number_checkpoints": 4}}
 OTHERS = {
-    "own-block": Case(2, None, block=True),
-    "zero3-budget": Case(3, {"policy": "budget", "budget": "1GiB"}),
-    "zero3-segments": Case(3, {"policy": "full", "segments": 2}),
+    "own-block": Case("zero2", specs=(None,), options=OWN_BLOCK),
+    "zero3-segments": Case("zero3", specs=({"policy": "full", "segments": 2},)),
 }
+FORWARDS = 4
 
 
 @pytest.fixture(scope="module")
 def zero(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("zero")
-    return run_on_ranks("deepspeed_worker.py", CASES | OTHERS, folder, timeout=900, extra=ENVIRONMENT)
+    return run_on_ranks("ranks_worker.py", CASES | OTHERS, folder, timeout=900, extra=ENVIRONMENT)
 
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("name", CASES)
 def test_zero_trains_as_without_hf_ckpt(zero, name):
-    """Losses of three steps, and every weight behind them, bit for bit."""
-    weights = set()
-    for found in each_rank(zero, name):
-        plain, ours = found["plain"], found["ours"]
-        assert plain["wrapper"] == ours["wrapper"] == "DeepSpeedEngine"
-        assert plain["stage"] == ours["stage"] == CASES[name].stage
-        assert ours["split"] == (CASES[name].stage == 3)
-        assert len(ours["losses"]) == STEPS
-        assert ours["losses"] == plain["losses"]
-        assert ours["before"] == plain["before"]
-        assert ours["after"] == plain["after"] != plain["before"]
-        weights.add(ours["after"])
-    assert len(weights) == 1
-
-
-@pytest.mark.deepspeed
-@pytest.mark.parametrize("name", CASES)
-def test_zero_recomputes_what_is_planned(zero, name):
-    """And the frozen weights of LoRA under ZeRO-3 have a shape then."""
+    """The worker compares losses and weights. The frozen weights of LoRA under ZeRO-3 have a shape when blocks are
+    recomputed."""
     case = CASES[name]
-    for found in each_rank(zero, name):
+    for rank, found in enumerate(each_rank(zero, name)):
+        assert found["wrapper"] == "DeepSpeedEngine"
+        assert found["stage"] == int(case.by[-1])
+        assert found["split"] == (case.by == "zero3")
         names = {block.removeprefix("base_model.model."): times for block, times in found["recomputed"].items()}
-        calls = {block.removeprefix("base_model.model."): times for block, times in found["ours"]["calls"].items()}
-        whole = BLOCKS if case.spec == {"policy": "full"} else BLOCKS[:1] if case.spec == MIXED else []
-        assert calls == {block: STEPS * (2 if block in whole else 1) for block in BLOCKS}
-        assert all(names[block] == STEPS for block in whole)
+        calls = {block.removeprefix("base_model.model."): times for block, times in found["calls"].items()}
+        planned = case.planned(rank)
+        whole = [block for block, kind in planned.items() if kind == "full"]
+        assert names.keys() == planned.keys()
+        assert calls == {block: FORWARDS * (2 if block in whole else 1) for block in case.blocks()}
+        assert all(names[block] == FORWARDS for block in whole)
         rebuilt = {block: times for block, times in names.items() if block not in whole}
-        if rebuilt and case.stage == 3:  # with nodes of its own in the graph; a warning tells where nothing can be made
+        if rebuilt and case.by == "zero3":  # with nodes of its own in the graph; a warning tells where nothing is made
             assert any(rebuilt.values()) != ("found nothing in a block that can be rebuilt" in found["said"])
         else:
             assert all(rebuilt.values())
-        assert names
-        assert set(found["forwards"].values()) == {STEPS}
+        assert set(found["forwards"].values()) == {FORWARDS}
 
 
 @pytest.mark.deepspeed
 def test_deepspeeds_own_block_does_nothing(zero):
     for found in each_rank(zero, "own-block"):
-        assert found["plain"]["calls"] == dict.fromkeys(BLOCKS, STEPS)
+        assert found["plain_calls"] == dict.fromkeys(BLOCKS, FORWARDS)
 
 
 @pytest.mark.deepspeed
 def test_zero3_refuses_what_it_cannot_do(zero):
-    for found in each_rank(zero, "zero3-budget"):
-        assert "split over ranks by FSDP1 or ZeRO-3" in found["refused"]
     for found in each_rank(zero, "zero3-segments"):
         assert "Use `policy: full` without `segments`" in found["refused"]
 

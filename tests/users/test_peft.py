@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.adapters import with_lora
+from helpers.adapters import lora_config, with_lora
 from helpers.installed import ALL
 from helpers.steps import assert_same, enable, gradients, input_gradient_hooks, recomputed, step
+from helpers.versions import skip_without_add_adapter
 from peft import (
     PeftModel,
     PrefixTuningConfig,
@@ -26,7 +27,7 @@ def lora(model, **options):
     return with_lora(model, "llama", **{"targets": ["q_proj"], "lora_dropout": 0.0, **options})
 
 
-@pytest.mark.parametrize("order", ["enable first", "adapters first", "add_adapter", "enable, then add_adapter"])
+@pytest.mark.parametrize("order", ["enable first", "adapters first", "inside", "enable, then inside"])
 @pytest.mark.parametrize(
     ("targets", "counts"),
     [
@@ -40,7 +41,7 @@ def test_every_adapter_trains(order, targets, counts):
     """LoRA: "element 0 of tensors does not require grad", or adapters that silently stay as they were."""
 
     def adapt(model):
-        return with_lora(model, "t5", hub="add_adapter" in order, targets=targets)
+        return with_lora(model, "t5", hub="inside" in order, targets=targets)
 
     expected = step(adapt(tiny_model("t5", layers=3)), tiny_batch("t5"))
     assert all(gradient is not None for gradient in expected.values())
@@ -54,6 +55,27 @@ def test_every_adapter_trains(order, targets, counts):
     assert_same(expected, step(model, tiny_batch("t5")))
     names = recomputed(model)
     assert tuple(sum(name.startswith(stack) for name in names) for stack in ("encoder", "decoder")) == counts
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("enable_first", [False, True], ids=["adapters first", "enable first"])
+def test_adapters_by_the_method_of_the_model(enable_first):
+    """`add_adapter` of transformers itself: the adapters of PEFT's own functions, and the same blocks recomputed."""
+    skip_without_add_adapter()
+    expected = list(step(lora(tiny_model("llama"), layers_to_transform=[2]), tiny_batch("llama")).values())
+    model = tiny_model("llama")
+    if enable_first:
+        hf_ckpt.install(model)
+        enable(model)
+    torch.manual_seed(1)  # as `with_lora`
+    model.add_adapter(lora_config("llama", ["q_proj"], lora_dropout=0.0, layers_to_transform=[2]))
+    hf_ckpt.install(model)
+    enable(model)
+    got = list(step(model, tiny_batch("llama")).values())
+    assert len(got) == len(expected) == 3  # the loss, A and B
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+    assert recomputed(model) == ALL[2:]
+    assert input_gradient_hooks(model) == 0
 
 
 @pytest.mark.compat
@@ -89,7 +111,7 @@ def test_the_hook_is_where_every_caller_finds_it():
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("order", ["adapters first", "enable first", "add_adapter", "transformers first"])
+@pytest.mark.parametrize("order", ["adapters first", "enable first", "inside", "transformers first"])
 def test_a_frozen_prefix_does_not_pay(order):
     """The embedding hook makes layer 0 require gradients, so frozen blocks save, recompute and run backward."""
     model = tiny_model("llama")
@@ -98,7 +120,7 @@ def test_a_frozen_prefix_does_not_pay(order):
     if order in ("enable first", "transformers first"):
         hf_ckpt.install(model)
         enable(model)
-    wrapped = lora(model, hub=order == "add_adapter", layers_to_transform=[2])
+    wrapped = lora(model, hub=order == "inside", layers_to_transform=[2])
     hf_ckpt.install(wrapped)
     for _ in range(3):
         enable(wrapped)
@@ -112,7 +134,7 @@ def test_a_frozen_prefix_does_not_pay(order):
     assert hf_ckpt.describe(wrapped).frozen == tuple(ALL[:2])
 
 
-@pytest.mark.parametrize("preserve", ["auto", True, False])
+@pytest.mark.parametrize("preserve", [True, False])
 def test_dropout_that_an_adapter_brings_later_is_drawn_once(preserve):
     """The loss is equal and the gradients belong to another sample: dropout was drawn again at recomputation."""
     expected = step(lora(tiny_model("llama"), lora_dropout=0.1), tiny_batch("llama"))

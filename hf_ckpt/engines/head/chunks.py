@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hf_ckpt import compat
-from hf_ckpt.errors import HfCkptError
+from hf_ckpt.errors import DoubleBackwardError, HfCkptError
 
 RowOperation = Callable[[torch.Tensor], torch.Tensor]
 """An operation on logits [tokens, vocabulary] that works on each row by itself."""
@@ -72,6 +71,29 @@ def autocast(device_type: str, dtype: torch.dtype | None) -> contextlib.Abstract
     Casts of weights are cached only where gradients are recorded: others would have no gradient when used later.
     """
     return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=torch.is_grad_enabled())
+
+
+def differentiable_once(key: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate the backward of an autograd Function that returns gradients without a graph.
+
+    It raises `DoubleBackwardError` under `create_graph=True`, which turns gradients on inside a backward. torch's own
+    `once_differentiable` lets that pass in silence where the incoming gradient is a constant, as that of a loss is. The
+    gradients then count as constants, too, and second derivatives are wrong.
+
+    Args:
+        key: the key of the spec that the Function belongs to.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def once(ctx: Any, *gradients: torch.Tensor) -> Any:
+            if torch.is_grad_enabled():
+                raise DoubleBackwardError(key)
+            return backward(ctx, *gradients)
+
+        return once
+
+    return decorate
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -247,7 +269,7 @@ class Total(torch.autograd.Function):
         return _added(_sum_of(losses) for losses in chunks)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("head")
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, *parameters = ctx.saved_tensors
         # If no token has a label, the mean is 0 / 0, so its gradient is no number. The plain head's is 0 then.
@@ -288,7 +310,7 @@ class Rows(torch.autograd.Function):
         return torch.cat([job.of(job.source.logits(hidden[chunk]), chunk) for chunk in job.chunks(len(hidden))])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("head")
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, *parameters = ctx.saved_tensors
         gradients = Gradients(ctx.job, hidden, ctx.needs_input_grad[1])

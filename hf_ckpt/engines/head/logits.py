@@ -12,42 +12,82 @@ in backward.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.autograd.function import once_differentiable
 
 from hf_ckpt import compat
-from hf_ckpt.engines.head.chunks import Gradients, Job, RowOperation, Source, applied, autocast, version_of
-from hf_ckpt.engines.head.rules import RULES, WATCHING, by_rule, describes, is_alias, name_of
+from hf_ckpt.engines.head.chunks import (
+    Gradients,
+    Job,
+    RowOperation,
+    Source,
+    applied,
+    differentiable_once,
+    version_of,
+)
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.logs import warn_once
 
 log = logging.getLogger(__name__)
 
-AUTO_PIECES, AUTO_LEAST = 8, 256
-AUTO_MOST_FROZEN, AUTO_MOST = 1024, 4096
-"""Chunks of `auto`, in tokens: an eighth of the batch, but enough to keep a device busy, and not more than that takes.
-Each chunk of a trained head reads and writes the whole gradient of its weight, so those chunks may be larger."""
+RULES: dict[Any, Callable[..., Any]] = {}
+"""Function, as `__torch_function__` receives it -> its rule; `rules.py` fills it."""
+_GETTERS = (
+    *("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "is_leaf", "layout", "output_nr", "names"),
+    *("is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mps", "is_xpu"),
+    *("itemsize", "nbytes", "_version", "retains_grad", "grad"),
+)
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex"),
+    *("get_device", "is_contiguous", "stride", "storage_offset", "__len__", "__hash__"),
+)
+DESCRIBING = frozenset(
+    (
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+        *(getattr(torch.Tensor, name) for name in _METHODS),
+        *(getattr(torch.Tensor, name).__get__ for name in _GETTERS if hasattr(torch.Tensor, name)),
+    )
+)
+"""Functions and attributes that need a tensor's shape, type, device or graph, but no values."""
+WATCHING = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
+"""Functions by which a user watches the gradient of a tensor."""
 
 
-def tokens_per_chunk(asked: int | str, tokens: int, *, trained: bool) -> int:
-    """Return how many tokens the head takes at a time.
+def is_alias(func: Any, logits: Logits, args: Any) -> bool:
+    """Whether an operation only makes an alias of its input, as autograd does where a function returns its input."""
+    aten = torch.ops.aten
+    return func in (aten.detach.default, aten.alias.default) or (
+        func is aten.view.default and list(args[1]) == list(logits.shape)
+    )
 
-    Args:
-        asked: that number, or `auto`.
-        tokens: number of tokens that need logits.
-        trained: whether the head has trained parameters.
-    """
-    if isinstance(asked, int):
-        return asked
-    piece = -(-tokens // AUTO_PIECES)
-    return max(AUTO_LEAST, min(-(-piece // 128) * 128, AUTO_MOST if trained else AUTO_MOST_FROZEN))
+
+def name_of(func: Any) -> str:
+    """Return the name of a function, or of the attribute that it reads."""
+    of = func.__self__ if getattr(func, "__name__", "") == "__get__" else func  # as `torch.Tensor.data.__get__`
+    return str(getattr(of, "__name__", func))
+
+
+@functools.cache
+def _signature(rule: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(rule)
+
+
+def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what the rule of a function makes of its arguments; `NotImplemented` without a rule that takes them."""
+    rule = RULES.get(func)
+    if rule is None:
+        return NotImplemented
+    try:
+        _signature(rule).bind(func, *args, **kwargs)
+    except TypeError:  # a keyword that the rule has under another name, or not at all
+        return NotImplemented
+    return rule(func, *args, **kwargs)
 
 
 class Alias:
@@ -185,7 +225,7 @@ class Logits(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, Logits) and first.computed is None:
-            if describes(func):
+            if func in DESCRIBING:
                 with compat.without_torch_function():
                     return func(*args, **kwargs)
             if func in RULES and first.in_its_place():
@@ -283,7 +323,7 @@ class _Promise(torch.autograd.Function):
         return Logits(source, hidden, operations, like, alias)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("head")
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, *parameters = ctx.saved_tensors
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -295,36 +335,3 @@ class _Promise(torch.autograd.Function):
         given = None if gradients.hidden is None else gradients.hidden.reshape(hidden.shape)
         found = zip(gradients.of_parameters(), parameters, strict=True)
         return None, None, None, None, given, *(None if value is None else value.to(p.dtype) for value, p in found)
-
-
-def has_dropout(module: nn.Module) -> bool:
-    """Whether a head has active dropout, which would draw other random numbers in chunks."""
-    return any(isinstance(inner, nn.Dropout) and inner.p and inner.training for inner in module.modules())
-
-
-def has_computed_weights(module: nn.Module) -> bool:
-    """Whether weights of a head are computed from others, as the hooks of `weight_norm` do.
-
-    Their graph could not be gone through again for each chunk.
-    """
-    values = (value for inner in module.modules() for value in vars(inner).values())
-    return any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in values)
-
-
-def chunked(module: nn.Module, run: RowOperation, hidden: torch.Tensor, asked: int | str) -> torch.Tensor:
-    """Run a head in chunks: return `Logits`, or plain ones if there is only one chunk.
-
-    Args:
-        module: the head.
-        run: its own forward.
-        hidden: its input, [..., hidden size].
-        asked: tokens a chunk, or `auto`.
-    """
-    trained = any(parameter.requires_grad for parameter in module.parameters())
-    count = math.prod(hidden.shape[:-1])
-    tokens = tokens_per_chunk(asked, count, trained=trained)
-    if count <= tokens or has_computed_weights(module):
-        return run(hidden)
-    with torch.no_grad(), autocast(hidden.device.type, compat.autocast_dtype(hidden.device.type)):
-        like = run(hidden.reshape(-1, hidden.shape[-1])[:0])
-    return lazily(Source(module, run, tokens, like), hidden, (), like, Alias())

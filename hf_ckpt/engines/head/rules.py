@@ -1,4 +1,4 @@
-"""How torch's functions act on logits that are not computed yet: `RULES` has a rule for each such function.
+"""How torch's functions act on logits that are not computed yet: a rule in `logits.RULES` for each such function.
 
 A rule is called as `rule(func, logits, *args, **kwargs)` in place of `func(logits, *args, **kwargs)`. It returns what
 `func` would return without making all values of the logits, or `NotImplemented` for arguments with which it cannot.
@@ -7,62 +7,16 @@ A rule is called as `rule(func, logits, *args, **kwargs)` in place of `func(logi
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from hf_ckpt import compat
 from hf_ckpt.engines.head.chunks import Job, Rows, Total, autocast
-
-if TYPE_CHECKING:
-    from hf_ckpt.engines.head.logits import Logits
-_DESCRIBING = frozenset(
-    (
-        *(torch.is_floating_point, torch.is_complex, torch.numel),
-        *(
-            getattr(torch.Tensor, name)
-            for name in (
-                *("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex"),
-                *("get_device", "is_contiguous", "stride", "storage_offset", "__len__", "__hash__"),
-            )
-        ),
-    )
-)
-"""Functions that need a tensor's shape, type, device or graph only."""
-_GETTERS = (
-    *("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "is_leaf", "layout", "output_nr", "names"),
-    *("is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mps", "is_xpu"),
-    *("itemsize", "nbytes", "_version", "retains_grad", "grad"),
-)
-"""Attributes that need no values, either."""
-_DESCRIPTORS = {id(getattr(torch.Tensor, name)) for name in _GETTERS if hasattr(torch.Tensor, name)}
-_DESCRIPTOR_TYPES = (type(torch.Tensor.shape), property)
-WATCHING = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
-"""Functions by which a user watches the gradient of a tensor."""
-
-
-def describes(func: Any) -> bool:
-    """Whether a function or attribute only describes a tensor (its shape, type, device, graph), without any values."""
-    owner = getattr(func, "__self__", None)
-    return func in _DESCRIBING or (id(owner) in _DESCRIPTORS and func.__name__ == "__get__")
-
-
-def is_alias(func: Any, logits: Logits, args: Any) -> bool:
-    """Whether an operation only makes an alias of its input, as autograd does where a function returns its input."""
-    aten = torch.ops.aten
-    return func in (aten.detach.default, aten.alias.default) or (
-        func is aten.view.default and list(args[1]) == list(logits.shape)
-    )
-
-
-def name_of(func: Any) -> str:
-    """Return the name of a function, or of the attribute that it reads."""
-    attribute = getattr(func, "__self__", None)  # the attribute `data`, where `func` is `torch.Tensor.data.__get__`
-    return str(getattr(attribute if type(attribute) in _DESCRIPTOR_TYPES else func, "__name__", func))
+from hf_ckpt.engines.head.logits import RULES, Logits
 
 
 def _viewed(func: Any, logits: Logits, *shape: Any, **kwargs: Any) -> Any:
@@ -254,7 +208,7 @@ def _row_by_row(logits: Logits, work: Callable[..., torch.Tensor], beside: torch
 
 
 _CASTING = frozenset(getattr(torch.Tensor, name) for name in ("float", "double", "half", "bfloat16", "to", "type"))
-RULES: dict[Any, Callable[..., Any]] = {
+RULES |= {
     torch.Tensor.view: _viewed,
     torch.Tensor.reshape: _viewed,
     torch.reshape: _viewed,
@@ -282,21 +236,3 @@ RULES: dict[Any, Callable[..., Any]] = {
         for name in names
     },
 }
-"""Function, as `__torch_function__` receives it -> its rule."""
-
-
-@functools.cache
-def _signature(rule: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(rule)
-
-
-def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what the rule of a function makes of its arguments; `NotImplemented` without a rule that takes them."""
-    rule = RULES.get(func)
-    if rule is None:
-        return NotImplemented
-    try:
-        _signature(rule).bind(func, *args, **kwargs)
-    except TypeError:  # a keyword that the rule has under another name, or not at all
-        return NotImplemented
-    return rule(func, *args, **kwargs)

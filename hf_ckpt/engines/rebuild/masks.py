@@ -47,6 +47,11 @@ def scale_of(mask: torch.Tensor) -> torch.Tensor | None:
     return None if mask.dtype is torch.bool else mask.max()
 
 
+def holds(mask: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether a mask of numbers holds nothing but 0 and `scale`. An accelerator has to be waited for."""
+    return bool((mask.eq(0).logical_or_(mask.eq(scale))).all())
+
+
 def unpack(
     bits: torch.Tensor, *, size: torch.Size, stride: tuple[int, ...], scale: torch.Tensor | None
 ) -> torch.Tensor:

@@ -15,11 +15,10 @@ import torch
 from torch.nn import functional
 
 from hf_ckpt import compat
-from hf_ckpt.spec.actions import CHEAP_CLASSES, WIDTHS
+from hf_ckpt.engines.rebuild.values import read
 
 LINEAR, ATTENTION = "linear", "attention"
 """The classes of operations that `save` may name, and that are expensive to run again."""
-NORM, ELEMENTWISE = CHEAP_CLASSES
 VIEW, CAST = "view", "cast"
 """The classes of operations that only look at their operand in another way, or in another type."""
 MASK = "mask"
@@ -34,8 +33,8 @@ class Op:
     """How the results of one kind of autograd node are rebuilt."""
 
     op_class: str
-    """Its class: `linear` and `attention` may be named by `save`, `view` and `cast` are rebuilt in any case, and `save`
-    names all others together, as `elementwise`."""
+    """Its class: `linear` and `attention` may be named by `save`, `view` and `cast` are rebuilt in any case, as
+    are all others."""
     prepare: Callable[..., Function | None]
     """Reads the constants of an operation: (node, metadata of the result) -> the operation on its operands, or None if
     this one has to be kept. The metadata are shape, dtype and device."""
@@ -45,6 +44,8 @@ class Op:
     """The names under which the node saves further operands, that come behind its inputs."""
     operands: int | None = None
     """How many of the node's inputs are operands, where `prepare` reads the others from the node; None for all."""
+    reads: bool = False
+    """Whether `prepare` reads tensors that the node has saved."""
     several: bool = False
     """Whether the node has several results; then `prepare` is also given the number of one."""
     bias_of: str = ""
@@ -144,8 +145,8 @@ def _native_dropout(node: Any, metadata: Any) -> Function | None:
         return lambda x, mask: x * torch.zeros_like(mask, dtype=x.dtype)
     if metadata.device.type == "cpu":
         # With `train=False`, which only direct calls pass, nothing is scaled, and the node does not tell.
-        mask = node._saved_result1
-        if not compat.is_fake(mask) and bool(mask.all()):
+        mask = read(node, "result1")
+        if isinstance(mask, torch.Tensor) and not compat.is_fake(mask) and bool(mask.all()):
             return None
         return lambda x, mask: x * (mask.to(x.dtype) * (1.0 / kept))
     # CUDA computes x * mask * scale in float32, and the scale as well. Its backward kernel does the same.
@@ -311,15 +312,15 @@ OPS: dict[str, Op] = {
     "ToCopyBackward0": Op(CAST, _cast),
     "CloneBackward0": Op("copy", _plainly(lambda x: x.clone(memory_format=torch.contiguous_format))),
     "CatBackward0": Op("copy", _cat),
-    "IndexBackward0": Op("copy", _index),
+    "IndexBackward0": Op("copy", _index, reads=True),
     "MeanBackward1": Op("reduction", _mean),
     "NativeDropoutBackward0": Op(
         "dropout", _native_dropout, saved=("result1",), seen="cpu, torch 2.13 (torch.native_dropout)"
     ),
-    "EmbeddingBackward0": Op("embedding", _embedding),
+    "EmbeddingBackward0": Op("embedding", _embedding, reads=True),
     "MmBackward0": Op(LINEAR, _plainly(torch.mm), ("self", "mat2")),
     "AddmmBackward0": Op(LINEAR, _addmm, ("", "mat1", "mat2"), bias_of="mat2"),
-    "GroupedMmBackward0": Op(LINEAR, _grouped_mm, ("self", "mat2")),
+    "GroupedMmBackward0": Op(LINEAR, _grouped_mm, ("self", "mat2"), reads=True),
     "BmmBackward0": Op(ATTENTION, _plainly(torch.bmm), ("self", "mat2")),
     "SoftmaxBackward0": Op(ATTENTION, _softmax),
     "SafeSoftmaxBackward0": Op(ATTENTION, _safe_softmax),
@@ -327,6 +328,7 @@ OPS: dict[str, Op] = {
         ATTENTION,
         _attention("_scaled_dot_product_flash_attention_for_cpu", mask="attn_mask"),
         ("query", "key", "value"),
+        reads=True,
     ),
     "ScaledDotProductFlashAttentionBackward0": Op(
         ATTENTION,
@@ -338,6 +340,7 @@ OPS: dict[str, Op] = {
         ATTENTION,
         _attention("_scaled_dot_product_efficient_attention", mask="attn_bias", extra=("compute_log_sumexp",)),
         ("query", "key", "value"),
+        reads=True,
         operands=3,  # the bias is an input, too, and is saved by the node
         seen="",
     ),
@@ -345,39 +348,16 @@ OPS: dict[str, Op] = {
         ATTENTION,
         _attention("_scaled_dot_product_cudnn_attention", mask="attn_bias", extra=("compute_log_sumexp",)),
         ("query", "key", "value"),
+        reads=True,
         seen="",
     ),
 }
 """The rows, by name of the autograd node."""
 
 
-IN_NORMS = {name: row for name, row in OPS.items() if row.op_class in (VIEW, CAST)}
-"""The rows that may be used inside norms whose results are to be kept."""
-
-
 def ops_for(save: Collection[str]) -> dict[str, Op]:
-    """Return the rows that may be used when results of the classes in `save` are to be kept.
-
-    Of linear layers only some may have to be kept: those of a `width` that `save` names.
-    """
-    if ELEMENTWISE in save:
-        return {
-            name: row
-            for name, row in OPS.items()
-            if name in IN_NORMS or (row.op_class in (LINEAR, ATTENTION) and row.op_class not in save)
-        }
+    """Return the rows that may be used when results of the classes in `save` are to be kept."""
     return {name: row for name, row in OPS.items() if row.op_class not in save}
-
-
-def width(features: int, given: int) -> str:
-    """Return the width of a linear layer: how the features of its result compare with those that it is given."""
-    return WIDTHS[(features >= given) + (features > given)]
-
-
-def width_of(node: Any) -> str:
-    """Return the `width` of the linear layer that a node of the class `linear` belongs to."""
-    *_, given, features = node._saved_mat2_sym_sizes
-    return width(features, given)
 
 
 def is_cast_of_parameter(node: Any) -> bool:

@@ -20,8 +20,9 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
-from hf_ckpt.engines.host import Group
-from hf_ckpt.engines.offload import EndOfStack, Mover
+from hf_ckpt.engines.host import Mover
+from hf_ckpt.engines.moved import Group
+from hf_ckpt.engines.offload import EndOfStack
 from hf_ckpt.engines.rebuild.ops import ops_for
 from hf_ckpt.engines.rebuild.tape import Tape, enter_module, hand_to_first_block, leave_module, running
 from hf_ckpt.engines.rebuild.values import Work, unpack
@@ -29,7 +30,6 @@ from hf_ckpt.engines.region import Hook, Observer, Region, Request
 from hf_ckpt.engines.sac import SacRegion
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import FoundBlocks, cheap_modules, embedding_norms
-from hf_ckpt.spec.actions import WIDTHS
 
 log = logging.getLogger(__name__)
 
@@ -74,12 +74,14 @@ class RebuildRegion(Region):
         self.save = save
         self.work = Work(block)
         self.rows = ops_for(save)
-        self.widths = frozenset(save) & {*WIDTHS}
-        """The widths of linear layers whose results are kept, where others are rebuilt."""
+        self.masks_hold = False
+        """Whether a forward has compared its packed masks with the originals, and found them equal."""
         self.forwards = 0
         self.dropped: dict[str, int] = {}
         self.kept: dict[str, int] = {}
         self.kept_to_rebuild: dict[str, int] = {}
+        self.named: list[tuple[str, str]] = []
+        """Of each tensor that a forward kept, in order: the autograd node that made it, and what it is called."""
         self.biases: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         """Id of the weight of a linear layer -> (weight, bias), as a forward found them. Autograd does not hold a bias
         that is frozen."""
@@ -125,7 +127,7 @@ class RebuildRegion(Region):
             if self.compiled is None:
                 raise HfCkptError('"engine": "rebuild" cannot work under torch.compile; "auto" takes SAC there.')
             return self.compiled(fn, *args)
-        args = tuple(None if compat.is_cache(arg) else arg for arg in args)
+        fn, args = compat.without_caches(fn, args)
         self.forwards += 1
         self.moved_bytes = 0
         untried = self.trial and compat.top_saved_tensor_hooks() is not None  # a trial would prove nothing
@@ -150,7 +152,7 @@ class RebuildRegion(Region):
         if self.mover is None or self.trial or not args or not isinstance(args[0], torch.Tensor):
             return None
         lane = self.mover.lane(args[0])
-        return None if lane is None else self.mover.open(self.block, lane, args[0])
+        return None if lane is None else Group(self.mover, self.block, lane, args[0])
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block's forward with a tape of its own."""

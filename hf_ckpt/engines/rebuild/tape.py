@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,8 @@ from hf_ckpt import compat
 from hf_ckpt.engines.forward_state import address_of
 from hf_ckpt.engines.full import changed_by
 from hf_ckpt.engines.rebuild import dora, handed, masks
-from hf_ckpt.engines.rebuild.ops import ELEMENTWISE, IN_NORMS, LINEAR, MASK, NORM, VIEW, Op, width_of
+from hf_ckpt.engines.rebuild.names import Names
+from hf_ckpt.engines.rebuild.ops import MASK, VIEW, Op
 from hf_ckpt.engines.rebuild.values import (
     MASKS,
     NO_GRAPH,
@@ -38,10 +39,7 @@ from hf_ckpt.engines.rebuild.values import (
     shaped,
     warn_nothing_dropped,
 )
-from hf_ckpt.models.blocks import biases, is_norm
-
-if TYPE_CHECKING:
-    from hf_ckpt.engines.rebuild.region import RebuildRegion
+from hf_ckpt.models.blocks import biases
 
 _Edge = tuple[Any, int]
 """An autograd node, and the number of one of its outputs."""
@@ -59,7 +57,7 @@ running = Running()
 def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a small module that may be run again as a whole: have the tape of the block note its call."""
     tape = None if compat.is_compiling() else running.tape
-    if tape is None or tape.replay or tape.inside or kwargs or len(args) != 1 or not torch.is_grad_enabled():
+    if tape is None or tape.replay or kwargs or len(args) != 1 or not torch.is_grad_enabled():
         return
     # Another hook may change what goes in or comes out, so operations of such a module are rebuilt one by one.
     if len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1 and isinstance(args[0], torch.Tensor):
@@ -69,7 +67,7 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Forward hook of a small module that may be run again: its output can be rebuilt from here on."""
     tape = None if compat.is_compiling() else running.tape
-    if tape is not None and module is (tape.inside if tape.replay is None else tape.replay.module):
+    if tape is not None and tape.replay is not None and module is tape.replay.module:
         tape.leave(output)
 
 
@@ -92,7 +90,7 @@ class Tape:
         args: what the block is given.
     """
 
-    def __init__(self, region: RebuildRegion, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, region: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.region = region
         self.block = compat.module_of(fn)
         """The block; None once its biases were looked up, and where it is not known."""
@@ -100,6 +98,7 @@ class Tape:
         self.rows = region.rows
         self.first = compat.next_autograd_sequence_number()
         """Autograd nodes of this block have this sequence number or a larger one."""
+        self.called = Names(region.named, self.block, self.first)
         self.outer = compat.top_saved_tensor_hooks()
         """The user's saved-tensor hooks around the model, if there are any."""
         self.values: dict[_Edge, Value | None] = {}
@@ -110,10 +109,8 @@ class Tape:
         """Inputs of dropouts, and how often each had been changed in place: what can be kept while it is alive."""
         self.replay: Replay | None = None
         """The call of the small module that runs now, if any."""
-        self.inside: nn.Module | None = None
-        """The norm that runs now, if its results stay."""
         self.names: dict[Kept | KeptByUser, str] = {}
-        """Tensors that stay if anything needs them -> name of the node that made them. Parameters are left out."""
+        """Tensors that stay if anything needs them -> what they are called. Parameters are left out."""
         self.saved: set[Any] = set()
         """What autograd holds: roots of values, and edges inside small modules."""
         self.needed: set[Any] = set()
@@ -123,14 +120,19 @@ class Tape:
         self.dropped: dict[str, int] = {}
         """Bytes that were dropped, by class of the operation or module."""
         self.kept: dict[str, int] = {}
-        """Bytes that stay, by name of the node that made them."""
+        """Bytes that stay, by what made them."""
+        self.packed_at: set[int] = set()
+        """Sequence numbers that autograd had reached when this tape packed a tensor, which tell whose tensor it was."""
         self.constants: dict[Any, Kept | KeptByUser] = {}
         """Values of tensors without a graph, by what tells these tensors apart; under the user's hooks only."""
         self.ungraphed: list[tuple[torch.Tensor, Value | None]] = []
         """Inputs, and outputs of norms, without a graph, because nothing below them is trained. A cast of one of them
         is found by its values."""
-        self.before: Any = None
-        """The node that made the tensor which was packed last."""
+        self.softmax: tuple[torch.Size, compat.PythonCall | None] | None = None
+        """Shape of the tensor that was packed last, and the call that saved it, if it is the softmax of torch's own
+        attention."""
+        self.masks_hold: bool | None = None
+        """Whether the masks that were compared are masks; None if none was."""
         self.on_trial: list[TrialValue] | None = None
         """The values packed in a trial; None outside of one."""
         self.seen: list[tuple[torch.Tensor, int]] = []
@@ -153,7 +155,7 @@ class Tape:
         value: Value | None = None
         if self.region.reaches_back:
             replay = handed.taken(arg)
-            if replay is not None and NORM not in self.region.save:
+            if replay is not None:
                 value = Rebuilt(self.work, type(replay.module).__name__, replay, [])
             # The indices are read from a node before the block, which would ask the user's hooks for them.
             row = self.rows.get("EmbeddingBackward0") if self.outer is None and not arg._version else None
@@ -186,10 +188,12 @@ class Tape:
                 value.original = None
         for found in (self.values, self.given, self.offered, self.names, self.constants, self.saved, self.needed):
             found.clear()
+        self.packed_at.clear()
         self.ungraphed.clear()
         self.seen.clear()
-        self.before = self.on_trial = None
-        self.replay = self.inside = None
+        self.softmax = self.on_trial = None
+        self.region.masks_hold |= bool(self.masks_hold)
+        self.replay = None
         self.region.dropped, self.region.kept = self.dropped, self.kept
         extra: dict[str, int] = {}
         self.region.kept_to_rebuild = extra
@@ -197,7 +201,7 @@ class Tape:
             extra[name] = extra.get(name, 0) + nbytes
         self.extra.clear()
         if self.kept.keys() - {NO_GRAPH} and not self.dropped and not self.fake:
-            compiled = any(name.startswith("CompiledFunction") for name in self.kept)
+            compiled = self.block is not None and compat.is_compiled(self.block)
             warn_nothing_dropped(self.region.save, compiled)
 
     @compat.untraced  # compiled parts of a block call it
@@ -206,7 +210,7 @@ class Tape:
         value = self._packed(tensor)
         if self.on_trial is None or type(value) is Kept:
             return value
-        if type(value) is Rebuilt and value.op_class == MASK:  # its bits are right, whatever the block's code does
+        if type(value) is Rebuilt and value.op_class == MASK:  # it was compared when it was packed
             return value
         self._look_at(tensor)
         held = TrialValue(value, tensor, self.work.block)
@@ -236,13 +240,16 @@ class Tape:
         replay = self.replay
         if replay is not None:
             return self._inside(tensor, replay)
+        self.packed_at.add(compat.next_autograd_sequence_number())
         leaf = tensor if type(tensor) is nn.Parameter else tensor._base
         if type(leaf) is nn.Parameter and leaf.is_leaf:
+            self.called.saved(leaf)
             return Kept(tensor, self.work.block, with_graph=True)
         if tensor.layout is not torch.strided:  # sparse: it has no storage to be counted by
             return Kept(tensor, self.work.block)
         value = self.value_of(tensor)
-        self.before = tensor.grad_fn
+        made_by = type(tensor.grad_fn).__name__
+        self.softmax = (tensor.shape, compat.python_call()) if made_by == "SafeSoftmaxBackward0" else None
         root = value.root
         if type(root) is Rebuilt and value is root:
             root.layout = layout_of(tensor)
@@ -311,11 +318,9 @@ class Tape:
         node, number = edge
         name = node.name()
         row = self.rows.get(name)
-        if row is not None and row.op_class == LINEAR and self.region.widths and width_of(node) in self.region.widths:
-            row = None
         value: Value | None = None
         if row is not None:
-            if self.is_here(node):
+            if self.is_here(node) and (not row.reads or self.may_read(node)):
                 value = self._make(row, node, number)
         elif name == "torch::autograd::AccumulateGrad":
             value = self._parameter(node.variable)
@@ -327,6 +332,14 @@ class Tape:
     def is_here(self, node: Any) -> bool:
         """Whether a node was made in this forward: nothing from before this block is run again."""
         return bool(node._sequence_nr() >= self.first)
+
+    def may_read(self, node: Any) -> bool:
+        """Whether this tape has what a node saved, so that it may be read.
+
+        Other hooks have it where the block's own code runs under them, as a checkpoint inside the block does: to read
+        a tensor would run that checkpoint's function again, in the middle of the forward.
+        """
+        return node._sequence_nr() + 1 in self.packed_at
 
     def _make(self, row: Op, node: Any, number: int) -> Value | None:
         """Return the value that rebuilds output `number` of a node by its row; None if an operand is not known."""
@@ -364,7 +377,8 @@ class Tape:
 
     def _saved_operand(self, node: Any, name: str) -> Value | None:
         """Return the value of a tensor without a graph that a node has saved under a name; None if it has not."""
-        found = read(node, name)
+        readable = self.may_read(node) or not compat.is_held_by_hooks(node, name)  # which are given no plain numbers
+        found = read(node, name) if readable else None
         if isinstance(found, (Rebuilt, View)):
             return found
         if not isinstance(found, torch.Tensor):
@@ -373,7 +387,7 @@ class Tape:
 
     def _frozen_bias(self, row: Op, node: Any) -> Value | None:
         """Return the value of the bias that belongs to the weight that a node saved; None where that is not known."""
-        weight = getattr(node, f"_saved_{row.bias_of}")
+        weight = getattr(node, f"_saved_{row.bias_of}") if self.may_read(node) else None
         if not isinstance(weight, torch.Tensor):  # the node has not saved it: its input needs no gradient
             return None
         whole = weight if weight._base is None else weight._base
@@ -395,7 +409,7 @@ class Tape:
         if dtype not in (torch.bfloat16, torch.float16):
             return None
         with torch.no_grad():
-            small = self._stays(tensor.detach().to(dtype), node.name(), copied=True)
+            small = self._stays(tensor.detach().to(dtype), self.called.name_of(node), copied=True)
         self.values[source] = small
         value = self.values[edge] = self._make(self.rows[node.name()], node, 0)
         return value
@@ -410,7 +424,7 @@ class Tape:
 
     def _keep(self, edge: _Edge, tensor: torch.Tensor) -> Kept | KeptByUser:
         """Keep the tensor of an edge as it is."""
-        value = self.values[edge] = self._stays(tensor, edge[0].name())
+        value = self.values[edge] = self._stays(tensor, self.called.name_of(edge[0]))
         return value
 
     def _stays(self, tensor: torch.Tensor, name: str, *, copied: bool = False) -> Kept | KeptByUser:
@@ -427,8 +441,8 @@ class Tape:
     def _mask(self, tensor: torch.Tensor) -> Value | None:
         """Return the value of a tensor without a graph that is the mask of a dropout: its bits stay. Else None.
 
-        It is known by what made it: autograd saves it inside a call of `functional.dropout`, which saves nothing else,
-        or right behind the softmax inside of torch's own attention, which only a dropout follows.
+        A mask is recognised by the call that made it: `functional.dropout`, which saves nothing else, or torch's own
+        attention, which saves its softmax and then the mask in one call. The first forward compares its numbers, too.
         """
         made_by_steps = 0 if tensor.dtype is torch.bool else 2  # noise is drawn, and then divided, in place
         if tensor._version != made_by_steps or not masks.can_pack(tensor):
@@ -436,20 +450,25 @@ class Tape:
         given = compat.input_of_dropout()
         if given is not None:
             self._offer(given)
-        elif not self._is_behind_softmax(tensor):
+        elif not self._is_of_attention(tensor):
             return None
         with torch.no_grad():
-            bits = self._stays(masks.pack(tensor), MASKS, copied=True)
             scale = masks.scale_of(tensor)
+            if not self.region.masks_hold and scale is not None and not self.fake:
+                holds = masks.holds(tensor, scale)
+                self.masks_hold = holds and self.masks_hold is not False
+                if not holds:
+                    return None
+            bits = self._stays(masks.pack(tensor), MASKS, copied=True)
         unpack = functools.partial(masks.unpack, size=tensor.size(), stride=tensor.stride(), scale=scale)
         return Rebuilt(self.work, MASK, unpack, [bits])
 
-    def _is_behind_softmax(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor packed before this one is the softmax of torch's own attention, of the same shape."""
-        node = self.before
-        if node is None or node.name() != "SafeSoftmaxBackward0":
+    def _is_of_attention(self, tensor: torch.Tensor) -> bool:
+        """Whether one call of torch has saved a softmax and then this tensor, which has its shape."""
+        if self.softmax is None:
             return False
-        return tuple(node._input_metadata[0].shape) == tuple(tensor.shape)
+        shape, call = self.softmax
+        return call is not None and shape == tensor.shape and call == compat.python_call()
 
     def _offer(self, tensor: torch.Tensor) -> None:
         """Note the input of a dropout. Its result can be made again from it, where the input is not known otherwise.
@@ -512,33 +531,18 @@ class Tape:
 
     def enter(self, module: nn.Module, tensor: torch.Tensor) -> None:
         """Note that a small module begins, which is given `tensor`."""
-        norm = is_norm(module)
-        if (NORM if norm else ELEMENTWISE) in self.region.save:
-            self.inside, self.rows = (module, IN_NORMS) if norm else (None, self.rows)
-            return
         value = self.value_of(tensor)
         self.replay = Replay(self.work, module, value, tensor, whole=self.region.reaches_back)
 
     def leave(self, output: Any) -> None:
-        """Note that the small module has ended with this output, which can be rebuilt from here on.
-
-        The output of a norm whose results stay can be rebuilt only if a single operation on what was saved inside of
-        the norm makes it, as the product with its weight does.
-        """
-        if self.inside is not None:
-            node = output.grad_fn if isinstance(output, torch.Tensor) else None
-            for source, number in node.next_functions if node is not None else ():
-                if source is not None:
-                    self.resolve((source, number))
-            self.inside, self.rows = None, self.region.rows
-            return
+        """Note that the small module has ended with this output, which can be rebuilt from here on."""
         replay, self.replay = self.replay, None
         if replay is None or not isinstance(output, torch.Tensor):
             return
         rebuilt = Rebuilt(self.work, type(replay.module).__name__, replay, [])
         if output.grad_fn is None:
             self.ungraphed.append((output, rebuilt))
-        else:
+        elif replay.saved:  # else other hooks have what it saved, and it would save more when it is run again
             self.values[output.grad_fn, output.output_nr] = rebuilt
 
     def _inside(self, tensor: torch.Tensor, replay: Replay) -> Inside:

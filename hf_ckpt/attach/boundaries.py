@@ -1,0 +1,107 @@
+"""Hooks that note where a training step is, while it is measured: at the begin and end of every block's forward, when
+the gradient of its output arrives, and when the backward has ended."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+
+Mark = Callable[[str, str, bool], None]
+"""Called at each boundary with (`forward`, `forwarded`, `backward` or `end`; name of the block; whether what the block
+is given, or what it returns, requires gradients)."""
+
+
+class Boundaries:
+    """Calls `mark` at the boundaries of all `blocks`, from when it was made until `remove`.
+
+    Only forwards that record gradients count, and none of those that run again in backward. Within a block that runs,
+    other blocks are no boundaries.
+
+    Args:
+        blocks: name -> module.
+        mark: see `Mark`. Threads take turns to call it.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module], mark: Mark) -> None:
+        self._mark: Mark | None = mark
+        self._lock = threading.Lock()
+        self._inside: str | None = None
+        self._in_backward = 0
+        self._handles: list[Any] = []
+        for name, module in blocks.items():
+            before = _Boundary(self, name, False)
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            self._handles.append(module.register_forward_hook(_Boundary(self, name, True)))
+
+    def remove(self) -> None:
+        """Take all hooks off; those on tensors of the step do nothing from now on."""
+        self._mark = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _note(self, what: str, name: str = "", has_graph: bool = True) -> None:
+        with self._lock:
+            if self._mark is not None:
+                self._mark(what, name, has_graph)
+
+    def _begins(self, name: str, given: Any) -> None:
+        if self._inside is None and not self._in_backward and _counts():
+            self._inside = name
+            self._note("forward", name, _first_with_graph(given) is not None)
+
+    def _has_ended(self, name: str, output: Any) -> None:
+        if self._inside != name:
+            return
+        self._inside = None
+        hidden = _first_with_graph(output)
+        self._note("forwarded", name, hidden is not None)
+        if hidden is not None:
+            hidden.register_hook(lambda gradient: self._begins_backward(name))  # type: ignore[no-untyped-call]
+
+    def _begins_backward(self, name: str) -> None:
+        if self._mark is None or compat.is_compiling():
+            return
+        if not self._in_backward:
+            compat.call_after_backward(self._ends_backward)
+        self._in_backward += 1
+        self._note("backward", name)
+
+    def _ends_backward(self) -> None:
+        self._in_backward = 0
+        self._note("end")
+
+
+class _Boundary:
+    """A hook of one block; on a copy of the model it does nothing."""
+
+    def __init__(self, owner: Boundaries | None, name: str, after: bool) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._name, self._after = name, after
+
+    def __call__(self, module: nn.Module, args: Any, other: Any) -> None:
+        owner = None if self._owner is None else self._owner()
+        if owner is not None and self._after:
+            owner._has_ended(self._name, other)
+        elif owner is not None:
+            owner._begins(self._name, (args, other))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Boundary, (None, self._name, self._after)
+
+
+def _counts() -> bool:
+    return torch.is_grad_enabled() and not compat.is_compiling()
+
+
+def _first_with_graph(values: Any) -> torch.Tensor | None:
+    """The first tensor that requires gradients; of a block's output, that is its hidden states."""
+    leaves = (value for value in compat.tree_leaves(values) if isinstance(value, torch.Tensor))
+    return next((value for value in leaves if value.requires_grad), None)

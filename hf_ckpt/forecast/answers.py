@@ -1,0 +1,192 @@
+"""Puts forecasts into words and tables: whether a training fits, what to write to train it, and what it costs.
+
+`text` prints an `Answer` on a console, and `html` writes it into a page, so that both say the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hf_ckpt.errors import InfeasibleError
+from hf_ckpt.forecast.words import arguments_of, assumed, headline, model_lines, task_of, yaml_lines
+from hf_ckpt.prediction.devices import Device
+from hf_ckpt.prediction.question import Workload
+from hf_ckpt.units import format_bytes, format_ratio, format_seconds
+
+if TYPE_CHECKING:
+    from hf_ckpt.forecast.nearest import Setting
+    from hf_ckpt.forecast.record import Forecast
+    from hf_ckpt.planner.alternatives import Alternative
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of texts."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What is said about a question, for people."""
+
+    fits: bool
+    headline: str
+    """Whether it fits, in a sentence."""
+    assumed: str
+    """What was assumed of the training, in a line, and the budget."""
+    tables: tuple[Table, ...] = ()
+    copies: tuple[tuple[str, str], ...] = ()
+    """What to copy: where it goes -> lines."""
+    remarks: tuple[str, ...] = ()
+    """What fills the memory and what would lower it, where nothing fits, and notes."""
+
+
+def answer_of(found: Forecast, *, frontier: bool = False) -> Answer:
+    """What is said of a forecast.
+
+    Args:
+        found: the forecast.
+        frontier: whether to list plans for other budgets, where they were found.
+    """
+    return Answer(
+        found.fits,
+        found.answer,
+        f"{assumed(found.workload, found.device)}, budget {format_bytes(found.budget_bytes)}",
+        (_peak_table(found), comparison_table(found, found.budget_bytes, frontier=frontier)),
+        copies_of(found),
+        (*_remarks(found), *_notes(found.costs.notes)),
+    )
+
+
+def misfit_of(error: InfeasibleError, workload: Workload, device: Device) -> Answer:
+    """What is said where nothing fits, before anything else is tried."""
+    parts = [f"{format_bytes(size)} {name}" for name, size in error.parts.items() if size]
+    return Answer(
+        False,
+        headline(error.floor_bytes, error.budget_bytes, device, None, task_of(error.model)),
+        f"{assumed(workload, device)}, budget {format_bytes(error.budget_bytes)}",
+        remarks=(*parts, *_notes(error.notes)),
+    )
+
+
+def misfit_in_numbers(
+    error: InfeasibleError, workload: Workload, device: Device, nearest: Iterable[Setting]
+) -> dict[str, Any]:
+    """What is known where nothing fits, as JSON can hold it."""
+    return {
+        "fits": False,
+        "answer": misfit_of(error, workload, device).headline,
+        "assumed": assumed(workload, device),
+        "notes": error.notes,
+        "peak_bytes": error.floor_bytes,
+        "budget_bytes": error.budget_bytes,
+        "parts": error.parts,
+        "nearest": [dataclasses.asdict(setting) for setting in nearest],
+    }
+
+
+def nearest_table(settings: Sequence[Setting], budget_bytes: int) -> Table:
+    """The settings that fit where the one that was asked for does not."""
+    return Table(
+        f"What fits, with one change or two. Each is the fastest plan that fits into {format_bytes(budget_bytes)}",
+        ("change", "options to add", "peak of the plan", "tokens/s"),
+        tuple(
+            (setting.name, setting.options, format_bytes(setting.peak_bytes), _speed(setting.tokens_per_second))
+            for setting in settings
+        ),
+    )
+
+
+def comparison_table(found: Forecast, budget_bytes: int, *, plan: bool = True, frontier: bool = False) -> Table:
+    """The plan beside other ways to train, with each peak and step over those of no checkpointing.
+
+    Args:
+        found: the forecast.
+        budget_bytes: the peak that is allowed.
+        plan: whether there is a plan for this budget.
+        frontier: whether to list plans for other budgets, where they were found.
+    """
+    base = found.usual[0]
+    rows = [("this plan", found.peak_bytes, found.step_seconds)] if plan else []
+    rows += [(way.name, way.peak_bytes, way.step_seconds) for way in (*_few(found.usual), *found.further)]
+    if frontier:
+        rows += [
+            (f"planned for {format_bytes(way.budget_bytes)}", way.peak_bytes, way.step_seconds)
+            for way in found.frontier
+        ]
+    prediction = found.plan.prediction
+    tokens = prediction.tokens if prediction is not None else None
+    return Table(
+        "ways to train it, compared with no checkpointing (none); all figures are predicted",
+        ("option", "peak", "of none", "step", "of none", "tokens/s", "fits"),
+        tuple(
+            (
+                name,
+                format_bytes(peak),
+                format_ratio(peak / base.peak_bytes),
+                format_seconds(seconds),
+                format_ratio(seconds / base.step_seconds),
+                _speed(tokens / seconds if tokens else None),
+                "yes" if peak <= budget_bytes else "no",
+            )
+            for name, peak, seconds in rows
+        ),
+    )
+
+
+def copies_of(found: Forecast) -> tuple[tuple[str, str], ...]:
+    """What to copy into a training script or its YAML."""
+    return (
+        ("Training arguments (YAML)", "\n".join(yaml_lines(arguments_of(found.workload, found.spec)))),
+        ("With the model (Python)", "\n".join(model_lines(found.workload, found.spec))),
+    )
+
+
+def _peak_table(found: Forecast) -> Table:
+    """What fills the peak of the plan."""
+    static, worst, prediction = found.costs.static, found.timeline.worst, found.plan.prediction
+    assert prediction is not None
+    parts = {
+        "weights": static.parameters,
+        "optimizer state": static.optimizer,
+        "buffers and batch": static.buffers + static.batch,
+        **dict(list(prediction.parts)[1:]),
+    }
+    rows = tuple((name, format_bytes(size)) for name, size in parts.items())
+    return Table(f"peak: {format_bytes(found.peak_bytes)}, in {worst.label}", ("part", "bytes"), rows)
+
+
+def _remarks(found: Forecast) -> Iterator[str]:
+    """What else there is to say of a plan."""
+    plan, parts = found.plan, found.timeline.parts()
+    of_head = list(parts.values())[-1]
+    if found.timeline.is_heads and plan.head == "full" and of_head > parts["kept for backward"]:
+        yield (
+            f"the head and its loss are the peak, with {format_bytes(of_head)} that no policy on blocks saves: "
+            '--head auto ("head": "auto") takes them in chunks'
+        )
+    if graphs := plan.graphs():
+        each = ", ".join(f"{kind} of {stack} at share {share:g}" for stack, kind, share in graphs)
+        yield f"compiles {len(graphs)} graphs with their backward: {each}"
+    for asked, most, unit in (("batch", found.max_batch, "sequences"), ("seq", found.max_tokens, "tokens")):
+        if most is not None:
+            yield f"largest --{asked} within the budget: {most} {unit}"
+
+
+def _notes(notes: Iterable[str]) -> Iterator[str]:
+    return (f"note: {note}" for note in notes)
+
+
+def _speed(tokens_per_second: float | None) -> str:
+    return f"{tokens_per_second:,.0f}" if tokens_per_second else "-"
+
+
+def _few(options: Sequence[Alternative]) -> list[Alternative]:
+    """Leave out `every_n_layers` with more than 4, of which there are too many for a table."""
+    few = {f"every_n_layers: {every}" for every in (2, 3, 4)}
+    return [option for option in options if not option.name.startswith("every_n_layers") or option.name in few]

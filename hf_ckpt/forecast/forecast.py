@@ -1,0 +1,277 @@
+"""Predicts what a training step needs and takes, and finds the fastest plan for it that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hf_ckpt.attach.attach import paused
+from hf_ckpt.attach.watch import own_trial
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.forecast import cache
+from hf_ckpt.forecast.nearest import LARGEST, Setting, largest, nearest_settings
+from hf_ckpt.forecast.record import Forecast, bytes_allowed, forecast_within
+from hf_ckpt.forecast.words import notes_of
+from hf_ckpt.models.blocks import find_blocks, vocabulary_head
+from hf_ckpt.models.families import learned_positions
+from hf_ckpt.planner.alternatives import Alternative, frontier, further_options, segmented_options, usual_options
+from hf_ckpt.planner.budgets import peak_of_least
+from hf_ckpt.planner.options import cost_options, transformers_costs, ways_to_run, with_host_memory
+from hf_ckpt.prediction.batches import sizes_of_batch, step_of_workload
+from hf_ckpt.prediction.costs import Costs
+from hf_ckpt.prediction.devices import Device, device_named
+from hf_ckpt.prediction.fsdp2 import layout_for, with_shards
+from hf_ckpt.prediction.machine import this_device
+from hf_ckpt.prediction.optimizers import optimizer_bytes
+from hf_ckpt.prediction.question import MOST_TOKENS, Question, Workload, question
+from hf_ckpt.prediction.skeleton import Skeleton, Weights, refuse_moved_weights, skeleton_of
+from hf_ckpt.prediction.timings import ShallowModels, depths_of, measured
+from hf_ckpt.prediction.trace import actions_for, chunked_head, trace_costs
+from hf_ckpt.prediction.workload import DTYPES, on_device, skeleton_of_workload
+from hf_ckpt.units import format_bytes, parse_bytes
+
+Progress = Callable[[str], None]
+"""Called with a few words before everything that takes a while."""
+_UNTIMED = "what ranks send to each other takes time that is not predicted"
+_MOST_BYTES = 2**60  # of weights and what belongs to them; the solver adds in numbers of 64 bits
+
+
+def predict(
+    model: str | Path | nn.Module | Any,
+    batch: int | Mapping[str, Any] = 1,
+    *,
+    on_progress: Progress | None = None,
+    **asked: Any,
+) -> Forecast:
+    """Predict what a training step needs and takes, and find the fastest plan for it that fits: as `hf-ckpt plan` does.
+
+        forecast = hf_ckpt.predict("llama-3.1-8b", 4, tokens=4096, lora=16, device="h100", budget="60GiB")
+        hf_ckpt.install(model, forecast.plan)
+
+    Args:
+        model: a preset, a folder, a hub id, the path of a `config.json`, a transformers config, or a live model, plain
+            or wrapped. Weights are neither needed nor read.
+        batch: sequences of a micro-step, or one batch of the training: keyword arguments of the forward, of which only
+            the shapes ([sequences, tokens] of `input_ids` and `labels`) and the attention mask count.
+        on_progress: called with a few words before everything that takes a while.
+        asked: further fields of the question, which the options of `hf-ckpt plan` explain. What is trained: `tokens`,
+            `target_tokens`, `lora`, `lora_targets`, `lora_dropout`, `load_in_4bit`, `load_in_8bit`, `dtype`,
+            `autocast`, `optimizer`, `accumulation`, `attention`, `padded`, `packing`, `trainer`, `ranks`, `parallel`.
+            For what: `device` (by default this machine's), `budget` ("20GiB", or a share of the device as "80%" or 0.8;
+            by default 90 %), `host_budget`, `head`, `mlp`, `compiled`. `frontier=True` also finds the fastest plans for
+            other budgets.
+
+    Raises `InfeasibleError` where no plan fits into the budget, and `HfCkptError` for a model or device that cannot be
+    found, for a model that cannot be traced, and for adapters or types that are asked of a live model, which has its
+    own.
+    """
+    sizes = sizes_of_batch(batch) if isinstance(batch, Mapping) else {"batch": batch}
+    given = {**sizes, **asked}
+    if isinstance(model, nn.Module):
+        fixed = sorted(_OF_THE_MODEL & given.keys())
+        if fixed:
+            raise HfCkptError(f"a live model has its own {', '.join(fixed)}: leave these out, or give its config.")
+        refuse_moved_weights(model)
+        about_it = question({**given, "model": find_blocks(model).model})
+        with paused(model):
+            return Forecaster(about_it, on_progress, skeleton=skeleton_of(model)).forecast()
+    if isinstance(model, (str, Path)):
+        return forecast(question({**given, "model": str(model)}), on_progress)
+    return Forecaster(question({**given, "model": str(model.model_type)}), on_progress, config=model).forecast()
+
+
+_OF_THE_MODEL = {
+    *("lora", "lora_targets", "lora_dropout", "load_in_4bit", "load_in_8bit", "double_quant", "kbit_preparation"),
+    *("dtype", "attention", "architecture"),
+}
+"""Fields of `Workload` that a live model answers itself."""
+
+
+def forecast(asked: Question, on_progress: Progress | None = None) -> Forecast:
+    """Answer a question, as `Forecaster.forecast`."""
+    return Forecaster(asked, on_progress).forecast()
+
+
+def device_of(asked: Question) -> Device:
+    """The device that is asked about: a row of the table, or this machine's."""
+    return device_named(asked.device) if asked.device else this_device()
+
+
+class Forecaster:
+    """Answers a question, and those with other values that lie near it. No model and shape is traced twice.
+
+    Args:
+        asked: the question.
+        on_progress: called with a few words before everything that takes a while.
+        config: of the model, in place of the one that the question names.
+        skeleton: of a live model, which then has its own types and adapters.
+    """
+
+    def __init__(
+        self,
+        asked: Question,
+        on_progress: Progress | None = None,
+        *,
+        config: Any = None,
+        skeleton: Skeleton | None = None,
+    ) -> None:
+        self.device = device_of(asked)
+        self.asked = asked if skeleton else on_device(asked, self.device)
+        self.tell: Progress = on_progress or (lambda text: None)
+        self.budget = bytes_allowed(asked.budget, self.device)
+        self._given, self._config, self._is_live = asked, config, skeleton is not None
+        self._skeletons = {} if skeleton is None else {_model_of(self.asked): skeleton}
+        self._traces: dict[Any, Costs] = {}
+
+    def forecast(self) -> Forecast:
+        """The fastest plan within the budget, what else would fit, and whatever else was asked.
+
+        Raises `InfeasibleError` where no plan fits into the budget, and `HfCkptError` for a model that cannot be found
+        or traced.
+        """
+        asked, device = self.asked, self.device
+        self.tell("reading the model")
+        skeleton, step = self._skeleton(asked), step_of_workload(asked, self._skeleton(asked))
+        costs = self._traced(dataclasses.replace(asked, compiled=False), "full")
+        by_transformers = transformers_costs(costs, skeleton, step, device)
+        if by_transformers is not costs:
+            by_transformers = self._shared(by_transformers, asked)
+        ways = self._ways(asked)
+        if asked.measure:
+            costs, by_transformers, ways = self._measured(costs, by_transformers, ways)
+        candidates = self._in_ways(ways, asked)
+        self.tell("comparing")
+        segments = () if asked.sharded else segmented_options(costs)
+        usual = (*usual_options(costs, device.host_bandwidth, by_transformers), *segments)
+        further = () if asked.sharded else self._further(costs, () if asked.compiled else candidates)
+        if self._config is None and not self._is_live:
+            cache.save(self._given, (asked, device, candidates, usual, further))
+        return forecast_within(
+            self.budget,
+            asked,
+            device,
+            candidates,
+            usual,
+            further,
+            frontier=tuple(frontier(candidates)) if asked.frontier else (),
+            max_batch=self._largest("batch") if asked.max_batch else None,
+            max_tokens=self._largest("tokens") if asked.max_tokens else None,
+        )
+
+    def nearest(self) -> list[Setting]:
+        """The settings nearest to the one asked for that fit; empty where none of those that are tried does."""
+        asked = self.asked
+        whole = vocabulary_head(self._skeleton(asked).base) is not None and asked.trainer is None
+        chunks, host = whole and not asked.sharded, self.device.name != "cpu"
+        return nearest_settings(asked, self.budget, self.candidates, can_chunk=chunks, can_move=host)
+
+    def candidates(self, asked: Question) -> tuple[Costs, ...]:
+        """The costs that a plan for a question is chosen from."""
+        return self._in_ways(self._ways(asked), asked)
+
+    def _ways(self, asked: Question) -> list[Costs]:
+        return [self._traced(asked, mlp) for mlp in ways_to_run(asked.mlp)]
+
+    def _in_ways(self, ways: Sequence[Costs], asked: Question) -> tuple[Costs, ...]:
+        limit = None if asked.host_budget is None else parse_bytes(asked.host_budget)
+        if asked.sharded:  # a head in chunks and segments need whole parameters
+            return with_host_memory(ways, self.device, limit)
+        skeleton = self._skeleton(asked)
+        step = step_of_workload(asked, skeleton)
+        return cost_options(ways, skeleton, step, self.device, head=asked.head, host_limit=limit)
+
+    def _skeleton(self, asked: Question) -> Skeleton:
+        key = _model_of(asked)
+        if key not in self._skeletons:
+            on_cpu = self.device.name == "cpu"
+            self._skeletons[key] = skeleton_of_workload(asked, self._config, on_cpu=on_cpu)
+        return self._skeletons[key]
+
+    def _traced(self, asked: Question, mlp: int | str) -> Costs:
+        """What a workload costs, with blocks in eager mode or compiled, and feed-forwards run as `mlp` says."""
+        key = dataclasses.replace(asked.workload, accumulation=1), asked.compiled, mlp
+        if key not in self._traces:
+            blocks = "compiled blocks" if asked.compiled else "blocks" if mlp == "full" else "feed-forwards in chunks"
+            self.tell(f"tracing {blocks} with {asked.batch} x {asked.tokens} tokens")
+            skeleton = self._skeleton(asked)
+            step = step_of_workload(asked, skeleton)
+            actions = actions_for(compiled=asked.compiled)
+            costs = self._shared(trace_costs(skeleton, step, self.device, actions=actions, mlp=mlp), asked)
+            if costs.static.beside > _MOST_BYTES:
+                raise HfCkptError(
+                    f"{asked.model} cannot be planned for: its weights, gradients and optimizer state are "
+                    f"{format_bytes(costs.static.beside)}. Are the numbers in its config right?"
+                )
+            notes = (*costs.notes, *notes_of(costs, skeleton, asked))
+            self._traces[key] = dataclasses.replace(costs, notes=notes)
+        return dataclasses.replace(self._traces[key], accumulation=asked.accumulation)
+
+    def _shared(self, costs: Costs, asked: Question) -> Costs:
+        """The costs on one of the workload's ranks."""
+        if asked.ranks == 1:
+            return costs
+        if asked.parallel == "ddp":  # which copies gradients into buckets of their size, and keeps these
+            static = dataclasses.replace(costs.static, buffers=costs.static.buffers + costs.static.gradients)
+            return dataclasses.replace(costs, static=static, notes=(*costs.notes, _UNTIMED))
+        skeleton, own = self._skeleton(asked), DTYPES[asked.dtype].itemsize
+        count = sum(math.prod(shape) for shape, *_ in skeleton.weights.tensors)
+        plain = Weights(tuple((shape, own, trained) for shape, _, trained in skeleton.weights.tensors))
+        needed = optimizer_bytes(plain, asked.optimizer, "cpu" if self.device.name == "cpu" else "cuda")
+        layout = layout_for(skeleton, asked.ranks, own, needed, count)
+        return dataclasses.replace(with_shards(costs, layout), notes=(*costs.notes, _UNTIMED))
+
+    def _measured(
+        self, costs: Costs, by_transformers: Costs, ways: Sequence[Costs]
+    ) -> tuple[Costs, Costs, list[Costs]]:
+        """All with times measured on this machine: those of eager blocks, of transformers' own, and of each way."""
+        models = ShallowModels(self.asked)
+        time = functools.partial(
+            measured, on_progress=self.tell, depths=depths_of(costs), optimizer_seconds=models.optimizer_seconds
+        )
+        timed = time(costs, models.step_seconds)
+        step_seconds = functools.partial(models.step_seconds, put_on=own_trial)
+        own = timed if by_transformers is costs else time(by_transformers, step_seconds)
+        others = [
+            timed if way == costs else time(way, functools.partial(models.step_seconds, mlp=way.mlp_tokens))
+            for way in ways
+        ]
+        return timed, own, others
+
+    def _largest(self, name: str) -> int:
+        """The largest `batch` or `tokens` that fits into the budget, 0 where none does."""
+        asked = self.asked
+        most = (learned_positions(self._skeleton(asked).base.config) or LARGEST) if name == "tokens" else LARGEST
+        beside = asked.batch if name == "tokens" else max(asked.tokens, asked.target_tokens or 0)
+
+        def peak_of(number: int) -> int:
+            changed: dict[str, Any] = {name: number}
+            return peak_of_least(self.candidates(dataclasses.replace(asked, **changed)))
+
+        return largest(peak_of, self.budget, getattr(asked, name), min(most, MOST_TOKENS // beside))
+
+    def _further(self, costs: Costs, candidates: Sequence[Costs]) -> tuple[Alternative, ...]:
+        """What offloading and a head in chunks would need and take.
+
+        `costs` have neither; where one of `candidates` has the head in chunks, it is not traced again.
+        """
+        skeleton, device = self._skeleton(self.asked), self.device
+        chunked = next((found for found in candidates if found.head_tokens != "full"), None)
+        if chunked is None and vocabulary_head(skeleton.base) is not None:
+            chunked = chunked_head(costs, skeleton, step_of_workload(self.asked, skeleton), device, "auto")
+        if chunked is not None:
+            chunked = dataclasses.replace(costs, head=chunked.head, head_tokens=chunked.head_tokens)
+        bandwidth = device.host_bandwidth if device.name != "cpu" else 0.0
+        return tuple(further_options(costs, chunked, bandwidth, device.launch_nanoseconds))
+
+
+def _model_of(asked: Question) -> Workload:
+    """What a skeleton is made from: the workload without its sizes."""
+    return dataclasses.replace(
+        asked.workload, batch=1, tokens=1, target_tokens=None, accumulation=1, optimizer="adamw", padded=False
+    )

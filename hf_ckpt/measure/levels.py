@@ -1,0 +1,216 @@
+"""Levels of memory at the boundaries of a training step: what is alive there, the peak since the last one, the time.
+
+On an accelerator both figures are the allocator's own, and times come from events, so that nothing waits for the device
+while the step runs. On a CPU live tensors are counted, which slows the step down (by a tenth, or more for tiny models),
+so that a step is either counted or timed there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Collection
+from typing import Any, Protocol
+
+import torch
+
+from hf_ckpt import compat
+from hf_ckpt.measure.live import Holder, LiveBytes
+from hf_ckpt.measure.memory import take_levels
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """What was read at one boundary of a step."""
+
+    what: str
+    """`begin`, `forward`, `forwarded`, `backward` or `end`: what begins or has ended there."""
+    block: str
+    """Name of the block that it is a boundary of; empty for `begin` and `end`."""
+    has_graph: bool = True
+    """For `forward`: whether the block's input requires gradients. For `forwarded`: whether its output does."""
+    bytes: int = 0
+    """Bytes alive."""
+    peak_bytes: int = 0
+    """Most bytes alive since the boundary before."""
+    nanoseconds: int = 0
+    """Time since the boundary before; 0 in a step that was not timed."""
+
+
+class Meter(Protocol):
+    """Reads the memory of a device."""
+
+    counts: bool
+    """Whether it reads memory."""
+
+    def read(self) -> tuple[int, int]:
+        """Return (bytes alive, most bytes alive since the last call)."""
+
+    def stamp(self) -> Any:
+        """Take the time, without waiting for the device."""
+
+    def between(self, first: Any, last: Any) -> int:
+        """Return the nanoseconds between two stamps. The device is waited for."""
+
+    def stop(self) -> None:
+        """End the measurement."""
+
+
+class AllocatorLevels:
+    """The `Meter` of an accelerator's caching allocator, over all devices that a model is on.
+
+    It takes one read of the statistics and one reset of the peaks a boundary and device.
+    """
+
+    counts = True
+
+    def __init__(self, device_type: str, devices: Collection[torch.device]) -> None:
+        self._type = device_type
+        self._devices = sorted({device.index or 0 for device in devices if device.type == device_type}) or [0]
+
+    def read(self) -> tuple[int, int]:
+        current = peak = 0
+        for index in self._devices:
+            now, most = take_levels(self._type, index)
+            current, peak = current + now, peak + most
+        return current, peak
+
+    def stamp(self) -> Any:
+        event = compat.timing_event(self._type)
+        event.record()
+        return event
+
+    def between(self, first: Any, last: Any) -> int:
+        last.synchronize()
+        return int(first.elapsed_time(last) * 1e6)
+
+    def stop(self) -> None:
+        pass
+
+
+class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
+    """The `Meter` that counts live tensors on a CPU, from when it was made until `stop`. It slows the step down.
+
+    It begins and ends in hooks, where no `with` block can be put around the step. Other modes that see every
+    operation, such as torch's counter of operations, go on as before.
+
+    Args:
+        holders: what holds tensors that are alive already: see `LiveBytes`.
+    """
+
+    counts = True
+    supports_higher_order_operators = True
+
+    def __init__(self, *holders: Holder) -> None:
+        super().__init__(*holders, device="cpu")
+        self._stopped = False
+        compat.enter_dispatch_mode_below(self)
+        compat.watch_resizes(self._count_storage)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell torch that what is compiled stays compiled; it is counted by what it returns."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Not by `super()`, which would cost twice what torch puts around this method; and without a timeline.
+        if types and compat.is_any_wrapper(types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if not self._stopped:  # in the middle of an operation, when it could not be left
+            self._count_all(result)
+        return result
+
+    def read(self) -> tuple[int, int]:
+        current, peak = self.current_bytes, self.peak_bytes
+        self.peak_bytes = current
+        return current, peak
+
+    def stamp(self) -> Any:
+        return 0
+
+    def between(self, first: Any, last: Any) -> int:
+        return 0
+
+    def stop(self) -> None:
+        self._stopped = True
+        compat.unwatch_resizes(self._count_storage)
+        compat.leave_dispatch_mode(self)
+
+
+class Clock:
+    """The `Meter` that reads no memory on a CPU, but the time."""
+
+    counts = False
+
+    def read(self) -> tuple[int, int]:
+        return 0, 0
+
+    def stamp(self) -> Any:
+        return round(time.perf_counter() * 1e9)
+
+    def between(self, first: Any, last: Any) -> int:
+        return int(last - first)
+
+    def stop(self) -> None:
+        pass
+
+
+def can_be_measured(device: torch.device) -> bool:
+    """Whether the memory of a step can be read on this device: on a CPU, and where an allocator tells its peaks."""
+    if device.type == "cpu":
+        return True
+    if compat.memory_module(device.type) is None:
+        return False
+    try:
+        take_levels(device.type, device.index or 0)
+    except RuntimeError:  # `torch.accelerator` raises it for a device whose allocator keeps no statistics, such as mps
+        return False
+    return True
+
+
+class Levels:
+    """The boundaries of one step, in the order in which they came.
+
+    Args:
+        meter: reads memory and time.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self._found: list[tuple[Level, Any]] = []
+
+    def mark(self, what: str, block: str = "", has_graph: bool = True) -> None:
+        """Note a boundary; see `Level`. Backward threads of several devices take turns."""
+        current, peak = self.meter.read()
+        self._found.append((Level(what, block, has_graph, current, peak), self.meter.stamp()))
+
+    @property
+    def last(self) -> str:
+        """What the last boundary is; empty before the first."""
+        return self._found[-1][0].what if self._found else ""
+
+    def outside(self) -> tuple[int, int]:
+        """Return (bytes alive, most bytes alive since the last boundary)."""
+        return self.meter.read()
+
+    def levels(self) -> tuple[Level, ...]:
+        """Return all boundaries, with the times between them. An accelerator is waited for."""
+        found = [self._found[0][0]] if self._found else []
+        for (_, before), (level, stamp) in zip(self._found, self._found[1:], strict=False):
+            found.append(dataclasses.replace(level, nanoseconds=self.meter.between(before, stamp)))
+        return tuple(found)
+
+
+def meter_for(devices: Collection[torch.device], *holders: Holder, timed_only: bool = False) -> Meter:
+    """Make the meter for a model on these devices.
+
+    Args:
+        devices: those of the model's parameters.
+        holders: what holds tensors that are alive already, for a count on a CPU.
+        timed_only: whether only times are asked for.
+    """
+    device_type = compat.accelerator_type()
+    if device_type is not None:
+        return AllocatorLevels(device_type, devices)
+    return Clock() if timed_only else CountedLevels(*holders)

@@ -1,0 +1,470 @@
+"""Costs from measured steps: what a step needed under `full`, and what each action changes. Pure, free of torch.
+
+A step is taken apart at its boundaries into what runs before the blocks, the call of every block, what lies between two
+calls, and the backward of every call. The timeline of a plan is that of a step under `full`, with the differences that
+the actions of the plan make. Levels add up, so that nothing has to be known of what computes the loss, of image towers
+or of routers. A difference is what one call of a block needs under an action, less what it needs under `full`:
+
+- most bytes of its forward, and bytes that its forward leaves,
+- bytes that it goes on to keep when the forward of the model has ended: autocast frees its copies of weights then,
+  unless the backward needs them,
+- most bytes of its backward,
+- time, as a share of that under `full`.
+
+Differences that were measured for one batch serve others. They grow with what the backward of a `full` block needs,
+which holds all that the block keeps under `keep`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+
+from hf_ckpt.measure.levels import Level
+from hf_ckpt.prediction.costs import BlockCost, Costs, Key, Phase, StackCosts, Static
+from hf_ckpt.spec.actions import FULL, KEEP, Action
+from hf_ckpt.spec.plan import Block
+
+CallName = tuple[str, int]
+"""(name of a block, which of its calls in the step it is, from 0)."""
+
+
+Times = Mapping[CallName, tuple[int, int, int]]
+"""Call -> nanoseconds of its forward, of what runs between it and the next call, and of its backward."""
+BEFORE: CallName = ("", 0)
+"""Stands in `Times` for what runs before the first call, as its first number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What lies between two boundaries."""
+
+    peak: int = 0
+    """Most bytes alive above those at its beginning, at least 0."""
+    net: int = 0
+    """Bytes that are left at its end, above those at its beginning."""
+
+    def mixed(self, other: Part, share: float) -> Part:
+        """What lies so far on the way from this part to another one; bytes are rounded up."""
+        return Part(_mixed(self.peak, other.peak, share), _mixed(self.net, other.net, share))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a block in a step."""
+
+    name: CallName
+    has_input_graph: bool
+    """Whether its input requires gradients."""
+    forward: Part
+    behind: Part
+    """What runs between this call and the next one; behind the last one, the head and the loss with their backward."""
+    backward: Part | None
+    """Its backward, and what runs between it and the next boundary. None for a call without one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One measured step."""
+
+    start_bytes: int
+    """Bytes alive when it begins."""
+    before: Part
+    """What runs before the first block."""
+    calls: tuple[Call, ...]
+    """In the order of their forwards."""
+    turn_bytes: int
+    """Bytes alive when the first backward of a block begins, above those at the beginning."""
+    outside_peak_bytes: int = 0
+    """Most bytes alive from the end of its backward to the beginning of the next step."""
+    peak_bytes: int = 0
+    """Most bytes alive from its beginning to the end of its backward."""
+    times: Times = dataclasses.field(default_factory=dict, compare=False)
+
+    @property
+    def names(self) -> tuple[CallName, ...]:
+        """The names of its calls."""
+        return tuple(call.name for call in self.calls)
+
+    def __getitem__(self, name: CallName) -> Call | None:
+        return next((call for call in self.calls if call.name == name), None)
+
+    def raised(self, other: Step) -> Step:
+        """The same step with as much memory outside it as another one had, where that is more."""
+        start = max(self.start_bytes, other.start_bytes)
+        outside = max(self.outside_peak_bytes, other.outside_peak_bytes)
+        return dataclasses.replace(self, start_bytes=start, outside_peak_bytes=outside)
+
+    def between(self, other: Step, share: float) -> Step | None:
+        """What lies so far on the way from this step to another one, as one of a longer batch: bytes of tensors grow at
+        least as fast as that. None where the steps have other calls."""
+        if [(call.name, call.backward is None) for call in self.calls] != [
+            (call.name, call.backward is None) for call in other.calls
+        ]:
+            return None
+        calls = tuple(
+            dataclasses.replace(
+                mine,
+                forward=mine.forward.mixed(its.forward, share),
+                behind=mine.behind.mixed(its.behind, share),
+                backward=mine.backward and its.backward and mine.backward.mixed(its.backward, share),
+            )
+            for mine, its in zip(self.calls, other.calls, strict=True)
+        )
+        before, turn = self.before.mixed(other.before, share), _mixed(self.turn_bytes, other.turn_bytes, share)
+        return dataclasses.replace(other.raised(self), before=before, calls=calls, turn_bytes=turn)
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What an action changes in one call of a block, against `full`."""
+
+    forward_peak: int = 0
+    forward_net: int = 0
+    later: int = 0
+    """Bytes that are kept once the model's forward has ended, beside `forward_net`."""
+    backward_peak: int = 0
+    scale: int = 0
+    """Most bytes of the call's backward under `full`, when this was measured."""
+
+    def larger(self, other: Change) -> Change:
+        """The larger of both in every respect, where both were measured on calls that need the same."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Change(*(max(pair) for pair in pairs))
+
+    def at_most(self) -> Change:
+        """The most that an action changes that keeps no more than this one. Its backward needs no more than `full`."""
+        return Change(max(0, self.forward_peak), max(0, self.forward_net), max(0, self.later), 0, self.scale)
+
+    def at(self, call: Call) -> Change:
+        """The change for a call that needs more or less than the one it was measured on."""
+        size = call.backward.peak if call.backward is not None else 0
+        if not self.scale or size == self.scale:
+            return self
+        numbers = (_up(number * size / self.scale) for number in dataclasses.astuple(self)[:-1])
+        return dataclasses.replace(Change(*numbers), scale=size)
+
+
+def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None:
+    """Take a step apart.
+
+    None where it has no end, no call, or a backward that came twice, and where backwards do not come in the reverse
+    order of the forwards, behind all of them: plans count on that.
+    """
+    if not levels or levels[0].what != "begin" or levels[-1].what != "end":
+        return None
+    begin = levels[0].bytes
+    forwards: list[tuple[CallName, int]] = []
+    backwards: dict[CallName, int] = {}
+    seen: collections.Counter[str] = collections.Counter()
+    open_calls: dict[str, list[CallName]] = {}
+    for place, level in enumerate(levels):
+        if level.what == "forward":
+            name = level.block, seen[level.block]
+            seen[level.block] += 1
+            forwards.append((name, place))
+            if place + 1 == len(levels) or levels[place + 1].what != "forwarded":
+                return None
+            if levels[place + 1].has_graph:
+                open_calls.setdefault(level.block, []).append(name)
+        elif level.what == "backward":
+            waiting = open_calls.get(level.block, [])
+            if not waiting:
+                return None
+            backwards[waiting.pop()] = place
+    if not forwards or not backwards:
+        return None
+    firsts = [place for _, place in forwards]
+    first_backward = min(backwards.values())
+    in_reverse = sorted(backwards, key=backwards.__getitem__) == [n for n, _ in reversed(forwards) if n in backwards]
+    if max(firsts) > first_backward or not in_reverse:
+        return None
+    calls, times = [], {BEFORE: (_spent(levels, 0, firsts[0]), 0, 0)}
+    for (name, place), following in zip(forwards, [*firsts[1:], first_backward], strict=True):
+        end = backwards.get(name)
+        forward, behind = _part(levels, place, place + 1), _part(levels, place + 1, following)
+        backward = None if end is None else _part(levels, end, end + 1)
+        calls.append(Call(name, levels[place].has_graph, forward, behind, backward))
+        spent = _spent(levels, place, place + 1), _spent(levels, place + 1, following)
+        times[name] = (*spent, 0 if end is None else _spent(levels, end, end + 1))
+    return Step(
+        start_bytes=begin,
+        before=_part(levels, 0, firsts[0]),
+        calls=tuple(calls),
+        turn_bytes=levels[first_backward].bytes - begin,
+        outside_peak_bytes=outside_peak_bytes,
+        peak_bytes=max(level.peak_bytes for level in levels[1:]),
+        times=times,
+    )
+
+
+def _part(levels: Sequence[Level], first: int, last: int) -> Part:
+    start = levels[first].bytes
+    peak = max((level.peak_bytes for level in levels[first + 1 : last + 1]), default=start)
+    return Part(max(0, peak - start), levels[last].bytes - start)
+
+
+def _spent(levels: Sequence[Level], first: int, last: int) -> int:
+    return sum(level.nanoseconds for level in levels[first + 1 : last + 1])
+
+
+def changes_of(full: Step, seen: Step, tried: Mapping[CallName, Action], alike: bool) -> dict[CallName, Change]:
+    """What actions changed in the calls that had them.
+
+    Args:
+        full: a step under `full`.
+        seen: the step in which the calls `tried` had these actions, and all others `full`.
+        tried: calls of blocks, and the action that they had.
+        alike: whether both were for batches of one shape.
+    """
+    ratio = 1.0
+    """How much more or less a call needs in `seen`, by those that had no other action."""
+    if full.names == seen.names:
+        pairs = [
+            (mine.backward.peak, its.backward.peak)
+            for mine, its in zip(full.calls, seen.calls, strict=True)
+            if mine.name not in tried and mine.backward is not None and its.backward is not None
+        ]
+        ratio = sum(its for _, its in pairs) / max(1, sum(mine for mine, _ in pairs)) if pairs else 1.0
+    found: dict[CallName, Change] = {}
+    for name in tried:
+        mine, its = full[name], seen[name]
+        if mine is None or its is None or mine.backward is None or its.backward is None:
+            continue
+        backward_peak = round(mine.backward.peak * ratio)
+        found[name] = Change(
+            forward_peak=its.forward.peak - round(mine.forward.peak * ratio),
+            forward_net=its.forward.net - round(mine.forward.net * ratio),
+            backward_peak=its.backward.peak - backward_peak,
+            scale=backward_peak,
+        )
+    if alike and found and full.names == seen.names:  # what is kept beside that shows when the backward begins
+        kept = sum(change.forward_net for change in found.values())
+        extra = seen.turn_bytes - full.turn_bytes - kept
+        weights = {name: max(0, change.forward_net) for name, change in found.items()}
+        whole = sum(weights.values())
+        for name, weight in weights.items() if whole else ():
+            found[name] = dataclasses.replace(found[name], later=_up(extra * weight / whole))
+    return found
+
+
+def bound_of(call: Call, share: float = 1.0) -> Change:
+    """The most that an action can change in a call that keeps so large a share of what the backward needs under `full`,
+    which holds all that `keep` keeps."""
+    size = call.backward.peak if call.backward is not None else 0
+    return Change(forward_peak=size, forward_net=_up(size * share), scale=size)
+
+
+def joined(full: Step, seen: Step, without: Mapping[CallName, Action], order: Sequence[str]) -> Step:
+    """A step under `full` with the calls of another step that it does not have, as where blocks are skipped at random.
+
+    Args:
+        full: the step.
+        seen: the other one.
+        without: calls of it that did not run under `full`.
+        order: names of all blocks, in the order in which they run.
+    """
+    added = [call for call in seen.calls if full[call.name] is None and call.name not in without]
+    if not added:
+        return full
+    end = full.calls[-1].behind
+    calls = [dataclasses.replace(call, behind=Part()) for call in added]
+    calls += [*full.calls[:-1], dataclasses.replace(full.calls[-1], behind=Part())]
+    calls.sort(key=lambda call: (call.name[1], order.index(call.name[0])))
+    calls[-1] = dataclasses.replace(calls[-1], behind=end)
+    kept = sum(call.forward.net for call in added)
+    return dataclasses.replace(full, calls=tuple(calls), turn_bytes=full.turn_bytes + kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCosts:
+    """Makes `Costs` of a step under `full` and of what actions change in it.
+
+    Calls of blocks stand in one stack, in the order of their forwards; a block that is called several times stands
+    there several times.
+    """
+
+    full: Step
+    """The step under `full`."""
+    kinds: Mapping[CallName, int]
+    """Call -> number of its kind; calls of one kind change alike."""
+    changes: Mapping[tuple[int, Action], Change]
+    """(kind, action) -> what it changes. An action without one is not chosen for the kind."""
+    ratios: Mapping[tuple[int, Action], float]
+    """(kind, action) -> time of forward and backward as a share of that under `full`; 1 where it is missing."""
+    actions: Sequence[Action]
+    """To choose from."""
+    times: Times
+    """Those under `full`, as far as they are known."""
+
+    def _times(self) -> dict[int, tuple[int, int]]:
+        """Kind -> nanoseconds of forward and backward under `full`; those of all kinds for one that was not timed."""
+        found: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
+        for call in self.full.calls:
+            forward, _, backward = self._spent(call)
+            if forward:
+                found[self.kinds[call.name]].append((forward, backward))
+        usual = [pair for pairs in found.values() for pair in pairs] or [(0, 0)]
+        medians = {}
+        for kind in self.kinds.values():
+            forwards, backwards = zip(*found.get(kind, usual), strict=True)
+            medians[kind] = round(statistics.median(forwards)), round(statistics.median(backwards))
+        return medians
+
+    def _spent(self, call: Call) -> tuple[int, int, int]:
+        return self.times.get(call.name, (0, 0, 0))
+
+    def _change(self, call: Call, action: Action) -> Change | None:
+        if action == FULL:
+            return Change()
+        change = self.changes.get((self.kinds[call.name], action))
+        return None if change is None else change.at(call)
+
+    def costs(
+        self, blocks: Sequence[Block], model: str, tokens: int, head: int | str = "full", mlp: int | str = "full"
+    ) -> Costs:
+        """The costs of all plans for one batch shape.
+
+        Args:
+            blocks: the block of each call.
+            model: class name of the model.
+            tokens: of the batch.
+            head: how the head runs, as `Costs.head_tokens`.
+            mlp: how feed-forwards run, as `Costs.mlp_tokens`.
+        """
+        calls, full, medians = self.full.calls, self.full, self._times()
+        lent = self._lent()
+        level = full.before.net
+        """Bytes that last, behind the forwards so far."""
+        levels = []
+        for call in calls:
+            level += call.forward.net + (call.behind.net if call is not calls[-1] else 0) - lent[self.kinds[call.name]]
+            levels.append(level)
+        hidden = max(0, round(statistics.median(call.forward.net for call in calls)))
+        gradients = self._gradients(levels)
+        profiles: dict[object, int] = {}
+        numbers: list[int] = []
+        rows: list[tuple[Call, Part, int]] = []
+        for call, drift, last in zip(calls, gradients, [*[False] * (len(calls) - 1), True], strict=True):
+            kind = self.kinds[call.name]
+            behind = Part() if last else call.behind
+            bytes_of = [(part.peak, part.net) for part in (call.forward, behind)]
+            profile = kind, tuple(bytes_of), call.backward and call.backward.peak, drift, lent[kind], last
+            number = profiles.setdefault(profile, len(profiles))
+            if number == len(rows):
+                rows.append((call, behind, drift))
+            numbers.append(number)
+        choices = tuple(self._choices(call) for call, _, _ in rows)
+        alone: dict[Key, BlockCost] = {}
+        for number, (call, behind, _) in enumerate(rows):
+            for action in choices[number]:
+                kind = self.kinds[call.name]
+                alone[number, action] = self._cost(call, behind, action, medians[kind], lent[kind], hidden)
+        costs: dict[tuple[Key | None, Key], BlockCost] = {}
+        costs.update({(None, (numbers[0], action)): alone[numbers[0], action] for action in choices[numbers[0]]})
+        for before, number in set(itertools.pairwise(numbers)):
+            for first in choices[before]:
+                costs.update({((before, first), (number, a)): alone[number, a] for a in choices[number]})
+        end = calls[-1].behind
+        ends = [(numbers[-1], action) for action in choices[numbers[-1]]]
+        names = dict.fromkeys(block.stack for block in blocks)
+        stack = StackCosts(
+            name=" and ".join(names),
+            blocks=tuple(blocks),
+            kinds=tuple(numbers),
+            choices=choices,
+            costs=costs,
+            last_backward={key: alone[key].backward for key in ends},
+            gradients=tuple(drift for _, _, drift in rows),
+            before={None: Phase(((full.before.peak, 0), (full.before.net, 0)), self.times.get(BEFORE, (0, 0, 0))[0])},
+            before_backward=Phase(),
+            before_gradients=0,
+            turn_bytes=full.turn_bytes - levels[-1] + hidden,
+            shared_bytes=0,
+            before_turn_bytes=0,
+        )
+        static = Static(
+            parameters=full.start_bytes,
+            buffers=0,
+            optimizer=0,
+            gradients=0,
+            batch=0,
+            step_bytes=max(0, full.outside_peak_bytes - full.start_bytes),
+        )
+        ending = Phase(((end.peak, 0), (0, 0)), self._spent(calls[-1])[1])
+        return Costs(
+            family="",
+            model=model,
+            actions=tuple(self.actions),
+            stacks=(stack,),
+            head={key: (ending, Phase()) for key in ends},
+            static=static,
+            tokens=tokens,
+            head_tokens=head,
+            mlp_tokens=mlp,
+            notes=("measured",),
+        )
+
+    def _choices(self, call: Call) -> tuple[int, ...]:
+        """The actions to choose from for a call, as positions."""
+        if call.backward is None:
+            return (self.actions.index(KEEP),)
+        return tuple(number for number, action in enumerate(self.actions) if self._change(call, action) is not None)
+
+    def _lent(self) -> dict[int, int]:
+        """Kind -> bytes that a call under `full` frees when the forward ends, and under some other action does not."""
+        found = dict.fromkeys(self.kinds.values(), 0)
+        for call in self.full.calls:
+            changes = (self._change(call, action) for action in self.actions)
+            kind = self.kinds[call.name]
+            found[kind] = max(found[kind], *(change.later for change in changes if change is not None))
+        return found
+
+    def _gradients(self, levels: Sequence[int]) -> list[int]:
+        """For each call, by how much the level when its backward begins exceeds what would be alive if only its forward
+        had run: what later backwards have left, such as gradients. The backwards are gone through in time."""
+        begun = self.full.turn_bytes
+        found = [0] * len(levels)
+        calls = self.full.calls
+        last = max(place for place, call in enumerate(calls) if call.backward is not None)
+        found[-1] += levels[-1] - levels[last]
+        for place in range(len(calls) - 1, -1, -1):
+            back = calls[place].backward
+            if back is None:
+                continue
+            following = begun + back.net
+            before = next((n for n in range(place - 1, -1, -1) if calls[n].backward is not None), None)
+            if before is not None:
+                found[place] += (following - levels[before]) - (begun - levels[place])
+            begun = following
+        return found
+
+    def _cost(self, call: Call, behind: Part, action: int, times: tuple[int, int], lent: int, hidden: int) -> BlockCost:
+        asked, (whole, back) = self.actions[action], times
+        change = self._change(call, asked) or Change()
+        first = call.forward.peak + change.forward_peak
+        net = call.forward.net + change.forward_net
+        points = ((max(0, first), 0), (net, 0), (net + behind.peak, 0), (net + behind.net, 0))
+        ratio = self.ratios.get((self.kinds[call.name], asked), 1.0)
+        spent = round((whole + back) * ratio) - whole
+        needed = left = 0
+        if call.backward is not None:
+            needed = max(0, call.backward.peak + change.backward_peak)
+            left = call.backward.net - change.forward_net - change.later
+        return BlockCost(
+            forward=Phase(points, whole + (self._spent(call)[1] if behind is call.behind else 0)),
+            backward=Phase(((needed, 0), (left, 0)), max(0, spent)),
+            output_bytes=hidden,
+            lent_bytes=lent - change.later,
+        )
+
+
+def _mixed(first: int, second: int, share: float) -> int:
+    return first if first == second else _up(first + (second - first) * share)
+
+
+def _up(number: float) -> int:
+    return -int(-number // 1)

@@ -1,0 +1,355 @@
+"""What can be asked about a training before it runs. Free of torch, so that wrong values are refused at once.
+
+The fields of `Question` are described here once. The options of `hf-ckpt plan`, the fields of `hf-ckpt app`, the
+keywords of `hf_ckpt.predict`, the command that a report shows, and the keys that are read from training files are all
+made from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hf_ckpt.errors import HfCkptError, shown
+from hf_ckpt.prediction.devices import DEVICES, device_named
+from hf_ckpt.prediction.optimizer_names import NAMES
+from hf_ckpt.units import parse_budget, parse_bytes, parse_count
+
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
+"""Types that weights and autocast may have, as torch names them."""
+MOST_TOKENS = 2**32
+"""Most tokens of one micro-step. Beyond that, byte counts no longer fit the solver's integers."""
+_ATTENTIONS = ("sdpa", "eager", "flex_attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What is known of a field of `Question` beside its name and its default."""
+
+    help: str
+    """What it means, as the command line prints it."""
+    read: Callable[[str], Any] = str
+    """Makes the value from a text. Raises `HfCkptError` for a text that is not one."""
+    choices: tuple[str, ...] = ()
+    """All values that there are, beside the default."""
+    option: str = ""
+    """Name of the command line's option, where it is not that of the field."""
+    metavar: str | None = None
+    """What the command line's help calls the value."""
+    label: str = ""
+    """What the page of `hf-ckpt app` calls the field; empty where the page does not ask for it."""
+    keys: tuple[str, ...] = ()
+    """Keys of training files (Trainer, TRL, axolotl, LLaMA-Factory) that say it."""
+
+
+def about(field: dataclasses.Field[Any]) -> About:
+    """What is known of a field of `Question`."""
+    found: About = field.metadata["about"]
+    return found
+
+
+def option_of(field: dataclasses.Field[Any]) -> str:
+    """The command line's option for a field: `--seq` for `tokens`. One that switches a default off begins with `no`."""
+    name = (about(field).option or field.name).replace("_", "-")
+    return f"--no-{name}" if field.default is True else f"--{name}"
+
+
+def _field(default: Any, help: str, **more: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"about": About(help, **more)})
+
+
+def _attention(text: str) -> str:
+    """An attention implementation of transformers, a version of flash attention, or a kernel of the hub."""
+    if text in _ATTENTIONS or text.startswith("flash_attention_") or "/" in text:
+        return text
+    raise HfCkptError(
+        "must be sdpa, eager, flex_attention, a version of flash attention (flash_attention_2), or a kernel of the hub "
+        f"(owner/name), but is {shown(text)} instead"
+    )
+
+
+def _layers(text: str) -> str | tuple[str, ...]:
+    """`all-linear`, or names of layers with commas between them."""
+    names = tuple(filter(None, (name.strip() for name in text.split(","))))
+    if not names:
+        raise HfCkptError("must be names of layers, as q_proj,v_proj, or all-linear")
+    return "all-linear" if names == ("all-linear",) else names
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise HfCkptError(f"must be a number, but is {shown(text)} instead") from None
+
+
+def _tokens(text: str) -> int | str:
+    """`auto`, `full`, or a number of tokens."""
+    return text if text in ("auto", "full") else parse_count(text)
+
+
+def _budget(text: str) -> str:
+    parse_budget(text)
+    return text
+
+
+def _size(text: str) -> str:
+    parse_bytes(text)
+    return text
+
+
+def _device(text: str) -> str:
+    return device_named(text).name
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is trained: a model, its batch, adapters, types and optimizer.
+
+    Raises `HfCkptError` for a number below 1, for a value that is not one of a field's choices, for values that do not
+    go together, and for more than `MOST_TOKENS` in a micro-step.
+    """
+
+    model: str = dataclasses.field(
+        metadata={
+            "about": About(
+                "preset (llama-3.1-8b, gpt2-xl, bert-large, t5-3b, ...), folder, hub id or config.json",
+                label="Model",
+                keys=("model_name_or_path", "base_model", "model_name"),
+            )
+        }
+    )
+    batch: int = _field(
+        1,
+        "sequences a micro-step",
+        read=parse_count,
+        label="Batch",
+        keys=("per_device_train_batch_size", "micro_batch_size"),
+    )
+    tokens: int = _field(
+        512,
+        "tokens a sequence",
+        read=parse_count,
+        option="seq",
+        label="Length",
+        keys=("max_length", "max_seq_length", "block_size", "sequence_len", "cutoff_len", "model_max_length"),
+    )
+    target_tokens: int | None = _field(
+        None,
+        "tokens a target sequence, for T5 (default: as --seq)",
+        read=parse_count,
+        option="target_seq",
+        keys=("max_target_length",),
+    )
+    lora: int | None = _field(
+        None,
+        "rank of LoRA adapters; without it, every weight is trained",
+        read=parse_count,
+        metavar="R",
+        label="LoRA rank",
+        keys=("lora_r", "lora_rank", "r"),
+    )
+    lora_targets: str | tuple[str, ...] = _field(
+        "all-linear",
+        "layers with adapters, as q_proj,v_proj",
+        read=_layers,
+        metavar="NAMES",
+        keys=("lora_target_modules", "lora_target", "target_modules"),
+    )
+    lora_dropout: float = _field(
+        0.0, "dropout of adapters", read=_number, metavar="P", label="LoRA dropout", keys=("lora_dropout",)
+    )
+    load_in_4bit: bool = _field(
+        False, "base in 4 bits (nf4) by bitsandbytes, as QLoRA", label="Base in 4 bits", keys=("load_in_4bit",)
+    )
+    load_in_8bit: bool = _field(False, "base in 8 bits by bitsandbytes", label="Base in 8 bits", keys=("load_in_8bit",))
+    double_quant: bool = _field(
+        True,
+        "scales of 4 bits stay in float32",
+        keys=("double_quantization", "use_bnb_nested_quant", "bnb_4bit_use_double_quant"),
+    )
+    kbit_preparation: bool = _field(
+        True, "embeddings, head and norms keep their type, without PEFT's prepare_model_for_kbit_training"
+    )
+    dtype: str = _field(
+        "bfloat16", "of the weights", choices=DTYPE_NAMES, label="Type of the weights", keys=("torch_dtype", "dtype")
+    )
+    autocast: str | None = _field(
+        None,
+        "type that autocast computes in (default: bfloat16 with --trainer or a quantised base, else none)",
+        choices=(*DTYPE_NAMES, "none"),
+    )
+    optimizer: str = _field("adamw", "", choices=NAMES, label="Optimizer", keys=("optim", "optimizer"))
+    accumulation: int = _field(
+        1,
+        "micro-steps a step",
+        read=parse_count,
+        option="accum",
+        label="Micro-steps of a step",
+        keys=("gradient_accumulation_steps",),
+    )
+    attention: str = _field(
+        "sdpa", "attention implementation", read=_attention, keys=("attn_implementation", "flash_attn")
+    )
+    padded: bool = _field(False, "sequences are padded, so attention gets a mask")
+    trainer: str | None = _field(
+        None, "of TRL, in place of transformers' own", choices=("sft", "dpo", "grpo"), label="Trainer of TRL"
+    )
+    reference: str | None = _field(
+        None,
+        "of dpo (default adapters-off, or model without adapters)",
+        choices=("adapters-off", "model", "precomputed"),
+    )
+    packing: bool = _field(
+        False,
+        "a micro-step is one row of packed sequences",
+        label="Packed",
+        keys=("packing", "sample_packing", "neat_packing"),
+    )
+    ranks: int = _field(1, "processes, with a device each", read=parse_count, label="Ranks")
+    parallel: str = _field("ddp", "how ranks share the work", choices=("ddp", "fsdp2"), label="Shared by")
+    architecture: str | None = _field(None, "class of the model, in place of its config's")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            known, value = about(field), getattr(self, field.name)
+            if value == field.default:
+                continue
+            if known.choices and value not in known.choices:
+                listed = ", ".join(known.choices)
+                raise HfCkptError(f"{field.name} must be one of {listed}, but is {value!r} instead.")
+            if known.read is parse_count and value < 1:
+                raise HfCkptError(f"{field.name} must be at least 1, but is {value} instead.")
+        if self.load_in_4bit and self.load_in_8bit:
+            raise HfCkptError("load_in_4bit and load_in_8bit cannot both be set.")
+        if self.bits is not None and self.lora is None:
+            raise HfCkptError(f"a base in {self.bits} bits stays frozen: give the rank of adapters to train (lora).")
+        if self.bits is not None and self.sharded:
+            raise HfCkptError("a base in 4 or 8 bits cannot be planned for under fsdp2. Use ddp, or 16 bits.")
+        if self.reference is not None and self.trainer != "dpo":
+            raise HfCkptError("a reference goes with the trainer dpo.")
+        if self.reference == "adapters-off" and self.lora is None:
+            raise HfCkptError("the reference `adapters-off` needs adapters (lora).")
+        tokens = self.rows * max(self.tokens, self.target_tokens or 0)
+        if tokens > MOST_TOKENS:
+            raise HfCkptError(f"a micro-step may have {MOST_TOKENS} tokens at most, but has {tokens}.")
+
+    @property
+    def bits(self) -> int | None:
+        """4 or 8 for a base that bitsandbytes quantises; None for a base in its own type."""
+        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
+
+    @property
+    def prepared(self) -> bool:
+        """Whether PEFT's `prepare_model_for_kbit_training` casts what has no 4 or 8 bits to float32.
+
+        Scripts of one's own call it. The trainers of TRL, axolotl and LLaMA-Factory do not.
+        """
+        return self.bits is not None and self.trainer is None and self.kbit_preparation
+
+    @property
+    def autocast_name(self) -> str | None:
+        """The type that autocast computes in, with the usual one where none is given; None without autocast."""
+        if self.autocast is None:
+            return "bfloat16" if self.trainer is not None or self.bits is not None else None
+        return None if self.autocast == "none" else self.autocast
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds only a part of the parameters."""
+        return self.ranks > 1 and self.parallel == "fsdp2"
+
+    @property
+    def rows(self) -> int:
+        """Sequences that go into the model in a micro-step. DPO runs pairs, which are twice as many."""
+        return 2 * self.batch if self.trainer == "dpo" else self.batch
+
+    @property
+    def reference_name(self) -> str | None:
+        """Where the reference comes from; None where there is none."""
+        if self.trainer != "dpo":
+            return None
+        return self.reference or ("model" if self.lora is None else "adapters-off")
+
+
+@dataclasses.dataclass(frozen=True)
+class Question(Workload):
+    """A training, the device and the budget that it is planned for, and what else is asked about it.
+
+    Raises `HfCkptError` as `Workload`, and for what is not a device, a budget, a size or a number of tokens.
+    """
+
+    device: str | None = _field(
+        None,
+        f"assumed in place of this machine's: {', '.join(DEVICES)}",
+        read=_device,
+        metavar="NAME",
+        label="Card",
+    )
+    budget: float | str | None = _field(
+        None,
+        "peak allowed: 20GiB, or 80% or 0.8 of the device (default: 90% of the device)",
+        read=_budget,
+        label="Budget",
+    )
+    host_budget: str | None = _field(None, "host memory that the plan may offload to (default: none)", read=_size)
+    head: int | str = _field(
+        "full", "auto: the plan may run the head in chunks; or tokens a chunk", read=_tokens, label="Head"
+    )
+    mlp: int | str = _field(
+        "full", "auto: the plan may run feed-forwards in chunks; or tokens a chunk", read=_tokens, label="Feed-forwards"
+    )
+    compiled: bool = _field(
+        False, "blocks are compiled, one by one; the plan gives shares", option="compile", label="Compiled blocks"
+    )
+    frontier: bool = _field(False, "also show the fastest plan for every budget")
+    max_batch: bool = _field(False, "the largest batch that fits into the budget")
+    max_tokens: bool = _field(False, "the longest sequences that fit into the budget", option="max_seq")
+    measure: bool = _field(False, "time blocks on this machine instead of using a table")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if about(field).read in (_device, _budget, _size, _tokens) and value is not None:
+                about(field).read(value if isinstance(value, str) else repr(value))
+        if self.compiled and self.mlp != "full":
+            raise HfCkptError("compiled blocks run their feed-forward as a whole: leave `mlp` or compiling out.")
+
+    @property
+    def workload(self) -> Workload:
+        """What is trained, without what is asked about it."""
+        return Workload(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Workload)})
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(Question)}
+"""Every field of a question by its name."""
+
+
+def question(given: Mapping[str, Any]) -> Question:
+    """The question with these fields. Raises `HfCkptError` without a model, and for a name that is not a field."""
+    for name in given:
+        if name not in FIELDS:
+            near = difflib.get_close_matches(name, FIELDS, n=1)
+            raise HfCkptError(
+                f"{name!r} cannot be asked"
+                + (f"; did you mean {near[0]!r}?" if near else f": use {', '.join(FIELDS)}.")
+            )
+    if not given.get("model"):
+        raise HfCkptError("a model is needed: a preset, a folder, a hub id, or a --config with `model_name_or_path`.")
+    return Question(**given)
+
+
+def command_of(asked: Question) -> str:
+    """The `hf-ckpt plan` that asks the same."""
+    words = ["hf-ckpt", "plan", asked.model]
+    for field in list(FIELDS.values())[1:]:
+        value = getattr(asked, field.name)
+        if value != field.default or field.name in ("batch", "tokens"):
+            words.append(option_of(field))
+            if not isinstance(value, bool):
+                words.append(",".join(value) if isinstance(value, tuple) else str(value))
+    return shlex.join(words)

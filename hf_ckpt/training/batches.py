@@ -1,0 +1,138 @@
+"""What the plan for a batch depends on: the shapes of its tensors, and the state that training is in."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""(name of a tensor, its shape)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """One training forward of the model, or of a stack where the model's own forward is not called as a module."""
+
+    stack: str | None
+    """Name of the stack; None for the whole model."""
+    shapes: Shapes
+    padded: bool
+    """Whether the attention mask masks anything."""
+
+    def covers(self, other: Forward) -> bool:
+        """Whether every tensor is at least as large as in another forward."""
+        return (
+            self.stack == other.stack
+            and self.padded >= other.padded
+            and [(name, len(shape)) for name, shape in self.shapes]
+            == [(name, len(shape)) for name, shape in other.shapes]
+            and all(
+                mine >= its
+                for (_, one), (_, two) in zip(self.shapes, other.shapes, strict=True)
+                for mine, its in zip(one, two, strict=True)
+            )
+        )
+
+    @property
+    def text(self) -> tuple[int, int]:
+        """Sequences and tokens of each; (1, 0) for a forward without text."""
+        shapes = dict(self.shapes)
+        for name in ("input_ids", "inputs_embeds", "hidden_states"):
+            if len(shapes.get(name, ())) >= 2:
+                return shapes[name][0], shapes[name][1]
+        first = next((shape for _, shape in self.shapes if len(shape) >= 2), (1, 0))
+        return first[0], first[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The forwards of one step, in their order, and whether there are gradients when it begins."""
+
+    forwards: tuple[Forward, ...]
+    resident: bool
+    """Whether gradients of earlier micro-steps are there."""
+
+    def covers(self, other: Batch) -> bool:
+        """Whether a step with this batch needs at least as much memory as one with another, whatever the plan."""
+        return (
+            self.resident >= other.resident
+            and len(self.forwards) >= len(other.forwards)
+            and all(mine.covers(its) for mine, its in zip(self.forwards, other.forwards, strict=False))
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all forwards."""
+        return sum(rows * length for rows, length in (forward.text for forward in self.forwards))
+
+    @property
+    def elements(self) -> int:
+        """Elements of all its tensors, by which batches can be sorted that do not cover each other."""
+        return sum(math.prod(shape) for forward in self.forwards for _, shape in forward.shapes)
+
+    def share_between(self, low: Batch, high: Batch) -> float | None:
+        """How far on the straight way from `low` to `high` a batch lies that covers this one, from 0 to 1; None where
+        `low` does not lie below this batch, or `high` not above it."""
+        if not (high.covers(self) and self.covers(low)):
+            return None
+        if len({len(low.forwards), len(self.forwards), len(high.forwards)}) != 1:
+            return None
+        sizes = (low.sizes(), self.sizes(), high.sizes())
+        return max(
+            (mid - least) / (most - least) if most > least else 0.0 for least, mid, most in zip(*sizes, strict=True)
+        )
+
+    def sizes(self) -> Iterator[int]:
+        """Every dimension of every tensor."""
+        return (size for forward in self.forwards for _, shape in forward.shapes for size in shape)
+
+    def __str__(self) -> str:
+        rows = dict.fromkeys(f"{rows} x {tokens} tokens" for rows, tokens in (f.text for f in self.forwards))
+        padded = ", padded" if any(forward.padded for forward in self.forwards) else ""
+        return " and ".join(rows) + padded + (", accumulated" if self.resident else "")
+
+
+def forward_of(stack: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], padded_before: bool) -> Forward:
+    """Describe a forward by its arguments.
+
+    Once padding was met, any attention mask counts as padded: to read its values makes the host wait for the device.
+    """
+    given = itertools.chain(((str(place), value) for place, value in enumerate(args)), kwargs.items())
+    shapes = tuple(
+        (name, tuple(leaf.shape))
+        for name, value in sorted(given)
+        for leaf in ([value] if isinstance(value, torch.Tensor) else compat.tree_leaves(value))
+        if isinstance(leaf, torch.Tensor)
+    )
+    mask = kwargs.get("attention_mask")
+    padded = isinstance(mask, torch.Tensor) and (padded_before or mask.dim() > 2 or not bool((mask != 0).all()))
+    return Forward(stack, shapes, padded)
+
+
+def has_gradients(base: nn.Module) -> bool:
+    """Whether a parameter has a gradient."""
+    return any(parameter.grad is not None for parameter in base.parameters())
+
+
+def look_of(base: nn.Module, device_type: str, sharded: bool) -> tuple[Any, ...]:
+    """All that a step depends on beside its batch: for each parameter whether it is trained and its bytes, which come
+    and go where it is `sharded`, and the type that autocast computes in.
+
+    Every batch asks: for 32 blocks of LLaMA this takes 0.1 to 0.2 ms, a quarter of what `base.parameters()` takes.
+    """
+    found: list[nn.Parameter | None] = []
+    modules = [base]
+    while modules:
+        here = vars(modules.pop())
+        found += here["_parameters"].values()
+        modules += [module for module in here["_modules"].values() if module is not None]
+    parameters = [(p.requires_grad, 0 if sharded else p.nbytes) for p in found if p is not None]
+    return compat.autocast_dtype(device_type), parameters

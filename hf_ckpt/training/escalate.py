@@ -1,0 +1,67 @@
+"""Puts a plan on a model that needs less memory than the one before, after a step that ran out of it or came close."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.attach.attach import adopt, put_on
+from hf_ckpt.attach.record import GIVEN_PLAN, Installation, carriers, installation, is_on
+from hf_ckpt.engines.host import lane_of
+from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
+from hf_ckpt.planner.policies import tighter_plan
+from hf_ckpt.spec.spec import Spec
+from hf_ckpt.training.install import install_one
+
+
+def step_down(model: nn.Module, *, exact: bool = False) -> str | None:
+    """Put the next plan on that needs less memory. To be called between two attempts at a step.
+
+    A plan of `budget` or `auto` is first made again for less. After that, as for every other plan, one action gives way
+    at a time: `keep` to `selective`, that to `full`, and that to `offload`, on a device with host memory beside it; the
+    head runs in chunks where it can. A plan that is installed but not enabled is enabled first. With nothing installed,
+    `selective` comes first, or what follows `full` where transformers' own checkpointing was on.
+
+    Args:
+        model: a PreTrainedModel, plain or wrapped.
+        exact: never run the head in chunks, whose gradients are not bit-equal.
+
+    Returns what was changed, in words; None where no plan needs less, so that the present one stays.
+    """
+    base = base_model(model)
+    record = installation(base)
+    if record is None:
+        kept = not any(is_on(module) for module in carriers(base).values())
+        install_one(base, "none" if kept else "full")
+        record = installation(base)
+        assert record is not None
+    elif not record.enabled and (record.plan.active() or record.plan.head != "full" or record.plan.mlp != "full"):
+        put_on(find_blocks(base), record)
+        return f"the installed plan (`{record.spec.policy}`)"
+    changed: str | None = None if record.session is None else record.session.lower(record)
+    if changed is not None:
+        return changed
+    head = None if exact else vocabulary_head(base)
+    chunks = head is not None and "forward" not in vars(head) and compat.parameters_stay(base)
+    offload = lane_of(next(base.parameters()).device) is not None
+    head_first = head is not None and _head_weighs_more(head, record)
+    tighter = tighter_plan(record.plan, chunks=chunks, offload=offload, head_first=head_first)
+    if tighter is None:
+        return None
+    plan, name = tighter
+    keys = ("engine", "preserve_rng_state", "determinism_check", "host_budget")
+    spec = Spec(plan=GIVEN_PLAN, head=plan.head, mlp=plan.mlp, **{key: getattr(record.spec, key) for key in keys})
+    found = find_blocks(base)
+    adopt(found, record, spec, plan)
+    put_on(found, record)
+    return name
+
+
+def _head_weighs_more(head: nn.Module, record: Installation) -> bool:
+    """Whether the logits of a token, their float32 copy and its gradient have more elements than the token's hidden
+    states in all blocks."""
+    weight: Any = head.weight
+    vocabulary, hidden = weight.shape
+    return bool(3 * vocabulary > len(record.plan.actions) * hidden)

@@ -1,0 +1,193 @@
+"""Counts of live bytes where tensors are resized, wrapped, fake, sparse or transformed, and where a step goes wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_ckpt.measure.levels import CountedLevels
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+pytestmark = pytest.mark.compat
+
+
+@pytest.fixture
+def counted():
+    """A count that is on, in a process in which nothing is left behind."""
+    gc.collect()
+    step = CountedLevels()
+    yield step
+    step.stop()
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_a_resized_storage_counts_with_its_size(counted):
+    """As FSDP2 frees and allocates: by the storage's own method, which is no operation; and by one that is."""
+    before = torch.zeros(1000)
+    with _disable_current_modes():
+        unseen = torch.zeros(500)  # allocated before the count began, or by another thread
+    storage = before.untyped_storage()
+    assert counted.current_bytes == 4000
+    storage.resize_(0)
+    assert (counted.current_bytes, counted.peak_bytes) == (0, 4000)
+    unseen.untyped_storage().resize_(8000)
+    storage.resize_(4000)
+    assert (counted.current_bytes, counted.peak_bytes) == (12000, 12000)
+    before._typed_storage()._resize_(0)  # as FSDP1 does
+    unseen.resize_(5000)
+    assert counted.current_bytes == 20000
+    del unseen, before, storage
+    assert (counted.current_bytes, counted.peak_bytes) == (0, 20000)
+
+
+def test_counts_may_end_in_any_order():
+    """The method in front of torch's stays until nobody counts any more."""
+    tensor = torch.zeros(100)
+    first, second = CountedLevels({"held": tensor}), LiveBytes({"held": tensor})
+    with second:
+        first.stop()
+        tensor.untyped_storage().resize_(0)
+        assert (first.current_bytes, second.current_bytes) == (400, 0)
+        assert "resize_" in vars(torch.UntypedStorage)
+    first.stop()  # a second time changes nothing
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+class Pair(torch.Tensor):
+    """Wraps two tensors, and runs operations on both."""
+
+    @staticmethod
+    def __new__(cls, first, second):
+        made = torch.Tensor._make_wrapper_subclass(cls, first.shape, dtype=first.dtype)
+        made.first, made.second = first, second
+        return made
+
+    def __tensor_flatten__(self):
+        return ["first", "second"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        halves = [
+            func(*(getattr(value, half) if isinstance(value, cls) else value for value in args))
+            for half in ("first", "second")
+        ]
+        return cls(*(half * 1 for half in halves))
+
+
+def test_a_wrapper_counts_as_what_it_wraps(counted):
+    """Also what its own implementation of an operation allocates and frees."""
+    pair = Pair(torch.zeros(100), torch.zeros(100))
+    doubled = pair + pair
+    assert (counted.current_bytes, counted.peak_bytes) == (1600, 2400)
+    del doubled
+    assert counted.current_bytes == LiveBytes({"held": pair}).start_bytes == 800
+    with LiveBytes({"held": pair}) as inner:
+        pair + pair
+    assert inner.peak_bytes == 2400
+
+
+class Described(torch.Tensor):
+    """Has a shape and no memory."""
+
+    @staticmethod
+    def __new__(cls, like):
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(args[0])
+
+
+def test_only_memory_counts(counted):
+    """Not fake tensors, nor those on `meta` or those that only describe something; sparse ones by their parts."""
+    with FakeTensorMode() as fakes:
+        fake = torch.ones(1000) @ torch.ones(1000)
+        model = nn.Linear(100, 100)
+        model(torch.ones(2, 100)).sum().backward()
+    meta = torch.ones(1000, device="meta") + 1
+    described = Described(meta) + 1
+    assert (counted.current_bytes, counted.peak_bytes) == (0, 0)
+    table = nn.Embedding(100, 10, sparse=True)
+    table(torch.tensor([1, 2, 2])).sum().backward()
+    sizes = 4 * 100 * 10, 8 * 3, 4 * 3 * 10
+    assert counted.current_bytes == sum(sizes)
+    assert LiveBytes(table, device="cpu").start_bytes == sum(sizes)
+    del table, fake, fakes, model, meta, described
+
+
+def test_transforms_of_torch_func_count(counted):
+    gradients = torch.func.vmap(torch.func.grad(lambda x: x.sin().sum()))(torch.ones(3, 10))
+    assert counted.current_bytes == 4 * 3 * 10
+    del gradients
+    gc.collect()
+    assert counted.current_bytes == 0
+    assert counted.peak_bytes >= 4 * 3 * 30
+
+
+def keeps_weak_references():
+    """Whether a weak reference to a storage lives as long as it does, also if garbage had referred to it."""
+    tensor = torch.ones(1)
+    garbage = [tensor.untyped_storage()]
+    garbage.append(garbage)
+    reference = weakref.ref(garbage[0])
+    del garbage
+    gc.collect()
+    return reference() is not None
+
+
+def test_what_runs_between_steps_is_counted_to_the_byte(counted):
+    """Training, evaluation, a step that fails, a copy of the model and saving it: nothing is lost or counted twice."""
+
+    def held():
+        return LiveBytes(model, optimizer, batch).start_bytes
+
+    model, batch = tiny_model("llama", dropout=0.1), tiny_batch("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for _ in range(2):
+        model.train()
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert counted.current_bytes == held()
+        with torch.inference_mode():
+            model.eval()
+            model(**batch)
+        with pytest.raises(IndexError):
+            model(input_ids=batch["input_ids"] + 10**6)
+        with pytest.raises(RuntimeError):
+            torch.ones(2, 3) @ torch.ones(2, 3)
+        copied = copy.deepcopy(model)
+        gc.collect()
+        assert counted.current_bytes == held() + LiveBytes(copied).start_bytes
+        del copied
+        if keeps_weak_references():  # torch 2.8 does not
+            file = io.BytesIO()
+            torch.save([model.state_dict(), optimizer.state_dict()], file)
+            file.seek(0)
+            loaded = torch.load(file)
+            gc.collect()
+            assert counted.current_bytes == held() + LiveBytes({"loaded": loaded}).start_bytes
+            del loaded
+            gc.collect()
+            assert counted.current_bytes == held()
+
+
+def test_a_count_that_has_ended_is_freed():
+    """Although what it counted lives on."""
+    model = tiny_model("llama")
+    with LiveBytes(model) as live:
+        model(**tiny_batch("llama"))
+    gone = weakref.ref(live)
+    del live
+    gc.collect()
+    assert gone() is None

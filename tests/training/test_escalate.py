@@ -1,0 +1,94 @@
+"""The next plan that needs less memory, of any plan, and of a model."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.failing import FULL, HEAD, OFFLOAD, SELECTIVE
+
+import hf_ckpt
+from hf_ckpt.attach.record import installation
+from hf_ckpt.models.tiny import tiny_model
+from hf_ckpt.planner.policies import tighter_plan
+from hf_ckpt.spec.actions import COMPILED, Action
+from hf_ckpt.spec.plan import Block, Plan
+from hf_ckpt.training import escalate
+from hf_ckpt.training.escalate import step_down
+
+
+def test_nothing_is_offloaded_where_there_is_no_host():
+    """On a CPU, `segments` keep less than what offloading would leave there."""
+    model = tiny_model("llama")
+    hf_ckpt.install(model, {"segments": 2})
+    model.gradient_checkpointing_enable()
+    assert step_down(model) == HEAD
+    assert step_down(model) is None
+    assert hf_ckpt.describe(model).plan.segments()
+
+
+def test_where_the_first_plan_comes_from(monkeypatch):
+    monkeypatch.setattr(escalate, "lane_of", lambda device: device)  # as if there were host memory beside the CPU's
+    stock = tiny_model("llama")
+    stock.gradient_checkpointing_enable({"use_reentrant": False})
+    assert step_down(stock, exact=True) == OFFLOAD  # transformers' own checkpointing was `full` already
+    waiting = tiny_model("llama")
+    hf_ckpt.install(waiting, {"policy": "full", "layers": "0-1"})
+    assert "full" in step_down(waiting)
+    assert hf_ckpt.describe(waiting).enabled
+    assert len(hf_ckpt.describe(waiting).forwards) == 2
+    assert step_down(waiting) == SELECTIVE
+    spec = installation(waiting).spec
+    waiting.gradient_checkpointing_enable()  # a bare call keeps the tighter plan
+    assert installation(waiting).spec == spec
+    assert {action.kind for _, action in installation(waiting).plan.actions} == {"full", "selective"}
+
+
+def test_options_of_the_spec_stay():
+    model = tiny_model("llama")
+    hf_ckpt.install(model, {"policy": "selective", "engine": "sac", "determinism_check": "none"})
+    model.gradient_checkpointing_enable()
+    assert step_down(model) == FULL
+    spec = installation(model).spec
+    assert (spec.engine, spec.determinism_check) == ("sac", "none")
+
+
+# --- the next plan --------------------------------------------------------------------------------------------------
+
+
+def plan_of(*actions, head="full"):
+    pairs = ((Block(f"layers.{n}", "layers", n, "Layer"), action) for n, action in enumerate(actions))
+    return Plan("llama", "Model", tuple(pairs), head=head)
+
+
+BOTH = ("linear", "attention")
+SHARE = "share 0 for compiled blocks"
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    ("actions", "options", "names", "last"),
+    [
+        ([Action("keep")] * 2, {"chunks": True}, [SELECTIVE, FULL, OFFLOAD, HEAD], "offload"),
+        ([Action("keep")] * 2, {"chunks": True, "head_first": True}, [SELECTIVE, FULL, HEAD, OFFLOAD], "offload"),
+        ([Action("keep"), Action("full")], {"chunks": False}, [SELECTIVE, FULL, OFFLOAD], "offload"),
+        ([Action("selective", BOTH, moved=True), Action("full")], {"chunks": False}, [OFFLOAD, OFFLOAD], "offload"),
+        ([Action("full", segment=0)] * 3, {"chunks": False}, [OFFLOAD], "offload"),
+        ([Action("offload")], {"chunks": True}, [HEAD], "offload"),
+        ([Action("offload")], {"chunks": False}, [], "offload"),
+        ([Action("compiled", share=1.0), COMPILED], {"chunks": True}, [SHARE, HEAD], "compiled (share 0)"),
+    ],
+)
+def test_tighter_plans(actions, options, names, last):
+    plan, found = plan_of(*actions), []
+    while (step := tighter_plan(plan, **options)) is not None:
+        assert step[0] != plan
+        plan = step[0]
+        found.append(step[1])
+    assert found == names
+    assert {str(action) for _, action in plan.actions} == {last}
+    assert (plan.head == "auto") == (HEAD in names)
+
+
+@pytest.mark.compat
+def test_what_lies_in_host_memory_already_does_not_come_back():
+    plan, _ = tighter_plan(plan_of(Action("selective", BOTH, moved=True), Action("selective", BOTH)), chunks=False)
+    assert [str(action) for _, action in plan.actions] == ["offload", "full"]
