@@ -11,7 +11,7 @@ import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -32,6 +32,21 @@ from hf_ckpt.models.blocks import refuse_other_owner
 from hf_ckpt.versions import LAST_DEEPSPEED_WITH_EMPTY_SHAPES
 
 log = logging.getLogger(__name__)
+
+
+def hook_calls(
+    module: nn.Module, *, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
+) -> list[Any]:
+    """Call `before(module, args, kwargs)` and `after(module, args, output)` around every forward of a module.
+
+    Returns handles; each has a method `remove`.
+    """
+    handles: list[Any] = []
+    if before is not None:
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+    if after is not None:
+        handles.append(module.register_forward_hook(after))
+    return handles
 
 
 def warn_plain_head(model: str, reason: str) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_ckpt.attach.attach import paused
-from hf_ckpt.attach.watch import own_trial
+from hf_ckpt.attach.attach import paused, transformers_trial
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast import cache
 from hf_ckpt.forecast.nearest import LARGEST, Setting, largest, nearest_settings
@@ -235,7 +234,7 @@ class Forecaster:
             measured, on_progress=self.tell, depths=depths_of(costs), optimizer_seconds=models.optimizer_seconds
         )
         timed = time(costs, models.step_seconds)
-        step_seconds = functools.partial(models.step_seconds, put_on=own_trial)
+        step_seconds = functools.partial(models.step_seconds, put_on=transformers_trial)
         own = timed if by_transformers is costs else time(by_transformers, step_seconds)
         others = [
             timed if way == costs else time(way, functools.partial(models.step_seconds, mlp=way.mlp_tokens))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from hf_ckpt import compat
-from hf_ckpt.attach.watch import own_trial
+from hf_ckpt.attach.attach import transformers_trial
 from hf_ckpt.models.blocks import vocabulary_head
 from hf_ckpt.planner.budgets import several_of
 from hf_ckpt.prediction.costs import Costs
@@ -84,7 +84,7 @@ def transformers_costs(costs: Costs, skeleton: Skeleton, step: Step, device: Dev
     kinds = (kind.module for stack in skeleton.stacks for kind in stack.kinds)
     if not any(compat.checkpoints_beside_blocks(module) for module in kinds):
         return costs
-    return trace_costs(skeleton, step, device, actions=(KEEP, FULL), put_on=own_trial)
+    return trace_costs(skeleton, step, device, actions=(KEEP, FULL), put_on=transformers_trial)
 
 
 def with_host_memory(heads: Sequence[Costs], device: Device, host_limit: int | None) -> tuple[Costs, ...]:

@@ -39,7 +39,7 @@ class CannotTraceError(HfCkptError):
 
 
 PutOn = Callable[[nn.Module, Plan], contextlib.AbstractContextManager[None]]
-"""Puts a plan on a model for a while: `trial` by hf_ckpt, `own_trial` by transformers' own checkpointing."""
+"""Puts a plan on a model for a while: `trial` by hf_ckpt, `transformers_trial` by transformers' own checkpointing."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,8 +33,8 @@ from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
+from hf_ckpt.attach.hooks import hook_calls
 from hf_ckpt.attach.record import Installation, installation
-from hf_ckpt.attach.watch import watch_calls
 from hf_ckpt.console import make_console, print_beside_bars
 from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.errors import NoBlocksError, PlanLostError
@@ -113,10 +113,10 @@ class MemoryTimeCallback(TrainerCallback):
         self._go_before_reporters()
         model: nn.Module = kwargs["model"]
         self._meter = peak_meter()
-        self._handles += watch_calls(model, before=self._counts.see_model)
+        self._handles += hook_calls(model, before=self._counts.see_model)
         head = _head(model)
         if head is not None:
-            self._handles += watch_calls(head, after=self._counts.see_head)
+            self._handles += hook_calls(head, after=self._counts.see_head)
         record = _record(model)
         if record is not None and not record.enabled and record.plan.active():
             log.warning(

@@ -13,7 +13,7 @@ from helpers.sparing import sparing
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.attach.watch import own_trial
+from hf_ckpt.attach.attach import transformers_trial
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -120,7 +120,7 @@ def test_blocks_are_really_timed(tmp_path):
     name = str(saved_config(tmp_path))
     models = ShallowModels(Workload(name, batch=1, tokens=16, dtype="float32"))
     taken = [models.step_seconds(depth, Action("full")) for depth in (1, 6)]
-    taken += [models.step_seconds(1, Action("full"), put_on=own_trial), models.optimizer_seconds(1)]
+    taken += [models.step_seconds(1, Action("full"), put_on=transformers_trial), models.optimizer_seconds(1)]
     assert all(seconds > 0 for seconds in taken)
     lion = ShallowModels(Workload(name, batch=1, tokens=16, optimizer="lion"))
     assert lion.optimizer_seconds(1) is None
