@@ -286,14 +286,6 @@ def test_models_keep_their_masks_as_bits(family, attention, dtype, counts):
 
 
 @each_family
-def test_models_without_dropout_pack_nothing(family, counts):
-    plain, ours = plain_and_ours(family)
-    assert_same(step(plain, tiny_batch(family)), step(ours, tiny_batch(family)))
-    assert counts["packed"] == 0
-    assert not any(masks_of(ours).values())
-
-
-@each_family
 @sparing("hub", [False, True], False)
 def test_adapters_keep_their_masks_as_bits(family, hub, counts):
     plain, ours = (with_lora(tiny_model(family, layers=2, dtype=torch.bfloat16), family, hub=hub) for _ in range(2))

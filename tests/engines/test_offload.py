@@ -7,14 +7,13 @@ import gc
 
 import pytest
 import torch
-from helpers.lanes import HIDDEN, Delayed, DeviceBytes, Eager
+from helpers.lanes import HIDDEN, Delayed, DeviceBytes, Eager, lanes_of
 from helpers.offloading import OFFLOAD, SAVED, each_family, each_kind, moved, mover, ours, said, same_steps
 from helpers.steps import assert_same, gradients, step, without_cache
 from torch import nn
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
-from hf_ckpt.engines import host
 from hf_ckpt.engines.host import Mover
 from hf_ckpt.engines.moved import Group
 from hf_ckpt.engines.offload import OffloadRegion
@@ -69,23 +68,23 @@ def at_start_of_blocks(model, family, note):
 
 
 @each_family
-def test_hidden_states_leave_the_device(family, lanes, monkeypatch):
+def test_hidden_states_leave_the_device(family):
     """Against `full` all of them but the last of each stack; and when a block is recomputed, its own and those of the
     block before it are back."""
-    monkeypatch.setattr(host, "lane_of", Eager)
     stays, recomputing = [], []
     batch = tiny_batch(family, tokens=64)
-    for spec in ("full", "offload"):
-        model = ours(family, {"policy": spec}, layers=6)
-        step(model, batch)
-        model.zero_grad(set_to_none=True)
-        recomputing.append([])
-        with DeviceBytes(model) as live:
-            at_start_of_blocks(model, family, lambda _, live=live: recomputing[-1].append(live.current_bytes))
-            outputs = model(**without_cache(model, batch))
-            stays.append(live.current_bytes - live.start_bytes)
-            recomputing[-1].clear()
-            outputs.loss.backward()
+    with lanes_of(Eager):
+        for spec in ("full", "offload"):
+            model = ours(family, {"policy": spec}, layers=6)
+            step(model, batch)
+            model.zero_grad(set_to_none=True)
+            recomputing.append([])
+            with DeviceBytes(model) as live:
+                at_start_of_blocks(model, family, lambda _, live=live: recomputing[-1].append(live.current_bytes))
+                outputs = model(**without_cache(model, batch))
+                stays.append(live.current_bytes - live.start_bytes)
+                recomputing[-1].clear()
+                outputs.loss.backward()
     hidden = 4 * HIDDEN
     away = [5, 3, 2, 1, 0, 0]  # of 5 that are moved; the block whose hidden states are not is recomputed first
     if family == "t5":  # its decoder has half of the tokens

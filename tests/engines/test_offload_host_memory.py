@@ -69,28 +69,6 @@ def test_pools_of_a_mover():
     assert pool.held_bytes == 64
 
 
-@pytest.mark.compat
-def test_memory_that_cannot_be_pinned(lanes, monkeypatch, caplog):
-    empty, asked = torch.empty, []
-
-    def refusing(*args, **options):
-        asked.append(options.get("pin_memory", False))
-        if asked[-1]:
-            raise RuntimeError(f"no more pages: {len(asked)}\nand a stack")
-        return empty(*args, **options)
-
-    pool = Mover()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", refusing)
-        patch.setattr(host.compat, "accelerator_type", lambda: "cuda")
-        for size in (5, 5, 9):
-            assert pool.take(Delayed(), size).device.type == "cpu"
-    assert asked == [True, False, False, False]
-    assert pool.held_bytes == 8 + 8 + 16
-    (message,) = said(caplog)
-    assert "cannot be pinned (no more pages: 1)" in message
-
-
 def test_buffers_are_of_the_cpu_whatever_the_default_device():
     with torch.device("meta"):
         assert Mover().take(Delayed(), 5).device.type == "cpu"

@@ -49,19 +49,6 @@ def test_parts_of_a_graph_one_after_another(save):
     same_steps(run, save=save, layers=1)
 
 
-def test_functional_call():
-    """Under `functional_call` parameters are plain leaf tensors; the model has its own again when backward comes."""
-    plain, model = plain_and_ours()
-    found = []
-    for one in (plain, model):
-        leaves = {name: (1.5 * value.detach()).requires_grad_() for name, value in one.named_parameters()}
-        loss = torch.func.functional_call(one, leaves, (), without_cache(one, tiny_batch("llama"))).loss
-        loss.backward()
-        found.append({"loss": loss.detach(), **{name: leaf.grad for name, leaf in leaves.items()}})
-    assert_same(*found)
-    assert rebuilt(model) > 0
-
-
 @each_save
 def test_two_threads_inside_one_block_at_once(save):
     """nn.DataParallel runs replicas in threads that share their region; both are inside the block at the same time."""

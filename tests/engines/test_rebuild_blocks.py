@@ -47,16 +47,6 @@ def test_a_frozen_bias_is_that_of_the_weights_in_use():
     assert kept[0] == kept[1]
 
 
-def test_norms_of_any_model_run_again():
-    """Their names are in no row; the first forward tries them."""
-    plain, model = other_model("Phi3ForCausalLM"), other_model("Phi3ForCausalLM")
-    hf_ckpt.install(model, SELECTIVE)
-    enable(model)
-    for _ in range(2):
-        assert_same(step(plain, tiny_batch("llama")), step(model, tiny_batch("llama")))
-    assert hf_ckpt.describe(model).dropped["Phi3RMSNorm"] > 0
-
-
 def test_a_norm_without_gradients_inside_a_block():
     """A router or a target may look at a norm under `no_grad`."""
     norm = Norm()
@@ -190,19 +180,6 @@ def test_custom_functions_are_kept():
 
     region = same_toys(block, parameters=(weight,))
     assert any("_FusedNorm" in name for name in region.kept)
-
-
-def test_routing_is_kept():
-    """A router's choice is made once and kept, so the same experts get the gradient."""
-    experts, router = nn.ModuleList(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 4)
-
-    def block(x):
-        weights, chosen = torch.topk(torch.softmax(router(functional.silu(x) * x), -1), 2)
-        parts = torch.stack([expert(x) for expert in experts], -2)
-        picked = torch.gather(parts, -2, chosen.unsqueeze(-1).expand(-1, -1, -1, 16))
-        return x + (picked * weights.unsqueeze(-1)).sum(-2)
-
-    same_toys(block, save=["attention"], parameters=[*experts.parameters(), *router.parameters()])
 
 
 # --- adapters and frozen parts ----------------------------------------------------------------------------------------

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.steps import assert_same, enable, outcome, step, without_cache
+from helpers.steps import assert_same, outcome, step, without_cache
 from helpers.toys import (
     SCALE,
-    SELECTIVE,
     WEIGHT,
     Norm,
     each_family,
@@ -22,11 +21,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-import hf_ckpt
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
 from hf_ckpt.engines.rebuild.region import RebuildRegion
-from hf_ckpt.engines.rebuild.tape import hand_to_first_block, leave_module
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch
 
@@ -191,47 +188,3 @@ def test_the_users_hook_on_a_norm(family):
 
     for run in (before, first, backward):
         same_steps(run, family, ["attention"])
-
-
-def test_the_users_hooks_around_the_model_see_what_stays():
-    packed, unpacked = [], []
-
-    def run(model):
-        packed.clear()
-        hooks = (lambda tensor: packed.append(tensor.shape) or tensor.clone(), lambda x: unpacked.append(1) or x)
-        with torch.autograd.graph.saved_tensors_hooks(*hooks):
-            return step(model, tiny_batch("llama"))
-
-    same_steps(run)
-    assert torch.Size([2, 16, 64]) in packed  # a block's gate projection
-    assert unpacked
-
-
-def test_the_users_hooks_inside_a_block():
-    def block(x):
-        y = functional.silu(x) * 2.0
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            y = functional.silu(y) * y
-        return functional.gelu(y) * y
-
-    same_toys(block)
-
-
-def of_the_engine(model):
-    """The hooks of the rebuild engine on a model's modules."""
-    hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
-    return [hook for hook in hooks if hook in (leave_module, hand_to_first_block)]
-
-
-def test_another_policy_takes_the_hooks_off():
-    _, model = plain_and_ours("bert")
-    assert of_the_engine(model)
-    for change in ({"policy": "full"}, {"policy": "selective", "engine": "sac"}, {"policy": "none"}):
-        hf_ckpt.install(model, change)
-        enable(model)
-        assert not of_the_engine(model), change
-    hf_ckpt.install(model, SELECTIVE)
-    enable(model)
-    with hf_ckpt.paused(model):
-        assert not of_the_engine(model)
-    assert of_the_engine(model)

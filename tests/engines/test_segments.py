@@ -232,19 +232,6 @@ def test_hooks_between_two_segments_are_fine():
     same_steps(run)
 
 
-@pytest.mark.parametrize("first", [1, 2, 3])
-def test_blocks_below_the_first_trained_one_do_not_run_again(first):
-    def run(model):
-        model.requires_grad_(False)
-        for layer in model.model.layers[first:]:
-            layer.requires_grad_(True)
-        return step(model, tiny_batch("llama"))
-
-    model = in_segments(segments=1)
-    assert_same(run(tiny_model("llama")), run(model))
-    assert [region.recomputed for region in regions(model)] == [0] * first + [1] * (4 - first)
-
-
 def test_threads_have_segments_of_their_own():
     model, barrier, losses = in_segments(), threading.Barrier(2), {}
 

@@ -126,6 +126,42 @@ def writes_data_of_a_norm(block, hidden):
     return functional.silu(result * 1.5) + block.one(hidden)
 
 
+def changes_a_norm(block, hidden):
+    result = block.norm(hidden)
+    with torch.no_grad():
+        result.mul_(2.0)
+    return functional.silu(result) * result + block.one(hidden)
+
+
+def clamps_what_is_saved(block, hidden):
+    result = functional.silu(block.one(hidden))
+    with torch.no_grad():
+        result.clamp_(-0.1, 0.5)
+    return functional.silu(result) * result
+
+
+def adds_its_norm(block, hidden):
+    hidden.add_(block.norm(hidden.clone()))
+    return functional.silu(hidden) * hidden
+
+
+def adds_to_what_it_has_read(block, hidden):
+    result = torch.tanh(hidden)
+    hidden.add_(1.0)
+    return result * 2.0 + block.one(hidden)
+
+
+def drops_its_input(block, hidden):
+    return block.one(functional.silu(functional.dropout(hidden, 0.5, True, True)))
+
+
+def writes_to_parts(block, hidden):
+    result = functional.silu(block.one(hidden)) * 2.0
+    result[:, :4].mul_(3.0)
+    result[:, 0] = 0.0
+    return functional.silu(result) * result
+
+
 def drops_in_place(block, hidden):
     return block.two(functional.dropout(functional.silu(block.one(hidden)), 0.3, True, True))
 

@@ -28,6 +28,7 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.moved import Group
 from hf_ckpt.engines.offload import OffloadRegion
+from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.engines.sac import SacRegion
 from hf_ckpt.engines.segments import SegmentRegion
@@ -274,6 +275,7 @@ def reference(family, mode):
 
 REGIONS = {
     "full": FullRegion,
+    "full+selective": FullSelectiveRegion,
     "selective": RebuildRegion,
     "moved": RebuildRegion,
     "sac": SacRegion,
@@ -324,6 +326,7 @@ COMMON = tuple(mode for mode in MODES if mode not in RARE)
 # Where it may make a difference which blocks are chosen, and which form of an action they get.
 CHOICES = ("dropout", "LoRA", "hub, then enabled", "LoRA on the last layer")
 FORMS = ("plain", "sdpa", "dropout", "bf16", "autocast", "lora_dropout")
+BOTH = " ".join(["full+selective"] * LAYERS)
 ACTIONS = {
     "none": Asked({"policy": "none"}, "- - -", ("plain", "LoRA")),
     "full": Asked({"policy": "full"}, "full full full"),
@@ -352,6 +355,9 @@ ACTIONS = {
     "save attention": Asked(selective("attention"), "selective selective selective"),
     "save linear": Asked(selective("linear"), "selective selective selective", FORMS),
     "engine rebuild": Asked(selective(engine="rebuild", every_n_layers=2), "selective - selective", ("dropout",)),
+    "full+selective": Asked({"policy": "full+selective"}, BOTH, ("dropout", "autocast", "kept graph", "bf16")),
+    "both, save attention": Asked({"policy": "full+selective", "save": ["attention"]}, BOTH, ("sdpa", "lora_dropout")),
+    "both, save linear": Asked({"policy": "full+selective", "save": ["linear"]}, BOTH, ("dropout",)),
     "sac": Asked(selective(engine="sac"), "sac sac sac", (*FORMS, "accumulation", "two losses", "enabled, then LoRA")),
     "sac, save attention": Asked(selective("attention", engine="sac"), "sac sac sac", FORMS),
     "sac, save linear": Asked(selective("linear", engine="sac"), "sac sac sac", FORMS),
@@ -434,6 +440,8 @@ def check_counts(mode, engines, frozen, found, regions):
         if engine == "sac":
             assert region.matched > 0
             assert region.matched % mode.forwards == 0
+        if engine == "full+selective":
+            assert region.rebuilding.recomputed > 0
         if name in frozen:
             assert times == 0, name
         elif REGIONS[engine] is RebuildRegion:  # which counts operations
@@ -455,6 +463,9 @@ def check_moved(family, mode, engines, frozen, found, regions, lanes, others):
             assert name not in frozen
         assert size > 0, name
     (lane,) = lanes
+    if mode.forwards == mode.backwards == 1 and not frozen and set(moving.values()) == {"offload"}:
+        for way in ("out", "back"):  # each once, and nothing else
+            assert sorted(size for kind, size in lane.log if kind == way) == sorted(found.moved.values())
     assert others
     assert not {id(source()) for source in lane.sources} & {id(storage) for storage in others}
     if mode.forwards == 1 and not frozen and "offload" in moving.values():

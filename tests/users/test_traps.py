@@ -66,7 +66,7 @@ TRAPS = {
     """,
     13: """selective that is really full
         engines/test_attention_stays.py::test_attention_is_not_run_again
-        engines/test_unknown_blocks.py::test_nothing_to_save_is_an_error
+        engines/test_sac.py::test_no_match_is_an_error_that_says_what_to_do
     """,
     14: """a budget on saved bytes is not one on the peak
         planner/test_real_peaks.py::test_a_budget_is_on_the_peak
@@ -96,13 +96,13 @@ TRAPS = {
         attach/test_saving.py::test_a_disabled_model_pickles_too
     """,
     20: """operations in place inside a region
-        engines/test_unknown_blocks.py::test_what_trains_without_checkpointing_trains_with_it
-        engines/test_unknown_blocks.py::test_the_warning_names_block_and_operation
-        engines/test_unknown_blocks.py::test_a_trial_leaves_nothing_behind
-        engines/test_unknown_blocks.py::test_what_cannot_be_helped_is_told_with_the_block
-        engines/test_unknown_blocks.py::test_under_the_users_hooks_nothing_can_be_proved
-        engines/test_unknown_blocks.py::test_what_is_changed_in_place_is_not_offloaded
-        engines/test_unknown_blocks.py::test_memory_that_runs_out_in_a_trial_is_no_proof
+        engines/test_in_place.py::test_what_trains_without_checkpointing_trains_with_it
+        engines/test_in_place.py::test_the_warning_names_block_and_operation
+        engines/test_in_place.py::test_a_trial_leaves_nothing_behind
+        engines/test_in_place.py::test_what_cannot_be_helped_is_told_with_the_block
+        engines/test_in_place.py::test_under_the_users_hooks_nothing_can_be_proved
+        engines/test_in_place.py::test_what_is_changed_in_place_is_not_offloaded
+        engines/test_in_place.py::test_memory_that_runs_out_in_a_trial_is_no_proof
     """,
     21: """T5: a position bias shared by all blocks, and attention modules that carry the flag
         attach/test_between_blocks.py::test_only_t5_blocks_are_driven
