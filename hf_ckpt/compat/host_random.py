@@ -5,38 +5,72 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
 
-_BYTES = 4 * 625
-"""Of a Mersenne Twister in memory: 624 words, and the place among them."""
+_WORDS = "625I"
+"""A Mersenne Twister in memory: 624 words, and the place among them."""
+_Memory = ctypes.c_char * struct.calcsize(_WORDS)
 
 
-class _OfNumpy:
-    """The state of numpy's generator that was read last, which takes 30 us; every block asks twice in each forward."""
+class _Generator:
+    """A generator whose state is read only if it may have changed: reading takes 10 to 30 us, and every block asks
+    twice in each forward.
+
+    Args:
+        read: returns the state.
+        normal_moved: whether the normal number that waits to be taken may be another one than in the state read last.
+            Memory does not tell.
+    """
+
+    def __init__(self, read: Callable[[], Any], normal_moved: Callable[[Any], bool]) -> None:
+        self._read, self._normal_moved = read, normal_moved
+        self.memory: Any = None
+        """Where the generator lies in memory; None if it is of an unknown kind."""
+        self._bytes = b""
+        """What was there when the state was read; empty before that."""
+        self._state: Any = None
+
+    def state(self) -> Any:
+        """Return the state: the same object as before if no number was drawn since."""
+        now = b"" if self.memory is None else self.memory.raw
+        if not now or now != self._bytes or self._normal_moved(self._state):
+            self._bytes, self._state = now, self._read()
+        return self._state
+
+
+class _OfNumpy(_Generator):
+    """That of numpy's global functions, in whose place a script may put another one."""
 
     def __init__(self) -> None:
-        self.bits: Any = None
-        self.memory = b""
-        self.state: dict[str, Any] = {}
+        super().__init__(lambda: numpy.random.get_state(legacy=False), lambda state: bool(state["has_gauss"]))
+        self._bits: Any = None
 
-    def read(self) -> dict[str, Any]:
-        """Return the state: the same object as before if no number was drawn since.
-
-        A normal number that waits to be taken leaves no trace in memory. While one does, every state is a new object.
-        """
+    def state(self) -> Any:
         bits: Any = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-        known = type(bits).__name__ == "MT19937"
-        memory = ctypes.string_at(bits.ctypes.state_address, _BYTES) if known else b""
-        if bits is not self.bits or memory != self.memory or not known or self.state["has_gauss"]:
-            self.bits, self.memory = bits, memory
-            self.state = numpy.random.get_state(legacy=False)
-        return self.state
+        if bits is not self._bits:
+            known = type(bits).__name__ == "MT19937"
+            self.memory = _Memory.from_address(bits.ctypes.state_address) if known else None
+            self._bits, self._bytes = bits, b""
+        return super().state()
 
 
-_of_numpy = _OfNumpy()
+def _of_python() -> _Generator:
+    """That of Python's `random`. In CPython it lies behind the head of its object, with the place before the words."""
+    found: Any = getattr(random, "_inst", None)
+    generator = _Generator(random.getstate, lambda state: found.gauss_next is not state[2])
+    head = object.__basicsize__
+    if type(found) is random.Random and random.Random.__basicsize__ >= head + ctypes.sizeof(_Memory):
+        memory = _Memory.from_address(id(found) + head)
+        place, *words = struct.unpack(_WORDS, memory.raw)
+        generator.memory = memory if (*words, place) == random.getstate()[1] else None
+    return generator
+
+
+_python, _numpy = _of_python(), _OfNumpy()
 
 
 class HostRandomState:
@@ -45,12 +79,11 @@ class HostRandomState:
     __slots__ = ("of_numpy", "of_python")
 
     def __init__(self) -> None:
-        self.of_python = random.getstate()
-        self.of_numpy = _of_numpy.read()
+        self.of_python, self.of_numpy = _python.state(), _numpy.state()
 
     def may_have_moved(self) -> bool:
         """Whether a number was drawn since, or another seed was set, as far as that can be told."""
-        return self.of_numpy is not _of_numpy.read() or self.of_python != random.getstate()
+        return self.of_numpy is not _numpy.state() or self.of_python is not _python.state()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:

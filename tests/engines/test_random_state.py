@@ -64,6 +64,41 @@ def _seeded(run, *args):
     return run(*args), random.random(), numpy.random.random(), random.gauss(0.0, 1.0), numpy.random.normal()
 
 
+MOVES = {
+    **{name: draw for name, draw in DRAWS.items() if name != "sometimes"},
+    "python, once around": lambda: [random.getrandbits(32) for _ in range(624)],
+    "python, the other of a pair": lambda: random.gauss(0.0, 1.0),
+    "python, a seed": lambda: random.seed(7),
+    "numpy, once around": lambda: numpy.random.bytes(4 * 624),
+    "numpy, a seed": lambda: numpy.random.seed(7),
+    "numpy, another generator": lambda: numpy.random.set_bit_generator(numpy.random.PCG64(1)),
+    "numpy, from another generator": numpy.random.random,
+}
+
+
+def test_every_draw_is_noticed_and_only_draws_are():
+    """Nothing is read from the generators where nothing was drawn: that would take longer than all else of `full`."""
+    bits, state = numpy.random.get_bit_generator(), random.getstate()
+    random.seed(5)
+    numpy.random.seed(5)
+    try:
+        seen = compat.HostRandomState()
+        again = compat.HostRandomState()
+        assert seen.of_python is again.of_python
+        assert seen.of_numpy is again.of_numpy
+        assert not seen.may_have_moved()
+        for name, move in MOVES.items():
+            before = compat.HostRandomState()
+            expected = move()
+            assert before.may_have_moved(), name
+            if "seed" not in name and "generator" not in name:
+                with before.restored():
+                    assert move() == expected, name
+    finally:
+        numpy.random.set_bit_generator(bits)
+        random.setstate(state)
+
+
 @pytest.mark.compat
 @pytest.mark.parametrize("name", RUN_AGAIN)
 @pytest.mark.parametrize("draw", DRAWS)
