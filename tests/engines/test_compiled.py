@@ -189,8 +189,11 @@ def test_what_is_described_and_taken_off_again(graphs):
     assert {action.share for action in done.plan.active().values()} == {0.0}
     with hf_ckpt.paused(model):
         assert_same(step(plain, batch), step(model, batch))
-    with torch.no_grad():
-        model(**batch)
+    with torch.no_grad():  # blocks run as they are, also where they fill a cache
+        assert torch.equal(plain(**batch).logits, model(**batch).logits)
+        prompt = {"input_ids": batch["input_ids"][:, :8], "max_new_tokens": 6, "do_sample": False}
+        assert torch.equal(plain.generate(**prompt), model.generate(**prompt))
+    assert set(hf_ckpt.describe(model).forwards.values()) == {1}
     hf_ckpt.uninstall(model)
     assert_same(step(plain, batch), step(model, batch))
     assert len(graphs) == 1
@@ -217,21 +220,6 @@ def test_adapters_autocast_and_accumulation(graphs, share):
             each(**batch).loss.backward()  # and a second backward on top of it
     assert_near(step(plain, batch), step(model, batch))
     assert len(graphs) == 4  # under autocast and without; the input of the first block needs no gradient
-
-
-@pytest.mark.parametrize("share", [1.0, 0.0])
-def test_generation_in_train_mode(graphs, share):
-    """Without gradients blocks run as they are, with their cache; training goes on as before."""
-    plain, model = tiny_model("llama", layers=2, attention="sdpa"), compiled({"share": share})
-    prompt = {**tiny_batch("llama", tokens=8), "max_new_tokens": 6, "do_sample": False}
-    prompt.pop("labels")
-    before = step(model, tiny_batch("llama"))
-    assert torch.equal(plain.generate(**prompt), model.generate(**prompt))
-    assert model.training
-    assert set(hf_ckpt.describe(model).forwards.values()) == {1}
-    assert_same(before, step(model, tiny_batch("llama")))
-    assert set(hf_ckpt.describe(model).forwards.values()) == {2}
-    assert len(graphs) == 1
 
 
 class Branching(torch.nn.Module):
@@ -444,47 +432,60 @@ def units(graph):
     ]
 
 
-def test_what_lies_between_two_products_is_one_group():
-    graph = graph_of(lambda x, w, v: (torch.sigmoid(x @ w) * 2 + 1) @ v, (4, 8), (8, 16), (16, 2))
-    assert units(graph) == [("mm", 2, [(4, 16)]), (None, 1, [(4, 16)]), ("mm", 2, [(4, 2)])]
+def _read_far_behind(do):
+    """Another group reads the result of `do` behind two products."""
 
-
-def test_a_norm_is_one_group_with_its_sums():
-    def norm(x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-    assert units(graph_of(norm, (4, 8))) == [(None, 1, [(4, 8)])]
-
-
-def test_cheap_results_are_computed_by_each_reader_and_heavy_ones_are_written():
-    def shapes(do):
-        def run(x, w):
-            found = do(x)
-            first = found @ w
-            return first @ w.t() + found  # another group reads it behind two products
-
-        return [written for _, _, written in units(graph_of(run, (4, 8), (8, 8)))]
-
-    assert shapes(torch.exp)[0] == [(4, 8)]
-
-    def cheap(x, y, w):
-        found = x + y
-        return (found * 3).exp() @ w, torch.relu((x @ w) + found)
-
-    read = {source.name for unit in units_of(graph_of(cheap, (4, 8), (4, 8), (8, 8)).graph) for source in unit.reads}
-    assert "add" not in read
-
-
-def test_sums_over_tokens_are_apart_from_what_they_sum_up():
     def run(x, w):
-        found = torch.sigmoid(x @ w)
-        return found, found.sum(0)
+        found = do(x)
+        return (found @ w) @ w.t() + found
 
-    assert units(graph_of(run, (4, 8), (8, 8))) == [
-        ("mm", 2, [(4, 8)]),
-        (None, 1, [(4, 8)]),
-        (None, 1, [(8,)]),
-    ]
+    return run
+
+
+def _read_twice(x, y, w):
+    found = x + y
+    return (found * 3).exp() @ w, torch.relu((x @ w) + found)
+
+
+def _summed(x, w):
+    found = torch.sigmoid(x @ w)
+    return found, found.sum(0)
+
+
+SMALL = ((4, 8), (8, 8))
+UNITS = {
+    "what lies between two products is one group": (
+        lambda x, w, v: (torch.sigmoid(x @ w) * 2 + 1) @ v,
+        ((4, 8), (8, 16), (16, 2)),
+        [("mm", 2, [(4, 16)]), (None, 1, [(4, 16)]), ("mm", 2, [(4, 2)])],
+    ),
+    "a norm is one group with its sums": (
+        lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+        SMALL[:1],
+        [(None, 1, [(4, 8)])],
+    ),
+    "heavy results are written": (
+        _read_far_behind(torch.exp),
+        SMALL,
+        [(None, 1, [(4, 8)]), ("mm", 2, [(4, 8)]), ("mm", 2, [(4, 8)]), (None, 2, [(4, 8)])],
+    ),
+    "cheap results are computed by each reader": (
+        _read_twice,
+        ((4, 8), *SMALL),
+        [(None, 3, [(4, 8), (4, 8)]), ("mm", 2, [(4, 8)]), ("mm", 2, [(4, 8)])],
+    ),
+    "sums over tokens are apart from what they sum up": (
+        _summed,
+        SMALL,
+        [("mm", 2, [(4, 8)]), (None, 1, [(4, 8)]), (None, 1, [(8,)])],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_what_compiled_graphs_run_at_once(name):
+    function, shapes, expected = UNITS[name]
+    assert units(graph_of(function, *shapes)) == expected
 
 
 def test_each_of_several_results_is_freed_by_itself():

@@ -1,4 +1,4 @@
-"""Losses that the chunked head computes a chunk at a time, of every form that libraries call them in."""
+"""Losses that the chunked head computes a chunk at a time; other uses of its logits, which are computed or refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ import copy
 
 import pytest
 import torch
-from helpers.heads import HIDDEN, WORDS, differentiate, error, labels_for, lazy, loss_of, same_toys, selected, toy
+from helpers.heads import (
+    HIDDEN,
+    TOKENS,
+    WORDS,
+    Doubled,
+    Passed,
+    differentiate,
+    error,
+    labels_for,
+    lazy,
+    loss_of,
+    same_toys,
+    selected,
+    toy,
+)
 from helpers.steps import assert_near
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +30,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_ckpt.engines.head.chunked import chunked, tokens_per_chunk
 from hf_ckpt.engines.head.logits import by_rule
+from hf_ckpt.errors import HfCkptError
 
 
 def _selected_by_rows(logits):
@@ -36,26 +51,20 @@ LOSSES = {
     "sum": loss_of(reduction="sum"),
     "none": loss_of(reduction="none"),
     "smoothed": loss_of(label_smoothing=0.1),
-    "smoothed sum": loss_of(label_smoothing=0.1, reduction="sum"),
     "other ignored": lambda logits: functional.cross_entropy(
         logits.flatten(0, 1), labels_for(ignored=0.0).view(-1) % 3, ignore_index=1
     ),
     "module": lambda logits: nn.CrossEntropyLoss()(logits[..., :-1, :].reshape(-1, WORDS), labels_for()[:, 1:].ravel()),
-    "nll": lambda logits: functional.nll_loss(logits.log_softmax(-1).view(-1, WORDS), labels_for().view(-1)),
-    "temperature": lambda logits: loss_of()(logits / 0.7),
-    "word bias": lambda logits: loss_of()((logits + BIAS) * torch.tensor(0.5) - 1.0),
+    "word bias": lambda logits: loss_of()((logits + BIAS) * torch.tensor(0.5) / 0.7),
     "capped": lambda logits: loss_of()(torch.tanh(logits / 2.0) * 2.0),
-    "selected": selected,
     "selected at a temperature": lambda logits: selected(logits / 1.3),
     "selected by rows": _selected_by_rows,
     "one row": lambda logits: logits[1, 2].logsumexp(-1) - logits[0, 0].gather(0, torch.tensor([3])).sum(),
     "label smoother": _smoothed,
     "part": lambda logits: functional.cross_entropy(logits[labels_for() >= 0], labels_for()[labels_for() >= 0]),
-    "pieces": lambda logits: torch.cat([part.logsumexp(-1) for part in logits.reshape(-1, WORDS).split(6)]),
-    "pieces by name": lambda logits: torch.cat(
-        [part.logsumexp(-1) for part in logits.reshape(-1, WORDS).split(split_size=6)]
+    "pieces": lambda logits: torch.cat(
+        [part.logsumexp(-1) for part in logits.contiguous().reshape(-1, WORDS).split(split_size=6)]
     ),
-    "copy": lambda logits: loss_of()(logits.clone().contiguous()),
     "added losses": lambda logits: loss_of()(logits) + 0.1 * logits.logsumexp(-1).square().mean(),
 }
 
@@ -105,20 +114,20 @@ def test_no_label_at_all(reduction, trains, whole):
     """Where no token has a label, plain heads give a mean of 0 / 0, and gradients that are all zero."""
     head, hidden = toy()
     head.requires_grad_(trains)
-    results = []
-    for make in (nn.Module.__call__, lazy):
-        hidden.grad = head.weight.grad = None
-        loss = functional.cross_entropy(
-            make(head, hidden).view(-1, WORDS), labels_for(ignored=1.1).view(-1), reduction=reduction
+    labels = labels_for(ignored=1.1).view(-1)
+    plain, ours = (
+        differentiate(
+            lambda logits: functional.cross_entropy(logits.view(-1, WORDS), labels, reduction=reduction),
+            make,
+            head,
+            hidden,
         )
-        loss.backward()
-        results.append((loss.detach(), hidden.grad, head.weight.grad))
-    (loss, *gradients), (our_loss, *ours) = results
-    assert torch.equal(loss.isnan(), our_loss.isnan())
-    assert bool(loss.isnan()) == (reduction == "mean")
-    for value, our in zip(gradients, ours, strict=True):
-        assert (value is None) == (our is None)
-        assert value is None or torch.equal(value, our)
+        for make in (nn.Module.__call__, lazy)
+    )
+    assert bool(ours["loss"].isnan()) == (reduction == "mean")
+    for name, value in plain.items():
+        assert (value is None) == (ours[name] is None)
+        assert value is None or torch.equal(value.nan_to_num(), ours[name].nan_to_num())
     assert not whole
 
 
@@ -192,3 +201,192 @@ def test_keywords(whole):
     assert by_rule(torch.Tensor.split, (parts[0],), {"sizes": 2}) is NotImplemented
     assert by_rule(torch.Tensor.cos, (parts[0],), {}) is NotImplemented
     assert not whole
+
+
+# --- other uses -------------------------------------------------------------------------------------------------------
+
+
+def _masked(logits):
+    logits[..., 3:9] = -5.0
+    return loss_of()(logits)
+
+
+def _changed_copy(logits):
+    bare = logits.clone()
+    bare[..., 3:9] = 0
+    return loss_of()(logits) + bare.square().mean()
+
+
+def _watched(logits):
+    logits.register_hook(lambda gradient: 3 * gradient)
+    return loss_of()(logits)
+
+
+def _looked_at_in_inference_mode(logits):
+    with torch.inference_mode():
+        assert logits.exp().min() > 0
+    return loss_of()(logits)
+
+
+USES = {
+    "loss and square": lambda logits: loss_of()(logits) + logits.square().mean(),
+    "function, then loss": lambda logits: loss_of()(Doubled.apply(logits)),
+    "identity function, then loss": lambda logits: loss_of()(Passed.apply(logits)),
+    "added to": lambda logits: loss_of()(logits + torch.linspace(0, 1, 7).view(7, 1)),
+    "added to by name": lambda logits: loss_of()(logits.add(other=torch.linspace(0, 1, 7).view(7, 1))),
+    "masked in place": _masked,
+    "copy changed": _changed_copy,
+    "looked at in inference mode": _looked_at_in_inference_mode,
+    "gradient watched": _watched,
+    "columns": lambda logits: logits[..., 3:7].square().sum() + logits[0, :, 1].sum() + logits[1, 2, 3],
+    "last place": lambda logits: functional.cross_entropy(logits.transpose(1, 2), labels_for()),
+}
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", USES)
+def test_other_uses_get_plain_logits(name, whole, caplog):
+    """They are computed as a whole, once, and that is said once."""
+    same_toys(USES[name], whole, computed=1)
+    said = [record.args[0] for record in caplog.records if "the chunked head does not compute" in record.message]
+    assert said
+    assert len(said) == len(set(said))
+
+
+def test_what_is_known_needs_no_values(whole):
+    head, hidden = toy()
+    logits, plain = lazy(head, hidden), head(hidden)
+    for ask in (
+        lambda x: (x.shape, x.size(-1), x.dim(), x.dtype, x.device, x.numel(), len(x), x.nbytes, x.requires_grad),
+        lambda x: (torch.is_floating_point(x), torch.numel(x), x.is_leaf, x.is_contiguous(), x.stride()),
+        lambda x: (x.bfloat16().dtype, x.to(x.device).dtype, x[0].shape, x[..., :2, :].shape),
+        lambda x: (x.detach().requires_grad, x.detach().float().requires_grad),
+        lambda x: torch.log_softmax(x.bfloat16(), -1, torch.float32).dtype,
+    ):
+        assert ask(logits) == ask(plain)
+    with torch.no_grad():
+        right = logits[:, :-1].argmax(dim=-1)
+    assert torch.equal(right, plain[:, :-1].argmax(-1))
+    assert not right.requires_grad
+    assert "computed=False" in repr(logits)
+    assert not whole
+    assert logits.type() == plain.type()
+    assert logits.view(torch.int32).shape == plain.shape
+
+
+def test_logits_without_a_graph(whole):
+    """What is computed from detached logits, or from those made under `no_grad`, has no gradient."""
+    head, hidden = toy()
+    logits = lazy(head, hidden)
+    with torch.no_grad():
+        ungraphed = logits.float() / 2
+    for found in (logits.detach(), logits.detach().double(), ungraphed):
+        assert not loss_of()(found).requires_grad
+        assert not found.logsumexp(-1).requires_grad
+    assert not whole
+    assert logits.detach().numpy().shape == logits.shape
+    assert torch.equal(logits.detach().cpu(), head(hidden))
+    assert torch.equal(ungraphed.tanh().exp(), (head(hidden) / 2).tanh().exp())
+    leaf = logits.detach().requires_grad_()
+    loss_of()(leaf).backward()
+    assert head.weight.grad is None
+    assert leaf.grad.abs().sum() > 0
+    assert loss_of()(logits).requires_grad
+
+
+def test_gradients_for_what_is_asked_for(whole):
+    """Several times, scaled, of one input only, or from gradients of the logits given by hand."""
+    head, hidden = toy()
+    for work in (loss_of(), selected):
+        expected = differentiate(work, nn.Module.__call__, head, hidden)
+        head.zero_grad()
+        hidden.grad = None
+        loss = work(lazy(head, hidden)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        torch.autograd.grad(loss, hidden)
+        got = {"loss": loss.detach(), "hidden": hidden.grad, "weight": head.weight.grad, "bias": head.bias.grad}
+        twice = {name: value.sum() if name == "loss" else 2 * value for name, value in expected.items()}
+        assert_near(twice, got)
+    plain, ours = (
+        torch.autograd.grad(loss_of()(make(head, hidden)), head.weight, torch.tensor(3.0))[0]
+        for make in (nn.Module.__call__, lazy)
+    )
+    torch.testing.assert_close(plain, ours)
+    assert not whole
+    down, hidden.grad = torch.randn(*TOKENS, WORDS), None
+    torch.autograd.backward([lazy(head, hidden)], [down])
+    torch.testing.assert_close(hidden.grad, torch.autograd.grad(head(hidden), hidden, down)[0])
+
+
+def _part_then_change(logits):
+    rest = logits[:, 1:]
+    logits[:, 1] = 0
+    return rest.exp()
+
+
+def _change_part(logits):
+    rest = logits[:, 1:]
+    functional.relu(rest, inplace=True)
+    return loss_of()(logits)
+
+
+def _change_part_of_computed(logits):
+    rest = logits[:, 1:]
+    logits.exp()
+    logits[:, 2].zero_()
+    return rest.exp()
+
+
+def _hook_after_loss(logits):
+    loss_of()(logits)
+    logits.retain_grad()
+
+
+def _change_below_autograd(logits):
+    class Changes(Doubled):
+        @staticmethod
+        def forward(ctx, given):
+            with torch._C.DisableTorchFunctionSubclass():
+                return given.mul_(2)
+
+    return Changes.apply(logits)
+
+
+@pytest.mark.parametrize(
+    ("work", "says"),
+    [
+        (_part_then_change, "changed in place"),
+        (_change_part, "changed in place"),
+        (_change_part_of_computed, "changed in place"),
+        (_hook_after_loss, "cannot be watched"),
+        (_change_below_autograd, "in place"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(work, says):
+    """Logits in chunks would give other values than plain ones there, so they raise an error."""
+    head, hidden = toy()
+    with pytest.raises(HfCkptError, match=says):
+        work(lazy(head, hidden))
+    work(head(hidden) * 1)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_logits_after_the_optimizers_step_are_refused(optimizer):
+    head, hidden = toy()
+    logits, kept = lazy(head, hidden), lazy(head, hidden)
+    kept.exp()
+    loss_of()(logits).backward()
+    after = logits.softmax(-1)  # after backward they are still those of this forward
+    torch.testing.assert_close(after, head(hidden).softmax(-1))
+    late = lazy(head, hidden)
+    optimizer(head.parameters(), lr=0.1).step()
+    with pytest.raises(HfCkptError, match="parameters of the head had changed"):
+        late.argmax(-1)
+    assert torch.equal(logits.softmax(-1), after)
+    assert torch.equal(kept.softmax(-1), after)
+    hidden = hidden * 1
+    late = lazy(head, hidden)
+    hidden.detach().zero_()
+    with pytest.raises(HfCkptError, match="input of the chunked head was changed"):
+        late.exp()

@@ -6,18 +6,23 @@ to recomputing the block where that fails.
 
 from __future__ import annotations
 
+import functools
+import gc
+
 import pytest
 import torch
 from helpers import unknown
 from helpers.offloading import OFFLOAD, regions
 from helpers.steps import assert_same, enable, step, without_cache
-from helpers.toys import SAVES, WEIGHT, each_family, each_save, hooked, plain_and_ours, same_steps, same_toys, toy
+from helpers.toys import SAVES, WEIGHT, each_family, hooked, plain_and_ours, same_steps, same_toys, toy
 from helpers.unknown import steps_of, working
 from torch import nn
 from torch.nn import functional
 
 import hf_ckpt
 from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.engines.host import Mover
+from hf_ckpt.engines.offload import OffloadRegion
 from hf_ckpt.engines.rebuild import values
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.errors import InPlaceError, ReplayError
@@ -223,27 +228,40 @@ UNSEEN = {unknown.clamps_without_a_graph, unknown.writes_data, unknown.writes_da
 KNOWN = [work for work, found in WORKING_IN_PLACE.items() if None not in found and work not in UNSEEN]
 HARMLESS = {unknown.scales_its_input, unknown.relu_in_place, unknown.masks_scores, unknown.adds_rows}
 """Changes that raise no error where the results of linear layers and of attention stay."""
+CHANGES_ITS_INPUT = {unknown.adds_to_its_input, unknown.scales_its_input, unknown.drops_its_input}
+
+
+REGIONS = {
+    **{"+".join(save): functools.partial(RebuildRegion, save=tuple(save)) for save in SAVES},
+    "moved": lambda block: RebuildRegion(block, save=("linear",), mover=Mover()),
+    "offload": lambda block: OffloadRegion(block, Mover()),
+}
 
 
 @pytest.mark.compat
-@each_save
+@pytest.mark.parametrize("kind", REGIONS)
 @pytest.mark.parametrize("work", KNOWN, ids=lambda work: work.__name__)
-def test_a_change_in_place_is_harmless_or_said(work, save):
+def test_a_change_in_place_is_harmless_or_said(work, kind, lanes):
     """What autograd accepts gives the same gradients here, or an error that names the block; never other gradients."""
     (block, *_) = working(work).layers
     hooked(block.norm)
     options = {"parameters": [*block.parameters()]}
     expected = toy(block.forward, **options)
-    region = RebuildRegion("toy", save=tuple(save))
+    region = REGIONS[kind]("toy")
     try:
         found = toy(block.forward, region, **options)
     except InPlaceError as error:
         assert "block 'toy'" in str(error)  # noqa: PT017
-        assert work not in HARMLESS or save != SAVES[0]
+        assert work not in HARMLESS or kind != "linear+attention"
     else:
         assert_same(expected, found)
+        assert kind != "offload" or work not in CHANGES_ITS_INPUT
     assert region.forwards == 1
-    assert region.kept or region.dropped
+    assert kind == "offload" or region.kept or region.dropped
+    if lanes:
+        region.mover.end_of_block(None)
+        gc.collect()
+        assert region.mover._in_use == 0
 
 
 def test_a_change_in_place_of_what_stays_is_found():

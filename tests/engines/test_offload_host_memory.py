@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import types
 
 import pytest
 import torch
-from helpers.lanes import Delayed, DeviceBytes, Eager, lanes_of
+from helpers.lanes import Delayed, DeviceBytes, Eager, FakeDevice, FakeStream, Noting, lanes_of
 from helpers.offloading import OFFLOAD, SAVED, moved, mover, ours, said
 from helpers.steps import CACHED_BYTES, assert_same, step, without_cache
 
-from hf_ckpt.engines import host
+from hf_ckpt.engines import host, offload
 from hf_ckpt.engines.host import Mover, StreamLane
+from hf_ckpt.engines.moved import Group
 from hf_ckpt.engines.offload import OffloadRegion
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -69,6 +69,51 @@ def test_pools_of_a_mover():
     assert pool.held_bytes == 64
 
 
+def test_what_comes_back_has_the_bits_it_left_with():
+    """float32 is rounded in silence, through a pool of bfloat16 buffers."""
+    lane, pool = Delayed(), Mover(make_lane=Delayed)
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float32):
+        tensor = torch.randn(1024 // dtype.itemsize, generator=generator, dtype=torch.float64).to(dtype)
+        expected = tensor.clone()
+        group = Group(pool, "block", lane, tensor)
+        slot = group.send(tensor)
+        group.close()
+        tensor.fill_(torch.nan)  # its memory is somebody else's now
+        found = slot.fetch()
+        assert found.dtype is dtype
+        assert torch.equal(found, expected)
+        del slot, group
+    assert pool.held_bytes == 1024  # one buffer for all of them
+
+
+@pytest.mark.compat
+def test_memory_that_cannot_be_pinned_and_is_rounded_up(lanes, monkeypatch, caplog):
+    """The driver has no more pinned pages; and 17 tokens take as much of it as 32."""
+    empty, refused = torch.empty, []
+
+    def refusing(*args, **keys):
+        if keys.get("pin_memory"):
+            refused.append(args[0])
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*args, **keys)
+
+    monkeypatch.setattr(torch, "empty", refusing)
+    monkeypatch.setattr(offload.compat, "accelerator_type", lambda: "cuda")
+    batch = tiny_batch("llama", tokens=17)
+    hidden = 2 * 17 * 32 * 4
+    for limit, count in ((3 * 8192, 3), (3 * 8192 - 1, 2), (3 * hidden, 1)):
+        model = ours(spec={**OFFLOAD, "host_budget": f"{limit}B"})
+        for _ in range(2):
+            assert_same(step(tiny_model("llama"), batch), step(model, batch))
+            assert list(moved(model).values()) == [hidden] * count
+        assert mover(model).held_bytes == count * 8192
+    assert refused == [8192] * 3  # asked once a pool
+    (message,) = [text for text in said(caplog) if "cannot be pinned" in text]
+    assert "CUDA error: out of memory" in message
+    assert "unpinned memory is used" in message
+
+
 def test_buffers_are_of_the_cpu_whatever_the_default_device():
     with torch.device("meta"):
         assert Mover().take(Delayed(), 5).device.type == "cpu"
@@ -111,57 +156,6 @@ def test_what_finds_no_room_in_host_memory_is_freed(how, monkeypatch):
 
 
 # --- order on a stream ------------------------------------------------------------------------------------------------
-
-
-class FakeStream:
-    def __init__(self, log, name):
-        self.log, self.name = log, name
-
-    def wait_stream(self, other):
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def record_event(self):
-        event = f"event {sum('records' in entry for entry in self.log)}"
-        self.log.append(f"{self.name} records {event}")
-        return event
-
-    def wait_event(self, event):
-        self.log.append(f"{self.name} waits for {event}")
-
-
-class FakeDevice:
-    """A stand-in for the module of a device that `torch.get_device_module` returns."""
-
-    def __init__(self):
-        self.log = []
-        self.current = self.main = FakeStream(self.log, "main")
-
-    def is_available(self):
-        return True
-
-    def Stream(self, device):
-        return FakeStream(self.log, "side")
-
-    def current_stream(self, device):
-        return self.current
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-
-class Noting(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self, device):
-        super().__init__()
-        self.device = device
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.removeprefix("aten::")
-        if name in ("copy_", "empty_strided"):
-            self.device.log.append(f"{name} on {self.device.current.name}")
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -75,7 +74,6 @@ MODELS = {
     "gemma2": _other("Gemma2ForCausalLM", final_logit_softcapping=3.0),
     "bart": bart,
 }
-each_model = pytest.mark.parametrize("name", MODELS)
 
 
 def batch_of(name):
@@ -161,3 +159,34 @@ def selected(logits):
     labels = labels_for(ignored=0.0).unsqueeze(-1)
     chosen = logits.gather(-1, labels).squeeze(-1)
     return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+
+
+class Doubled(torch.autograd.Function):
+    """A function with a gradient of its own, which a loss behind it must go through."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return logits * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Passed(Doubled):
+    """A function that changes nothing, as DDP puts behind what a model returns."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return logits
+
+
+def copy_for_a_thread(module):
+    """What `nn.DataParallel` makes of a module for another device, where weights are no parameters."""
+    copied = module._replicate_for_data_parallel()
+    for name, child in module.named_children():
+        copied._modules[name] = copy_for_a_thread(child)
+    for name, parameter in module._parameters.items():
+        # As they are on the other device; here, they have other values.
+        (copied._parameters if parameter is None else vars(copied))[name] = None if parameter is None else 2 * parameter
+    return copied

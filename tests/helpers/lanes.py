@@ -8,6 +8,7 @@ import weakref
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt.engines import host as host_memory
 from hf_ckpt.measure.live import LiveBytes
@@ -109,3 +110,57 @@ def lanes_of(lane_class):
 
     with mock.patch.object(host_memory, "lane_of", lane_of), mock.patch.object(host_memory, "LEAST_BYTES", 0):
         yield made
+
+
+# --- a device whose streams are written down --------------------------------------------------------------------------
+
+
+class FakeStream:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self):
+        event = f"event {sum('records' in entry for entry in self.log)}"
+        self.log.append(f"{self.name} records {event}")
+        return event
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
+
+
+class FakeDevice:
+    """A stand-in for the module of a device that `torch.get_device_module` returns."""
+
+    def __init__(self):
+        self.log = []
+        self.current = self.main = FakeStream(self.log, "main")
+
+    def is_available(self):
+        return True
+
+    def Stream(self, device):
+        return FakeStream(self.log, "side")
+
+    def current_stream(self, device):
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+class Noting(TorchDispatchMode):
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        if name in ("copy_", "empty_strided"):
+            self.device.log.append(f"{name} on {self.device.current.name}")
+        return func(*args, **(kwargs or {}))

@@ -24,6 +24,7 @@ OTHERS = {
     "Qwen3ForCausalLM": _GROUPED,
     "Gemma2ForCausalLM": _GROUPED,
     "MistralForCausalLM": _GROUPED,
+    "GraniteForCausalLM": _GROUPED,
     "Phi3ForCausalLM": {**_TOKENS, **_SIZES},
     "MixtralForCausalLM": {**_GROUPED, "num_local_experts": 4},
     "GPTNeoXForCausalLM": {**_TOKENS, **_SIZES},

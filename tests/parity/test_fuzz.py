@@ -284,6 +284,8 @@ def test_hostile_texts(text, tmp_path):
 @examples(60, 0.2)
 @given(valid_specs(-3, 3), st.booleans(), st.sampled_from(FAMILIES))
 @example({"policy": "selective", "save": ["attention"], "engine": "sac"}, False, "gpt2")  # has no attention to save
+@example({"policy": "full", "mlp": 5}, False, "bert")
+@example({"policy": "none", "head": 5, "mlp": 5}, True, "t5")
 def test_a_spec_works_on_every_family_or_is_refused(given_spec, through_enable, family):
     """Install, enable, one step, disable, uninstall: each works or raises a typed error, and leaves no trace."""
     assume(given_spec["policy"] not in ("budget", "auto"))

@@ -79,10 +79,10 @@ TRAPS = {
     16: """offloading does not lower the peak, or moves masks
         planner/test_real_peaks.py::test_a_plan_offloads_only_where_that_lowers_the_peak
         prediction/test_offloading.py::test_a_plan_moves_only_what_it_has_to
-        engines/test_late_copies.py::test_hidden_states_move_once_and_nothing_else
+        parity/test_matrix.py::test_gradients_are_those_of_no_checkpointing
     """,
     17: """asynchronous offloading: NaN, leaks, use after free, silent rounding
-        engines/test_late_copies.py::test_what_comes_back_has_the_bits_it_left_with
+        engines/test_offload_host_memory.py::test_what_comes_back_has_the_bits_it_left_with
     """,
     18: """a frozen prefix pays for hooks on embeddings, which pile up
         users/test_peft.py::test_a_frozen_prefix_does_not_pay
@@ -132,7 +132,7 @@ TRAPS = {
     """,
     27: """pinned memory rounds to powers of two, and runs out
         engines/test_offload_host_memory.py::test_a_host_budget_counts_powers_of_two
-        engines/test_late_copies.py::test_memory_that_cannot_be_pinned_and_is_rounded_up
+        engines/test_offload_host_memory.py::test_memory_that_cannot_be_pinned_and_is_rounded_up
     """,
     28: """out of memory: the batch is halved, or hours are lost
         training/test_guard.py::test_any_point_of_a_step
@@ -155,8 +155,8 @@ TRAPS = {
         users/test_deepspeed.py::test_deepspeeds_own_block_does_nothing
     """,
     33: """routing of mixtures of experts flips at recomputation
-        engines/test_experts.py::test_tokens_go_to_the_same_experts
-        engines/test_experts.py::test_selective_keeps_what_was_chosen
+        engines/test_routers.py::test_tokens_go_to_the_same_experts
+        engines/test_routers.py::test_selective_keeps_what_was_chosen
         planner/test_real_peaks.py::test_a_mixture_of_experts_can_be_planned_for
         planner/test_real_peaks.py::test_hidden_states_that_a_config_asks_for_are_planned_for
     """,
@@ -190,7 +190,7 @@ TRAPS = {
         training/test_verify.py::test_buffers_are_compared_and_put_back
     """,
     41: """nn.DataParallel: a replica uses the weights of another device
-        engines/test_head_training.py::test_a_copy_of_data_parallel_uses_its_own_weights
+        engines/test_head_models.py::test_a_copy_of_data_parallel_uses_its_own_weights
     """,
     42: """a full disk or a read-only folder ends the training, and leaves half of a file
         training/test_callback_files.py::test_a_file_that_cannot_be_written_is_warned_of_once
