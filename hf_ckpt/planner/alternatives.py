@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hf_ckpt.planner.budgets import lowest_of, plan_of, plan_within, several_of
-from hf_ckpt.prediction.costs import BlockCost, Choice, Costs, Phase
+from hf_ckpt.prediction.costs import BlockCost, Choice, Costs, Key, Phase
 from hf_ckpt.prediction.offload import OFFLOADED, with_offloading
 from hf_ckpt.prediction.timeline import worst_timeline
 from hf_ckpt.spec.actions import FULL, SELECTIVE
@@ -130,20 +130,15 @@ def _offloaded(costs: Costs, full: int, host_bandwidth: float) -> Costs:
         size, forward = cost.output_bytes, cost.forward
         gone = (*forward.points, (forward.net - size, forward.gradients))
         nanoseconds = forward.nanoseconds + round(size / host_bandwidth * 1e9)
-        return BlockCost(
-            dataclasses.replace(forward, points=gone, nanoseconds=nanoseconds), back(cost.backward, size), size
-        )
+        forward = dataclasses.replace(forward, points=gone, nanoseconds=nanoseconds)
+        return dataclasses.replace(cost, forward=forward, backward=back(cost.backward, size))
+
+    def all_moved(found: Mapping[Key, BlockCost]) -> dict[Key, BlockCost]:
+        return {key: moved(cost) if key[1] == full else cost for key, cost in found.items()}
 
     stacks = tuple(
         dataclasses.replace(
-            stack,
-            costs={pair: moved(cost) if pair[1][1] == full else cost for pair, cost in stack.costs.items()},
-            last_backward={
-                key: back(phase, max(cost.output_bytes for pair, cost in stack.costs.items() if pair[1] == key))
-                if key[1] == full
-                else phase
-                for key, phase in stack.last_backward.items()
-            },
+            stack, first=all_moved(stack.first), inner=all_moved(stack.inner), last=all_moved(stack.last)
         )
         for stack in costs.stacks
     )

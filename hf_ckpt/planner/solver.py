@@ -2,19 +2,19 @@
 
 The task: give each block an action, so that the step takes the least time and no moment of it exceeds the limit. Going
 through the forward block by block, every moment needs `alive + need` bytes. Alive is what the blocks so far have left:
-`level` bytes last until the backward, `lent` bytes until the forward ends. The need follows from the block, the block
-before it and its place. That holds for the block's backward, too: it finds alive what the blocks up to there have left,
-and constants (see `timeline`).
+`level` bytes last until the backward, `lent` bytes until the forward ends. The need follows from the block and its
+place. That holds for the block's backward, too: it finds alive what the blocks up to there have left, and constants
+(see `timeline`).
 
 The search keeps all choices for the blocks so far that may become the best, and drops the others for four reasons:
 
-- They cannot be completed. `_Search._needs_ahead` gives what the blocks ahead need at least, for each action of the
-  last block. It also gives the lowest peak, without a search.
+- They cannot be completed. `_Search._needs_ahead` gives what the blocks ahead need at least. It also gives the lowest
+  peak, without a search.
 - Exchanging two neighbours is never worse (`_exchanged`). The costs themselves say so: exchanged, two blocks of a kind
-  never need more, take longer or leave more, whatever comes before and behind them. Only one of their orders is tried.
+  never need more, take longer or leave more. Only one of their orders is tried.
 - They cannot become faster than the best choice known. A price for the bytes of one moment gives a lower bound of the
   time ahead (`_Priced`), as Lagrangian relaxation of a knapsack does.
-- Another choice with the same last block is as fast and leaves no more bytes.
+- Another choice with the same last action is as fast and leaves no more bytes.
 
 Dropping them loses no best choice, so the result is exact for any costs; how much is dropped decides the time only.
 """
@@ -24,7 +24,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy
 import numpy.typing
@@ -44,7 +45,6 @@ _DEAR = 2.0**40
 _ROUNDING = 0.5
 """Nanoseconds by which sums of floating-point numbers may be off; times are whole numbers."""
 Numbers = numpy.typing.NDArray[numpy.int64]
-Reals = numpy.typing.NDArray[numpy.float64]
 Truths = numpy.typing.NDArray[numpy.bool_]
 Moment = tuple[int, bool]
 """(block, as the number of its stage; whether it is the block's backward)."""
@@ -54,17 +54,12 @@ Path = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class _Moves:
-    """What it takes to pass one block: a number for each key of the block before it (row) and each of its own (column).
-
-    A key is a kind and an action. What runs before a stack is passed with its first block, and the head with the last.
-    """
+    """What it takes to pass a part of the step: numbers for each action that may be chosen there."""
 
     forward: Numbers
     """Most bytes of the forward, and of what is always there, above `level` and `lent` of the blocks before."""
     backward: Numbers
-    """Most bytes of the backward in a first micro-step, and of what is there then, above `level` of those before."""
-    later: Numbers
-    """The same in a micro-step that adds to gradients."""
+    """Most bytes of the backward, and of what is there then, above `level` of the blocks before."""
     net: Numbers
     """Bytes left until the backward."""
     lent: Numbers
@@ -72,19 +67,23 @@ class _Moves:
     nanoseconds: Numbers
     """Of forward and backward."""
 
+    @property
+    def alive(self) -> Numbers:
+        """Bytes left until the forward ends."""
+        return self.net + self.lent
+
     def then(self, other: _Moves) -> _Moves:
         """What it takes to pass both. The arrays of both are broadcast."""
         return _Moves(
-            numpy.maximum(self.forward, self.net + self.lent + other.forward),
+            numpy.maximum(self.forward, self.alive + other.forward),
             numpy.maximum(self.backward, self.net + other.backward),
-            numpy.maximum(self.later, self.net + other.later),
             self.net + other.net,
             self.lent + other.lent,
             self.nanoseconds + other.nanoseconds,
         )
 
-    def at(self, *index: Numbers) -> _Moves:
-        """Those for some of the keys."""
+    def at(self, index: Any) -> _Moves:
+        """Those at an index of the arrays."""
         return _Moves(*(values[index] for values in self.arrays))
 
     def no_worse(self, other: _Moves) -> Truths:
@@ -96,22 +95,18 @@ class _Moves:
     @property
     def arrays(self) -> tuple[Numbers, ...]:
         """All the numbers."""
-        return self.forward, self.backward, self.later, self.net, self.lent, self.nanoseconds
+        return self.forward, self.backward, self.net, self.lent, self.nanoseconds
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stage:
-    """A block to pass."""
+    """A block to pass. What runs before a stack is passed with its first block, and the head with the last one."""
 
     keys: tuple[Key, ...]
-    """The keys that it may have, the columns of `moves`."""
-    ranks: tuple[int, ...]
-    """For each of them its place among the keys of its kind: those that keep the least come first."""
+    """The keys that it may have, for each of which `moves` has numbers."""
+    ranks: Numbers
+    """For each of them its place among the keys of its stack: those that keep the least come first."""
     moves: _Moves
-    like: int
-    """Stages with the same number have the same moves, but for `added`."""
-    added: tuple[int, int] = (0, 0)
-    """Bytes among `moves.backward` and `moves.later` that depend on the place."""
 
 
 def fastest(costs: Costs, limit: int) -> Choice | None:
@@ -145,17 +140,14 @@ class _Search:
 
     def __init__(self, costs: Costs) -> None:
         self.stacks = costs.stacks
-        self.stages = list(_stages(costs))
-        self.allowed = _exchanged(self.stages)
-        moves = [stage.moves for stage in self.stages]
-        self.forward = [found.forward for found in moves]
-        self.backward = [numpy.maximum(found.backward, found.later) for found in moves]
-        if not any(found.lent.any() for found in moves):  # then both are above the same bytes
-            self.backward = self.forward = [*map(numpy.maximum, self.forward, self.backward)]
-        self.net, self.alive = [found.net for found in moves], [found.net + found.lent for found in moves]
-        self.nanoseconds = [
-            numpy.where(may, found.nanoseconds, numpy.inf) for may, found in zip(self.allowed, moves, strict=True)
-        ]
+        stages = list(_stages(costs))
+        self.keys = [stage.keys for stage in stages]
+        self.moves = [stage.moves for stage in stages]
+        self.allowed = _exchanged(stages)
+        if not any(moves.lent.any() for moves in self.moves):  # then both needs are above the same bytes
+            needs = [numpy.maximum(moves.forward, moves.backward) for moves in self.moves]
+            pairs = zip(self.moves, needs, strict=True)
+            self.moves = [dataclasses.replace(moves, forward=need, backward=need) for moves, need in pairs]
         self.ahead, start = self._needs_ahead()
         self.lowest_peak = max(costs.static.beside, min(map(max, start)))
 
@@ -165,15 +157,15 @@ class _Search:
         These are pairs: bytes above `level` and `lent`, bytes above `level`. What fits one pair of the last block's key
         can be completed. The arrays are [pairs, keys]; keys with fewer pairs have pairs that nothing fits.
         """
-        needs = [[(-_MANY, -_MANY)] for _ in self.stages[-1].keys]
+        needs = [[(-_MANY, -_MANY)] for _ in self.keys[-1]]
         found = []
-        for number in range(len(self.stages) - 1, -1, -1):
+        for moves, allowed in zip(reversed(self.moves), reversed(self.allowed), strict=True):
             most = max(map(len, needs))
             padded = numpy.array([[*row, *[(_MANY, _MANY)] * (most - len(row))] for row in needs], dtype=numpy.int64)
             found.append((padded[:, :, 0].T, padded[:, :, 1].T))
-            arrays = (self.allowed, self.forward, self.alive, self.backward, self.net)
-            rows = zip(*(values[number].tolist() for values in arrays), strict=True)
-            needs = [_lowest(zip(*row, needs, strict=True)) for row in rows]
+            columns = (moves.forward, moves.alive, moves.backward, moves.net)
+            rows = list(zip(*(column.tolist() for column in columns), needs, strict=True))
+            needs = [_lowest(itertools.compress(rows, may)) for may in allowed]
         return found[::-1], needs[0]
 
     def fastest(self, limit: int) -> Choice:
@@ -204,12 +196,12 @@ class _Search:
         for _ in range(min(_PRICED, len(left))):
             moment = max(left, key=sizes.__getitem__)
             del left[moment]
-            low, high = free, _Priced(self, moment, limit, _DEAR, free)
+            low, high = free, _Priced(self, moment, limit, _DEAR)
             if high.sizes[moment] > limit:
                 continue
             while True:
                 price = (high.nanoseconds - low.nanoseconds) / (low.sizes[moment] - high.sizes[moment])
-                found = _Priced(self, moment, limit, max(0.0, price), free)
+                found = _Priced(self, moment, limit, max(0.0, price))
                 if found.cost >= low.nanoseconds + price * (low.sizes[moment] - limit) - _ROUNDING:
                     break
                 low, high = (found, high) if found.sizes[moment] > limit else (low, found)
@@ -229,39 +221,37 @@ class _Search:
 
         Returns the best choice known then, and whether others were left out that might be better.
         """
-        zero = numpy.zeros(1, dtype=numpy.int64)
-        key, level, alive, spent = zero, zero, zero, zero
+        level = alive = spent = numpy.zeros((1, 1), dtype=numpy.int64)
+        place = numpy.zeros(1, dtype=numpy.int64)
         cut, parents = False, []
-        for number, (needs_alive, needs_level) in enumerate(self.ahead):
-            fits = (alive[:, None] + self.forward[number][key] <= limit) & self.allowed[number][key]
-            fits &= level[:, None] + self.backward[number][key] <= limit
-            level, alive = level[:, None] + self.net[number][key], alive[:, None] + self.alive[number][key]
-            spent = spent[:, None] + self.stages[number].moves.nanoseconds[key]
+        for number, (moves, (needs_alive, needs_level)) in enumerate(zip(self.moves, self.ahead, strict=True)):
+            fits = (alive + moves.forward <= limit) & (level + moves.backward <= limit) & self.allowed[number][place]
+            level, alive, spent = level + moves.net, alive + moves.alive, spent + moves.nanoseconds
             pairs = zip(needs_alive, needs_level, strict=True)
             fits &= numpy.logical_or.reduce([(alive + one <= limit) & (level + other <= limit) for one, other in pairs])
             bound = spent + functools.reduce(numpy.maximum, (found.ahead(number, level, alive) for found in bounds))
             if best is not None:
                 fits &= bound < best[0] - _ROUNDING
-            parent, key = numpy.nonzero(fits)
-            if not len(key):
+            parent, place = numpy.nonzero(fits)
+            if not len(place):
                 return best, cut
             level, alive, spent, bound = level[fits], alive[fits], spent[fits], bound[fits]
-            kept = _undominated(key, alive - level, level, spent)
+            kept = _undominated(place, alive - level, level, spent)
             if len(kept) > width:
                 cut = True
                 kept = numpy.sort(kept[numpy.argsort(bound[kept], kind="stable")[:width]])
-            key, level, alive, spent = key[kept], level[kept], alive[kept], spent[kept]
-            parents.append((parent[kept], key))
-        number = int(numpy.lexsort((level, spent))[0])
-        nanoseconds, path = int(spent[number]), []
-        for parent, key in reversed(parents):
-            path.append(int(key[number]))
+            place, level, alive, spent = place[kept], level[kept, None], alive[kept, None], spent[kept, None]
+            parents.append((parent[kept], place))
+        number = int(numpy.lexsort((level[:, 0], spent[:, 0]))[0])
+        nanoseconds, path = int(spent[number, 0]), []
+        for parent, chosen in reversed(parents):
+            path.append(int(chosen[number]))
             number = int(parent[number])
         return (nanoseconds, tuple(reversed(path))), cut
 
     def _choice(self, path: Path) -> Choice:
         """The actions along a path, stack by stack."""
-        actions = (stage.keys[place][1] for stage, place in zip(self.stages, path, strict=True))
+        actions = (keys[place][1] for keys, place in zip(self.keys, path, strict=True))
         return tuple(tuple(itertools.islice(actions, len(stack.blocks))) for stack in self.stacks)
 
 
@@ -275,62 +265,55 @@ class _Priced:
         moment: whose bytes have a price; None for no price.
         limit: the limit.
         price: nanoseconds for a byte.
-        free: the same without a price.
     """
 
-    def __init__(
-        self,
-        search: _Search,
-        moment: Moment | None = None,
-        limit: int = 0,
-        price: float = 0.0,
-        free: _Priced | None = None,
-    ) -> None:
-        self.price, depth = price, len(search.stages)
-        self.until, backward = moment or (depth - 1, False)
-        self.backward = backward
-        self._times: list[Reals] = list(free._times) if free else [numpy.zeros(len(search.stages[-1].keys))] * depth
+    def __init__(self, search: _Search, moment: Moment | None = None, limit: int = 0, price: float = 0.0) -> None:
+        self.price = price
+        self.until, self.backward = moment or (-1, False)
+        self._times: list[Any] = []
         """For each stage and each of its keys: the least time of the blocks ahead, without the price of the bytes that
         are alive there."""
-        self._best: list[list[int]] = list(free._best) if free else [[]] * depth
-        net, need = (search.net, search.backward) if backward else (search.alive, search.forward)
-        times = self._times[self.until]
-        for number in range(self.until, -1, -1):
-            self._times[number] = times
-            total = search.nanoseconds[number] + times
-            if price:
-                total += price * (net[number] if number < self.until else need[number] - limit)
-            self._best[number] = total.argmin(axis=1).tolist()
-            times = total.min(axis=1)
+        best: list[list[int]] = []
+        times: Any = numpy.zeros(len(search.keys[-1]))
+        for number in range(len(search.moves) - 1, -1, -1):
+            moves = search.moves[number]
+            self._times.append(times)
+            total = moves.nanoseconds + times
+            if number < self.until:
+                total += price * (moves.net if self.backward else moves.alive)
+            elif number == self.until:
+                total += price * ((moves.backward if self.backward else moves.forward) - limit)
+            totals = numpy.where(search.allowed[number], total, numpy.inf)
+            best.append(totals.argmin(axis=1).tolist())
+            times = totals.min(axis=1)
+        self._times.reverse()
         self.cost = float(times[0])
         """Time of the choice, and of its bytes."""
         path: list[int] = []
         self.sizes: dict[Moment, int] = {}
         """Bytes at each moment."""
-        self.nanoseconds, level, alive, key = 0, 0, 0, 0
-        for number, stage in enumerate(search.stages):
-            place = key, self._best[number][key]
-            self.sizes[number, False] = alive + int(search.forward[number][place])
-            self.sizes[number, True] = level + int(search.backward[number][place])
-            level, alive = level + int(search.net[number][place]), alive + int(search.alive[number][place])
-            self.nanoseconds += int(stage.moves.nanoseconds[place])
-            key = place[1]
-            path.append(key)
+        self.nanoseconds, level, alive, place = 0, 0, 0, 0
+        for number, (moves, following) in enumerate(zip(search.moves, reversed(best), strict=True)):
+            place = following[place]
+            self.sizes[number, False] = alive + int(moves.forward[place])
+            self.sizes[number, True] = level + int(moves.backward[place])
+            level, alive = level + int(moves.net[place]), alive + int(moves.alive[place])
+            self.nanoseconds += int(moves.nanoseconds[place])
+            path.append(place)
         self.path: Path = tuple(path)
 
-    def ahead(self, number: int, level: Numbers, alive: Numbers) -> Reals:
+    def ahead(self, number: int, level: Numbers, alive: Numbers) -> Any:
         """The least time of the blocks behind stage `number`, by the bytes alive behind it: [choices, keys]."""
         times = self._times[number]
-        return times + self.price * (level if self.backward else alive) if number < self.until and self.price else times
+        return times + self.price * (level if self.backward else alive) if number < self.until else times
 
 
-def _lowest(moves: Iterator[tuple[bool, int, int, int, int, list[tuple[int, int]]]]) -> list[tuple[int, int]]:
+def _lowest(moves: Iterable[tuple[int, int, int, int, list[tuple[int, int]]]]) -> list[tuple[int, int]]:
     """The pairs of needs that some move has, together with what is ahead of it, but for those no lower than another."""
     pairs = sorted(
         {
             (max(forward, alive + one), max(backward, net + other))
-            for may, forward, alive, backward, net, ahead in moves
-            if may
+            for forward, alive, backward, net, ahead in moves
             for one, other in ahead
         }
     )
@@ -338,10 +321,10 @@ def _lowest(moves: Iterator[tuple[bool, int, int, int, int, list[tuple[int, int]
     return [pair for pair, before in zip(pairs, itertools.chain([_MANY], least), strict=False) if pair[1] < before]
 
 
-def _undominated(key: Numbers, lent: Numbers, level: Numbers, spent: Numbers) -> Numbers:
-    """The positions of the choices that are faster than all with the same key and `lent` whose `level` is as low."""
-    order = numpy.lexsort((spent, level, lent, key))
-    changes = (numpy.diff(key[order], prepend=-1) != 0) | (numpy.diff(lent[order], prepend=0) != 0)
+def _undominated(place: Numbers, lent: Numbers, level: Numbers, spent: Numbers) -> Numbers:
+    """The positions of the choices that are faster than all with the same place and `lent` whose `level` is as low."""
+    order = numpy.lexsort((spent, level, lent, place))
+    changes = (numpy.diff(place[order], prepend=-1) != 0) | (numpy.diff(lent[order], prepend=0) != 0)
     # What is taken off for the number of the group puts every time below those of the groups before.
     least = numpy.minimum.accumulate(spent[order] - numpy.cumsum(changes) * (int(spent.max()) + 1))
     first = numpy.ones(len(order), dtype=bool)
@@ -355,111 +338,74 @@ def _exchanged(stages: Sequence[_Stage]) -> list[Truths]:
     Left out are pairs of neighbours in the wrong order: exchanging the two is never worse, whatever comes before and
     behind, and each exchange puts two blocks of a kind into the order of their ranks, so that it comes to an end.
     """
-    allowed = [numpy.ones(stage.moves.net.shape, dtype=bool) for stage in stages]
-    end = numpy.full((len(stages[-1].keys), 1), -_MANY)
-    nothing = end * 0
-    behind = _Stage((), (), _Moves(end, end, end, nothing, nothing, nothing), -1)
-    known: dict[object, Truths] = {}
-    for number, (first, second, third) in enumerate(zip(stages, stages[1:], [*stages[2:], behind], strict=False)):
-        if first.keys == second.keys:
-            added = [tuple(map(int.__sub__, stage.added, first.added)) for stage in (second, third)]
-            kind = first.like, second.like, third.like, *added
-            if kind not in known:
-                ranks = numpy.array(first.ranks)
-                known[kind] = (ranks[:, None] <= ranks) | ~_exchangeable(first.moves, second.moves, third.moves)
-            allowed[number + 1] = known[kind]
+    allowed = [numpy.ones((1, len(stages[0].keys)), dtype=bool)]
+    for first, second in itertools.pairwise(stages):
+        if first.keys != second.keys:
+            allowed.append(numpy.ones((len(first.keys), len(second.keys)), dtype=bool))
+            continue
+        row, column = numpy.ix_(*[range(len(first.keys))] * 2)
+        now = first.moves.at(row).then(second.moves.at(column))
+        exchanged = first.moves.at(column).then(second.moves.at(row))
+        allowed.append((first.ranks[:, None] <= first.ranks) | ~exchanged.no_worse(now))
     return allowed
-
-
-def _exchangeable(first: _Moves, second: _Moves, third: _Moves) -> Truths:
-    """For each key of a block and each of the next: whether it is never worse to exchange them."""
-    before, key, following, behind = numpy.ix_(*map(range, (*first.net.shape, *third.net.shape)))
-    ways = [
-        first.at(before, one).then(second.at(one, other)).then(third.at(other, behind))
-        for one, other in ((key, following), (following, key))
-    ]
-    found: Truths = numpy.logical_and.reduce(ways[1].no_worse(ways[0]), axis=(0, 3))
-    return found
 
 
 def _stages(costs: Costs) -> Iterator[_Stage]:
     """The blocks of a step, in the order of the forward. What they need also covers their backward."""
-    pending = sum(stack.before_gradients for stack in costs.stacks)
+    pending = sum(stack.before_backward.gradients for stack in costs.stacks)
     pending += sum(stack.gradients[kind] for stack in costs.stacks for kind in stack.kinds)
-    pending += next(iter(costs.head.values()))[1].gradients
+    pending += costs.head[1].gradients
     held = sum(stack.held_by(kind) for stack in costs.stacks for kind in stack.kinds)
-    befores: tuple[Key | None, ...] = (None,)
-    numbers = itertools.count()
     for stack in costs.stacks:
-        pending -= stack.before_gradients
-        in_front = _before(costs, stack, befores, pending, held)
-        ranks = _ranks(stack)
-        known: dict[object, tuple[_Moves, int]] = {}
+        pending -= stack.before_backward.gradients
+        in_front, ranks = _before(costs, stack, pending + held, held), _ranks(stack)
         for place, kind in enumerate(stack.kinds):
             pending -= stack.gradients[kind]
             held -= stack.held_by(kind)
             keys = tuple((kind, action) for action in stack.choices_at(place))
-            at_end = place == len(stack.kinds) - 1
-            if (befores, keys, at_end, not place) not in known:
-                known[befores, keys, at_end, not place] = _block(costs, stack, place, befores), next(numbers)
-            moves, like = known[befores, keys, at_end, not place]
-            moves = dataclasses.replace(moves, backward=moves.backward + (pending + held), later=moves.later + held)
+            moves = _block(costs, stack, place, pending + held, held)
             if not place:
                 moves = in_front.then(moves)
-            if at_end and stack is costs.stacks[-1]:
-                moves = moves.then(_head(costs, keys))
-            yield _Stage(keys, tuple(ranks[key] for key in keys), moves, like, (pending + held, held))
-            befores = keys
+            if place == len(stack.kinds) - 1 and stack is costs.stacks[-1]:
+                moves = moves.then(_head(costs))
+            yield _Stage(keys, numpy.array([ranks[key] for key in keys]), moves)
 
 
-def _moves(rows: Sequence[Sequence[tuple[int, int, int, int, int, int]]]) -> _Moves:
-    """Moves from the numbers of each pair of keys, in the order of the fields."""
-    return _Moves(*numpy.moveaxis(numpy.array(rows, dtype=numpy.int64), -1, 0))
+def _moves(rows: Sequence[tuple[int, int, int, int, int]]) -> _Moves:
+    """Moves from the numbers of each key, in the order of the fields."""
+    return _Moves(*numpy.array(rows, dtype=numpy.int64).T)
 
 
-def _before(costs: Costs, stack: StackCosts, lasts: Sequence[Key | None], pending: int, held: int) -> _Moves:
-    """What it takes to pass what runs before a stack, for each key of the last block of the stack before.
+def _before(costs: Costs, stack: StackCosts, first: int, later: int) -> _Moves:
+    """What it takes to pass what runs before a stack.
 
-    `pending` are the bytes of the gradients that its backward finds finished, `held` those that blocks behind it hold.
+    `first` and `later` are the bytes that its backward finds in a first micro-step and in one that adds to gradients.
     """
-    first, later = _backward(costs, stack.before_backward, pending)
-    rest = stack.before_turn_bytes + held
+    phase = stack.before
+    backward = phase.net + stack.before_turn_bytes + _backward(costs, stack.before_backward, first, later)
+    nanoseconds = phase.nanoseconds + stack.before_backward.nanoseconds
+    return _moves([(_always(costs) + phase.peak(True), backward, phase.net, 0, nanoseconds)])
+
+
+def _block(costs: Costs, stack: StackCosts, place: int, first: int, later: int) -> _Moves:
+    """What it takes to pass the block at `place`; `first` and `later` as in `_before`."""
+    shared = 0 if place == len(stack.kinds) - 1 else stack.shared_bytes
     rows = []
-    for phase in (stack.before[last] for last in lasts):
-        needs = _always(costs) + phase.peak(True), phase.net + rest + first, phase.net + rest + later
-        rows.append([(*needs, phase.net, 0, phase.nanoseconds + stack.before_backward.nanoseconds)])
+    for action in stack.choices_at(place):
+        cost = stack.cost_at(place, action)
+        net = cost.forward.net - cost.lent_bytes
+        turn = net + stack.turn_bytes - cost.output_bytes + shared
+        backward = turn + _backward(costs, cost.backward, first, later)
+        nanoseconds = cost.forward.nanoseconds + cost.backward.nanoseconds
+        rows.append((_always(costs) + cost.forward.peak(True), backward, net, cost.lent_bytes, nanoseconds))
     return _moves(rows)
 
 
-def _block(costs: Costs, stack: StackCosts, place: int, befores: Sequence[Key | None]) -> _Moves:
-    """What it takes to pass the block at `place`, without what the blocks behind it finish and hold."""
-    at_end = place == len(stack.kinds) - 1
-    rows = []
-    for before in befores:
-        row = []
-        for action in stack.choices_at(place):
-            key = stack.kinds[place], action
-            cost = stack.costs[before if place else None, key]
-            backward = stack.last_backward[key] if at_end else cost.backward
-            first, later = _backward(costs, backward, 0)
-            net = cost.forward.net - cost.lent_bytes
-            turn = net + stack.turn_bytes - cost.output_bytes + (0 if at_end else stack.shared_bytes)
-            needs = _always(costs) + cost.forward.peak(True), turn + first, turn + later
-            row.append((*needs, net, cost.lent_bytes, cost.forward.nanoseconds + cost.backward.nanoseconds))
-        rows.append(row)
-    return _moves(rows)
-
-
-def _head(costs: Costs, lasts: Sequence[Key]) -> _Moves:
-    """What it takes to pass the head and its loss, for each key of the last block."""
-    row = []
-    for last in lasts:
-        forward, backward = costs.head[last]
-        first, later = _backward(costs, backward, 0)
-        net = costs.stacks[-1].lent_by(last) + forward.net
-        needs = _always(costs) + forward.peak(True), net + first, net + later
-        row.append((*needs, 0, 0, forward.nanoseconds + backward.nanoseconds))
-    return _moves([row])
+def _head(costs: Costs) -> _Moves:
+    """What it takes to pass the head and its loss."""
+    forward, backward = costs.head
+    needs = _always(costs) + forward.peak(True), forward.net + _backward(costs, backward, 0, 0)
+    return _moves([(*needs, 0, 0, forward.nanoseconds + backward.nanoseconds)])
 
 
 def _always(costs: Costs) -> int:
@@ -467,20 +413,17 @@ def _always(costs: Costs) -> int:
     return costs.static.always + (costs.static.gradients if True in costs.modes else 0)
 
 
-def _backward(costs: Costs, phase: Phase, pending: int) -> tuple[int, int]:
-    """Most bytes of a part of the backward, with what is always there: in a first micro-step, where gradients of
-    `pending` bytes are finished before it, and in one that adds to gradients."""
-    later = costs.static.always + costs.static.gradients + phase.peak(True) if True in costs.modes else -_MANY
-    return costs.static.always + pending + phase.peak(False), later
+def _backward(costs: Costs, phase: Phase, first: int, later: int) -> int:
+    """Most bytes of a part of the backward, with what is always there and what it finds; see `_before`."""
+    most = costs.static.always + first + phase.peak(False)
+    return max(most, _always(costs) + later + phase.peak(True)) if True in costs.modes else most
 
 
 def _ranks(stack: StackCosts) -> dict[Key, int]:
     """Key -> its place among all keys, those first that keep the least bytes, and of these the fastest."""
     kept: dict[Key, tuple[int, int, int]] = {}
-    for (_, key), cost in stack.costs.items():
-        time = cost.forward.nanoseconds + cost.backward.nanoseconds
-        found = cost.forward.net - cost.lent_bytes, time, key[1]
-        kept[key] = min(found, kept.get(key, found))
+    for key, cost in (*stack.first.items(), *stack.last.items(), *stack.inner.items()):
+        kept[key] = cost.forward.net - cost.lent_bytes, cost.forward.nanoseconds + cost.backward.nanoseconds, key[1]
     return {key: place for place, key in enumerate(sorted(kept, key=kept.__getitem__))}
 
 
@@ -502,7 +445,7 @@ def _in_order(costs: Costs, choice: Choice) -> Choice:
 
 def _ordered(stack: StackCosts, chosen: Sequence[int], first: int) -> Iterator[int]:
     """The actions of one stack from one block on, sorted within blocks of one kind: those first that keep the least."""
-    ranks, keys = _ranks(stack), stack.keys(chosen)[first:]
+    ranks, keys = _ranks(stack), list(zip(stack.kinds, chosen, strict=True))[first:]
     in_order = sorted(keys, key=ranks.__getitem__)
     rows = {kind: iter([key for key in in_order if key[0] == kind]) for kind in stack.kinds}
     return (next(rows[kind])[1] for kind, _ in keys)

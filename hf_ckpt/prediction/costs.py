@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Block
@@ -24,10 +24,6 @@ class Phase:
     """After each operation: (bytes of everything but finished gradients, bytes of gradients finished so far). Both are
     counted from the beginning of the phase. A gradient is finished when it is in `parameter.grad`."""
     nanoseconds: int = 0
-    flops: int = 0
-    moved_bytes: int = 0
-    """Bytes that operations read and write."""
-    operations: int = 0
 
     def peak(self, accumulated: bool) -> int:
         """Most bytes alive above those at the beginning, at least 0.
@@ -54,7 +50,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class BlockCost:
-    """What one block costs under one action, given the action of the block before it."""
+    """What one block costs under one action."""
 
     forward: Phase
     backward: Phase
@@ -75,19 +71,18 @@ class StackCosts:
     """The kind of each block, as a number; blocks of one kind cost the same."""
     choices: tuple[tuple[int, ...], ...]
     """Kind -> the actions to choose from, as positions in `Costs.actions`."""
-    costs: Mapping[tuple[Key | None, Key], BlockCost]
-    """(key of the block before it, or None for the first block; key of the block) -> what the block costs."""
-    last_backward: Mapping[Key, Phase]
-    """Key -> backward of the stack's last block, in which the gradients of what all blocks share begin."""
+    first: Mapping[Key, BlockCost]
+    """Key -> what the first block of the stack costs."""
+    inner: Mapping[Key, BlockCost]
+    """Key -> what a block between two others costs."""
+    last: Mapping[Key, BlockCost]
+    """Key -> what the last block costs, in whose backward the gradients of what all blocks share begin."""
     gradients: tuple[int, ...]
     """Kind -> bytes of the gradients of one block's parameters."""
-    before: Mapping[Key | None, Phase]
-    """Key of the last block of the stack before (None for the first stack) -> forward of what runs before this stack:
-    the embedding, or what lies between the stacks."""
+    before: Phase
+    """Forward of what runs before this stack: the embedding, or what lies between the stacks."""
     before_backward: Phase
     """Backward of what runs before the stack."""
-    before_gradients: int
-    """Bytes of the gradients of what runs before the stack."""
     turn_bytes: int
     """How many bytes more are alive when the backward of the stack begins than after its forward, its output and
     finished gradients not counted."""
@@ -108,17 +103,14 @@ class StackCosts:
         here = self.choices[self.kinds[place]]
         return tuple(action for action in here if place < self.movable.get(action, len(self.blocks)))
 
-    def lent_by(self, key: Key) -> int:
-        """The most `lent_bytes` that a block has, whatever the action of the block before it."""
-        return max(cost.lent_bytes for (_, found), cost in self.costs.items() if found == key)
+    def cost_at(self, place: int, action: int) -> BlockCost:
+        """What the block at `place` costs under an action."""
+        at_end = place == len(self.kinds) - 1
+        return (self.last if at_end else self.inner if place else self.first)[self.kinds[place], action]
 
     def held_by(self, kind: int) -> int:
         """Bytes that one block of a kind holds until the backward ends."""
         return self.held[kind] if self.held else 0
-
-    def keys(self, choice: Sequence[int]) -> list[Key]:
-        """The key of every block, for one action a block."""
-        return list(zip(self.kinds, choice, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +148,8 @@ class Costs:
     model: str
     actions: tuple[Action, ...]
     stacks: tuple[StackCosts, ...]
-    head: Mapping[Key, tuple[Phase, Phase]]
-    """Key of the last block of the last stack -> forward and backward of the head and the loss behind it."""
+    head: tuple[Phase, Phase]
+    """Forward and backward of the head and the loss. The forward frees nothing that blocks have lent."""
     static: Static
     tokens: int
     """Tokens of one micro-step."""

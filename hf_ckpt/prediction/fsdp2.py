@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from hf_ckpt.prediction.costs import BlockCost, Costs, Key, Phase, StackCosts
 from hf_ckpt.prediction.optimizers import OptimizerBytes
@@ -101,7 +101,7 @@ def with_shards(costs: Costs, layout: Layout) -> Costs:
     """
     split = _Split(costs, layout)
     stacks = tuple(split.stack(number) for number in range(len(costs.stacks)))
-    head = {key: (forward, split.head_backward(backward)) for key, (forward, backward) in costs.head.items()}
+    head = costs.head[0], split.head_backward(costs.head[1])
     static = dataclasses.replace(
         costs.static,
         parameters=layout.parameters,
@@ -135,28 +135,25 @@ class _Split:
         there = sum(self._outside_gradients(other) for other in range(number + 1, len(self.costs.stacks) + 1))
         return dataclasses.replace(
             stack,
-            costs={pair: self._block(cost, kinds[pair[1][0]]) for pair, cost in stack.costs.items()},
-            last_backward={key: self._backward(phase, kinds[key[0]]) for key, phase in stack.last_backward.items()},
+            first=self._blocks(stack.first, kinds),
+            inner=self._blocks(stack.inner, kinds),
+            last=self._blocks(stack.last, kinds),
             gradients=tuple(kind.kept for kind in kinds),
             before=before,
             before_backward=before_backward,
-            before_gradients=before_backward.gradients,
             turn_bytes=stack.turn_bytes + there,
             before_turn_bytes=stack.before_turn_bytes + there,
         )
 
-    def _embedding(self, stack: StackCosts, first: Gathered) -> tuple[Mapping[Key | None, Phase], Phase]:
+    def _embedding(self, stack: StackCosts, first: Gathered) -> tuple[Phase, Phase]:
         """Forward and backward of what runs before the first stack; its first block's parameters are fetched ahead."""
-        outside = self.layout.outside
-        before = {
-            key: _phase(
-                phase,
-                [(self.above + outside.cast, 0)],
-                _raised(phase.points, self.above),
-                [(phase.net + self.above + 2 * first.whole, 0), (phase.net, 0)],
-            )
-            for key, phase in stack.before.items()
-        }
+        outside, phase = self.layout.outside, stack.before
+        before = _phase(
+            phase,
+            [(self.above + outside.cast, 0)],
+            _raised(phase.points, self.above),
+            [(phase.net + self.above + 2 * first.whole, 0), (phase.net, 0)],
+        )
         points = _raised(_taken(stack.before_backward).points, self.sent)
         return before, _phase(stack.before_backward, points, _end(stack.before_backward, outside))
 
@@ -168,7 +165,10 @@ class _Split:
         """Bytes of the gradients of what runs before stack `number`; behind the last stack, of the head."""
         if number < len(self.costs.stacks):
             return self.costs.stacks[number].before_backward.gradients
-        return next(iter(self.costs.head.values()))[1].gradients
+        return self.costs.head[1].gradients
+
+    def _blocks(self, costs: Mapping[Key, BlockCost], kinds: Sequence[Gathered]) -> dict[Key, BlockCost]:
+        return {key: self._block(cost, kinds[key[0]]) for key, cost in costs.items()}
 
     def _block(self, cost: BlockCost, block: Gathered) -> BlockCost:
         points = _raised(cost.forward.points, block.whole)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -363,25 +362,19 @@ class StepCosts:
             for action in choices[number]:
                 kind = self.kinds[call.name]
                 alone[number, action] = self._cost(call, behind, action, medians[kind], lent[kind], hidden)
-        costs: dict[tuple[Key | None, Key], BlockCost] = {}
-        costs.update({(None, (numbers[0], action)): alone[numbers[0], action] for action in choices[numbers[0]]})
-        for before, number in set(itertools.pairwise(numbers)):
-            for first in choices[before]:
-                costs.update({((before, first), (number, a)): alone[number, a] for a in choices[number]})
         end = calls[-1].behind
-        ends = [(numbers[-1], action) for action in choices[numbers[-1]]]
         names = dict.fromkeys(block.stack for block in blocks)
         stack = StackCosts(
             name=" and ".join(names),
             blocks=tuple(blocks),
             kinds=tuple(numbers),
             choices=choices,
-            costs=costs,
-            last_backward={key: alone[key].backward for key in ends},
+            first=alone,
+            inner=alone,
+            last=alone,
             gradients=tuple(drift for _, _, drift in rows),
-            before={None: Phase(((full.before.peak, 0), (full.before.net, 0)), self.times.get(BEFORE, (0, 0, 0))[0])},
+            before=Phase(((full.before.peak, 0), (full.before.net, 0)), self.times.get(BEFORE, (0, 0, 0))[0]),
             before_backward=Phase(),
-            before_gradients=0,
             turn_bytes=full.turn_bytes - levels[-1] + hidden,
             shared_bytes=0,
             before_turn_bytes=0,
@@ -400,7 +393,7 @@ class StepCosts:
             model=model,
             actions=tuple(self.actions),
             stacks=(stack,),
-            head={key: (ending, Phase()) for key in ends},
+            head=(ending, Phase()),
             static=static,
             tokens=tokens,
             head_tokens=head,

@@ -7,7 +7,7 @@ nothing more is traced. Pure functions, free of torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Mapping
 
 from hf_ckpt.prediction.costs import BlockCost, Costs, Key, Phase, StackCosts
 from hf_ckpt.spec.actions import FULL, Action, offloads
@@ -68,23 +68,18 @@ class _Offloading:
         self.found, self.instead, self.bandwidth, self.overhead = stack, instead, bandwidth, overhead
         self.full = costs.actions.index(FULL) if FULL in costs.actions else None
 
-    def hidden_bytes(self, key: Key) -> int:
+    def hidden_bytes(self, kind: int) -> int:
         """Bytes of the hidden states that a block is given, which are as large as those that it returns."""
-        return max(cost.output_bytes for (_, found), cost in self.found.costs.items() if found[0] == key[0])
+        tables = self.found.first, self.found.inner, self.found.last
+        return max(cost.output_bytes for found in tables for key, cost in found.items() if key[0] == kind)
 
     def size(self, key: Key) -> int:
-        """Bytes that a block keeps in host memory: 0 for an action that does not offload."""
-        base = self.instead.get(key[1])
-        if base is None:
-            return 0
-        if base == self.full:
-            return self.hidden_bytes(key)
-        kept = [
-            cost.forward.net - cost.lent_bytes
-            for (before, found), cost in self.found.costs.items()
-            if found == (key[0], base) and before is not None
-        ]
-        return max(0, min(kept, default=0))
+        """Bytes that a block keeps in host memory."""
+        base = key[0], self.instead[key[1]]
+        if base[1] == self.full:
+            return self.hidden_bytes(key[0])
+        cost = self.found.inner.get(base)
+        return 0 if cost is None else max(0, cost.forward.net - cost.lent_bytes)
 
     def host_bytes(self, number: int) -> int:
         """Most bytes of host memory that a block's buffers take under an action that offloads."""
@@ -104,63 +99,49 @@ class _Offloading:
         choices = tuple(
             (*choice, *(number for number, base in self.instead.items() if base in choice)) for choice in stack.choices
         )
-        costs = dict(self._costs())
-        last = {
-            key: stack.last_backward[self._base(key)]
-            for kind in set(stack.kinds)
-            for key in ((kind, number) for number in choices[kind])
-            if self._base(key) in stack.last_backward
+        return dataclasses.replace(
+            stack,
+            choices=choices,
+            first=self._costs(stack.first, at_begin=True),
+            inner=self._costs(stack.inner, at_begin=False),
+            movable=movable,
+            instead=self.instead,
+        )
+
+    def _costs(self, found: Mapping[Key, BlockCost], *, at_begin: bool) -> dict[Key, BlockCost]:
+        """The costs of blocks under all actions, those that offload among them."""
+        added = {
+            (key[0], number): self._moved(cost, (key[0], number), at_begin)
+            for key, cost in found.items()
+            for number, base in self.instead.items()
+            if base == key[1]
         }
-        return dataclasses.replace(
-            stack, choices=choices, costs=costs, last_backward=last, movable=movable, instead=self.instead
-        )
+        return {**found, **added}
 
-    def _base(self, key: Key) -> Key:
-        """The key with the action that keeps the same tensors on the device."""
-        return key[0], self.instead.get(key[1], key[1])
+    def _moved(self, cost: BlockCost, key: Key, at_begin: bool) -> BlockCost:
+        """The cost of a block that offloads, from the `cost` of the one that keeps the same on the device.
 
-    def _costs(self) -> Iterator[tuple[tuple[Key | None, Key], BlockCost]]:
-        """The costs for every pair of actions, those that offload among them."""
-        for (before, key), cost in self.found.costs.items():
-            befores = [before, *(() if before is None else self._moved(before))]
-            for place in befores:
-                for chosen in (key, *self._moved(key)):
-                    yield (place, chosen), self._cost(cost, place, chosen)
-
-    def _moved(self, key: Key) -> Iterator[Key]:
-        """The keys with the actions that keep the same tensors in host memory."""
-        return ((key[0], number) for number, base in self.instead.items() if base == key[1])
-
-    def _cost(self, cost: BlockCost, before: Key | None, key: Key) -> BlockCost:
-        """The cost of a block with key `key` behind one with key `before`, from the `cost` without offloading."""
-        ahead = 0 if before is None else self.size(before)
-        forward, backward = cost.forward, cost.backward
-        if before is not None and ahead and self.instead[before[1]] != self.full:
-            # The block before copied results until its end; these copies are waited for at the end of this block.
-            still = tuple((other + ahead, done) for other, done in forward.points)
-            forward = dataclasses.replace(forward, points=(*still, (forward.net, forward.gradients)))
-        if key[1] not in self.instead:
-            # A block that offloads fetches ahead for the block before it; this one does not, so that the copy is waited
-            # for when the backward of the block before begins.
-            late = dataclasses.replace(backward, nanoseconds=backward.nanoseconds + self._copying(ahead))
-            return dataclasses.replace(cost, forward=forward, backward=late)
-        size = self.size(key)
+        In its backward, what the block before keeps is fetched ahead. That one is taken to offload as much, and blocks
+        that offload to follow each other from the first one on. The last of these waits for its own copy; that time is
+        counted for the first one.
+        """
+        size, forward, backward = self.size(key), cost.forward, cost.backward
+        ahead = 0 if at_begin else size
+        points = list(forward.points)
+        if ahead and self.instead[key[1]] != self.full:  # the copies of the block before, which end with this one
+            points = [*((other + ahead, done) for other, done in points), (forward.net, forward.gradients)]
         # Others may hold the input of the first block, too, so that it is not freed.
-        freed = size if before is not None else max(0, size - self.hidden_bytes(key))
-        gone = (*forward.points, (forward.net - freed, forward.gradients))
+        freed = max(0, size - self.hidden_bytes(key[0])) if at_begin else size
+        gone = (*points, (forward.net - freed, forward.gradients))
         there = size + ahead
-        points = ((there, 0), *((other + there, done) for other, done in backward.points))
-        back = (*points, (backward.net + freed, backward.gradients))
-        copying = self._copying(size)
-        return dataclasses.replace(
-            cost,
-            forward=self._beside(dataclasses.replace(forward, points=gone), copying),
-            backward=self._beside(dataclasses.replace(backward, points=back), copying),
-        )
-
-    def _copying(self, size: int) -> int:
-        """Nanoseconds of a copy."""
-        return round(size / self.bandwidth * 1e9)
+        back = ((there, 0), *((other + there, done) for other, done in backward.points))
+        copying = round(size / self.bandwidth * 1e9)
+        forward = dataclasses.replace(forward, points=gone)
+        backward = dataclasses.replace(backward, points=(*back, (backward.net + freed, backward.gradients)))
+        forward, backward = self._beside(forward, copying), self._beside(backward, copying)
+        if at_begin:
+            backward = dataclasses.replace(backward, nanoseconds=backward.nanoseconds + copying)
+        return dataclasses.replace(cost, forward=forward, backward=backward)
 
     def _beside(self, phase: Phase, copying: int) -> Phase:
         """`phase` with a copy that runs at the same time."""

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hf_ckpt.prediction.costs import BlockCost, Key, Phase
 from hf_ckpt.prediction.tracer import Place, Tracer
-from hf_ckpt.prediction.walks import Walk
 
-_Pair = tuple[Key | None, Key]
-"""(key of the block before it, or None for the first block; key of the block)."""
+Row = tuple[Key, ...]
+"""The blocks of one stack of a traced model, in the order in which they run: (kind, action) of each."""
+
+
+def short_row(kinds: Sequence[int]) -> tuple[int, ...]:
+    """The kinds of a short stack that shows what a whole one does: the first block, the last one, and one block of each
+    kind between them.
+
+    Args:
+        kinds: the kind of each block of the real stack.
+    """
+    if len(kinds) == 1:
+        return tuple(kinds)
+    inner = kinds[1:-1] or (kinds[:1] if kinds[0] == kinds[-1] else ())
+    return (kinds[0], *dict.fromkeys(inner), kinds[-1])
 
 
 class Run:
-    """What one traced step showed: a forward and backward of a short model whose stacks follow `walks`."""
+    """What one traced step showed: a forward and backward of a model whose stacks follow `rows`."""
 
-    def __init__(self, walks: Sequence[Walk], tracer: Tracer) -> None:
-        self.walks = tuple(walks)
+    def __init__(self, rows: Sequence[Row], tracer: Tracer) -> None:
+        self.rows = tuple(rows)
         self.phases = tracer.phases
         self.starts = tracer.starts
         self.ends = tracer.ends
@@ -41,17 +52,15 @@ class Run:
         """A part of the step, named as in `tracer.Place`; empty where that part was not run."""
         return self.phases.get((what, stack, block), Phase())
 
-    def cost(self, stack: int, block: int) -> tuple[int, int]:
-        """(bytes that a block leaves alive behind its forward, nanoseconds of its forward and backward)."""
-        forward, backward = self.phase("forward", stack, block), self.phase("backward", stack, block)
-        return forward.net, forward.nanoseconds + backward.nanoseconds
+    def cost(self, stack: int, block: int) -> BlockCost:
+        """What the block at a place cost."""
+        at = ("forward", stack, block)
+        backward = self.phase("backward", stack, block)
+        return BlockCost(self.phase(*at), backward, self.outputs.get(at, 0), self.lent.get(at, 0))
 
     def behind(self, what: str, stack: int) -> Phase:
         """The part `what` ("before" the next stack, or "head") behind `stack`, as if it freed nothing that was made
-        before the stack.
-
-        Whether it does depends on the stack's first block, but this phase is kept for each key of the last block.
-        """
+        before the stack."""
         phase, held = self.phase(*((what, stack + 1, 0) if what == "before" else (what, 0, 0))), self.released[stack]
         return dataclasses.replace(phase, points=tuple((other + held, done) for other, done in phase.points))
 
@@ -65,50 +74,43 @@ class Run:
         return None if found is None else found[0]
 
 
-def stack_costs(
-    stack: int, runs: Sequence[Run], gradients: Sequence[int], row: Sequence[int], choices: Sequence[Sequence[int]]
-) -> dict[str, Any]:
+def stack_costs(stack: int, runs: Sequence[Run], kinds: int) -> dict[str, Any]:
     """What the runs showed of one stack, as arguments of `StackCosts`.
 
     Args:
         stack: its position in the model.
-        runs: which together show every action behind every other, as `walks_of` arranges.
-        gradients: kind -> bytes of the gradients of one block's parameters.
-        row: the kind of each block of the real stack.
-        choices: kind -> its actions, as positions in `Costs.actions`.
+        runs: one for each action, in which all blocks that may have the action have it. They remember what the stack
+            has lent, for the next one.
+        kinds: how many kinds of blocks the stack has.
     """
-    costs = _costs_inside(stack, runs)
-    last_backward: dict[Key, Phase] = {}
-    before: dict[Key | None, Phase] = {}
+    costs = [_costs(stack, run) for run in runs]
     turns: list[int] = []
     before_turns: list[int] = []
     shared: list[int] = []
-    for run in runs:
-        walk = run.walks[stack]
-        if stack:
-            before[run.walks[stack - 1][-1]] = run.behind("before", stack - 1)
-        else:
-            before[None] = run.phase("before", 0, 0)
-        last_backward[walk[-1]] = run.phase("backward", stack, len(walk) - 1)
-        turn, its_shared = _at_turn(stack, run, costs)
+    for run, found in zip(runs, costs, strict=True):
+        turn, its_shared = _at_turn(stack, run, found)
         turns += turn
         shared += its_shared
         start = run.other(("before back", stack, 0))
         if start is not None:
             start -= run.held_behind(stack, -1)
             before_turns.append(start - run.starts["forward", stack, 0][0] + run.lent_before)
-    first = runs[0]
+        run.lent_before += sum(cost.lent_bytes for cost in found)
+    rows = [run.rows[stack] for run in runs]
     return {
-        "costs": _with_unseen(costs, row, choices),
-        "last_backward": last_backward,
-        "gradients": tuple(gradients),
-        "before": before,
-        "before_backward": first.phase("before back", stack, 0),
-        "before_gradients": first.phase("before back", stack, 0).gradients,
+        "first": {row[0]: found[0] for row, found in zip(rows, costs, strict=True)},
+        "inner": {
+            key: cost
+            for row, found in zip(rows, costs, strict=True)
+            for key, cost in zip(row[1:-1], found[1:-1], strict=True)
+        },
+        "last": {row[-1]: found[-1] for row, found in zip(rows, costs, strict=True)},
+        "before": runs[0].behind("before", stack - 1) if stack else runs[0].phase("before", 0, 0),
+        "before_backward": runs[0].phase("before back", stack, 0),
         "turn_bytes": max(turns, default=0),
         "shared_bytes": max((*shared, 0)),
         "before_turn_bytes": max(before_turns, default=0),
-        "held": tuple(_held(stack, runs, kind) for kind in range(len(gradients))),
+        "held": tuple(_held(stack, runs, kind) for kind in range(kinds)),
     }
 
 
@@ -117,85 +119,52 @@ def _held(stack: int, runs: Sequence[Run], kind: int) -> int:
     found = (
         run.held.get(("forward", stack, place), 0)
         for run in runs
-        for place, key in enumerate(run.walks[stack])
+        for place, key in enumerate(run.rows[stack])
         if key[0] == kind
     )
     return max(found, default=0)
 
 
-def ways_of(walk: Walk) -> list[_Pair]:
-    """For each block of a walk: (key of the block before it, or None; key of the block)."""
-    return list(zip((None, *walk), walk, strict=False))
+def _costs(stack: int, run: Run) -> list[BlockCost]:
+    """What each block of a run's stack cost.
 
-
-def _costs_inside(stack: int, runs: Sequence[Run]) -> dict[_Pair, BlockCost]:
-    """The costs of blocks behind which another block runs; of a walk of one block, of that one."""
-    costs: dict[_Pair, BlockCost] = {}
-    for run in runs:
-        walk = run.walks[stack]
-        for place, (previous, key) in enumerate(ways_of(walk)[:-1] if len(walk) > 1 else ways_of(walk)):
-            at, backward = ("forward", stack, place), run.phase("backward", stack, place)
-            costs[previous, key] = BlockCost(run.phase(*at), backward, run.outputs.get(at, 0), run.lent.get(at, 0))
+    The forward of the last block is mixed with what is freed behind the stack. Another block of its kind shows what the
+    block itself does.
+    """
+    row = run.rows[stack]
+    costs = [run.cost(stack, place) for place in range(len(row))]
+    like = next((cost for key, cost in zip(row[-2::-1], costs[-2::-1], strict=True) if key == row[-1]), None)
+    if len(row) > 1:
+        costs[-1] = (
+            dataclasses.replace(costs[-1], lent_bytes=0)
+            if like is None
+            else dataclasses.replace(like, backward=costs[-1].backward)
+        )
     return costs
 
 
-def _lasting(stack: int, run: Run, costs: dict[_Pair, BlockCost]) -> list[int]:
-    """Bytes alive after the forward of each block that last longer than the forward of the model.
-
-    Adds the costs of the run's last block to `costs` where they are not there yet.
-    """
+def _at_turn(stack: int, run: Run, costs: Sequence[BlockCost]) -> tuple[list[int], list[int]]:
+    """What a run showed of `StackCosts.turn_bytes` and `StackCosts.shared_bytes`, by each block that tells."""
     lasting: list[int] = []
+    """Bytes alive after the forward of each block that last longer than the forward of the model."""
     lent = run.lent_before
-    for place, (previous, key) in enumerate(ways_of(run.walks[stack])):
+    for place, cost in enumerate(costs):
         at = ("forward", stack, place)
-        if (previous, key) not in costs:
-            # Seen only at an end, where everything it made is freed behind the stack: another block of its key tells
-            # which part of it is its output.
-            like = next((cost for (_, found), cost in costs.items() if found == key), None)
-            output, given = (like.output_bytes, like.lent_bytes) if like else (run.outputs.get(at, 0), 0)
-            costs[previous, key] = BlockCost(run.phase(*at), run.phase("backward", stack, place), output, given)
-        lent += costs[previous, key].lent_bytes
+        lent += cost.lent_bytes
         # A block that the batch did not reach has left everything as it was.
         lasting.append(run.ends[at][0] - lent if at in run.ends else lasting[-1] if lasting else 0)
-    return lasting
-
-
-def _at_turn(stack: int, run: Run, costs: dict[_Pair, BlockCost]) -> tuple[list[int], list[int]]:
-    """What a run showed of `StackCosts.turn_bytes` and `StackCosts.shared_bytes`: a number for each block that tells.
-
-    Adds the costs of the run's last block to `costs`, as `_lasting` does.
-    """
-    walk, lasting = run.walks[stack], _lasting(stack, run, costs)
     turns: list[int] = []
     shared: list[int] = []
     turn = 0
-    for place, pair in reversed(list(enumerate(ways_of(walk)))):
+    for place in range(len(costs) - 1, -1, -1):
         start = run.other(("backward", stack, place))
         if start is None:
             continue
         start -= run.held_behind(stack, place)
-        above = start - lasting[place] + costs[pair].output_bytes + run.released[stack]
-        if place == len(walk) - 1:
+        above = start - lasting[place] + costs[place].output_bytes + run.released[stack]
+        if place == len(costs) - 1:
             turn = above
             turns.append(turn)
         else:
             shared.append(above - turn)
     return turns, shared
-
-
-def _with_unseen(
-    costs: dict[_Pair, BlockCost], row: Sequence[int], choices: Sequence[Sequence[int]]
-) -> dict[_Pair, BlockCost]:
-    """`costs` with the pairs of actions of different kinds that were not run: the block's own action is what counts."""
-    full = dict(costs)
-    for kind, following in set(itertools.pairwise(row)):
-        for action in choices[kind]:
-            for next_action in choices[following]:
-                key = following, next_action
-                wanted = (kind, action), key
-                if wanted not in full:
-                    seen = [pair for pair in costs if pair[1] == key and pair[0] is not None]
-                    seen.sort(key=lambda pair: costs[pair].forward.net, reverse=True)
-                    likes: Iterable[_Pair] = ((following, action), key), *seen, (None, key)
-                    full[wanted] = next(costs[like] for like in likes if like in costs)
-    return full

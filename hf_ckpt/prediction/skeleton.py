@@ -106,7 +106,7 @@ class Skeleton:
     twins: dict[tuple[str, int], list[nn.Module]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """(container of a stack, kind) -> copies of the block of this kind."""
     runs: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """What `trace.trace_walks` has run -> what that showed."""
+    """What `trace.trace_rows` has run -> what that showed."""
 
     @property
     def buffers(self) -> int:

@@ -3,8 +3,7 @@
 A step is: what runs before the blocks, the
 blocks' forwards, the head and the loss with their backward, the blocks' backwards in reverse, the backward of what runs
 before them, and the optimizer's step. `Costs` has each part once for
-every kind of block, every action and every action of the block before it, so that a timeline of any depth needs no more
-tracing.
+every kind of block and every action, so that a timeline of any depth needs no more tracing.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from hf_ckpt.prediction.costs import Choice, Costs, Key, Phase, StackCosts
+from hf_ckpt.prediction.costs import Choice, Costs, Phase, StackCosts
 from hf_ckpt.spec.plan import Block, run_lengths
 
 
@@ -127,10 +126,8 @@ class _Builder:
         """Bytes alive behind the forwards so far."""
         self.after: list[list[int]] = []
         """For each stack: bytes that last before it, and after the forward of each of its blocks."""
-        self.lent, self.last_lent = 0, 0
-        """Bytes of all blocks, and of the last one, that are freed when the forward ends."""
-        self.last: Key | None = None
-        """Key of the last block of the last stack so far."""
+        self.lent = 0
+        """Bytes of all blocks that are freed when the forward ends."""
         self.done = 0
         """Bytes of the gradients that the backwards so far finish."""
         self.held = 0
@@ -138,53 +135,42 @@ class _Builder:
 
     def add_forwards(self) -> None:
         for stack, chosen in zip(self.costs.stacks, self.choice, strict=True):
-            phase = stack.before[self.last]
-            self._add(_before(stack, self.costs), phase, self.level, self.resident)
-            self.level += phase.net
+            self._add(_before(stack, self.costs), stack.before, self.level, self.resident)
+            self.level += stack.before.net
             self.after.append([self.level - self.lent])
-            previous: Key | None = None
-            for block, key in zip(stack.blocks, stack.keys(chosen), strict=True):
-                cost = stack.costs[previous, key]
+            for place, (block, action) in enumerate(zip(stack.blocks, chosen, strict=True)):
+                cost = stack.cost_at(place, action)
                 label = f"forward of {stack.name} {block.index}"
                 self._add(label, cost.forward, self.level, self.resident, block.name)
                 self.level += cost.forward.net
                 self.lent += cost.lent_bytes
                 self.after[-1].append(self.level - self.lent)
-                previous = key
-            assert previous is not None
-            self.last_lent = stack.lent_by(previous)
-            self.last = previous
 
     def add_head(self) -> None:
-        assert self.last is not None
-        forward, backward = self.costs.head[self.last]
+        forward, backward = self.costs.head
         self._add("head and loss", forward, self.level, self.resident)
         self.level -= self.lent
-        start = self.level + self.last_lent + forward.net
-        self._add("head and loss, backward", backward, start, self.resident, back=True)
+        self._add("head and loss, backward", backward, self.level + forward.net, self.resident, back=True)
         self.done = backward.gradients
 
     def add_backwards(self) -> None:
         for stack, chosen, levels in zip(
             reversed(self.costs.stacks), reversed(self.choice), reversed(self.after), strict=True
         ):
-            keys = stack.keys(chosen)
-            for place in range(len(keys) - 1, -1, -1):
-                key, block = keys[place], stack.blocks[place]
-                cost = stack.costs[keys[place - 1] if place else None, key]
-                at_end = place == len(keys) - 1
-                phase = stack.last_backward[key] if at_end else cost.backward
-                start = levels[place + 1] + stack.turn_bytes - cost.output_bytes + (0 if at_end else stack.shared_bytes)
+            for place in range(len(chosen) - 1, -1, -1):
+                kind, block, cost = stack.kinds[place], stack.blocks[place], stack.cost_at(place, chosen[place])
+                shared = 0 if place == len(chosen) - 1 else stack.shared_bytes
+                start = levels[place + 1] + stack.turn_bytes - cost.output_bytes + shared
                 new = 0 if self.accumulated else self.done
                 label = f"backward of {stack.name} {block.index}"
-                self._add(label, phase, start + self.held + new, self.resident + new, block.name, True)
-                self.done += stack.gradients[key[0]]
-                self.held += stack.held_by(key[0])
+                self._add(label, cost.backward, start + self.held + new, self.resident + new, block.name, True)
+                self.done += stack.gradients[kind]
+                self.held += stack.held_by(kind)
             new = 0 if self.accumulated else self.done
             start = levels[0] + stack.before_turn_bytes + self.held + new
             label = f"{_before(stack, self.costs)}, backward"
             self._add(label, stack.before_backward, start, self.resident + new, None, True)
-            self.done += stack.before_gradients
+            self.done += stack.before_backward.gradients
 
     def add_optimizer(self) -> None:
         static = self.costs.static
@@ -291,15 +277,9 @@ def _before(stack: StackCosts, costs: Costs) -> str:
 
 def _phases(costs: Costs, choice: Choice) -> Iterator[Phase]:
     """All phases of one micro-step."""
-    last: Key | None = None
     for stack, chosen in zip(costs.stacks, choice, strict=True):
-        yield stack.before[last]
-        yield stack.before_backward
-        previous: Key | None = None
-        for key in stack.keys(chosen):
-            yield stack.costs[previous, key].forward
-            yield stack.costs[previous, key].backward
-            previous = key
-        last = previous
-    assert last is not None
-    yield from costs.head[last]
+        yield from (stack.before, stack.before_backward)
+        for place, action in enumerate(chosen):
+            cost = stack.cost_at(place, action)
+            yield from (cost.forward, cost.backward)
+    yield from costs.head

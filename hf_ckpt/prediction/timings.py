@@ -23,7 +23,7 @@ from hf_ckpt.measure.clocks import stopwatch
 from hf_ckpt.measure.machine import device_name
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.prediction.batches import real_inputs, step_of_model
-from hf_ckpt.prediction.costs import BlockCost, Costs, Phase
+from hf_ckpt.prediction.costs import BlockCost, Costs, Key, Phase
 from hf_ckpt.prediction.optimizers import optimizer_for
 from hf_ckpt.prediction.question import Workload
 from hf_ckpt.prediction.trace import PutOn
@@ -234,18 +234,14 @@ def timed_step(
 
 def _table_block(costs: Costs, action: int) -> int:
     """Nanoseconds that the device table predicts for one block of every stack, forward and backward."""
-    total = 0
-    for stack in costs.stacks:
-        key = stack.kinds[-1], action
-        cost = next(found for (before, after), found in stack.costs.items() if after == key and before is not None)
-        total += cost.forward.nanoseconds + cost.backward.nanoseconds
-    return total
+    found = [stack.cost_at(max(0, len(stack.kinds) - 2), action) for stack in costs.stacks]
+    return sum(cost.forward.nanoseconds + cost.backward.nanoseconds for cost in found)
 
 
 def _table_rest(costs: Costs) -> int:
     """Nanoseconds that the device table predicts for everything outside the blocks, forward and backward."""
-    around = [phase for stack in costs.stacks for phase in (next(iter(stack.before.values())), stack.before_backward)]
-    return sum(phase.nanoseconds for phase in (*around, *next(iter(costs.head.values()))))
+    around = [phase for stack in costs.stacks for phase in (stack.before, stack.before_backward)]
+    return sum(phase.nanoseconds for phase in (*around, *costs.head))
 
 
 def _scaled(costs: Costs, ratios: list[float], rest: float) -> Costs:
@@ -254,25 +250,23 @@ def _scaled(costs: Costs, ratios: list[float], rest: float) -> Costs:
     def times(phase: Phase, ratio: float) -> Phase:
         return dataclasses.replace(phase, nanoseconds=round(phase.nanoseconds * ratio))
 
-    def blocks(found: Mapping[Any, BlockCost]) -> dict[Any, BlockCost]:
+    def blocks(found: Mapping[Key, BlockCost]) -> dict[Key, BlockCost]:
         return {
-            pair: dataclasses.replace(
-                cost,
-                forward=times(cost.forward, ratios[pair[1][1]]),
-                backward=times(cost.backward, ratios[pair[1][1]]),
+            key: dataclasses.replace(
+                cost, forward=times(cost.forward, ratios[key[1]]), backward=times(cost.backward, ratios[key[1]])
             )
-            for pair, cost in found.items()
+            for key, cost in found.items()
         }
 
     stacks = tuple(
         dataclasses.replace(
             stack,
-            costs=blocks(stack.costs),
-            last_backward={key: times(phase, ratios[key[1]]) for key, phase in stack.last_backward.items()},
-            before={key: times(phase, rest) for key, phase in stack.before.items()},
+            first=blocks(stack.first),
+            inner=blocks(stack.inner),
+            last=blocks(stack.last),
+            before=times(stack.before, rest),
             before_backward=times(stack.before_backward, rest),
         )
         for stack in costs.stacks
     )
-    head = {key: (times(forward, rest), times(backward, rest)) for key, (forward, backward) in costs.head.items()}
-    return dataclasses.replace(costs, stacks=stacks, head=head)
+    return dataclasses.replace(costs, stacks=stacks, head=(times(costs.head[0], rest), times(costs.head[1], rest)))

@@ -1,8 +1,8 @@
-"""Traces what every action costs each kind of block: bytes through a step, operations and time, on fake tensors.
+"""Traces what every action costs each kind of block: bytes through a step and time, on fake tensors.
 
-A few short models are run, forward and backward, whose blocks together show every action behind every other action,
-at the beginning and at the end of their stack (`walks`). What happens in each block is cut out of the run (`tracer`),
-and `timeline` puts it together at any depth.
+For each action, a short model runs forward and backward with all of its blocks under this action. What happens in each
+block is cut out of the run (`tracer`), and `timeline` puts it together at any depth and for any mixture of actions:
+what a block needs does not depend on the action of the block before it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from hf_ckpt.attach.attach import trial
 from hf_ckpt.engines.tiles import standing_for
 from hf_ckpt.errors import HfCkptError, InPlaceError
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
-from hf_ckpt.prediction.costs import Costs, Key, Phase, StackCosts, Static
+from hf_ckpt.prediction.costs import Costs, Phase, StackCosts, Static
 from hf_ckpt.prediction.devices import Device
 from hf_ckpt.prediction.optimizers import OptimizerBytes, optimizer_bytes
-from hf_ckpt.prediction.runs import Run, stack_costs, ways_of
+from hf_ckpt.prediction.runs import Row, Run, short_row, stack_costs
 from hf_ckpt.prediction.skeleton import Skeleton, own_forward
 from hf_ckpt.prediction.tracer import Answers, Tracer
-from hf_ckpt.prediction.walks import Walk, rows_of, walks_of
 from hf_ckpt.spec.actions import ACTIONS, KEEP, Action, candidates
 from hf_ckpt.spec.plan import Plan
 
@@ -108,19 +107,30 @@ def trace_costs(
     """
     actions = actions_for() if actions is None else actions
     stacks = skeleton.stacks
-    choices = [_choices(kinds_frozen, len(actions)) for kinds_frozen in ([k.frozen for k in s.kinds] for s in stacks)]
-    trace = functools.partial(trace_walks, skeleton, step=step, device=device, actions=actions, put_on=put_on, mlp=mlp)
-    short = [walks_of(stack.row, choice) for stack, choice in zip(stacks, choices, strict=True)]
-    whole = [rows_of(stack.row, choice) for stack, choice in zip(stacks, choices, strict=True)]
-    runs = _runs(short, whole, trace, on_progress)
+    choices = [tuple((0,) if kind.frozen else tuple(range(len(actions))) for kind in stack.kinds) for stack in stacks]
+    trace = functools.partial(trace_rows, skeleton, step=step, device=device, actions=actions, put_on=put_on, mlp=mlp)
+    runs = _runs(skeleton, choices, trace, on_progress)
     for number in range(len(stacks)):  # what no block ever keeps is freed under every plan
         always = min(run.released[number] for run in runs)
         for run in runs:
             run.released[number] -= always
-    made = _stacks(skeleton, choices, runs)
-    head = {run.walks[-1][-1]: (run.behind("head", len(stacks) - 1), run.phase("head back", 0, 0)) for run in runs}
+    made = [
+        StackCosts(
+            name=stack.name,
+            blocks=stack.blocks,
+            kinds=stack.row,
+            choices=choices[number],
+            gradients=tuple(kind.weights.gradients for kind in stack.kinds),
+            **stack_costs(number, runs, len(stack.kinds)),
+        )
+        for number, stack in enumerate(stacks)
+    ]
+    forward = runs[0].behind("head", len(stacks) - 1)
+    lent = made[-1].last[runs[0].rows[-1][-1]].lent_bytes
+    if lent:
+        forward = dataclasses.replace(forward, points=(*forward.points, (forward.net + lent, forward.gradients)))
     if step.reference in ("adapters-off", "model"):
-        head = _behind_a_reference(skeleton, made, head)
+        forward = _behind_a_reference(made, forward)
     static = _static(skeleton, step, device)
     moved = 2 * (static.optimizer + static.gradients) + static.gradients
     return Costs(
@@ -128,7 +138,7 @@ def trace_costs(
         model=skeleton.model,
         actions=tuple(actions),
         stacks=tuple(made),
-        head=head,
+        head=(forward, runs[0].phase("head back", 0, 0)),
         static=static,
         tokens=step.tokens,
         accumulation=step.accumulation,
@@ -138,28 +148,38 @@ def trace_costs(
 
 
 def _runs(
-    short: Sequence[Sequence[Walk]],
-    whole: Sequence[Sequence[Walk]],
-    trace: Callable[[Sequence[Walk]], Run],
+    skeleton: Skeleton,
+    choices: Sequence[Sequence[Sequence[int]]],
+    trace: Callable[[Sequence[Row]], Run],
     on_progress: Callable[[str], None] | None = None,
 ) -> list[Run]:
-    """Trace the short walks of every stack; where the model does not run with other blocks than its own, `whole` ones.
+    """Trace a short model under each action; where it does not run with other blocks than its own, the whole one.
 
     Some models look up what a block is by its number, or have blocks whose results only the next one can take.
     Raises `HfCkptError` where the model runs on fake tensors in neither way, or would only as a whole and is too deep.
+
+    Args:
+        skeleton: of the model.
+        choices: for each stack and kind, its actions.
+        trace: runs the model with these blocks.
+        on_progress: called with a few words before each run.
     """
-    for walks in (short, whole):
+    most = max(len(found) for of_stack in choices for found in of_stack)
+    whole = [stack.row for stack in skeleton.stacks]
+    for rows in ([short_row(row) for row in whole], whole):
         runs: list[Run] = []
-        most = max(map(len, walks))
         try:
             for number in range(most):
                 if on_progress is not None:
                     on_progress(f"tracing {number + 1} of {most}")
-                runs.append(trace([found[min(number, len(found) - 1)] for found in walks]))
+                keys = [
+                    tuple((kind, of_kind[kind][min(number, len(of_kind[kind]) - 1)]) for kind in row)
+                    for row, of_kind in zip(rows, choices, strict=True)
+                ]
+                runs.append(trace(keys))
             return runs
         except CannotTraceError:
-            deep = sum(len(found[0]) for found in whole) > _MOST_BLOCKS
-            if walks is whole or deep:
+            if rows is whole or sum(map(len, whole)) > _MOST_BLOCKS:
                 raise
     raise AssertionError("one of the two was returned or raised")
 
@@ -182,22 +202,20 @@ def chunked_head(costs: Costs, skeleton: Skeleton, step: Step, device: Device, h
 
     Raises `HfCkptError` where the model cannot run on fake tensors.
     """
-    short = [[tuple((kind, 0) for kind in dict.fromkeys(stack.row))] for stack in skeleton.stacks]
-    whole = [[tuple((kind, 0) for kind in stack.row)] for stack in skeleton.stacks]
-    trace = functools.partial(trace_walks, skeleton, step=step, device=device, actions=[KEEP], mlp=costs.mlp_tokens)
-    ((plain,), (chunked,)) = (_runs(short, whole, functools.partial(trace, head=how)) for how in ("full", head))
+    trace = functools.partial(trace_rows, skeleton, step=step, device=device, actions=[KEEP], mlp=costs.mlp_tokens)
+    choices = [[(0,)] * len(stack.kinds) for stack in skeleton.stacks]
+    ((plain,), (chunked,)) = (_runs(skeleton, choices, functools.partial(trace, head=how)) for how in ("full", head))
     forward, backward = chunked.phase("head", 0, 0), chunked.phase("head back", 0, 0)
     # `costs` count what is freed behind the last stack for the blocks, this trace counts it for the head.
-    known = next(iter(costs.head.values()))
-    less = plain.phase("head", 0, 0).net - known[0].net
+    less = plain.phase("head", 0, 0).net - costs.head[0].net
     forward = dataclasses.replace(forward, points=tuple((other - less, done) for other, done in forward.points))
     # The times in `costs` may be measured, those of this trace are the table's.
     table = sum(plain.phase(name, 0, 0).nanoseconds for name in ("head", "head back"))
-    ratio = sum(phase.nanoseconds for phase in known) / max(1, table)
+    ratio = sum(phase.nanoseconds for phase in costs.head) / max(1, table)
     forward, backward = (
         dataclasses.replace(phase, nanoseconds=round(phase.nanoseconds * ratio)) for phase in (forward, backward)
     )
-    return dataclasses.replace(costs, head=dict.fromkeys(costs.head, (forward, backward)), head_tokens=head)
+    return dataclasses.replace(costs, head=(forward, backward), head_tokens=head)
 
 
 def actions_for(*, compiled: bool = False) -> tuple[Action, ...]:
@@ -214,14 +232,9 @@ def actions_for(*, compiled: bool = False) -> tuple[Action, ...]:
     return candidates(compiled=compiled)
 
 
-def _choices(frozen: Sequence[bool], actions: int) -> tuple[tuple[int, ...], ...]:
-    """Kind -> its actions: only the first one for a kind that saves nothing."""
-    return tuple((0,) if nothing else tuple(range(actions)) for nothing in frozen)
-
-
-def trace_walks(
+def trace_rows(
     skeleton: Skeleton,
-    walks: Sequence[Walk],
+    rows: Sequence[Row],
     step: Step,
     device: Device,
     actions: Sequence[Action],
@@ -230,30 +243,30 @@ def trace_walks(
     head: int | str = "full",
     mlp: int | str = "full",
 ) -> Run:
-    """Run the short model whose stacks follow `walks`, forward and backward; what was run before is not run again.
+    """Run a model with these blocks, forward and backward; what was run before is not run again.
 
     Args:
         skeleton: of the model.
-        walks: the blocks of each stack.
+        rows: the blocks of each stack.
         step: the micro-step to run.
         device: whose row says how long operations take.
-        actions: those that `walks` name by their positions.
+        actions: those that `rows` name by their positions.
         put_on: puts a plan on a model for a while.
         head: how the head runs, as `Plan.head`.
         mlp: how the feed-forward of each block runs, as `Plan.mlp`.
 
     Raises `CannotTraceError` where the model does not run on fake tensors.
     """
-    asked = tuple(map(tuple, walks)), step.looks, device, tuple(actions), put_on, head, mlp
+    asked = tuple(map(tuple, rows)), step.looks, device, tuple(actions), put_on, head, mlp
     if asked not in skeleton.runs:
-        skeleton.runs[asked] = _trace_walks(skeleton, walks, step, device, actions, put_on, head, mlp)
+        skeleton.runs[asked] = _trace_rows(skeleton, rows, step, device, actions, put_on, head, mlp)
     found: Run = skeleton.runs[asked]
     return found.copy()
 
 
-def _trace_walks(
+def _trace_rows(
     skeleton: Skeleton,
-    walks: Sequence[Walk],
+    rows: Sequence[Row],
     step: Step,
     device: Device,
     actions: Sequence[Action],
@@ -261,10 +274,10 @@ def _trace_walks(
     head: int | str,
     mlp: int | str,
 ) -> Run:
-    rows = [[kind for kind, _ in walk] for walk in walks]
-    with skeleton.assembled(rows) as model, contextlib.ExitStack() as stack:
+    kinds = [[kind for kind, _ in row] for row in rows]
+    with skeleton.assembled(kinds) as model, contextlib.ExitStack() as stack:
         found = find_blocks(model)
-        numbers = [action for walk in walks for _, action in walk]
+        numbers = [action for row in rows for _, action in row]
         pairs = zip(found.blocks, (actions[number] for number in numbers), strict=True)
         plan = Plan(found.family, found.model, tuple(pairs), head=head, mlp=mlp)
         stack.enter_context(put_on(model, plan))
@@ -272,7 +285,7 @@ def _trace_walks(
             stack.enter_context(compat.accelerator_kernels())
         try:
             with skeleton.fake, compat.fake_values_count(), compat.any_type_in_grouped_products():
-                return _run(model, found, walks, step, device)
+                return _run(model, found, rows, step, device)
         except InPlaceError as error:
             raise HfCkptError(
                 f"{skeleton.model} cannot be planned for, because its blocks work in place on their hidden states. "
@@ -287,7 +300,7 @@ def _trace_walks(
                 parameter.grad = None
 
 
-def _run(model: nn.Module, found: FoundBlocks, walks: Sequence[Walk], step: Step, device: Device) -> Run:
+def _run(model: nn.Module, found: FoundBlocks, rows: Sequence[Row], step: Step, device: Device) -> Run:
     inputs = {name: _fake(value) for name, value in step.batch.items()}
     if compat.wants_use_cache(model):
         inputs["use_cache"] = False
@@ -302,45 +315,19 @@ def _run(model: nn.Module, found: FoundBlocks, walks: Sequence[Walk], step: Step
         tracer.begin("head back", 0, 0, backward=True)
         loss.backward()  # type: ignore[no-untyped-call]
         tracer.finish()
-    return Run(walks, tracer)
+    return Run(rows, tracer)
 
 
-def _stacks(
-    skeleton: Skeleton, choices: Sequence[tuple[tuple[int, ...], ...]], runs: Sequence[Run]
-) -> list[StackCosts]:
-    """The costs of all stacks, as the runs showed them; `choices` are kind -> actions, stack by stack."""
-    made: list[StackCosts] = []
-    for number, stack in enumerate(skeleton.stacks):
-        gradients = [kind.weights.gradients for kind in stack.kinds]
-        found = StackCosts(
-            name=stack.name,
-            blocks=stack.blocks,
-            kinds=stack.row,
-            choices=choices[number],
-            **stack_costs(number, runs, gradients, stack.row, choices[number]),
-        )
-        made.append(found)
-        for run in runs:
-            run.lent_before += sum(found.costs[pair].lent_bytes for pair in ways_of(run.walks[number]))
-    return made
-
-
-def _behind_a_reference(
-    skeleton: Skeleton, stacks: Sequence[StackCosts], head: Mapping[Key, tuple[Phase, Phase]]
-) -> dict[Key, tuple[Phase, Phase]]:
-    """The costs of the head, with the time of a pass of the whole model without gradients in its forward.
+def _behind_a_reference(stacks: Sequence[StackCosts], forward: Phase) -> Phase:
+    """The forward of the head, with the time of a pass of the whole model without gradients in it.
 
     The pass was traced for its bytes, which do not depend on the depth. It takes the time of the forward under the
     first action.
     """
-    nanoseconds = sum(next(iter(stack.before.values())).nanoseconds for stack in stacks)
+    nanoseconds = sum(stack.before.nanoseconds for stack in stacks)
     for stack in stacks:
-        forwards = {key[0]: cost.forward.nanoseconds for (_, key), cost in stack.costs.items() if key[1] == 0}
-        nanoseconds += sum(forwards[kind] for kind in stack.kinds)
-    return {
-        key: (dataclasses.replace(phase, nanoseconds=2 * phase.nanoseconds + nanoseconds), backward)
-        for key, (phase, backward) in head.items()
-    }
+        nanoseconds += sum(stack.cost_at(place, 0).forward.nanoseconds for place in range(len(stack.kinds)))
+    return dataclasses.replace(forward, nanoseconds=2 * forward.nanoseconds + nanoseconds)
 
 
 def _static(skeleton: Skeleton, step: Step, device: Device) -> Static:

@@ -62,7 +62,7 @@ class Answers:
 
 
 class Tracer(LiveBytes):
-    """Counts live bytes, time and operations of a step, part by part.
+    """Counts live bytes and time of a step, part by part.
 
         with Tracer(device, blocks, modules, model, inputs, answers) as tracer:
             loss = model(**inputs).loss
@@ -132,7 +132,7 @@ class Tracer(LiveBytes):
     def _reset(self) -> None:
         """Begin to record the present part."""
         self._points: list[tuple[int, int]] = []
-        self._sums = [0, 0, 0, 0]  # nanoseconds, flops, bytes, operations
+        self._nanoseconds = 0
         self.starts[self._place] = self._level()
 
     def _level(self) -> tuple[int, int]:
@@ -153,7 +153,7 @@ class Tracer(LiveBytes):
         other, done = self.starts[self._place]
         self._note()
         points = tuple((now - other, finished - done) for now, finished in self._points)
-        self.phases[self._place] = Phase(points, *self._sums)
+        self.phases[self._place] = Phase(points, self._nanoseconds)
         self.ends[self._place] = self._level()
 
     @contextlib.contextmanager
@@ -184,11 +184,11 @@ class Tracer(LiveBytes):
         """Count the bytes, but not the time, of what runs in this context, and let no part of the step begin by it."""
         if self._next is not None:
             self.begin(*self._next)
-        sums, self._beside = list(self._sums), True
+        nanoseconds, self._beside = self._nanoseconds, True
         try:
             yield
         finally:
-            self._sums, self._beside = sums, False
+            self._nanoseconds, self._beside = nanoseconds, False
 
     def outputs(self) -> dict[Place, int]:
         """Forward of a block -> bytes that it made and that were freed behind the block: its output."""
@@ -292,8 +292,7 @@ class Tracer(LiveBytes):
         flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
         floating = [value for value in made if value.is_floating_point()]
         size = max(floating, key=torch.Tensor.numel).element_size() if floating else 2  # statistics may be float32
-        for place, value in enumerate((self.device.nanoseconds(flops, moved, size), flops, moved, 1)):
-            self._sums[place] += value * self._times
+        self._nanoseconds += self.device.nanoseconds(flops, moved, size) * self._times
 
 
 Tracer.__torch_dispatch__ = inspect.unwrap(Tracer.__torch_dispatch__)  # type: ignore[method-assign]

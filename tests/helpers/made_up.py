@@ -49,19 +49,19 @@ def made_up(seed, rows, *, frozen=(), actions=4, accumulation=1, largest=9):
             done[-1] = gradients
         return Phase(tuple(zip(others, done, strict=True)), nanoseconds + rng.randint(0, 5))
 
-    stacks, everything, lasts = [], 0, [None]
+    def block(kind, action, still, gradients):
+        forward = work(bias=(actions - action) * 2, nanoseconds=action)
+        backward = Phase() if kind in still else work(gradients=gradients[kind], nanoseconds=action * 3)
+        return BlockCost(forward, backward, rng.randint(0, largest // 2))
+
+    stacks, everything = [], 0
     for number, row in enumerate(rows):
         kinds = range(max(row) + 1)
         still = frozen[number] if frozen else ()
         choices = tuple((0,) if kind in still else tuple(range(actions)) for kind in kinds)
         gradients = tuple(0 if kind in still else rng.randint(0, largest) for kind in kinds)
         keys = [(kind, action) for kind in kinds for action in choices[kind]]
-        costs = {}
-        for before in [None, *keys]:
-            for kind, action in keys:
-                forward = work(bias=(actions - action) * 2, nanoseconds=action)
-                backward = Phase() if kind in still else work(gradients=gradients[kind], nanoseconds=action * 3)
-                costs[before, (kind, action)] = BlockCost(forward, backward, rng.randint(0, largest // 2))
+        first, inner, last = ({key: block(*key, still, gradients) for key in keys} for _ in range(3))
         before_gradients = rng.randint(0, largest)
         stacks.append(
             StackCosts(
@@ -69,19 +69,18 @@ def made_up(seed, rows, *, frozen=(), actions=4, accumulation=1, largest=9):
                 blocks=blocks_of(("encoder", "decoder")[number + 2 - len(rows)], len(row)),
                 kinds=tuple(row),
                 choices=choices,
-                costs=costs,
-                last_backward={key: Phase() if key[0] in still else work(gradients=gradients[key[0]]) for key in keys},
+                first=first,
+                inner=inner,
+                last=last,
                 gradients=gradients,
-                before={last: work() for last in lasts},
+                before=work(),
                 before_backward=work(gradients=before_gradients),
-                before_gradients=before_gradients,
                 turn_bytes=rng.randint(-2, largest),
                 shared_bytes=rng.randint(0, largest // 2),
                 before_turn_bytes=rng.randint(-2, largest),
             )
         )
         everything += before_gradients + sum(gradients[kind] for kind in row)
-        lasts = [(row[-1], action) for action in choices[row[-1]]]
     behind = rng.randint(0, largest)
     static = Static(
         parameters=rng.randint(0, 50),
@@ -96,7 +95,7 @@ def made_up(seed, rows, *, frozen=(), actions=4, accumulation=1, largest=9):
         model="SomeModel",
         actions=LADDERS[actions],
         stacks=tuple(stacks),
-        head={last: (work(), work(gradients=behind)) for last in lasts},
+        head=(work(), work(gradients=behind)),
         static=static,
         tokens=rng.randint(0, 100),
         accumulation=accumulation,
@@ -105,15 +104,15 @@ def made_up(seed, rows, *, frozen=(), actions=4, accumulation=1, largest=9):
 
 
 def as_of_real_blocks(costs, rng, *, lent=0, held=0, movable=None):
-    """The costs, where a block costs the same behind every other, and what it keeps less is computed again.
+    """The costs, where a block costs the same at every place, and what it keeps less is computed again.
 
-    So do those of real models, nearly; orders of blocks can be exchanged then. `lent`, `held`: most bytes of a block
+    So do those of real models, nearly. `lent`, `held`: most bytes of a block
     that last until the forward ends, and until the backward ends. `movable`: how many blocks may have the second
     of three actions or more.
     """
     stacks = []
     for stack in costs.stacks:
-        one = {key: cost for (_, key), cost in stack.costs.items()}
+        one = dict(stack.inner)
         for kind, action in one:
             cost = one[kind, action]
             sizes = sorted((one[kind, other].forward.net for other in stack.choices[kind]), reverse=True)
@@ -126,7 +125,9 @@ def as_of_real_blocks(costs, rng, *, lent=0, held=0, movable=None):
         stacks.append(
             dataclasses.replace(
                 stack,
-                costs={pair: one[pair[1]] for pair in stack.costs},
+                first=one,
+                inner=one,
+                last=one,
                 held=tuple(rng.randint(0, held) for _ in stack.gradients) if held else (),
                 movable={} if movable is None or len(costs.actions) < 3 else {1: movable},
             )

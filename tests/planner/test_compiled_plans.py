@@ -110,8 +110,7 @@ def test_kept_bytes_are_exact(family):
                     loss = model(**batch).loss
                 left.append(seen.left_bytes)
                 del loss
-        pairs = [(each, pair) for each in costs.stacks for pair in each.costs if pair[0] and pair[0][1] == pair[1][1]]
-        more = {each.name: each.costs[pair].forward.net for each, pair in pairs if pair[1][1] == number}
+        more = {each.name: each.inner[each.kinds[-1], number].forward.net for each in costs.stacks}
         assert left[1] - left[0] == sum(more.values()), action
 
 

@@ -51,10 +51,9 @@ def shuffled(costs, seed):
         return dict(rng.sample(list(given.items()), len(given)))
 
     def stack_again(stack):
-        last_backward, before = again(stack.last_backward), again(stack.before)
-        return dataclasses.replace(stack, costs=again(stack.costs), last_backward=last_backward, before=before)
+        return dataclasses.replace(stack, first=again(stack.first), inner=again(stack.inner), last=again(stack.last))
 
-    return dataclasses.replace(costs, stacks=tuple(map(stack_again, costs.stacks)), head=again(costs.head))
+    return dataclasses.replace(costs, stacks=tuple(map(stack_again, costs.stacks)))
 
 
 # --- against trying everything --------------------------------------------------------------------------------------
@@ -122,41 +121,27 @@ def test_planning_twice_gives_the_same_plan(costs, limits, seed):
         assert fastest(costs, limit) == fastest(costs, limit) == fastest(again, limit)
 
 
-def test_equal_costs_have_one_plan():
-    """Two choices take equally long here, and both fit; which is taken is no matter of the order in a dictionary."""
-    costs = made_up(33, [[0, 0]], actions=2, largest=2)
-    (stack,) = costs.stacks
-    backwards = dataclasses.replace(stack, costs=dict(reversed(stack.costs.items())))
-    again = dataclasses.replace(costs, stacks=(backwards,))
-    assert again == costs
-    tried = everything(costs)
-    assert tried[(1, 0),] == tried[(0, 1),] == (24, 83)
-    assert fastest(again, 83) == fastest(costs, 83)
-
-
-def test_a_single_block_can_be_first_and_last():
-    """Its forward costs what that of a first block does, and its backward what that of a last one does."""
-    cheap = Phase(((5, 0), (1, 0)), 9)
+def test_a_single_block_is_the_last_one():
+    high = BlockCost(Phase(((900, 0),)), Phase(((900, 0),)), 0)
     stack = StackCosts(
         name="decoder",
         blocks=blocks_of("decoder", 1),
         kinds=(0,),
         choices=((0, 1),),
-        costs={
-            (None, (0, 0)): BlockCost(Phase(((50, 0), (50, 0)), 1), Phase(((900, 0),), 1), 0),
-            (None, (0, 1)): BlockCost(cheap, Phase(((900, 0),), 1), 0),
+        first={(0, 0): high, (0, 1): high},
+        inner={},
+        last={
+            (0, 0): BlockCost(Phase(((50, 0), (50, 0)), 1), Phase(((7, 0),), 1), 0),
+            (0, 1): BlockCost(Phase(((5, 0), (1, 0)), 9), Phase(((20, 0),), 1), 0),
         },
-        last_backward={(0, 0): Phase(((7, 0),)), (0, 1): Phase(((20, 0),))},
         gradients=(0,),
-        before={None: Phase()},
+        before=Phase(),
         before_backward=Phase(),
-        before_gradients=0,
         turn_bytes=0,
         shared_bytes=900,
         before_turn_bytes=0,
     )
-    head = {(0, 0): (Phase(), Phase()), (0, 1): (Phase(), Phase())}
-    costs = Costs("llama", "SomeModel", LADDERS[2], (stack,), head, Static(100, 0, 0, 0, 0), tokens=1)
+    costs = Costs("llama", "SomeModel", LADDERS[2], (stack,), (Phase(), Phase()), Static(100, 0, 0, 0, 0), tokens=1)
     assert everything(costs) == {((0,),): (2, 157), ((1,),): (10, 121)}
     assert fastest(costs, 157) == ((0,),)
     assert fastest(costs, 156) == fastest(costs, 121) == smallest(costs) == ((1,),)
@@ -213,19 +198,16 @@ def alike(
     `frozen` of them, at the beginning, keep nothing and have no choice. `kept` and `times`: bytes, and nanoseconds of
     the backward, under each action. `lent`: bytes that last until the forward ends, under all actions but the first.
     """
-    keys, costs, last_backward = [], {}, {}
+    costs = {}
     kept = kept or KEPT[actions]
     for number, size in enumerate(kept):
         lends = lent if number else 0
         forward = Phase(((max(kept) + 10, 0), (size + INPUT + lends, 0)), 100)
         again = max(kept) - size
         backward = Phase(((again + 12, 0), (-size - INPUT, gradient)), times[number] if times else 200 + again)
-        keys.append(((1 if frozen else 0, number), BlockCost(forward, backward, INPUT, lends)))
+        costs[1 if frozen else 0, number] = BlockCost(forward, backward, INPUT, lends)
     if frozen:
-        keys.append(((0, 0), BlockCost(Phase(((70, 0), (0, 0)), 100), Phase(), 0)))
-    for key, cost in keys:
-        costs |= {(before, key): cost for before in [None, *(other for other, _ in keys)]}
-        last_backward[key] = cost.backward
+        costs[0, 0] = BlockCost(Phase(((70, 0), (0, 0)), 100), Phase(), 0)
     choices = tuple(range(actions))
     row = (0,) * frozen + (1 if frozen else 0,) * (count - frozen)
     stack = StackCosts(
@@ -233,12 +215,12 @@ def alike(
         blocks=blocks_of("decoder", count),
         kinds=row,
         choices=((0,), choices) if frozen else (choices,),
-        costs=costs,
-        last_backward=last_backward,
+        first=costs,
+        inner=costs,
+        last=costs,
         gradients=(0, gradient) if frozen else (gradient,),
-        before={None: Phase(((INPUT, 0),), 10)},
+        before=Phase(((INPUT, 0),), 10),
         before_backward=Phase(((1, 0), (-INPUT, 0)), 20),
-        before_gradients=0,
         turn_bytes=INPUT,
         shared_bytes=0,
         before_turn_bytes=0,
@@ -249,7 +231,7 @@ def alike(
         model="SomeModel",
         actions=LADDERS.get(actions, (KEEP,) * actions),
         stacks=(stack,),
-        head={(row[-1], action): behind for action in choices},
+        head=behind,
         static=static or Static(parameters=100, buffers=0, optimizer=0, gradients=gradient * (count - frozen), batch=0),
         tokens=8,
         accumulation=accumulation,
@@ -289,9 +271,9 @@ def test_an_order_that_is_slower_is_not_taken():
     """`full` takes longer at the beginning here than behind `keep`, so that it stays behind."""
     costs = alike(2, actions=2, head=400)
     (stack,) = costs.stacks
-    first = stack.costs[None, (0, 1)]
+    first = stack.first[0, 1]
     slow = dataclasses.replace(first, forward=dataclasses.replace(first.forward, nanoseconds=900))
-    stack = dataclasses.replace(stack, costs={**stack.costs, (None, (0, 1)): slow})
+    stack = dataclasses.replace(stack, first={**stack.first, (0, 1): slow})
     costs = dataclasses.replace(costs, stacks=(stack,))
     tried = everything(costs)
     assert tried[(0, 1),][0] < tried[(1, 0),][0]
@@ -496,9 +478,9 @@ def test_few_choices_are_followed_through_eighty_blocks(changes, monkeypatch):
     """All mixtures that are faster than smaller ones are thousands at each block here; following them took a minute."""
     followed = []
 
-    def counted(key, *rest):
-        followed.append(len(key))
-        return undominated(key, *rest)
+    def counted(place, *rest):
+        followed.append(len(place))
+        return undominated(place, *rest)
 
     undominated = solver._undominated
     monkeypatch.setattr(solver, "_undominated", counted)

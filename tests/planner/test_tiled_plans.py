@@ -80,7 +80,7 @@ def test_peaks_are_predicted_as_they_are_counted(family, lora, autocast):
 
 
 def test_one_chunk_stands_for_many_in_a_trace(monkeypatch):
-    """The same bytes at every moment that counts, the same operations, time and traffic."""
+    """The same bytes at every moment that counts, and the same time."""
     skeleton, step_of = step_on(model_of(lora=True))
     short = trace_costs(skeleton, step_of, H100, mlp=64, actions=(KEEP,))
     monkeypatch.setattr("hf_ckpt.prediction.trace.standing_for", _Unset())
@@ -88,12 +88,15 @@ def test_one_chunk_stands_for_many_in_a_trace(monkeypatch):
     long = trace_costs(skeleton, step_of, H100, mlp=64, actions=(KEEP,))
 
     def figures(costs):
-        cost = costs.stacks[0].costs
-        phases = [phase for found in cost.values() for phase in (found.forward, found.backward)]
-        return [(p.peak(False), p.net, p.gradients, p.flops, p.moved_bytes, p.operations) for p in phases]
+        phases = [phase for found in blocks_of(costs) for phase in (found.forward, found.backward)]
+        return [(p.peak(False), p.net, p.gradients, p.nanoseconds) for p in phases]
+
+    def blocks_of(costs):
+        (stack,) = costs.stacks
+        return [*stack.first.values(), *stack.inner.values(), *stack.last.values()]
 
     assert figures(short) == figures(long)
-    points = [sum(len(found.backward.points) for found in costs.stacks[0].costs.values()) for costs in (short, long)]
+    points = [sum(len(found.backward.points) for found in blocks_of(costs)) for costs in (short, long)]
     assert points[0] < 0.7 * points[1]  # 8 chunks, of which 3 are run
 
 
@@ -112,10 +115,12 @@ def test_times_count_what_runs_again():
     before which torch ends the recomputation of a plain block."""
     skeleton, step_of = step_on(model_of())
     flops = {}
+    rates = {"flops16": 1e9, "flops32": 1e9, "flops_efficiency": 1.0, "bandwidth": 1e30, "launch_nanoseconds": 0}
+    device = dataclasses.replace(H100, **rates)  # on which a floating-point operation takes a nanosecond, all else none
     for mlp in ("full", 100):
-        costs = trace_costs(skeleton, step_of, H100, mlp=mlp, actions=(KEEP, FULL))
-        found = {key[1]: cost for (before, key), cost in costs.stacks[0].costs.items() if before is not None}
-        flops[mlp] = [found[number].forward.flops + found[number].backward.flops for number in (0, len(found) - 1)]
+        costs = trace_costs(skeleton, step_of, device, mlp=mlp, actions=(KEEP, FULL))
+        found = [costs.stacks[0].inner[0, number] for number in (0, 1)]
+        flops[mlp] = [cost.forward.nanoseconds + cost.backward.nanoseconds for cost in found]
     feed_forward = 2 * 3 * 32 * 512 * 512
     assert flops[100][0] == flops["full"][0] + feed_forward
     assert flops[100][1] == flops["full"][1] + feed_forward // 3

@@ -27,17 +27,17 @@ def two_blocks():
         blocks=blocks_of("decoder", 2),
         kinds=(0, 0),
         choices=((0,),),
-        costs={(None, key): cost, (key, key): cost},
-        last_backward={key: backward},
+        first={key: cost},
+        inner={key: cost},
+        last={key: cost},
         gradients=(80,),
-        before={None: Phase(((3, 0),))},
+        before=Phase(((3, 0),)),
         before_backward=Phase(((1, 0), (-3, 20))),
-        before_gradients=20,
         turn_bytes=2,
         shared_bytes=0,
         before_turn_bytes=2,
     )
-    head = {key: (Phase(((6, 0), (4, 0))), Phase(((8, 0), (0, 10))))}
+    head = Phase(((6, 0), (4, 0))), Phase(((8, 0), (0, 10)))
     static = Static(parameters=190, buffers=1, optimizer=380, gradients=190, batch=2)
     return Costs(
         "llama", "SomeModel", (KEEP, Action("full")), (stack,), head, static, tokens=1, optimizer_nanoseconds=8
@@ -101,4 +101,4 @@ def test_planning_stays_exact(seed):
         assert (chosen.nanoseconds, chosen.peak_bytes <= limit) == (best, True)
     assert fastest(costs, lowest - 1) is None
     one = timeline(costs, smallest(costs)).moments
-    assert one[-1].gradient_bytes == one[-2].gradient_bytes + costs.stacks[0].before_gradients
+    assert one[-1].gradient_bytes == one[-2].gradient_bytes + costs.stacks[0].before_backward.gradients

@@ -37,7 +37,7 @@ def predicted(model, batch, device):
     (stack,) = costs.stacks
     found = {}
     for number, action in enumerate(costs.actions):
-        found[action] = stack.costs[(0, number), (0, number)].forward.net
+        found[action] = stack.inner[0, number].forward.net
     return found
 
 
@@ -79,8 +79,8 @@ def test_attention_with_dropout_keeps_no_weights(padded):
         found = []
         for tokens in (32, 64, 96):
             step = Step(tiny_batch("gpt2", tokens=tokens), padded=padded)
-            costs = trace_costs(skeleton, step, device_named(device), actions=(KEEP,)).stacks[0].costs
-            found.append(costs[(0, 0), (0, 0)].forward.net)
+            (stack,) = trace_costs(skeleton, step, device_named(device), actions=(KEEP,)).stacks
+            found.append(stack.inner[0, 0].forward.net)
         less, middle, most = found
         return most - 2 * middle + less
 

@@ -85,7 +85,8 @@ def test_the_host_is_never_asked_for_more_than_it_has(costs, limit):
                 if action not in stack.instead:
                     continue
                 assert place < len(stack.blocks) - 1
-                size = max(cost.output_bytes for (_, key), cost in stack.costs.items() if key[0] == kind)
+                costs_of = (*stack.first.items(), *stack.inner.items(), *stack.last.items())
+                size = max(cost.output_bytes for key, cost in costs_of if key[0] == kind)
                 used += 1 << max(0, size - 1).bit_length() if found.actions[action] == OFFLOAD else size
         assert used <= limit
         kinds = {action for row in actions_of(found, smallest(found)) for action in row} & {OFFLOAD, SAVED}

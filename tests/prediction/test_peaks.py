@@ -86,7 +86,7 @@ def by_the_costs(costs, action):
     """What is predicted of it: the bytes of a block behind one of its kind, under the same action."""
     number = costs.actions.index(action)
     keys = [(stack.kinds[-1], number) for stack in costs.stacks]
-    return [stack.costs[key, key].forward.net for stack, key in zip(costs.stacks, keys, strict=True)]
+    return [stack.inner[key].forward.net for stack, key in zip(costs.stacks, keys, strict=True)]
 
 
 def assert_same_bytes(real, costs_of):
@@ -163,4 +163,4 @@ def test_peaks_of_real_tensors(family, tuning):
     for choice in plans.values():  # gradients finish in the head, in the blocks and before them
         found = timeline(costs, choice)
         assert found.moments[-1].gradient_bytes == costs.static.gradients
-        assert found.moments[-2].gradient_bytes + costs.stacks[0].before_gradients == costs.static.gradients
+        assert found.moments[-2].gradient_bytes + costs.stacks[0].before_backward.gradients == costs.static.gradients

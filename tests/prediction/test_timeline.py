@@ -32,28 +32,27 @@ BY_HAND = Costs(
             blocks=blocks_of("decoder", 2),
             kinds=(0, 0),
             choices=((0, 1),),
-            costs={
-                (None, KEPT): BlockCost(Phase(((12, 0), (9, 0)), 20), Phase(((7, 0), (1, 10)), 40), 4),
-                (None, DROPPED): BlockCost(Phase(((12, 0), (4, 0)), 21), Phase(((9, 0), (15, 3), (2, 10)), 60), 4),
-                (KEPT, KEPT): BlockCost(Phase(((13, 0), (12, 0)), 22), Phase(((6, 0), (0, 10)), 41), 4),
-                (KEPT, DROPPED): BlockCost(Phase(((13, 0), (7, 0)), 23), Phase(((8, 0), (0, 10)), 61), 5),
-                (DROPPED, KEPT): BlockCost(Phase(((11, 0), (10, 0)), 24), Phase(((5, 0), (0, 10)), 42), 4),
-                (DROPPED, DROPPED): BlockCost(Phase(((11, 0), (5, 0)), 25), Phase(((9, 0), (0, 10)), 62), 5),
+            first={
+                KEPT: BlockCost(Phase(((12, 0), (9, 0)), 20), Phase(((7, 0), (1, 10)), 40), 4),
+                DROPPED: BlockCost(Phase(((12, 0), (4, 0)), 21), Phase(((9, 0), (15, 3), (2, 10)), 60), 4),
             },
-            last_backward={KEPT: Phase(((8, 0), (2, 10))), DROPPED: Phase(((10, 0), (3, 10)))},
+            inner={
+                KEPT: BlockCost(Phase(((13, 0), (12, 0)), 22), Phase(((6, 0), (0, 10)), 41), 4),
+                DROPPED: BlockCost(Phase(((13, 0), (7, 0)), 23), Phase(((8, 0), (0, 10)), 61), 5),
+            },
+            last={
+                KEPT: BlockCost(Phase(((11, 0), (10, 0)), 24), Phase(((8, 0), (2, 10)), 42), 4),
+                DROPPED: BlockCost(Phase(((11, 0), (5, 0)), 25), Phase(((10, 0), (3, 10)), 62), 5),
+            },
             gradients=(10,),
-            before={None: Phase(((8, 0), (4, 0)), 10)},
+            before=Phase(((8, 0), (4, 0)), 10),
             before_backward=Phase(((5, 0), (3, 4)), 11),
-            before_gradients=4,
             turn_bytes=5,
             shared_bytes=2,
             before_turn_bytes=3,
         ),
     ),
-    head={
-        KEPT: (Phase(((30, 0), (16, 0)), 30), Phase(((14, 0), (9, 6)), 50)),
-        DROPPED: (Phase(((31, 0), (17, 0)), 31), Phase(((14, 0), (9, 6)), 51)),
-    },
+    head=(Phase(((30, 0), (16, 0)), 30), Phase(((14, 0), (9, 6)), 50)),
     static=Static(parameters=100, buffers=5, optimizer=40, gradients=30, batch=3, step_bytes=7),
     tokens=64,
     accumulation=2,
@@ -71,7 +70,7 @@ def test_a_first_micro_step_by_hand():
     assert rows_of(timeline(BY_HAND, ((1, 0),))) == [
         ("embedding", 148, 0, [(156, 0), (152, 0)]),
         ("forward of decoder 0", 152, 0, [(164, 0), (156, 0)]),
-        ("forward of decoder 1", 156, 0, [(167, 0), (166, 0)]),  # `keep` behind `full`
+        ("forward of decoder 1", 156, 0, [(167, 0), (166, 0)]),
         ("head and loss", 166, 0, [(196, 0), (182, 0)]),
         ("head and loss, backward", 182, 0, [(196, 0), (197, 6)]),
         # After its forward 166, turn 5, its output 4 gone, 6 of gradients; nothing shared yet, the last begins that.
@@ -95,10 +94,10 @@ def test_a_first_micro_step_by_hand():
 
 
 def test_an_encoder_and_a_decoder_by_hand():
-    """What is between the stacks depends on the last block of the first; gradients are finished from the back."""
+    """Gradients are finished from the back."""
     (decoder,) = BY_HAND.stacks
-    between = {KEPT: Phase(((6, 0), (3, 0))), DROPPED: Phase(((7, 0), (2, 0)))}
-    second = dataclasses.replace(decoder, before=between, before_gradients=1, before_turn_bytes=9)
+    between = {"before": Phase(((6, 0), (3, 0))), "before_backward": Phase(((5, 0), (3, 1)), 11)}
+    second = dataclasses.replace(decoder, **between, before_turn_bytes=9)
     first = dataclasses.replace(decoder, name="encoder", blocks=blocks_of("encoder", 2), turn_bytes=1, shared_bytes=0)
     static = dataclasses.replace(BY_HAND.static, gradients=51)
     costs = dataclasses.replace(BY_HAND, stacks=(first, second), static=static)
@@ -108,7 +107,7 @@ def test_an_encoder_and_a_decoder_by_hand():
         ("forward of encoder 0", 152, 0),
         ("forward of encoder 1", 156, 0),
         ("between encoder and decoder", 166, 0),
-        ("forward of decoder 0", 169, 0),  # `full`, as the first of its stack, whatever the encoder's last is
+        ("forward of decoder 0", 169, 0),  # `full`, as the first of its stack
         ("forward of decoder 1", 173, 0),
         ("head and loss", 183, 0),
         ("head and loss, backward", 199, 0),
@@ -219,14 +218,13 @@ def runs_of(*stacks, gradient=0, shared=0, head=1, between=1, accumulation=1):
     made = []
     for number, lengths in enumerate(stacks):
         kinds = sorted(set(lengths))
-        costs, last_backward = {}, {}
+        costs, last = {}, {}
         for kind, length in enumerate(kinds):
-            kept = BlockCost(Phase(keep_forward), Phase(keep_backward), OUTPUT)
-            dropped = BlockCost(forward(length), backward(length), OUTPUT)
-            ways = [None, *((other, action) for other in range(len(kinds)) for action in (0, 1))]
-            costs |= {(way, (kind, 0)): kept for way in ways} | {(way, (kind, 1)): dropped for way in ways}
-            last_backward[kind, 0] = Phase(tuple((other + shared, done) for other, done in keep_backward))
-            last_backward[kind, 1] = backward(length, begins=shared)
+            costs[kind, 0] = BlockCost(Phase(keep_forward), Phase(keep_backward), OUTPUT)
+            costs[kind, 1] = BlockCost(forward(length), backward(length), OUTPUT)
+            shares = Phase(tuple((other + shared, done) for other, done in keep_backward))
+            last[kind, 0] = dataclasses.replace(costs[kind, 0], backward=shares)
+            last[kind, 1] = dataclasses.replace(costs[kind, 1], backward=backward(length, begins=shared))
         name = ("encoder", "decoder")[number]
         made.append(
             StackCosts(
@@ -234,12 +232,12 @@ def runs_of(*stacks, gradient=0, shared=0, head=1, between=1, accumulation=1):
                 blocks=blocks_of(name, len(lengths)),
                 kinds=tuple(kinds.index(length) for length in lengths),
                 choices=((0, 1),) * len(kinds),
-                costs=costs,
-                last_backward=last_backward,
+                first=costs,
+                inner=costs,
+                last=last,
                 gradients=tuple(length * gradient for length in kinds),
-                before={key: Phase(((between, 0), (OUTPUT, 0))) for key in ([None] if not number else last_backward)},
+                before=Phase(((between, 0), (OUTPUT, 0))),
                 before_backward=Phase(((between, 0), (-OUTPUT, 2))),
-                before_gradients=2,
                 turn_bytes=OUTPUT,
                 shared_bytes=shared,
                 before_turn_bytes=0,
@@ -251,7 +249,7 @@ def runs_of(*stacks, gradient=0, shared=0, head=1, between=1, accumulation=1):
         model="SomeModel",
         actions=(KEEP, FULL),
         stacks=tuple(made),
-        head=dict.fromkeys(made[-1].last_backward, (Phase(((head, 0), (2, 0))), Phase(((head, 0), (-1, 3))))),
+        head=(Phase(((head, 0), (2, 0))), Phase(((head, 0), (-1, 3)))),
         static=Static(parameters=1000, buffers=0, optimizer=0, gradients=gradients, batch=0),
         tokens=8,
         accumulation=accumulation,

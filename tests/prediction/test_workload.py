@@ -336,7 +336,7 @@ def test_every_task_can_be_traced(family, architecture, config_file):
     workload = Workload(config_file(family), batch=2, tokens=16, architecture=architecture)
     costs = traced(workload)
     assert costs.model == architecture
-    assert all(cost.backward.points for stack in costs.stacks for cost in stack.costs.values())
+    assert all(cost.backward.points for stack in costs.stacks for cost in stack.last.values())
 
 
 @each_family
