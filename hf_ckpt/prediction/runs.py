@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,16 +16,20 @@ Row = tuple[Key, ...]
 
 
 def short_row(kinds: Sequence[int]) -> tuple[int, ...]:
-    """The kinds of a short stack that shows what a whole one does: the first block, the last one, and one block of each
-    kind between them.
+    """The kinds of a short stack that shows what a whole one does: the first block, the last one, and between them one
+    block of each kind, behind another of its kind if the real stack has such neighbours.
 
     Args:
         kinds: the kind of each block of the real stack.
     """
     if len(kinds) == 1:
         return tuple(kinds)
+    neighbours = set(itertools.pairwise(kinds))
     inner = kinds[1:-1] or (kinds[:1] if kinds[0] == kinds[-1] else ())
-    return (kinds[0], *dict.fromkeys(inner), kinds[-1])
+    row = [kinds[0]]
+    for kind in dict.fromkeys(inner):
+        row += [kind] * (2 if row[-1] != kind and (kind, kind) in neighbours else 1)
+    return (*row, kinds[-1])
 
 
 class Run:

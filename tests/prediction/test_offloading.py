@@ -81,13 +81,17 @@ def test_the_host_is_never_asked_for_more_than_it_has(costs, limit):
     for found in moving(costs, limit):
         used = 0
         for stack, row in zip(found.stacks, smallest(found), strict=True):
-            for place, (kind, action) in enumerate(stack.keys(row)):
+            for place, (kind, action) in enumerate(zip(stack.kinds, row, strict=True)):
                 if action not in stack.instead:
                     continue
                 assert place < len(stack.blocks) - 1
-                costs_of = (*stack.first.items(), *stack.inner.items(), *stack.last.items())
-                size = max(cost.output_bytes for key, cost in costs_of if key[0] == kind)
-                used += 1 << max(0, size - 1).bit_length() if found.actions[action] == OFFLOAD else size
+                if found.actions[action] == OFFLOAD:
+                    costs_of = (*stack.first.items(), *stack.inner.items(), *stack.last.items())
+                    size = max(cost.output_bytes for key, cost in costs_of if key[0] == kind)
+                    used += 1 << max(0, size - 1).bit_length()
+                else:
+                    kept = stack.inner[kind, stack.instead[action]]
+                    used += max(0, kept.forward.net - kept.lent_bytes)
         assert used <= limit
         kinds = {action for row in actions_of(found, smallest(found)) for action in row} & {OFFLOAD, SAVED}
         assert len(kinds) <= 1  # each has all of the room
