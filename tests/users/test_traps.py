@@ -201,7 +201,6 @@ TRAPS = {
     """,
     44: """parameters are frozen, unfrozen, cast or added between steps, and the old plan breaks the budget
         training/test_session.py::test_a_model_that_changes_is_measured_again
-        prediction/test_walks.py::test_walks_show_everything
     """,
     45: """a walk over all objects of Python breaks tuples that other threads build
         training/test_session.py::test_micro_steps_are_planned_for_with_gradients
