@@ -174,6 +174,11 @@ def test_hidden_states_changed_behind_a_block_are_told():
         output.sum().backward()
 
 
+def test_under_full_selective_such_blocks_run_again_as_under_full():
+    model = planned(unknown.relu_in_place, {"policy": "full+selective"})
+    assert {type(region) for region in regions(model)} == {FullRegion}
+
+
 def test_what_no_backward_needs_may_change_in_place():
     output = FullRegion("block")(lambda hidden, other: other.add_(hidden), torch.ones(2), torch.ones(2))
     assert output.tolist() == [2.0, 2.0]

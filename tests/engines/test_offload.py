@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.lanes import HIDDEN, Delayed, DeviceBytes, Eager, lanes_of
 from helpers.offloading import OFFLOAD, SAVED, each_family, each_kind, moved, mover, ours, said, same_steps
-from helpers.steps import assert_same, enable, gradients, step, without_cache
+from helpers.steps import assert_same, gradients, step, without_cache
 from torch import nn
 
 import hf_ckpt
@@ -286,48 +286,3 @@ def test_blocks_that_are_left_out(spec, lanes):
     assert_same(run(plain), run(model))
     assert mover(model)._in_use == 0
     assert mover(model).held_bytes > 0
-
-
-def test_the_users_hooks_get_what_selective_keeps(lanes, caplog):
-    packed = []
-
-    def run(model):
-        torch.manual_seed(0)
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.nbytes) or x.clone(), lambda x: x):
-            loss = model(**without_cache(model, tiny_batch("llama"))).loss
-        loss.backward()
-        return gradients(model)
-
-    model = ours(spec=SAVED)
-    assert_same(run(tiny_model("llama")), run(model))
-    packed.clear()
-    run(model)
-    inside = sum(packed)
-    packed.clear()
-    run(ours(spec={"policy": "selective"}))
-    assert inside == sum(packed)
-    assert moved(model) == {}
-    (message,) = said(caplog)
-    assert "hooks around the model" in message
-
-
-@pytest.mark.compat
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda model, hook: getattr(model, hook)({"policy": "full"}, offload=True),
-        lambda model, hook: getattr(model, hook)(offload=True),
-        lambda model, hook: getattr(model, hook)({"offload": True, "use_reentrant": False}),
-        lambda model, hook: getattr(model, hook)({"policy": "selective"}, 1, "saved"),
-    ],
-)
-def test_the_call_of_transformers(call, lanes):
-    for hook in hf_ckpt.compat.ENABLE_NAMES:
-        model = tiny_model("llama")
-        hf_ckpt.install(model)
-        call(model, hook)
-        assert_same(step(tiny_model("llama"), tiny_batch("llama")), step(model, tiny_batch("llama")))
-        assert len(moved(model)) == 3
-        enable(model, {"use_reentrant": False})  # as a Trainer would once more
-        step(model, tiny_batch("llama"))
-        assert len(moved(model)) == 3

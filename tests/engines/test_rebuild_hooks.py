@@ -28,78 +28,56 @@ from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch
 
 
-def _moved_away():
-    """Saved-tensor hooks that turn activations into bytes, as `save_on_cpu` moves them to where nobody counts them."""
-    moved = []
+class MovedAway:
+    """Saved-tensor hooks that turn activations into bytes that nobody counts, and give each of them back once."""
 
-    def pack(tensor):
-        if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
-            return tensor
-        moved.append(tensor.nbytes)
-        return tensor.detach().float().numpy().tobytes(), tensor.shape, tensor.stride(), tensor.dtype
+    def __init__(self):
+        self.store, self.asked, self.moved_bytes = {}, 0, 0
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
-    def unpack(packed):
+    def pack(self, tensor):
+        key = object()
+        self.store[key] = tensor
+        if (tensor.is_floating_point() or tensor.dtype is torch.uint8) and not isinstance(tensor, nn.Parameter):
+            self.moved_bytes += tensor.nbytes
+            self.store[key] = tensor.detach().numpy().tobytes(), tensor.shape, tensor.stride(), tensor.dtype
+        return key
+
+    def unpack(self, key):
+        self.asked += 1
+        packed = self.store.pop(key)
         if isinstance(packed, torch.Tensor):
             return packed
         data, shape, stride, dtype = packed
-        plain = torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape)
+        plain = torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
         if 0 in stride:
-            return plain.to(dtype)
+            return plain
         return torch.empty_strided(shape, stride, dtype=dtype).copy_(plain)  # another layout rounds differently
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack), moved
-
-
-@each_save
-@each_family
-def test_hooks_around_the_model_get_what_stays(family, save):
-    """Activations that stay go through the user's hooks and nowhere else: nothing but the outputs is left behind."""
-    plain, ours = plain_and_ours(family, save)
-    expected = step(plain, tiny_batch(family, tokens=64))
-    left, through = [], []
-    for model in (plain, ours):
-        batch = without_cache(model, tiny_batch(family, tokens=64))
-        model.zero_grad()
-        torch.manual_seed(7)
-        hooks, moved = _moved_away()
-        with LiveBytes(model) as live:
-            with hooks:
-                loss = model(**batch).loss
-            left.append(live.current_bytes - live.start_bytes)
-            loss.backward()
-        assert_same(expected, outcome(model, loss))
-        through.append(sum(moved))
-    assert rebuilt(ours) > 0
-    assert 0 < through[1] < through[0]
-    assert left[1] <= left[0] + 10_000, "activations stay on the device beside their copies"
 
 
 @each_save
 @each_family
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_hooks_that_unpack_once_only(family, save, dropout):
-    """Hooks that give every tensor back once only are asked once, and never while the forward runs."""
-
-    def run(model):
-        store, asked = {}, []
-
-        def pack(tensor):
-            key = object()
-            store[key] = tensor
-            return key
-
-        def unpack(key):
-            asked.append(key)
-            return store.pop(key)
-
-        torch.manual_seed(3)
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            loss = model(**without_cache(model, tiny_batch(family))).loss
-        assert not asked
-        loss.backward()
-        return outcome(model, loss)
-
-    same_steps(run, family, save, dropout=dropout)
+def test_hooks_around_the_model_get_what_stays(family, save, dropout):
+    """Activations that stay go through the user's hooks and nowhere else, and are asked for once, in the backward."""
+    plain, ours = plain_and_ours(family, save, dropout=dropout)
+    batch = without_cache(plain, tiny_batch(family, tokens=64))
+    expected, left, through = step(plain, batch), [], []
+    for model in (plain, ours):
+        model.zero_grad()
+        torch.manual_seed(7)
+        away = MovedAway()
+        with LiveBytes(model) as live:
+            with away.hooks:
+                loss = model(**batch).loss
+            left.append(live.current_bytes - live.start_bytes)
+            assert not away.asked
+            loss.backward()
+        assert_same(expected, outcome(model, loss))
+        through.append(away.moved_bytes)
+    assert rebuilt(ours) > 0
+    assert 0 < through[1] < through[0]
+    assert left[1] <= left[0] + 10_000, "activations stay on the device beside their copies"
 
 
 HALVES, SWAP, MASK, NORM = torch.full((16,), 0.5), torch.tensor([1, 0]), torch.zeros(8, 8), Norm()

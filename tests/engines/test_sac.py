@@ -1,4 +1,4 @@
-"""`selective` by PyTorch's selective checkpointing: which operations are matched, and when none is."""
+"""`selective` that is really full: what is to stay must not run again; and which operations SAC matches."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import warnings
 
 import pytest
 import torch
-from helpers.steps import enable, step
+from helpers.steps import assert_same, enable, outcome, step, without_cache
 from helpers.toys import each_save
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_ckpt
 from hf_ckpt import compat
@@ -16,7 +17,7 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.sac import OPERATIONS, SacRegion, operations
 from hf_ckpt.errors import NothingSavedError
-from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
 SAC = {"policy": "selective", "engine": "sac"}
 LAYERS = 2
@@ -31,6 +32,63 @@ def by_sac(spec, **options):
 
 def regions(model):
     return list(installation(model).regions.values())
+
+
+SCORES = ("_softmax", "_safe_softmax", "_scaled_dot_product_flash_attention_for_cpu")
+
+
+class Counting(TorchDispatchMode):
+    """How often operations are run."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.names = names
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name.removeprefix("aten::") in self.names
+        return func(*args, **(kwargs or {}))
+
+
+def attention_in_backward(model, batch):
+    """The step's gradients, and how often attention was computed in its backward."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    loss = model(**without_cache(model, batch)).loss
+    with Counting(*SCORES) as counting:
+        loss.backward()
+    return outcome(model, loss), counting.count
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_is_not_run_again(family, attention, dropout):
+    """`selective` finds no attention to save (on the CPU, eager, with dropout) and silently recomputes everything."""
+    model = tiny_model(family, layers=2, attention=attention, dropout=dropout)
+    batch = tiny_batch(family)
+    expected, count = attention_in_backward(model, batch)
+    assert count == 0
+    hf_ckpt.install(model)
+    for engine in ("rebuild", "sac"):
+        for save in (["linear", "attention"], ["attention"]):
+            enable(model, {"policy": "selective", "save": save, "engine": engine})
+            got, count = attention_in_backward(model, batch)
+            assert_same(expected, got, f"{engine} {save}")
+            assert count == 0, (engine, save)
+            done = hf_ckpt.describe(model)
+            if engine == "sac":
+                least = 2 if save == ["attention"] and attention == "eager" else 1
+                assert all(region.matched >= least for region in installation(model).regions.values())
+                assert set(done.recomputed.values()) == {1}
+            else:
+                assert "attention" not in done.dropped
+                assert {"attention", "softmax"} & done.kept.keys()
+                assert done.dropped
+    enable(model, {"policy": "full"})
+    got, count = attention_in_backward(model, batch)
+    assert_same(expected, got)
+    assert count >= (4 if family == "t5" else 2)  # so that one would have been seen
 
 
 @pytest.mark.compat
@@ -78,21 +136,12 @@ def test_what_stays_is_not_run_again():
     def block(x):
         return functional.silu(torch.mm(functional.silu(x), x.t())).mm(x)
 
-    class Count(torch.utils._python_dispatch.TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.products = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.products += func is torch.ops.aten.mm.default
-            return func(*args, **(kwargs or {}))
-
     products = {}
     for region in (SacRegion("toy", save=("linear",)), FullRegion("toy")):
         out = region(block, torch.randn(4, 4).requires_grad_() * 1)
-        with Count() as backward:
+        with Counting("mm") as backward:
             out.sum().backward()
-        products[type(region)] = backward.products
+        products[type(region)] = backward.count
         assert region.recomputed == 1
     assert products[FullRegion] == products[SacRegion] + 1  # the last product's result is needed by nobody
 

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from helpers import tracing
 from helpers.adapters import with_lora
 from helpers.experts import ONE_BY_ONE, experts
 from helpers.planned import budgeted, live_peak, text_batch, without_state
@@ -20,13 +21,13 @@ from hf_ckpt.cli.main import main
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.models.blocks import base_model
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.planner.budgets import costs_behind, plan_of, plan_of_least, plan_within
+from hf_ckpt.planner.budgets import costs_behind, peak_of_least, plan_of, plan_of_least, plan_within
 from hf_ckpt.prediction.devices import DEVICES
 from hf_ckpt.prediction.offload import OFFLOADED, with_offloading
 from hf_ckpt.prediction.skeleton import skeleton_of
 from hf_ckpt.prediction.timeline import worst_timeline
 from hf_ckpt.prediction.trace import Step, trace_costs
-from hf_ckpt.spec.actions import KEEP
+from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.training.traced import traced_costs
 from hf_ckpt.units import format_bytes
@@ -226,3 +227,16 @@ def test_hidden_states_that_a_config_asks_for_are_planned_for():
     model.config.output_hidden_states = True
     plan = plan_of_least(hf_ckpt.predict(model, batch, optimizer="sgd").costs)
     assert abs(peak_under(model, plan, batch) / plan.prediction.peak_bytes - 1) <= 0.03
+
+
+@pytest.mark.long
+def test_a_plan_below_what_full_needs_rebuilds_inside_of_it():
+    model, batch = tracing.model_of("llama", "everything", **tracing.PEAK), tiny_batch("llama", batch=4, tokens=128)
+    at_work, skeleton = Step(batch, accumulation=2, optimizer="sgd"), skeleton_of(model)
+    floor = peak_of_least(trace_costs(skeleton, at_work, tracing.CPU, actions=(KEEP, SELECTIVE, FULL)))
+    costs = trace_costs(skeleton, at_work, tracing.CPU)
+    limit = (floor + peak_of_least(costs)) // 2
+    assert limit < 0.985 * floor
+    actions = [action for _, action in plan_within(costs, limit).actions]
+    assert FULL_SELECTIVE in actions
+    assert max(tracing.real_peaks(model, actions, batch)) <= limit

@@ -65,7 +65,7 @@ TRAPS = {
         users/test_trainer.py::test_logits_that_are_the_peak_are_said_once
     """,
     13: """selective that is really full
-        engines/test_attention_stays.py::test_attention_is_not_run_again
+        engines/test_sac.py::test_attention_is_not_run_again
         engines/test_sac.py::test_no_match_is_an_error_that_says_what_to_do
     """,
     14: """a budget on saved bytes is not one on the peak

@@ -1,9 +1,9 @@
 """The head in chunks: logits of the whole batch never exist.
 
 The head returns `Logits`, a tensor that knows its shape and how its values are computed. A loss turns each token's row
-of logits into one number, so the functions that do this (`cross_entropy`, `nll_loss`, and `gather`, `sum` and
-`logsumexp` over the vocabulary) work through a few tokens at a time, by the rules in `rules.py`. Any other function
-computes all values, once, with the plain head and its ordinary graph.
+of logits into one number, so the functions that do this (`cross_entropy`, and `gather`, `sum` and `logsumexp` over the
+vocabulary) work through a few tokens at a time, by the rules in `rules.py`, which are those that the losses of
+transformers and TRL need. Any other function computes all values, once, with the plain head and its ordinary graph.
 
 If the loss ends in one number, the gradients of each chunk are taken while the chunk exists and scaled in backward, so
 that no product is computed twice (Hsu et al., 2024, https://arxiv.org/abs/2410.10989). Otherwise chunks are recomputed

@@ -66,14 +66,14 @@ def _split(func: Any, logits: Logits, split_size: Any, dim: int = 0) -> Any:
     return tuple(logits.derived(hidden) for hidden in logits.hidden.split(split_size, dim))  # type: ignore[no-untyped-call]
 
 
-def _same(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
+def _same(func: Any, logits: Logits) -> Any:
     """`contiguous`, which returns the logits themselves."""
-    return NotImplemented if args or kwargs else logits
+    return logits
 
 
-def _cloned(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """`clone`: the same logits, which share no memory with these."""
-    return NotImplemented if args or kwargs else logits.derived(logits.hidden, copied=True)
+def _cloned(func: Any, logits: Logits) -> Any:
+    """`clone`, as DDP does with what a model returns: the same logits, which share no memory with these."""
+    return logits.derived(logits.hidden, copied=True)
 
 
 def _detached(func: Any, logits: Logits) -> Logits:
@@ -91,7 +91,7 @@ def _pointwise(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
     dtypes = [value for value in given if isinstance(value, torch.dtype)]
     if not all(isinstance(value, (int, float, torch.dtype)) for value in given):
         return NotImplemented
-    if (func is torch.Tensor.type and not dtypes) or not all(dtype.is_floating_point for dtype in dtypes):
+    if not all(dtype.is_floating_point for dtype in dtypes):
         return NotImplemented
     copied = func not in _CASTING or dtypes not in ([], [logits.dtype])
     return logits.derived(logits.hidden, lambda values: func(values, *args, **kwargs), copied=copied)
@@ -139,7 +139,7 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`cross_entropy` and `nll_loss` of logits [tokens, vocabulary] with one label for each token, chunk by chunk."""
+    """`cross_entropy` of logits [tokens, vocabulary] with one label for each token, chunk by chunk."""
     if logits.dim() != 2 or target.dim() != 1 or target.is_floating_point() or isinstance(target, type(logits)):
         return NotImplemented
     if weight is not None or size_average is not None or reduce is not None or len(target) != len(logits):
@@ -207,7 +207,7 @@ def _row_by_row(logits: Logits, work: Callable[..., torch.Tensor], beside: torch
     return found.reshape((*lead, *found.shape[1:]))
 
 
-_CASTING = frozenset(getattr(torch.Tensor, name) for name in ("float", "double", "half", "bfloat16", "to", "type"))
+_CASTING = frozenset((torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.to))
 RULES |= {
     torch.Tensor.view: _viewed,
     torch.Tensor.reshape: _viewed,
@@ -218,21 +218,17 @@ RULES |= {
     torch.Tensor.unbind: _unbound,
     **dict.fromkeys((torch.Tensor.split, torch.split), _split),
     torch.Tensor.contiguous: _same,
-    **dict.fromkeys((torch.Tensor.clone, torch.clone), _cloned),
+    torch.Tensor.clone: _cloned,
     torch.Tensor.detach: _detached,
     **dict.fromkeys((functional.log_softmax, torch.log_softmax, torch.Tensor.log_softmax), _log_softmax),
-    **dict.fromkeys((functional.cross_entropy, functional.nll_loss), _loss),
+    functional.cross_entropy: _loss,
     **dict.fromkeys((torch.gather, torch.Tensor.gather), _gathered),
     **dict.fromkeys((torch.sum, torch.Tensor.sum, torch.logsumexp, torch.Tensor.logsumexp), _reduced),
     **dict.fromkeys((torch.argmax, torch.Tensor.argmax), _reduced),
+    **dict.fromkeys(_CASTING, _pointwise),
     **{
         getattr(owner, name): _pointwise
-        for owner, names in (
-            (torch.Tensor, ("float", "double", "half", "bfloat16", "to", "type", "mul", "div", "neg", "tanh")),
-            (torch.Tensor, ("add", "sub", "__add__", "__radd__", "__sub__")),
-            (torch.Tensor, ("__mul__", "__rmul__", "__truediv__", "__neg__", "true_divide")),
-            (torch, ("add", "sub", "mul", "div", "neg", "tanh", "true_divide")),
-        )
-        for name in names
+        for owner in (torch.Tensor, torch)
+        for name in ("add", "mul", "div", "neg", "tanh")
     },
 }
