@@ -430,8 +430,8 @@ class TiledForward(ModelHook):
         if self.settings is None or not self.settings.hold(owner):
             self.settings = Settings(owner)
         tokens = tokens_per_tile(self.asked, args[0].shape[:-1].numel(), trained=mostly_trained(parts))
-        state = ForwardState(name, owner, self.settings, self.whole)
-        output = tiled(Tiles(state, parts, run, tokens, keeps_draws=self.keeps_draws), *args)
+        state = ForwardState(name, owner, self.settings, whole=self.whole, keeps_draws=self.keeps_draws)
+        output = tiled(Tiles(state, parts, run, tokens), *args)
         self.counter.calls += 1
         return output
 

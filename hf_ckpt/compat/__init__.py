@@ -50,9 +50,9 @@ from hf_ckpt.compat.fsdp import (
     ranks_recompute_together,
     steps_in_lockstep,
 )
-from hf_ckpt.compat.host_random import HostRandomState
 from hf_ckpt.compat.kernels import accelerator_kernels
 from hf_ckpt.compat.peft import adapters_off, add_lora, merged_adapters
+from hf_ckpt.compat.random_state import RandomState, all_devices, devices_of
 from hf_ckpt.compat.torch import (
     SEEN_BY_HOOKS,
     FakeTensorMode,
@@ -68,7 +68,6 @@ from hf_ckpt.compat.torch import (
     depends_on_values,
     empty_host_cache,
     enter_dispatch_mode_below,
-    forked_random_state,
     has_global_hooks,
     has_gradient_hooks,
     is_any_wrapper,
@@ -88,7 +87,6 @@ from hf_ckpt.compat.torch import (
     optimizer_changes,
     optimizers_of,
     parts_with_storage,
-    random_state,
     registered_hooks,
     release_memory,
     remember_optimizer,

@@ -6,12 +6,10 @@ import contextlib
 import functools
 import gc
 import inspect
-import random
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
-import numpy
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -38,7 +36,7 @@ def is_replica(module: nn.Module) -> bool:
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
-    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
 
 def transforms() -> set[str]:
@@ -99,26 +97,6 @@ def timing_event(device_type: str) -> Any:
     return torch.Event(device_type, enable_timing=True)
 
 
-@contextlib.contextmanager
-def forked_random_state() -> Iterator[None]:
-    """Restore the random state of Python, numpy, the CPU and every accelerator device at the end of this context."""
-    python, arrays = random.getstate(), numpy.random.get_state()
-    try:
-        with _forked_torch_state():
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(arrays)
-
-
-def _forked_torch_state() -> contextlib.AbstractContextManager[None]:
-    """Make a context that restores torch's random state of the CPU and of every accelerator device."""
-    device_type = accelerator_type()
-    if device_type is None:
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=range(torch.accelerator.device_count()), device_type=device_type)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device or the host has no memory left. accelerate knows most of these messages."""
     from accelerate.utils.memory import should_reduce_batch_size
@@ -139,22 +117,6 @@ def release_memory() -> None:
     empty = getattr(getattr(torch, device_type or "cpu", None), "empty_cache", None)
     if empty is not None:
         empty()
-
-
-def random_state(devices: Iterable[torch.device]) -> Callable[[], None]:
-    """Read all random state that a step may change (Python, numpy, CPU, `devices`); call the result to restore it."""
-    python, numbers, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    known = [(device, getattr(torch, device.type, None)) for device in devices if device.type != "cpu"]
-    found = [(device, module, module.get_rng_state(device)) for device, module in known if module is not None]
-
-    def put_back() -> None:
-        random.setstate(python)
-        numpy.random.set_state(numbers)
-        torch.set_rng_state(cpu)
-        for device, module, state in found:
-            module.set_rng_state(state, device)
-
-    return put_back
 
 
 def has_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:
@@ -271,17 +233,17 @@ def next_autograd_sequence_number() -> int:
 
 
 def checkpoint_frame(
-    again: Callable[..., None], args: tuple[Any, ...], *, preserve_rng_state: bool, determinism_check: str
+    again: Callable[..., None], args: tuple[Any, ...], *, determinism_check: str
 ) -> Generator[None, None, None]:
     """Make a generator that checkpoints what runs between two `next` calls; backward runs `again(*args)`.
 
     It is the one that `torch.utils.checkpoint.checkpoint` (non-reentrant) and torch's composable checkpoint use.
-    `preserve_rng_state` and `determinism_check` mean what they mean there.
+    `determinism_check` means what it means there. Random state is not preserved.
     """
     make = private("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
     early_stop = [True] if "early_stop" in inspect.signature(make).parameters else []  # torch 2.9
     frame: Generator[None, None, None] = make(
-        again, preserve_rng_state, torch.utils.checkpoint.noop_context_fn, determinism_check, False, *early_stop, *args
+        again, False, torch.utils.checkpoint.noop_context_fn, determinism_check, False, *early_stop, *args
     )
     return frame
 

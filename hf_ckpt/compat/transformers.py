@@ -73,12 +73,15 @@ def without_caches(function: Callable[..., Any], args: Sequence[Any]) -> tuple[C
     that its transformers knows: GPT-2 passes its own by position, and code from the hub under names before 5.24. A
     block that only reads its cache keeps it. In graphs, only caches by position are looked for.
     """
-    compiling = is_compiling()  # torch 2.8 cannot trace what is asked of the function
-    if not compiling and getattr(module_of(function), "_can_checkpoint_with_cache", False):
-        return function, tuple(args)
-    if not compiling and isinstance(function, functools.partial) and any(map(is_cache, function.keywords.values())):
-        kept = {name: None if is_cache(value) else value for name, value in function.keywords.items()}
-        function = functools.partial(function.func, *function.args, **kept)
+    if not is_compiling():  # torch 2.8 cannot trace what is asked of the function
+        keywords = function.keywords if isinstance(function, functools.partial) else {}
+        if not any(map(is_cache, keywords.values())) and not any(map(is_cache, args)):
+            return function, tuple(args)
+        if getattr(module_of(function), "_can_checkpoint_with_cache", False):
+            return function, tuple(args)
+        if isinstance(function, functools.partial):
+            kept = {name: None if is_cache(value) else value for name, value in keywords.items()}
+            function = functools.partial(function.func, *function.args, **kept)
     return function, tuple(None if is_cache(arg) else arg for arg in args)
 
 

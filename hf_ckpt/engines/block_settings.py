@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -92,6 +93,10 @@ class Settings:
             )
         except (KeyError, RuntimeError, ValueError):  # another attribute, or a tensor or array in the place of a number
             return False
+
+    def all_tensors(self) -> Iterator[Any]:
+        """Yield the parameters and buffers that the block has now; None in the place of one that it lacks."""
+        return chain.from_iterable(map(dict.values, self.tensors))
 
     def put_back(self, block: nn.Module, undo: contextlib.ExitStack) -> None:
         """Set the block as it was found here, until `undo` ends."""

@@ -7,8 +7,8 @@ adapters, hooks and tensors, and afterwards the block is as it was found. What c
 was overwritten, raises `ChangedBlockError`.
 
 Buffers that a forward changes (running statistics) are copied before it. The recomputation changes copies of them, so
-that statistics move once in each forward. Routers of experts choose again what they chose, see `routers`. What a block
-draws from Python's `random` or from `numpy.random` is drawn again; torch's checkpoint does so for torch's numbers only.
+that statistics move once in each forward. Routers of experts choose again what they chose, see `routers`. Random
+numbers of torch, of Python's `random` and of `numpy.random` are drawn again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from hf_ckpt import compat
 from hf_ckpt.engines.block_settings import Settings, lend
 from hf_ckpt.engines.routers import Choices
 from hf_ckpt.errors import ChangedBlockError
-
-_values = operator.methodcaller("values")
 
 
 class _Copied(NamedTuple):
@@ -50,49 +48,53 @@ class ForwardState:
 
     Args:
         name: qualified name of the block.
-        block: the block.
-        settings: how it is set.
+        block: the block; None if it is not known.
+        settings: how it is set; None if it is not known.
         whole: whether its parameters lie whole on their device throughout a step. If not, they come and go, and are
             not compared.
+        keeps_draws: whether torch's random numbers are to be drawn again.
     """
 
-    __slots__ = ("block", "choices", "copies", "draws", "marks", "name", "settings", "tensors")
+    __slots__ = ("block", "choices", "copies", "draws", "keeps_draws", "marks", "name", "settings", "tensors")
 
-    def __init__(self, name: str, block: nn.Module, settings: Settings, whole: bool) -> None:
-        self.name = name
-        self.block = block
-        self.settings = settings
-        self.tensors = tuple(chain.from_iterable(map(_values, settings.tensors))) if whole else ()
+    def __init__(
+        self, name: str, block: nn.Module | None, settings: Settings | None, *, whole: bool, keeps_draws: bool
+    ) -> None:
+        self.name, self.block, self.settings, self.keeps_draws = name, block, settings, keeps_draws
+        self.tensors = tuple(settings.all_tensors()) if settings is not None and whole else ()
         if self.tensors and self.tensors[0] is not None and compat.is_fake(self.tensors[0]):
             self.tensors = ()  # a trace on tensors without values may do to them what it likes
         self.marks = _marks(self.tensors)
-        self.choices = Choices() if settings.chooses else None
-        self.draws: compat.HostRandomState | None = None
-        """Random state of Python and numpy before the forward; None where it has drawn nothing from them."""
+        self.choices = Choices() if settings is not None and settings.chooses else None
+        self.draws: compat.RandomState | None = None
+        """Random state before the forward; None where it has drawn nothing."""
         self.copies: list[_Copied] = []
-        if settings.buffers:
-            self._copy_buffers()
+        if settings is not None and settings.buffers:
+            self._copy_buffers(settings)
 
-    def _copy_buffers(self) -> None:
-        changing = self.settings.changing
-        for box, name in self.settings.buffers if changing is None else changing:
+    def _copy_buffers(self, settings: Settings) -> None:
+        changing = settings.changing
+        for box, name in settings.buffers if changing is None else changing:
             buffer = box[name]
             if buffer is not None and not buffer.is_inference():
                 self.copies.append(_Copied(box, name, buffer, buffer.detach().clone()))
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block for the first time, and note what is needed to run it again in the same way."""
-        before = compat.HostRandomState()
-        with contextlib.nullcontext() if self.choices is None else self.choices.running():
+        before = compat.RandomState(compat.devices_of(args), of_torch=self.keeps_draws)
+        if self.choices is None:
             output = fn(*args)
+        else:
+            with self.choices.running():
+                output = fn(*args)
         if before.may_have_moved():
             self.draws = before
-        self._ended()
+        if self.settings is not None:
+            self._ended(self.settings)
         return output
 
-    def _ended(self) -> None:
+    def _ended(self, settings: Settings) -> None:
         """Note which buffers the forward has changed, now that it has ended."""
-        settings = self.settings
         if settings.written is None:
             settings.written = {
                 place
@@ -104,8 +106,12 @@ class ForwardState:
         if settings.changing is None:
             self.copies = [copied for copied in self.copies if copied.differs()]
             settings.changing = [(copied.box, copied.name) for copied in self.copies]
-        elif self._overwritten():
+        elif self._overwritten(settings):
             settings.changing = None  # one more than before: the next forward looks at all of them again
+
+    def holds(self) -> bool:
+        """Whether the block runs again as in the forward without anything being put back for that."""
+        return self.draws is None and self.choices is None and self._is_unchanged()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -116,35 +122,41 @@ class ForwardState:
         with contextlib.ExitStack() as undo:
             if self.draws is not None:
                 undo.enter_context(self.draws.restored())
-            if self.copies or not (self.settings.hold(self.block) and self._tensors_hold()):
+            if not self._is_unchanged():
                 undo.enter_context(self._put_back())
             if self.choices is not None:
                 undo.enter_context(self.choices.running(again=True))
             yield
 
-    def _tensors_hold(self) -> bool:
-        if not self.tensors:
+    def _is_unchanged(self) -> bool:
+        """Whether the block is set as in the forward, and has the tensors that it had then, with the same values."""
+        settings = self.settings
+        if settings is None or self.block is None:
             return True
-        found = chain.from_iterable(map(_values, self.settings.tensors))
+        if self.copies or not settings.hold(self.block):
+            return False
+        found = settings.all_tensors() if self.tensors else ()
         return all(map(operator.is_, self.tensors, found)) and self.marks == _marks(self.tensors)
 
-    def _overwritten(self) -> list[torch.Tensor]:
+    def _overwritten(self, settings: Settings) -> list[torch.Tensor]:
         """Return the tensors whose values are others than in the forward, as far as they were not copied."""
         there = [tensor for tensor in self.tensors if tensor is not None]
         copied = {id(copied.tensor) for copied in self.copies}
         return [
             tensor
             for place, (tensor, before, now) in enumerate(zip(there, self.marks, _marks(self.tensors), strict=True))
-            if before[1:] != now[1:] and id(tensor) not in copied and place not in (self.settings.written or ())
+            if before[1:] != now[1:] and id(tensor) not in copied and place not in (settings.written or ())
         ]
 
     @contextlib.contextmanager
     def _put_back(self) -> Iterator[None]:
-        settings = self.settings
+        settings, block = self.settings, self.block
+        assert settings is not None
+        assert block is not None
         if settings.merges != [*map(len, settings.merged)]:
             raise ChangedBlockError(self.name, "adapters were merged into its weights, or taken out of them again")
         with contextlib.ExitStack() as undo:
-            settings.put_back(self.block, undo)
+            settings.put_back(block, undo)
             tensors = iter(self.tensors)
             for names, box in zip(settings.names, settings.tensors, strict=True):
                 wanted = {name: next(tensors) for name in names} if self.tensors else dict(box)
@@ -156,9 +168,9 @@ class ForwardState:
                 if tensor.requires_grad != flag:
                     undo.callback(tensor.requires_grad_, tensor.requires_grad)
                     tensor.requires_grad_(flag)
-            overwritten = {id(tensor): "a tensor of it" for tensor in self._overwritten()}
+            overwritten = {id(tensor): "a tensor of it" for tensor in self._overwritten(settings)}
             if overwritten:
-                undo.enter_context(_Refused(self.name, self.block, overwritten))
+                undo.enter_context(_Refused(self.name, block, overwritten))
             yield
 
 

@@ -73,7 +73,7 @@ class OffloadRegion(FullRegion):
             self.moved_bytes = group.moved_bytes
         return output
 
-    def state_for(self, fn: Callable[..., Any]) -> ForwardState | None:
+    def state_for(self, fn: Callable[..., Any]) -> ForwardState:
         """Note the state of the block, as `full` does."""
         return super().state_for(fn.fn if isinstance(fn, _WithMoved) else fn)
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hf_ckpt import compat
 from hf_ckpt.engines.forward_state import ForwardState
@@ -135,15 +134,12 @@ class _Made:
 class _Call:
     """One call of a block, as it is to be repeated in backward."""
 
-    def __init__(self, region: SegmentRegion, fn: Callable[..., Any], given: Any, state: ForwardState | None) -> None:
+    def __init__(self, region: SegmentRegion, fn: Callable[..., Any], given: Any, state: ForwardState) -> None:
         self.region = region
         self.fn = fn
         self.given = given
         """(positional, keyword arguments), with `_Made` in the place of tensors that earlier blocks returned."""
         self.state = state
-        """The state of the block before the call; None where it is not known."""
-        self.random_state: tuple[torch.Tensor, Any] | None = None
-        """Random state of the CPU and of the devices before the call; None where it need not be set."""
 
 
 class _Run:
@@ -155,7 +151,7 @@ class _Run:
         self.made: dict[int, tuple[weakref.ref[torch.Tensor], _Made]] = {}
         """Outputs so far, by id, while the segment is open. Ids are used again, so each comes with its tensor."""
         self.frame: Generator[None, None, None] | None = compat.checkpoint_frame(
-            self.again, args, preserve_rng_state=first.preserve_rng_state, determinism_check=first.determinism_check
+            self.again, args, determinism_check=first.determinism_check
         )
         self._resume: Callable[[], None] | None = None
         """Goes on with the segment; None while one of its blocks runs."""
@@ -188,11 +184,9 @@ class _Run:
                 "cannot be recomputed as one segment. Use `policy: full` without `segments` for this model."
             )
         call = _Call(region, bare, given if number else ((), given[1]), region.state_for(fn))
-        if number and region.preserve_rng_state:  # the checkpoint itself has the state before the first block
-            call.random_state = torch.get_rng_state(), get_device_states(*args)
         hidden = (_hidden_states(args, keywords),)
         versions = versions_of(hidden)
-        output = fn(*args) if call.state is None else call.state.run(fn, args)
+        output = call.state.run(fn, args)
         if not number:  # the others are recomputed from what the ones before return then
             region.refuse_changes(hidden, versions, output)
         for place, value in enumerate(compat.tree_leaves(output)):
@@ -214,15 +208,10 @@ class _Run:
             return outputs[value.call][value.place] if isinstance(value, _Made) else value
 
         for call in self.calls:
-            if call.random_state is not None:
-                cpu, (devices, states) = call.random_state
-                torch.set_rng_state(cpu)
-                set_device_states(devices, states)
             region = call.region
             region.recomputed += 1
             positional, keywords = compat.tree_map(fetch, call.given)
-            around = region.observer() if region.observer else contextlib.nullcontext()
-            with around, call.state.again() if call.state is not None else contextlib.nullcontext():
+            with region.observer() if region.observer else contextlib.nullcontext(), call.state.again():
                 outputs.append(compat.tree_leaves(call.fn(*(positional if outputs else args), **keywords)))
 
     def close(self) -> None:

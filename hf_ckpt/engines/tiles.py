@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hf_ckpt import compat
 from hf_ckpt.engines.block_settings import lend
@@ -78,14 +77,10 @@ class Tiles:
         parts: the modules that compute it.
         run: the plain feed-forward.
         tokens: number of tokens a chunk.
-        keeps_draws: whether the chunks are to draw the same random numbers again.
     """
 
-    def __init__(
-        self, state: ForwardState, parts: Sequence[nn.Module], run: Run, tokens: int, *, keeps_draws: bool
-    ) -> None:
-        self.state = state
-        self.run, self.tokens, self.keeps_draws = run, tokens, keeps_draws
+    def __init__(self, state: ForwardState, parts: Sequence[nn.Module], run: Run, tokens: int) -> None:
+        self.state, self.run, self.tokens = state, run, tokens
         self.boxes = [module._parameters for part in parts for module in part.modules() if module._parameters]
         trained = (tensor for box in self.boxes for tensor in box.values() if tensor is not None)
         found = list({id(tensor): tensor for tensor in trained if tensor.requires_grad}.values())
@@ -96,8 +91,6 @@ class Tiles:
         """(dict of a module's parameters, name, number in `parameters`) of each trained parameter."""
         self.input: Any = None
         """The node that keeps the input."""
-        self.draws: tuple[torch.Tensor, list[int], list[torch.Tensor]] | None = None
-        """Random state before the first chunk: of the CPU, numbers of devices, and their states."""
 
     def chunks(self, rows: int) -> Iterator[slice]:
         """Yield the rows of each chunk; one empty chunk if there are no rows."""
@@ -115,8 +108,6 @@ class Tiles:
         """Run all chunks, without a graph, and return the output [..., tokens, hidden size]."""
         self.device_type = hidden.device.type
         self.autocast_dtype = compat.autocast_dtype(self.device_type)
-        if self.keeps_draws:
-            self.draws = torch.get_rng_state(), *get_device_states(hidden)
         with torch.no_grad(), autocast(self.device_type, self.autocast_dtype):
             output: torch.Tensor = self.state.run(self._all, (hidden,))
         return output
@@ -146,7 +137,7 @@ class Tiles:
         """
         rows, down = _as_rows(hidden), _as_rows(gradient)
         found = torch.empty_like(rows) if wants_input else None
-        with self._as_in_forward(hidden) as stand_ins:
+        with self._as_in_forward() as stand_ins:
             for chunk in self.chunks(rows.shape[1]):
                 given = rows[:, chunk].detach().requires_grad_(wants_input)
                 made = self.run(given)
@@ -158,19 +149,13 @@ class Tiles:
         return None if found is None else found.view(hidden.shape), [stand_in.grad for stand_in in stand_ins]
 
     @contextlib.contextmanager
-    def _as_in_forward(self, hidden: torch.Tensor) -> Iterator[list[nn.Parameter]]:
+    def _as_in_forward(self) -> Iterator[list[nn.Parameter]]:
         """Make the context for running chunks again, with gradients on and with the draws of the forward.
 
         Other parameters with the same values stand in for the trained ones, so that torch adds up their gradients in
         place, chunk by chunk, and hooks of the real ones see only the sum. Yields these parameters.
         """
         with contextlib.ExitStack() as around:
-            if self.draws is not None:
-                cpu, devices, states = self.draws
-                kind = {"device_type": hidden.device.type} if devices else {}
-                around.enter_context(torch.random.fork_rng(devices, **kind))
-                torch.set_rng_state(cpu)
-                set_device_states(devices, states, **kind)
             around.enter_context(self.state.again())
             stand_ins: dict[int, nn.Parameter] = {}
             contents = {id(box): dict(box) for box in self.boxes}

@@ -257,11 +257,11 @@ class OomGuard:
 
         That is the random state, and the model's buffers (running averages, for example).
         """
-        restore_random_state = compat.random_state(self._devices)
+        random_state = compat.RandomState(self._devices)
         buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
 
         def restore() -> None:
-            restore_random_state()
+            random_state.restore()
             with torch.no_grad():
                 for buffer, value in buffers:  # compared by value: batch norms do not count their changes
                     if not torch.equal(buffer, value):

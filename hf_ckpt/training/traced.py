@@ -71,7 +71,7 @@ def _in_clean_thread(work: Callable[[], tuple[Costs, ...]]) -> tuple[Costs, ...]
     modes. Random state is left as it was."""
 
     def run() -> tuple[Costs, ...]:
-        with compat.forked_random_state(), torch.enable_grad():
+        with compat.RandomState(compat.all_devices()).kept(), torch.enable_grad():
             return work()
 
     with concurrent.futures.ThreadPoolExecutor(1, "hf_ckpt planning") as thread:

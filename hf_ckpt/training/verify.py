@@ -276,7 +276,7 @@ def _all_kept(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     kept = {name: parameter.grad for name, parameter in model.named_parameters()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
-        with compat.forked_random_state():
+        with compat.RandomState(compat.all_devices()).kept():
             yield buffers
     finally:
         for name, parameter in model.named_parameters():

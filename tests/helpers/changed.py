@@ -11,6 +11,7 @@ import hf_ckpt
 from helpers.adapters import TARGETS, lora_config
 from helpers.steps import enable, gradients, without_cache
 from hf_ckpt.attach.record import installation
+from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -99,3 +100,8 @@ def check_counts(model, forwards):
             assert found.recomputed[name] > 0
         else:
             assert found.recomputed[name] == forwards
+
+
+def without_forward_state(region, fn):
+    """In the place of `FullRegion.state_for`: a recomputation draws the same numbers, and nothing else is put back."""
+    return ForwardState(region.block, None, None, whole=False, keeps_draws=True)

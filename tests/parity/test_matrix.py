@@ -16,7 +16,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.adapters import TARGETS, lora_config, with_lora
-from helpers.changed import PowerNorm
+from helpers.changed import PowerNorm, without_forward_state
 from helpers.lanes import Delayed, lanes_of
 from helpers.others import other_model
 from helpers.steps import ROUNDING, ROUNDING_16, assert_near, assert_same, enable, outcome, without_cache
@@ -526,7 +526,7 @@ def test_the_comparison_notices_what_is_not_moved(monkeypatch):
 @pytest.mark.parametrize("mode", CHANGED)
 def test_each_change_would_show(mode, monkeypatch):
     """Without the state of the forward there is an error, or something differs."""
-    monkeypatch.setattr(FullRegion, "state_for", lambda region, fn: None)
+    monkeypatch.setattr(FullRegion, "state_for", without_forward_state)
     family = CHANGED[mode].families[0]
     expected = reference(family, mode)
     with pytest.raises((RuntimeError, AssertionError)):

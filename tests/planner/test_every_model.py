@@ -49,7 +49,7 @@ def test_planning_draws_no_random_numbers():
 
 def test_random_state_is_put_back():
     before = random.getstate(), numpy.random.get_state()[1].copy(), torch.get_rng_state()
-    with compat.forked_random_state():
+    with compat.RandomState(compat.all_devices()).kept():
         _ = random.random(), numpy.random.rand(3), torch.rand(3)
     assert random.getstate() == before[0]
     assert (numpy.random.get_state()[1] == before[1]).all()

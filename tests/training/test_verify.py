@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.changed import without_forward_state
 from torch import nn
 
 import hf_ckpt
@@ -94,7 +95,7 @@ def test_buffers_are_compared_and_put_back(monkeypatch):
     assert result, result
     assert result.different_buffers == ()
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
-    monkeypatch.setattr(full.FullRegion, "state_for", lambda region, fn: None)  # statistics move twice
+    monkeypatch.setattr(full.FullRegion, "state_for", without_forward_state)  # statistics move twice
     result = hf_ckpt.verify(model, tiny_batch("llama"))
     assert not result
     assert not result.different

@@ -1,0 +1,164 @@
+"""Random state of Python's `random`, of numpy's global functions and of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy
+import torch
+
+from hf_ckpt.compat.torch import accelerator_type
+
+_WORDS = ctypes.c_uint32 * 624
+"""The words of a Mersenne Twister. Its place among them lies before them in Python's generator, and behind them in
+numpy's."""
+
+
+class _Host:
+    """The generators of Python and numpy. Their states are read only if they may have moved: reading takes 20 to 60 us,
+    and every block asks twice in each forward.
+
+    A draw moves the place, up to the last word; then all words are new, as they are after a seed. So the place and a
+    few words tell, except for a normal number that waits to be taken.
+    """
+
+    def __init__(self) -> None:
+        self._python: Any = getattr(random, "_inst", None)
+        self._numpy: Any = None
+        self._windows: list[Any] = []
+        """Places and first words in memory; empty where a generator is of an unknown kind."""
+        self._seen: list[bytes] = []
+        """The same when the states were read."""
+        self._states: tuple[Any, Any] = None, None
+        self._normal: Any = None
+        """The number that waits in Python's generator since then."""
+        self._normal_of_numpy = True
+        """Whether one may wait in numpy's, which memory does not tell."""
+
+    def states(self) -> tuple[Any, Any]:
+        """Return the states: the same object as before if no number was drawn since."""
+        windows = self._windows
+        if (
+            windows
+            and [window.raw for window in windows] == self._seen
+            and numpy.random.get_bit_generator() is self._numpy  # type: ignore[attr-defined]
+            and self._python.gauss_next is self._normal
+            and not self._normal_of_numpy
+        ):
+            return self._states
+        bits: Any = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+        if bits is not self._numpy:
+            self._numpy, self._windows = bits, [*_windows_of_python(self._python), *_windows_of_numpy(bits)]
+            self._windows = self._windows if len(self._windows) == 4 else []
+        self._seen = [window.raw for window in self._windows]
+        self._states = of_python, of_numpy = random.getstate(), numpy.random.get_state(legacy=False)
+        self._normal, self._normal_of_numpy = of_python[2], bool(of_numpy["has_gauss"])
+        return self._states
+
+
+def _windows_of_python(found: Any) -> list[Any]:
+    """Return place and first words of Python's generator. In CPython it lies behind the head of its object."""
+    head = object.__basicsize__
+    if type(found) is not random.Random or random.Random.__basicsize__ < head + 4 + ctypes.sizeof(_WORDS):
+        return []
+    address = id(found) + head
+    there = *_WORDS.from_address(address + 4), ctypes.c_uint32.from_address(address).value
+    return _windows(address, address + 4) if there == random.getstate()[1] else []
+
+
+def _windows_of_numpy(bits: Any) -> list[Any]:
+    """Return place and first words of numpy's generator, in whose place a script may put another one."""
+    if type(bits).__name__ != "MT19937":
+        return []
+    address = bits.ctypes.state_address
+    return _windows(address + ctypes.sizeof(_WORDS), address)
+
+
+def _windows(place: int, words: int) -> list[Any]:
+    return [(ctypes.c_char * 4).from_address(place), (ctypes.c_char * 16).from_address(words)]
+
+
+_host = _Host()
+
+
+class RandomState:
+    """The random state at one moment: of Python and numpy and, unless `of_torch` is false, of torch.
+
+    Args:
+        devices: whose state is read beside that of the CPU. Those that torch has not initialised are left out.
+        of_torch: whether torch's is read.
+    """
+
+    __slots__ = ("devices", "of_cpu", "of_host", "of_torch")
+
+    def __init__(self, devices: Iterable[torch.device] = (), *, of_torch: bool = True) -> None:
+        self.of_host = _host.states()
+        self.of_torch = of_torch
+        self.of_cpu: torch.Tensor | None = torch.get_rng_state() if of_torch else None
+        self.devices = [(device, _of_device(device)) for device in devices if of_torch and _is_ready(device)]
+
+    def may_have_moved(self) -> bool:
+        """Whether a number was drawn since, or another seed was set, as far as that can be told."""
+        return (
+            self.of_host is not _host.states()
+            or (self.of_cpu is not None and _bytes(self.of_cpu) != _bytes(torch.get_rng_state()))
+            or any(_bytes(state) != _bytes(_of_device(device)) for device, state in self.devices)
+        )
+
+    def restore(self) -> None:
+        """Draw numbers from this state on."""
+        random.setstate(self.of_host[0])
+        numpy.random.set_state(self.of_host[1])
+        if self.of_cpu is not None:
+            torch.set_rng_state(self.of_cpu)
+        for device, state in self.devices:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside this context numbers are drawn from this state on; afterwards the generators go on as before."""
+        with RandomState([device for device, _ in self.devices], of_torch=self.of_torch).kept():
+            self.restore()
+            yield
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """At the end of this context the generators go on from this state."""
+        try:
+            yield
+        finally:
+            self.restore()
+
+
+def devices_of(values: Iterable[Any]) -> list[torch.device]:
+    """Return the devices of those values that are tensors, without the CPU, each once."""
+    return list({value.device: None for value in values if isinstance(value, torch.Tensor) and not value.is_cpu})
+
+
+def all_devices() -> list[torch.device]:
+    """Return every device of the accelerator in use."""
+    device_type = accelerator_type()
+    if device_type is None:
+        return []
+    return [torch.device(device_type, number) for number in range(torch.accelerator.device_count())]
+
+
+def _is_ready(device: torch.device) -> bool:
+    """Whether a device has a random state now: reading it would initialise the device."""
+    module = getattr(torch, device.type, None)
+    return device.type != "cpu" and hasattr(module, "get_rng_state") and bool(getattr(module, "_initialized", True))
+
+
+def _of_device(device: torch.device) -> torch.Tensor:
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    """Return a state of torch as bytes. No operation runs, which dispatch modes would see."""
+    found: bytes = (ctypes.c_char * state.nbytes).from_address(state.data_ptr()).raw
+    return found
