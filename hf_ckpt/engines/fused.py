@@ -4,7 +4,7 @@ Nothing is compiled. torch's compiler hands over the graphs of a forward and its
 them; here each runs on fake tensors, so that whoever counts live bytes and time sees what compiled code would do. What
 is written to memory follows the rules of the compiler's lowering, simplified: kernels of libraries, such as products
 of matrices, read and write tensors; what lies between two of them is one group, of which only those results are
-written that are read outside it; cheap operations are computed again by each group that reads them.
+written that are read outside it; other results are computed again by each group that reads them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,6 @@ import torch
 from torch import fx
 
 from hf_ckpt import compat
-
-_MOST_READS = 4
-"""What reads more tensors is not computed again by each reader (`realize_reads_threshold` of inductor)."""
-
-_MOST_ALONE = 8
-"""What reads more tensors has a tensor of its own (`realize_acc_reads_threshold` of inductor)."""
 
 _LIBRARY: Any = torch.library.Library("hf_ckpt", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("fused(Tensor[] reads, Tensor(a!)[] writes) -> ()")
@@ -147,7 +141,6 @@ class _Lowered:
         }
         """Results that must lie in memory, because a kernel of a library reads them or the graph gives them back."""
         self._within: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        self._heavy: set[fx.Node] = set()
         for node in nodes:
             if node.op == "output":
                 continue
@@ -155,18 +148,8 @@ class _Lowered:
                 if not _is_part(node):
                     self.reads[node] = self._expanded(node)
                 continue
-            found = self._expanded(node)
-            if any(source in self._heavy for source in _memory_of(node)) or _name(node) in _HEAVY:
-                self._heavy.add(node)
-            if node in self.demanded or self._is_shared(node, found) or _is_apart(node) or len(found) > _MOST_ALONE:
-                self.reads[node] = found
-                self._heavy.discard(node)
-            else:
-                self._within[node] = found
-
-    def _is_shared(self, node: fx.Node, reads: Sequence[fx.Node]) -> bool:
-        """Whether several read a result that is not cheap enough to be computed by each of them."""
-        return len(set(_users(node))) > 1 and (len(reads) > _MOST_READS or node in self._heavy)
+            place = self.reads if node in self.demanded or _is_apart(node) else self._within
+            place[node] = self._expanded(node)
 
     def _expanded(self, node: fx.Node) -> tuple[fx.Node, ...]:
         found: dict[fx.Node, None] = {}
@@ -345,8 +328,6 @@ def _is_apart(node: fx.Node) -> bool:
 _OWN = frozenset(
     ("prims::inductor_random", *(f"aten::{name}" for name in ("sum", "mean", "cat", "index_put", "scatter_add")))
 )
-_HEAVY = frozenset(f"aten::{name}" for name in ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"))
-"""Operations that are not computed again by several readers; so it is on CPUs."""
 
 
 def _sums_tokens(node: fx.Node) -> bool:
@@ -364,12 +345,4 @@ def _memory_of(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     for source in node.all_input_nodes:
         found += _memory_of(source) if _is_view(source) else [source]
-    return found
-
-
-def _users(node: fx.Node) -> list[fx.Node]:
-    """The operations that read a result, seen through views."""
-    found: list[fx.Node] = []
-    for user in node.users:
-        found += _users(user) if _is_view(user) else [user]
     return found

@@ -11,6 +11,7 @@ from helpers.experts import EXPERTS, IMPLEMENTATIONS, ONE_BY_ONE, OTHERS, expert
 from helpers.sparing import sparing
 from helpers.steps import assert_near, assert_same, enable, step, without_cache
 from helpers.toys import SAVES
+from peft import LoraConfig, get_peft_model
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -245,6 +246,23 @@ def test_accumulated_forwards_keep_their_own():
         assert torch.equal(first, first_again)
         assert torch.equal(second, second_again)
         assert not torch.equal(first, second)
+
+
+@needs_routers
+def test_adapters_of_a_router():
+    """PEFT writes to the router's weight in every forward, which is no change between forward and backward."""
+
+    def adapted():
+        torch.manual_seed(1)
+        config = LoraConfig(r=4, init_lora_weights=False, target_modules=[], target_parameters=["mlp.gate.weight"])
+        return get_peft_model(experts("qwen3_moe"), config).train()
+
+    expected, model = step(adapted(), tiny_batch("llama", **BATCH)), adapted()
+    hf_ckpt.install(model, {"policy": "full"})
+    enable(model)
+    for _ in range(2):
+        assert_same(expected, step(model, tiny_batch("llama", **BATCH)))
+    assert set(hf_ckpt.describe(model).recomputed.values()) == {2}
 
 
 @needs_routers

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
@@ -26,7 +24,6 @@ from helpers.steps import (
 from helpers.tiles import CHUNK, by_hand, calls, counted_tokens, on, owners
 
 import hf_ckpt
-from hf_ckpt.attach.hooks import TiledForward
 from hf_ckpt.engines.tiles import AUTO_LEAST, AUTO_MOST, AUTO_MOST_FROZEN, tokens_per_tile
 from hf_ckpt.errors import HfCkptError, SpecError
 from hf_ckpt.measure.live import LiveBytes
@@ -271,20 +268,6 @@ def test_generation_and_evaluation_are_as_without():
     model.eval()
     model(**prompt).logits.sum().backward()
     assert calls(model) == 0
-
-
-@pytest.mark.parametrize("family", TINY)
-def test_copies_run_their_own_weights(family):
-    model = on(model_of(family), policy="full")
-    copies = [copy.deepcopy(model), pickle.load(io.BytesIO(pickle.dumps(model)))]
-    expected = step(model, batch_of(family))
-    model.zero_grad(set_to_none=True)
-    for copied in copies:
-        assert_same(expected, step(copied, batch_of(family)))
-        assert calls(copied) == calls(model) == len(owners(model))
-        assert all(parameter.grad is None for parameter in model.parameters())
-        found = [vars(owner)[method] for owner, method in owners(copied)]
-        assert all(type(one) is TiledForward and one.base is copied for one in found)
 
 
 # --- where it does not work ---------------------------------------------------------------------------------------

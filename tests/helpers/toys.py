@@ -53,7 +53,7 @@ WEIGHT = nn.Parameter(torch.linspace(-1, 1, 256).view(16, 16).contiguous())
 def hooked(module):
     """The module with the hooks that a family's norms get."""
     module.register_forward_pre_hook(enter_module, with_kwargs=True)
-    module.register_forward_hook(leave_module)
+    module.register_forward_hook(leave_module, always_call=True)
     return module
 
 
