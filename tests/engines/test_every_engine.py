@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import gc
 import pickle
 import threading
 
@@ -11,7 +13,16 @@ import pytest
 import torch
 from helpers.lanes import DeviceBytes
 from helpers.offloading import mover, said
-from helpers.steps import assert_frees_everything, assert_near, assert_same, enable, outcome, step, without_cache
+from helpers.steps import (
+    CACHED_BYTES,
+    assert_frees_everything,
+    assert_near,
+    assert_same,
+    enable,
+    outcome,
+    step,
+    without_cache,
+)
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -94,6 +105,29 @@ def backward_in_another_thread(model, family):
     return outcome(model, losses[0])
 
 
+def forwards_in_two_threads(model, family):
+    """Both are inside the same block at once, as replicas of nn.DataParallel are, which share its function."""
+    barrier, losses = threading.Barrier(2), {}
+
+    def run(seed):
+        losses[seed] = loss_of(model, family, seed)
+
+    def meet(module, args):
+        if threading.current_thread() in threads:  # and not when the blocks run again
+            barrier.wait(timeout=20)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(2)]
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(meet)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(2):
+        losses[seed].backward()
+    return outcome(model, losses[0])
+
+
 def own_checkpoint_around_the_model(model, family):
     """Chunked losses and GradCache checkpoint whole forwards; torch lets each packed tensor be asked for once."""
     torch.manual_seed(3)
@@ -119,6 +153,7 @@ RUNS = {
     second_derivative: ("llama", "gpt2", "bert", "t5"),
     optimizer_inside_backward: ("llama", "gpt2", "bert", "t5"),
     backward_in_another_thread: ("llama", "t5"),
+    forwards_in_two_threads: ("llama",),
     own_checkpoint_around_the_model: ("gpt2", "t5"),
     own_checkpoint_inside_a_block: ("bert",),
     own_hooks_around_the_model: ("llama", "bert"),
@@ -153,6 +188,38 @@ def test_a_graph_without_a_backward_frees_everything(family, engine):
     check(model, engine in MOVING)
     if hf_ckpt.describe(model).moved:
         assert mover(model)._in_use == 0
+
+
+@each_engine
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_error_in_a_block_leaves_nothing(engine, place):
+    """The user may catch an error, as when memory runs out, and go on."""
+    model, batch = ours("llama", engine), without_cache(tiny_model("llama"), tiny_batch("llama"))
+    expected, before = step(model, batch), hf_ckpt.describe(model).recomputed
+
+    raised = []
+
+    def broken(hidden):
+        raised.append(place)
+        raise RuntimeError("out of memory")
+
+    gc.collect()
+    gc.disable()
+    try:
+        with DeviceBytes(model) as live:
+            model.model.layers[place].mlp.down_proj.forward = broken
+            with contextlib.suppress(RuntimeError):
+                model(**batch)
+            del model.model.layers[place].mlp.down_proj.forward
+            assert live.current_bytes - live.start_bytes <= CACHED_BYTES
+    finally:
+        gc.enable()
+    assert raised == [place]
+    x = torch.ones(2, requires_grad=True)
+    (x * x).sum().backward()  # nobody's hooks are left behind
+    assert_same(expected, step(model, batch))
+    assert hf_ckpt.describe(model).recomputed == {name: 2 * times for name, times in before.items()}
+    assert all(before.values())
 
 
 def _mean_loss(model, batch):

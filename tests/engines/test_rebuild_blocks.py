@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from helpers.toys import (
     SAVES,
     SCALE,
     SELECTIVE,
-    WEIGHT,
     Norm,
     each_family,
     each_save,
@@ -267,42 +265,6 @@ def test_parts_of_a_graph_one_after_another(save):
         return found
 
     same_steps(run, save=save, layers=1)
-
-
-@each_save
-def test_two_threads_inside_one_block_at_once(save):
-    """nn.DataParallel runs replicas in threads that share their region; both are inside the block at the same time."""
-    norm = Norm()
-    region, barrier = RebuildRegion("toy", save=tuple(save)), threading.Barrier(2)
-
-    def block(x, wait=False):
-        hidden = norm(functional.silu(x) * x)
-        if wait:
-            barrier.wait(timeout=10)
-        hidden = functional.silu(hidden @ WEIGHT) * hidden
-        if wait:
-            barrier.wait(timeout=10)
-        return norm(hidden) * SCALE
-
-    found = {}
-
-    def run(seed):
-        torch.manual_seed(seed)
-        x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-        region(lambda x: block(x, wait=True), x * 1).square().sum().backward()
-        found[seed] = x.grad
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for seed in (0, 1):
-        x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-        block(x * 1).square().sum().backward()
-        assert torch.equal(found[seed], x.grad)
-    assert region.forwards == 2
-    assert region.recomputed > 0
 
 
 class _Operations(TorchDispatchMode):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -152,27 +151,6 @@ def test_blocks_that_are_run_in_an_odd_way(run, times):
     assert [region.recomputed for region in regions(model)] == times
 
 
-@pytest.mark.parametrize("place", [0, 1, 3])
-def test_an_error_in_a_block_closes_its_segment(place):
-    model = in_segments()
-    expected = step(tiny_model("llama"), tiny_batch("llama"))
-    mlp = model.model.layers[place].mlp
-    original = mlp.forward
-
-    def broken(x):
-        raise RuntimeError("out of memory")
-
-    mlp.forward = broken
-    with pytest.raises(RuntimeError, match="out of memory"):
-        step(model, tiny_batch("llama"))
-    assert _open.run is None
-    x = torch.ones(2, requires_grad=True)
-    (x * x).sum().backward()  # nobody's hooks are left on the stack
-    mlp.forward = original
-    assert_same(expected, step(model, tiny_batch("llama")))
-    ran_once(model)
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_error_between_blocks_closes_the_segment(error):
     """After an interrupt torch runs no forward hooks, so it is the next forward that closes the segment."""
@@ -230,32 +208,6 @@ def test_hooks_between_two_segments_are_fine():
         return step(model, tiny_batch("llama"))
 
     same_steps(run)
-
-
-def test_threads_have_segments_of_their_own():
-    model, barrier, losses = in_segments(), threading.Barrier(2), {}
-
-    def meet(module, args):
-        if threading.current_thread() in threads:  # and not when the blocks run again
-            barrier.wait(timeout=20)
-
-    for layer in model.model.layers:
-        layer.mlp.register_forward_pre_hook(meet)
-
-    def run(seed):
-        losses[seed] = model(**without_cache(model, tiny_batch("llama", seed=seed))).loss
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    plain = tiny_model("llama")
-    for seed in range(2):
-        losses[seed].backward()
-        plain(**without_cache(plain, tiny_batch("llama", seed=seed))).loss.backward()
-    assert_same({"loss": losses[0].detach(), **gradients(plain)}, {"loss": losses[0].detach(), **gradients(model)})
-    ran_once(model, 2)
 
 
 def test_parameters_that_come_and_go_are_refused():
