@@ -9,7 +9,7 @@ from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.forecast import cache
 from hf_ckpt.forecast.words import assumed, headline, spec_of, task_of, to_write
 from hf_ckpt.planner.alternatives import Alternative, frontier
-from hf_ckpt.planner.budgets import costs_behind, peak_of_least, plan_within
+from hf_ckpt.planner.budgets import choice_within, peak_of_least, plan_of
 from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.devices import Device
 from hf_ckpt.prediction.question import Question, Workload
@@ -143,9 +143,8 @@ def forecast_within(
 
     Raises `InfeasibleError` where no plan fits.
     """
-    plan = plan_within(candidates, limit, device.name)
-    costs, chosen = costs_behind(candidates, plan)
-    timeline = worst_timeline(costs, chosen)
+    costs, chosen = choice_within(candidates, limit)
+    plan, timeline = plan_of(costs, chosen, limit, device.name), worst_timeline(costs, chosen)
     return Forecast(asked, device, limit, costs, plan, timeline, usual, candidates, further, **more)
 
 

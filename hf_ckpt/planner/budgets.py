@@ -28,17 +28,25 @@ def plan_within(ways: Costs | Sequence[Costs], budget_bytes: int, device: str = 
 
     Raises `InfeasibleError` where no plan fits, with what fills the lowest peak and what would lower it.
     """
-    plan, least = None, 0.0
+    return plan_of(*choice_within(ways, budget_bytes), budget_bytes, device)
+
+
+def choice_within(ways: Costs | Sequence[Costs], budget_bytes: int) -> tuple[Costs, Choice]:
+    """The candidate and the choice of actions of the fastest plan within a budget.
+
+    Raises `InfeasibleError` as `plan_within`, whose arguments it takes.
+    """
+    found, least = None, 0.0
     for costs in (candidates := several_of(ways)):
-        if costs.segments and plan is not None and step_nanoseconds(costs, smallest(costs)) >= least * (1 - GAIN):
+        if costs.segments and found is not None and step_nanoseconds(costs, smallest(costs)) >= least * (1 - GAIN):
             continue  # as nearly always: segments take the time of `full`
         choice = fastest(costs, budget_bytes)
         nanoseconds = step_nanoseconds(costs, choice) if choice is not None else 0
-        if choice is not None and (plan is None or nanoseconds < least * (1 - GAIN)):
-            plan, least = plan_of(costs, choice, budget_bytes, device), nanoseconds
-    if plan is None:
+        if choice is not None and (found is None or nanoseconds < least * (1 - GAIN)):
+            found, least = (costs, choice), nanoseconds
+    if found is None:
         raise _infeasible(lowest_of(candidates)[0], budget_bytes)
-    return plan
+    return found
 
 
 def plan_of_least(ways: Costs | Sequence[Costs], budget_bytes: int | None = None, device: str = "") -> Plan:
@@ -72,23 +80,6 @@ def lowest_of(several: Sequence[Costs]) -> tuple[Costs, Choice]:
     """The candidate with the lowest peak, and the choice of actions that has it."""
     costs = min(several, key=lowest_peak)
     return costs, smallest(costs)
-
-
-def costs_behind(ways: Sequence[Costs], plan: Plan) -> tuple[Costs, Choice]:
-    """The candidate that has a plan's actions, head and feed-forward, and the plan's choice by the candidate's numbers.
-
-    Raises `ValueError` where no candidate has them.
-    """
-    rows = [[action for _, action in row] for row in plan.stacks().values()]
-    counts = tuple(len({action.segment for action in row} - {None}) for row in rows)
-    for costs in ways:
-        numbers = {action: number for number, action in enumerate(costs.actions)}
-        plain = [[dataclasses.replace(action, segment=None) for action in row] for row in rows]
-        same = (costs.head_tokens, costs.mlp_tokens) == (plan.head, plan.mlp)
-        same = same and costs.segments == (counts if any(counts) else ())
-        if same and all(action in numbers for row in plain for action in row):
-            return costs, tuple(tuple(numbers[action] for action in row) for row in plain)
-    raise ValueError("the plan was made from none of these costs")
 
 
 def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, device: str = "") -> Plan:

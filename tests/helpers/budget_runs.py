@@ -6,7 +6,7 @@
 
 `make(spec)` returns a `Scenario`: a fresh model, always the same one, on which the spec is enabled, or nothing for
 None. A `LiveBytes` that is on through the whole training counts all live tensors. Nothing here knows how plans are
-made: what is on is read from `hf_ckpt.describe` and from the log. `scripts/budgets_held.py` prints a table.
+made: what is on is read from `hf_ckpt.describe` and from the log.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ MOST, MOST_FIRST, MOST_PREDICTED = 1.01, 1.03, 1.03
 """The largest allowed ratio of a real peak to the budget from the second planned step on, that of the first planned
 step, and that of a predicted to a real peak."""
 SLACK = 0.05
-"""What tests allow beyond these: which plan is made depends on times, and on a busy machine any may be. The table of
-`scripts/budgets_held.py` is by the limits themselves."""
+"""What tests allow beyond these: which plan is made depends on times, and on a busy machine any may be."""
 
 
 @dataclasses.dataclass
@@ -166,9 +165,7 @@ class Trained:
     weights: dict[str, torch.Tensor]
     """All parameters at the end, and all gradients, as `NAME.grad`."""
     error: str = ""
-    """The error that ended it."""
-    traceback: str = ""
-    """Where it was raised."""
+    """The error that ended it, and where."""
 
     @property
     def peak_bytes(self) -> int:
@@ -185,17 +182,16 @@ def trained(make: Make, spec: dict | None, *, settle: bool = False) -> Trained:
     scenario = make(spec)
     live = LiveBytes(scenario.model, *scenario.holders)
     watch = Watch(scenario, spec is not None, live, scenario.settled if settle else 0)
-    error = where = ""
+    error = ""
     with heard(watch), live:
         try:
             scenario.train(watch)
         except Settled:
             pass
-        except Exception as raised:
+        except Exception:
             if spec is None:
                 raise
-            error = f"{type(raised).__name__}: {str(raised).splitlines()[0] if str(raised) else ''}"
-            where = traceback.format_exc()
+            error = traceback.format_exc()
         watch.end()
     weights = {}
     for name, parameter in scenario.model.named_parameters():
@@ -204,7 +200,7 @@ def trained(make: Make, spec: dict | None, *, settle: bool = False) -> Trained:
             weights[f"{name}.grad"] = parameter.grad.clone()
     if spec is not None:
         hf_ckpt.uninstall(scenario.model)
-    return Trained(watch.steps, weights, error, where)
+    return Trained(watch.steps, weights, error)
 
 
 @contextlib.contextmanager
@@ -262,7 +258,6 @@ class Run:
     mixed: bool
     """Whether the steps differ in the shape of their batches."""
     error: str
-    traceback: str
     differing: list[str]
     """Names of parameters and gradients that are not bit-equal to those without hf_ckpt."""
     recomputed: int
@@ -272,20 +267,6 @@ class Run:
         """The steps before the first plan."""
         planned = {id(step) for group in self._planned() for step in group}
         return [step for step in self.steps if id(step) not in planned]
-
-    @property
-    def steps_until_on(self) -> int:
-        """Micro-steps until the plan changes no more, those after each change of the model included.
-
-        Where shapes are mixed, the number of steps without a plan.
-        """
-        if self.mixed:
-            return len(self.measuring())
-        changing = 0
-        for steps in self._phases():
-            plans = [(step.plan, step.predicted_bytes is None) for step in steps]
-            changing += max((place + 1 for place, plan in enumerate(plans) if plan != plans[-1] or plan[1]), default=0)
-        return changing
 
     @property
     def worst_measuring(self) -> float:
@@ -361,7 +342,6 @@ def run_of(done: Trained, full_bytes: int, budget: int, expected: dict, found: d
         steps=done.steps,
         mixed=len({step.shape for step in done.steps}) > 1,
         error=done.error,
-        traceback=done.traceback,
         differing=sorted(n for n in expected.keys() | found.keys() if not _equal(expected.get(n), found.get(n))),
         recomputed=sum(step.recomputed for step in done.steps),
     )

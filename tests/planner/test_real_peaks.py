@@ -21,7 +21,7 @@ from hf_ckpt.cli.main import main
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.models.blocks import base_model
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.planner.budgets import costs_behind, peak_of_least, plan_of, plan_of_least, plan_within
+from hf_ckpt.planner.budgets import peak_of_least, plan_of, plan_of_least, plan_within
 from hf_ckpt.prediction.devices import DEVICES
 from hf_ckpt.prediction.offload import OFFLOADED, with_offloading
 from hf_ckpt.prediction.skeleton import skeleton_of
@@ -40,7 +40,10 @@ def traced(model, batch):
     plan = hf_ckpt.describe(model).plan
     with hf_ckpt.paused(model):
         spec = Spec.parse({"policy": "budget", "budget": "1GiB", "head": plan.head})
-        return plan_of(*costs_behind(traced_costs(base_model(model), spec, batch), plan)).prediction
+        ways = traced_costs(base_model(model), spec, batch)
+    costs = next(found for found in ways if not found.segments and found.head_tokens == plan.head)
+    rows = plan.stacks().values()
+    return plan_of(costs, tuple(tuple(costs.actions.index(action) for _, action in row) for row in rows)).prediction
 
 
 def peak_under(model, plan, batch):

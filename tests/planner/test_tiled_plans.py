@@ -18,7 +18,7 @@ from hf_ckpt.engines.tiles import standing_for
 from hf_ckpt.errors import HfCkptError, SpecError
 from hf_ckpt.forecast.forecast import forecast
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
-from hf_ckpt.planner.budgets import costs_behind, plan_of_least, plan_within
+from hf_ckpt.planner.budgets import choice_within, plan_of_least, plan_within
 from hf_ckpt.planner.options import cost_options, ways_to_run
 from hf_ckpt.prediction.devices import DEVICES
 from hf_ckpt.prediction.question import Question
@@ -139,7 +139,7 @@ def test_it_is_a_candidate_where_it_is_allowed():
     tight = plan_within(ways[::2], floor - 1)
     assert (tight.mlp, tight.head) == (64, "full")
     assert "feed-forward: in chunks (64 tokens)" in str(tight)
-    assert costs_behind(ways, tight)[0] is ways[2]
+    assert choice_within(ways[::2], floor - 1)[0] is ways[2]
     assert plan_of_least(ways[::2]).prediction.peak_bytes < 0.8 * floor
     assert chunked_head(tiled, skeleton, step_of, H100, "auto").mlp_tokens == 64
 

@@ -18,7 +18,7 @@ import hf_ckpt
 from hf_ckpt.engines import host as host_memory
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch
-from hf_ckpt.planner.budgets import costs_behind, plan_of_least, plan_within
+from hf_ckpt.planner.budgets import choice_within, plan_of, plan_of_least, plan_within
 from hf_ckpt.planner.options import cost_options
 from hf_ckpt.planner.solver import fastest, smallest
 from hf_ckpt.prediction.devices import DEVICES
@@ -218,8 +218,7 @@ def test_a_plan_moves_only_what_it_has_to():
     assert moving
     assert plan.actions[-1][1] not in moving
     assert Plan.from_dict(plan.to_dict()) == plan
-    made_from, choice = costs_behind(ways, plan)
-    assert worst_timeline(made_from, choice).peak_bytes == plan.prediction.peak_bytes
+    assert plan_of(*choice_within(ways, lower), lower) == plan
 
 
 def test_a_head_in_chunks_is_taken_where_it_is_allowed_and_needed():
