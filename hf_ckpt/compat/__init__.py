@@ -119,7 +119,6 @@ from hf_ckpt.compat.transformers import (
     cached_tokens,
     caches_among,
     callback_handler_of,
-    checkpoints_beside_blocks,
     config_of,
     fake_values_count,
     forward_parameters,

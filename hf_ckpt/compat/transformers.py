@@ -310,13 +310,3 @@ def own_checkpointing(
     finally:
         getattr(model, DISABLE_NAMES[-1])()
         model.disable_input_require_grads()
-
-
-def checkpoints_beside_blocks(model: nn.Module) -> bool:
-    """Whether transformers' own switch also changes modules inside of blocks.
-
-    T5's attention then computes gradients of its position bias, which takes another kernel.
-    """
-    blocks_and_stacks = GradientCheckpointingLayer, PreTrainedModel
-    found = (module for module in model.modules() if hasattr(module, "gradient_checkpointing"))
-    return any(not isinstance(module, blocks_and_stacks) for module in found)

@@ -18,7 +18,6 @@ from hf_ckpt.units import format_bytes, format_ratio, format_seconds
 if TYPE_CHECKING:
     from hf_ckpt.forecast.nearest import Setting
     from hf_ckpt.forecast.record import Forecast
-    from hf_ckpt.planner.alternatives import Alternative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +112,7 @@ def comparison_table(found: Forecast, budget_bytes: int, *, plan: bool = True, f
     """
     base = found.usual[0]
     rows = [("this plan", found.peak_bytes, found.step_seconds)] if plan else []
-    rows += [(way.name, way.peak_bytes, way.step_seconds) for way in (*_few(found.usual), *found.further)]
+    rows += [(way.name, way.peak_bytes, way.step_seconds) for way in (*found.usual, *found.further)]
     if frontier:
         rows += [
             (f"planned for {format_bytes(way.budget_bytes)}", way.peak_bytes, way.step_seconds)
@@ -184,9 +183,3 @@ def _notes(notes: Iterable[str]) -> Iterator[str]:
 
 def _speed(tokens_per_second: float | None) -> str:
     return f"{tokens_per_second:,.0f}" if tokens_per_second else "-"
-
-
-def _few(options: Sequence[Alternative]) -> list[Alternative]:
-    """Leave out `every_n_layers` with more than 4, of which there are too many for a table."""
-    few = {f"every_n_layers: {every}" for every in (2, 3, 4)}
-    return [option for option in options if not option.name.startswith("every_n_layers") or option.name in few]

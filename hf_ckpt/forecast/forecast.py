@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_ckpt.attach.attach import paused, transformers_trial
+from hf_ckpt.attach.attach import paused
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast import cache
 from hf_ckpt.forecast.nearest import LARGEST, Setting, largest, nearest_settings
@@ -21,7 +21,7 @@ from hf_ckpt.models.blocks import find_blocks, vocabulary_head
 from hf_ckpt.models.families import learned_positions
 from hf_ckpt.planner.alternatives import Alternative, frontier, further_options, segmented_options, usual_options
 from hf_ckpt.planner.budgets import peak_of_least
-from hf_ckpt.planner.options import cost_options, transformers_costs, ways_to_run, with_host_memory
+from hf_ckpt.planner.options import cost_options, ways_to_run, with_host_memory
 from hf_ckpt.prediction.batches import sizes_of_batch, step_of_workload
 from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.devices import Device, device_named
@@ -136,18 +136,14 @@ class Forecaster:
         """
         asked, device = self.asked, self.device
         self.tell("reading the model")
-        skeleton, step = self._skeleton(asked), step_of_workload(asked, self._skeleton(asked))
         costs = self._traced(dataclasses.replace(asked, compiled=False), "full")
-        by_transformers = transformers_costs(costs, skeleton, step, device)
-        if by_transformers is not costs:
-            by_transformers = self._shared(by_transformers, asked)
         ways = self._ways(asked)
         if asked.measure:
-            costs, by_transformers, ways = self._measured(costs, by_transformers, ways)
+            costs, ways = self._measured(costs, ways)
         candidates = self._in_ways(ways, asked)
         self.tell("comparing")
         segments = () if asked.sharded else segmented_options(costs)
-        usual = (*usual_options(costs, device.host_bandwidth, by_transformers), *segments)
+        usual = (*usual_options(costs, device.host_bandwidth), *segments)
         further = () if asked.sharded else self._further(costs, () if asked.compiled else candidates)
         if self._config is None and not self._is_live:
             cache.save(self._given, (asked, device, candidates, usual, further))
@@ -225,22 +221,18 @@ class Forecaster:
         layout = layout_for(skeleton, asked.ranks, own, needed, count)
         return dataclasses.replace(with_shards(costs, layout), notes=(*costs.notes, _UNTIMED))
 
-    def _measured(
-        self, costs: Costs, by_transformers: Costs, ways: Sequence[Costs]
-    ) -> tuple[Costs, Costs, list[Costs]]:
-        """All with times measured on this machine: those of eager blocks, of transformers' own, and of each way."""
+    def _measured(self, costs: Costs, ways: Sequence[Costs]) -> tuple[Costs, list[Costs]]:
+        """All with times measured on this machine: those of eager blocks, and of each way."""
         models = ShallowModels(self.asked)
         time = functools.partial(
             measured, on_progress=self.tell, depths=depths_of(costs), optimizer_seconds=models.optimizer_seconds
         )
         timed = time(costs, models.step_seconds)
-        step_seconds = functools.partial(models.step_seconds, put_on=transformers_trial)
-        own = timed if by_transformers is costs else time(by_transformers, step_seconds)
         others = [
             timed if way == costs else time(way, functools.partial(models.step_seconds, mlp=way.mlp_tokens))
             for way in ways
         ]
-        return timed, own, others
+        return timed, others
 
     def _largest(self, name: str) -> int:
         """The largest `batch` or `tokens` that fits into the budget, 0 where none does."""

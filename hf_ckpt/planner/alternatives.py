@@ -30,27 +30,22 @@ class Alternative:
     """The budget that a plan was made for; None for an option that was not planned."""
 
 
-def usual_options(costs: Costs, host_bandwidth: float, own: Costs | None = None) -> list[Alternative]:
-    """What transformers itself offers: no checkpointing, every n-th block (one counter for all stacks), `full`, and
-    `offload`.
-
-    Of the n above 8 that come to the same number of blocks, only the smallest is listed.
+def usual_options(costs: Costs, host_bandwidth: float) -> list[Alternative]:
+    """What transformers itself offers: no checkpointing, every fourth to every second block (one counter for all stacks),
+    `full`, and `offload`.
 
     Args:
         costs: traced with the action `full`.
         host_bandwidth: bytes a second of copies to host memory.
-        own: the costs of transformers' own checkpointing, where they differ from those of `full`.
 
     Raises `ValueError` for costs without the action `full`.
     """
     found = [_option("none", costs, costs.uniform(0))]
-    costs = own or costs
     full = next((number for number, action in enumerate(costs.actions) if action == FULL), None)
     if full is None:
         raise ValueError("the costs have no action `full` to compare with")
     blocks = sum(len(stack.blocks) for stack in costs.stacks)
-    by_count = {-(-blocks // every): every for every in range(blocks - 1, 8, -1)}
-    for every in [*by_count.values(), *range(min(8, blocks - 1), 1, -1)]:
+    for every in range(min(4, blocks - 1), 1, -1):
         counter = itertools.count()
         choice = tuple(
             tuple(full if next(counter) % every == 0 and full in stack.choices[kind] else 0 for kind in stack.kinds)

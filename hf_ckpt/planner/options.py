@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from hf_ckpt import compat
-from hf_ckpt.attach.attach import transformers_trial
 from hf_ckpt.models.blocks import vocabulary_head
 from hf_ckpt.planner.budgets import several_of
 from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.devices import Device
 from hf_ckpt.prediction.offload import with_offloading
 from hf_ckpt.prediction.skeleton import Skeleton
-from hf_ckpt.prediction.trace import Step, chunked_head, trace_costs
+from hf_ckpt.prediction.trace import Step, chunked_head
 from hf_ckpt.spec.actions import FULL, KEEP
 
 
@@ -68,23 +66,6 @@ def in_segments(costs: Costs) -> Iterator[Costs]:
     for number in sorted({-(-most // length) for length in range(2, most + 1)}, reverse=True):
         counts = tuple(min(number, len(stack.blocks)) for stack in costs.stacks)
         yield dataclasses.replace(costs, segments=counts)
-
-
-def transformers_costs(costs: Costs, skeleton: Skeleton, step: Step, device: Device) -> Costs:
-    """What transformers' own checkpointing costs: `costs`, unless its switch does more than run blocks again.
-
-    Then it is traced by itself, on the blocks that a plan gives an action.
-
-    Args:
-        costs: traced of `skeleton` and `step` under hf_ckpt.
-        skeleton: of the model.
-        step: the micro-step that was traced.
-        device: whose row says how long operations take.
-    """
-    kinds = (kind.module for stack in skeleton.stacks for kind in stack.kinds)
-    if not any(compat.checkpoints_beside_blocks(module) for module in kinds):
-        return costs
-    return trace_costs(skeleton, step, device, actions=(KEEP, FULL), put_on=transformers_trial)
 
 
 def with_host_memory(heads: Sequence[Costs], device: Device, host_limit: int | None) -> tuple[Costs, ...]:

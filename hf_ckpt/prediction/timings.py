@@ -26,7 +26,6 @@ from hf_ckpt.prediction.batches import real_inputs, step_of_model
 from hf_ckpt.prediction.costs import BlockCost, Costs, Key, Phase
 from hf_ckpt.prediction.optimizers import optimizer_for
 from hf_ckpt.prediction.question import Workload
-from hf_ckpt.prediction.trace import PutOn
 from hf_ckpt.prediction.workload import real_model
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Plan
@@ -150,15 +149,12 @@ class ShallowModels:
             self._models[depth] = real_model(self.workload, depth).to(self.device).train()
         return self._models[depth]
 
-    def step_seconds(
-        self, depth: int, action: Action, put_on: PutOn = trial, steps: int = 1, mlp: int | str = "full"
-    ) -> float:
+    def step_seconds(self, depth: int, action: Action, steps: int = 1, mlp: int | str = "full") -> float:
         """Seconds of one forward and backward with every block under `action`.
 
         Args:
             depth: blocks in every stack.
             action: of every block.
-            put_on: puts the plan on the model for a while.
             steps: of which the fastest counts, behind one that warms up.
             mlp: how the feed-forward of each block runs, as `Plan.mlp`.
         """
@@ -167,7 +163,7 @@ class ShallowModels:
         inputs = real_inputs(self.workload, model, self.device)
         dtype, enabled = step.autocast or torch.bfloat16, step.autocast is not None
         autocast = torch.autocast(self.device, dtype=dtype, enabled=enabled)
-        return timed_step(model, inputs, action, autocast, step.loss, put_on, steps, mlp)
+        return timed_step(model, inputs, action, autocast, step.loss, steps, mlp)
 
     def optimizer_seconds(self, depth: int) -> float | None:
         """Seconds of one step of the optimizer, behind one that makes its state.
@@ -195,7 +191,6 @@ def timed_step(
     action: Action,
     autocast: contextlib.AbstractContextManager[Any] | None = None,
     loss_of: Callable[[Any], torch.Tensor] | None = None,
-    put_on: PutOn = trial,
     steps: int = 1,
     mlp: int | str = "full",
 ) -> float:
@@ -207,7 +202,6 @@ def timed_step(
         action: of every block.
         autocast: the context that the forward runs in.
         loss_of: makes the loss from the outputs of a model that computes none itself.
-        put_on: puts the plan on the model for a while.
         steps: of which the fastest counts, behind one that warms up.
         mlp: how the feed-forward of each block runs, as `Plan.mlp`.
     """
@@ -223,7 +217,7 @@ def timed_step(
         loss.backward()
 
     times = []
-    with put_on(model, plan):
+    with trial(model, plan):
         step()
         for _ in range(steps):
             with stopwatch() as seconds:

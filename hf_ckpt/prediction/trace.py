@@ -37,10 +37,6 @@ class CannotTraceError(HfCkptError):
     """A model does not run on fake tensors."""
 
 
-PutOn = Callable[[nn.Module, Plan], contextlib.AbstractContextManager[None]]
-"""Puts a plan on a model for a while: `trial` by hf_ckpt, `transformers_trial` by transformers' own checkpointing."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Step:
     """One micro-step, and what a prediction must know of the step around it."""
@@ -87,7 +83,6 @@ def trace_costs(
     device: Device,
     *,
     actions: Sequence[Action] | None = None,
-    put_on: PutOn = trial,
     mlp: int | str = "full",
     on_progress: Callable[[str], None] | None = None,
 ) -> Costs:
@@ -99,7 +94,6 @@ def trace_costs(
         device: whose row says how long operations take.
         actions: those to trace, those of `actions_for` unless given. Blocks below the first trainable parameter, which
             save nothing, get the first of them.
-        put_on: puts a plan on a model for a while.
         mlp: how the feed-forward of each block runs, as `Plan.mlp`.
         on_progress: called with a few words before each short model is run.
 
@@ -108,7 +102,7 @@ def trace_costs(
     actions = actions_for() if actions is None else actions
     stacks = skeleton.stacks
     choices = [tuple((0,) if kind.frozen else tuple(range(len(actions))) for kind in stack.kinds) for stack in stacks]
-    trace = functools.partial(trace_rows, skeleton, step=step, device=device, actions=actions, put_on=put_on, mlp=mlp)
+    trace = functools.partial(trace_rows, skeleton, step=step, device=device, actions=actions, mlp=mlp)
     runs = _runs(skeleton, choices, trace, on_progress)
     for number in range(len(stacks)):  # what no block ever keeps is freed under every plan
         always = min(run.released[number] for run in runs)
@@ -238,7 +232,6 @@ def trace_rows(
     step: Step,
     device: Device,
     actions: Sequence[Action],
-    put_on: PutOn = trial,
     *,
     head: int | str = "full",
     mlp: int | str = "full",
@@ -251,15 +244,14 @@ def trace_rows(
         step: the micro-step to run.
         device: whose row says how long operations take.
         actions: those that `rows` name by their positions.
-        put_on: puts a plan on a model for a while.
         head: how the head runs, as `Plan.head`.
         mlp: how the feed-forward of each block runs, as `Plan.mlp`.
 
     Raises `CannotTraceError` where the model does not run on fake tensors.
     """
-    asked = tuple(map(tuple, rows)), step.looks, device, tuple(actions), put_on, head, mlp
+    asked = tuple(map(tuple, rows)), step.looks, device, tuple(actions), head, mlp
     if asked not in skeleton.runs:
-        skeleton.runs[asked] = _trace_rows(skeleton, rows, step, device, actions, put_on, head, mlp)
+        skeleton.runs[asked] = _trace_rows(skeleton, rows, step, device, actions, head, mlp)
     found: Run = skeleton.runs[asked]
     return found.copy()
 
@@ -270,7 +262,6 @@ def _trace_rows(
     step: Step,
     device: Device,
     actions: Sequence[Action],
-    put_on: PutOn,
     head: int | str,
     mlp: int | str,
 ) -> Run:
@@ -280,7 +271,7 @@ def _trace_rows(
         numbers = [action for row in rows for _, action in row]
         pairs = zip(found.blocks, (actions[number] for number in numbers), strict=True)
         plan = Plan(found.family, found.model, tuple(pairs), head=head, mlp=mlp)
-        stack.enter_context(put_on(model, plan))
+        stack.enter_context(trial(model, plan))
         if device.name != "cpu" and not any(ACTIONS[action.kind].compiles for action in actions):
             stack.enter_context(compat.accelerator_kernels())
         try:

@@ -7,25 +7,18 @@ import dataclasses
 import functools
 
 import pytest
-import torch
 from helpers.planned import saved_config
-from helpers.sparing import sparing
 
 import hf_ckpt
-from hf_ckpt import compat
-from hf_ckpt.attach.attach import transformers_trial
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.planner.alternatives import usual_options
-from hf_ckpt.planner.options import transformers_costs
 from hf_ckpt.prediction import timings
-from hf_ckpt.prediction.batches import real_inputs, step_of_workload
+from hf_ckpt.prediction.batches import step_of_workload
 from hf_ckpt.prediction.devices import DEVICES, device_like, device_named
 from hf_ckpt.prediction.timeline import step_nanoseconds
 from hf_ckpt.prediction.timings import ShallowModels, depths_of, measured
 from hf_ckpt.prediction.trace import chunked_head, trace_costs
-from hf_ckpt.prediction.workload import Workload, real_model, skeleton_of_workload
+from hf_ckpt.prediction.workload import Workload, skeleton_of_workload
 from hf_ckpt.spec.actions import Action, candidates
 
 SMALL = Workload("gpt2", batch=2, tokens=64)
@@ -116,40 +109,10 @@ def test_blocks_are_really_timed(tmp_path):
     name = str(saved_config(tmp_path))
     models = ShallowModels(Workload(name, batch=1, tokens=16, dtype="float32"))
     taken = [models.step_seconds(depth, Action("full")) for depth in (1, 6)]
-    taken += [models.step_seconds(1, Action("full"), put_on=transformers_trial), models.optimizer_seconds(1)]
+    taken += [models.optimizer_seconds(1)]
     assert all(seconds > 0 for seconds in taken)
     lion = ShallowModels(Workload(name, batch=1, tokens=16, optimizer="lion"))
     assert lion.optimizer_seconds(1) is None
-
-
-# --- what transformers' own checkpointing costs -----------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@sparing("every", [1, 2, 3], 1)
-def test_transformers_own_checkpointing_of_t5(every):
-    """Its attention computes gradients of its position bias, so that other kernels keep more."""
-    workload = Workload("mini-t5", batch=1, tokens=128, optimizer="sgd")
-    skeleton = skeleton_of_workload(workload)
-    step = step_of_workload(workload, skeleton)
-    costs = trace_costs(skeleton, step, DEVICES["cpu"], actions=candidates())
-    own = transformers_costs(costs, skeleton, step, DEVICES["cpu"])
-    name = "full" if every == 1 else f"every_n_layers: {every}"
-    with_own, without = (
-        {option.name: option.peak_bytes for option in usual_options(costs, 1e9, found)}[name] for found in (own, None)
-    )
-    torch.manual_seed(0)
-    model = real_model(workload).train()
-    inputs = real_inputs(workload, model, "cpu")
-    options = {} if every == 1 else {"every_n_layers": every}
-    with compat.own_checkpointing(model, **options) as count:
-        for _ in range(2):
-            model.zero_grad()
-            with LiveBytes(model, inputs) as live:
-                model(**inputs).loss.backward()
-    assert count() == 2 * -(-8 // every)
-    assert with_own == pytest.approx(live.peak_bytes, rel=0.005)
-    assert abs(without - live.peak_bytes) > abs(with_own - live.peak_bytes)
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------

@@ -129,12 +129,13 @@ def test_a_model_that_cannot_run_on_fake_tensors():
     assert step(model, tiny_batch("llama"))["loss"] > 0
 
 
-def test_an_error_of_the_plan_is_told_as_it_is():
+def test_an_error_of_the_plan_is_told_as_it_is(monkeypatch):
     def refusing(model, plan):
         raise HfCkptError("not today")
 
+    monkeypatch.setattr(trace, "trial", refusing)
     with pytest.raises(HfCkptError, match=r"^not today$"):
-        trace_costs(skeleton_of(tiny_model("llama")), Step(tiny_batch("llama")), CPU, put_on=refusing)
+        trace_costs(skeleton_of(tiny_model("llama")), Step(tiny_batch("llama")), CPU)
 
 
 # --- what is there all the time -------------------------------------------------------------------------------------
