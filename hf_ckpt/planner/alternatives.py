@@ -31,7 +31,7 @@ class Alternative:
 
 
 def usual_options(costs: Costs, host_bandwidth: float) -> list[Alternative]:
-    """What transformers itself offers: no checkpointing, every fourth to every second block (one counter for all stacks),
+    """What transformers itself offers: no checkpointing, every n-th block (n of 4, 3, 2; one counter for all stacks),
     `full`, and `offload`.
 
     Args:

@@ -201,19 +201,6 @@ def test_the_spec_has_what_the_plan_runs_in_chunks():
     assert Spec.parse(found).mlp == "auto"
 
 
-@pytest.mark.slow
-def test_what_fits_instead_is_found_by_plans(capsys):
-    words = ["plan", "mini-llama", "--seq", "256", "--batch", "4", "--device", "t4", "--budget", "110MiB", "--json"]
-    assert main(words) == 2
-    found = json.loads(capsys.readouterr().out)
-    assert not found["fits"]
-    assert found["peak_bytes"] > found["budget_bytes"]
-    assert found["nearest"]
-    for setting in found["nearest"]:
-        assert setting["peak_bytes"] <= found["budget_bytes"]
-        assert Spec.parse(setting["spec"])
-
-
 def cookbook():
     found = importlib.util.spec_from_file_location("cookbook", ROOT / "tests" / "scripts" / "cookbook.py")
     module = importlib.util.module_from_spec(found)

@@ -15,7 +15,6 @@ from hf_ckpt.planner.policies import fit_plan, make_plan
 from hf_ckpt.spec.actions import KEEP, Action
 from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Block, Plan
-from hf_ckpt.spec.reading import POLICIES
 from hf_ckpt.spec.spec import Spec
 
 
@@ -209,23 +208,6 @@ def test_every_misfit_is_named_at_once():
     assert len(caught.value.problems) == 5  # the rule without a stack misses in both
 
 
-EXAMPLES = {
-    "full": {"policy": "full"},
-    "none": {"policy": "none"},
-    "selective": {"policy": "selective", "save": ["linear"]},
-    "offload": {"policy": "offload"},
-    "budget": {"policy": "budget", "budget": "20GiB"},
-    "auto": {"policy": "auto"},
-    "full+selective": {"policy": "full+selective"},
-}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_available_policies_make_plans(policy):
-    wanted = [] if policy == "none" else [0, 1]
-    assert chosen(plan_for(EXAMPLES[policy], decoder=2)) == {"decoder": wanted}
-
-
 # --- plans as files -------------------------------------------------------------------------------------------------
 
 
@@ -249,15 +231,6 @@ def test_plans_are_saved_and_loaded(tmp_path, name):
     assert text.startswith("{") == name.endswith(".json")
     # A spec can name the file, and is planned to what the file says.
     assert plan_for({"plan": str(tmp_path / name)}, encoder=2, decoder=3) == plan
-
-
-def test_a_plan_with_saved_classes_round_trips():
-    """Plans of a later version keep what they say of op classes, and are refused for what has no engine here."""
-    action = Action("selective", ("linear",))
-    plan = Plan("t5", "T5Model", tuple((block, action) for block in blocks(decoder=2)))
-    assert Plan.from_dict(plan.to_dict()) == plan
-    assert str(action) == "selective (save linear)"
-    assert fit_plan(plan, blocks(decoder=2), "t5", "T5Model") == plan
 
 
 @pytest.mark.parametrize(
@@ -350,12 +323,6 @@ def test_any_json_is_a_plan_or_a_mismatch(damaged, rows):
 def test_a_printed_plan_names_layers(spec, expected):
     lines = str(plan_for(spec, decoder=8)).splitlines()
     assert lines[1].strip() == expected
-
-
-def test_long_regular_runs_are_shortened():
-    text = str(plan_for({"every_n_layers": 2}, decoder=80))
-    assert "full 0, 2, ... 78" in text
-    assert text.startswith("T5ForConditionalGeneration (family t5), 40 of 80 blocks planned\n")
 
 
 def test_a_printed_description_says_what_has_happened(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import random
@@ -98,16 +97,6 @@ def test_without_a_limit_nothing_is_faster(costs):
         assert step_nanoseconds(costs, fastest(costs, limit)) == best
     assert fastest(costs, -1) is None
     assert fastest(costs, -(10**30)) is None
-
-
-@given(costs=some_costs(), data=st.data())
-def test_more_memory_never_costs_time(costs, data):
-    low, _ = ends_of(costs)
-    limits = sorted(data.draw(st.lists(st.integers(low - 2, low + 120), min_size=2, max_size=8)))
-    times = [None if (choice := fastest(costs, limit)) is None else step_nanoseconds(costs, choice) for limit in limits]
-    feasible = [time for time in times if time is not None]
-    assert times == [None] * (len(times) - len(feasible)) + feasible  # what fits, fits with more as well
-    assert feasible == sorted(feasible, reverse=True)
 
 
 @given(costs=some_costs(), limits=st.lists(st.integers(0, 400), max_size=4), seed=st.integers(0, 9))
@@ -257,16 +246,6 @@ def test_of_blocks_alike_those_come_first_that_leave_least(kept, accumulation, c
     assert len(seen) > 3
 
 
-def test_the_order_of_equally_fast_actions_lowers_the_peak():
-    """Two blocks, one of them dropped: the sum of what is kept is the same, the peak is not."""
-    costs = alike(2, actions=2, head=0)
-    first, last = (worst_timeline(costs, choice) for choice in (((1, 0),), ((0, 1),)))
-    assert first.nanoseconds == last.nanoseconds
-    assert first.peak_bytes < last.peak_bytes
-    for limit in range(first.peak_bytes, worst_timeline(costs, ((0, 0),)).peak_bytes):
-        assert fastest(costs, limit) == ((1, 0),)
-
-
 def test_an_order_that_is_slower_is_not_taken():
     """`full` takes longer at the beginning here than behind `keep`, so that it stays behind."""
     costs = alike(2, actions=2, head=400)
@@ -282,44 +261,6 @@ def test_an_order_that_is_slower_is_not_taken():
 
 
 # --- an encoder and a decoder ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(("turn", "between"), [(0, 0), (25, 40), (-12, -15)])
-def test_two_stacks_are_planned_together(turn, between, accumulation):
-    """As of a T5 whose first encoder blocks are frozen, and whose head shares its weight with the embedding: its
-    gradient is there from the head on, so less is new when the backward of what is before the blocks begins."""
-    costs = made_up(7, [[0, 0, 1], [0, 0]], frozen=((0,), ()), actions=4, accumulation=accumulation, largest=40)
-    encoder, decoder = costs.stacks
-    encoder = dataclasses.replace(encoder, shared_bytes=11, before_turn_bytes=between)
-    decoder = dataclasses.replace(decoder, turn_bytes=turn, before_turn_bytes=between + 60, shared_bytes=30)
-    costs = dataclasses.replace(costs, stacks=(encoder, decoder))
-    tried = everything(costs)
-    assert len(tried) == 4**3
-    for limit in sorted({peak for _, peak in tried.values()}):
-        choice = fastest(costs, limit)
-        assert choice[0][:2] == (0, 0)
-        assert tried[choice][0] == min(time for time, peak in tried.values() if peak <= limit)
-        plan = plan_within(costs, limit)
-        assert list(plan.stacks()) == ["encoder", "decoder"]
-        assert [action for _, action in plan.stacks()["encoder"]][:2] == [KEEP, KEEP]
-
-
-def test_frozen_blocks_are_kept_under_every_budget():
-    costs = alike(6, frozen=2)
-    seen = collections.Counter()
-    for limit in range_of(costs):
-        (chosen,) = fastest(costs, limit)
-        assert chosen[:2] == (0, 0)
-        assert list(chosen[2:]) == sorted(chosen[2:], reverse=True)
-        seen.update(chosen[2:])
-    assert set(seen) == {0, 1, 2}
-    assert smallest(costs)[0][:2] == (0, 0)
-
-
-def test_a_stack_that_is_all_frozen_has_one_plan():
-    costs = made_up(5, [[0, 0, 0], [0, 0]], frozen=((0,), ()), actions=3)
-    assert {fastest(costs, limit)[0] for limit in range_of(costs)} == {(0, 0, 0)}
 
 
 # --- what is said where nothing fits --------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
+import numpy
 import pytest
 import torch
 from helpers.adapters import with_lora
@@ -13,6 +15,7 @@ from torch.nn import functional
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import trial
+from hf_ckpt.compat.private import private
 from hf_ckpt.engines.rebuild import masks
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
@@ -109,3 +112,39 @@ def test_nothing_stays_and_other_threads_go_on():
     assert seen == ["NativeDropoutBackward0", "MulBackward0", "MulBackward0"]
     assert functional.scaled_dot_product_attention is before
     assert "dropout" not in vars(torch._VF)
+
+
+# --- operations without values ---
+
+
+def test_random_state_is_put_back():
+    before = random.getstate(), numpy.random.get_state()[1].copy(), torch.get_rng_state()
+    with compat.RandomState(compat.all_devices()).kept():
+        _ = random.random(), numpy.random.rand(3), torch.rand(3)
+    assert random.getstate() == before[0]
+    assert (numpy.random.get_state()[1] == before[1]).all()
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def products(dtype, size=24):
+    """The shapes of products by groups of every kind."""
+    made = {}
+    offsets = torch.tensor([10, 16], dtype=torch.int32)
+    for name, one, other, given in (
+        ("rows", (16, 8), (2, 8, size), offsets),
+        ("both", (8, 16), (16, size), offsets),
+        ("columns", (2, 8, 16), (16, 16), offsets),
+        ("batches", (2, 8, 16), (2, 16, size), None),
+    ):
+        one, other = torch.ones(one, dtype=dtype), torch.ones(other, dtype=dtype)
+        made[name] = tuple(torch.ops.aten._grouped_mm(one, other, given).shape)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_by_groups_have_the_shapes_of_real_ones(dtype):
+    known = private("torch._subclasses.fake_impls.op_implementations_dict")
+    expected, before = products(torch.bfloat16), dict(known)
+    with compat.FakeTensorMode(), compat.any_type_in_grouped_products():
+        assert products(dtype) == expected
+    assert known == before

@@ -167,32 +167,6 @@ def test_ranks_hold_buckets_or_parts():
     assert parts.optimizer == alone.optimizer // 4
 
 
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"load_in_4bit": True}, "stays frozen"),
-        ({"load_in_4bit": True, "load_in_8bit": True, "lora": 4}, "cannot both"),
-        ({"trainer": "ppo"}, "trainer must be one of sft, dpo, grpo"),
-        ({"reference": "model"}, "goes with the trainer dpo"),
-        ({"trainer": "dpo", "reference": "adapters-off"}, "needs adapters"),
-        ({"load_in_4bit": True, "lora": 4, "ranks": 2, "parallel": "fsdp2"}, "under fsdp2"),
-        ({"autocast": "int8"}, "autocast must be one of"),
-    ],
-)
-def test_what_cannot_be_is_refused(fields, told):
-    with pytest.raises(HfCkptError, match=told):
-        Workload("gpt2", **fields)
-
-
-def test_what_is_usual_is_taken():
-    assert Workload("gpt2").autocast_name is None
-    assert Workload("gpt2", trainer="sft").autocast_name == "bfloat16"
-    assert Workload("gpt2", lora=4, load_in_8bit=True).autocast_name == "bfloat16"
-    assert Workload("gpt2", trainer="sft", autocast="none").autocast_name is None
-    assert Workload("gpt2", trainer="dpo").reference_name == "model"
-    assert Workload("gpt2", trainer="dpo", lora=4).reference_name == "adapters-off"
-
-
 def test_adapters_on_layers_that_are_not_there():
     with pytest.raises(HfCkptError, match="PEFT puts no adapters on"):
         hf_ckpt.predict("mini-llama", tokens=16, device="t4", lora=4, lora_targets=("c_attn",))

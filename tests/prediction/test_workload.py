@@ -112,18 +112,9 @@ def test_presets_are_packed_where_they_are_looked_for():
 
 
 @each_preset
-def test_each_preset_loads(name):
-    config = load_config(name)
-    family = name.removeprefix("mini-").split("-")[0].partition(".")[0]
-    assert config.model_type == family
-    assert len(config.architectures) == 1
-    model_class = getattr(transformers, config.architectures[0])
-    assert model_class.config_class is type(config)
-
-
-@each_preset
 def test_number_of_parameters(name):
     found, (millions, depths) = skeleton(name), PRESETS[name]
+    assert [found.model] == load_config(name).architectures
     assert elements(found) == pytest.approx(millions * 1e6, rel=0.01)
     assert found.weights.nbytes == 2 * elements(found)  # bfloat16
     assert found.weights.gradients == found.weights.nbytes
@@ -203,35 +194,6 @@ def test_a_config_without_architectures_is_a_causal_model(config_file):
 
 
 # --- workloads ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"dtype": "int8"}, r"^dtype must be one of float32, bfloat16, float16, but is 'int8' instead"),
-        ({"dtype": "torch.bfloat16"}, "^dtype must be one of"),
-        (
-            {"autocast": "float64"},
-            r"^autocast must be one of float32, bfloat16, float16, none, but is 'float64' instead",
-        ),
-        *(
-            ({name: value}, f"^{name} must be at least 1, but is {value} instead")
-            for name in ("batch", "tokens", "accumulation", "target_tokens", "lora")
-            for value in (0, -1)
-        ),
-    ],
-    ids=str,
-)
-def test_values_that_mean_nothing(keys, message):
-    with pytest.raises(HfCkptError, match=message):
-        Workload("gpt2", **keys)
-
-
-def test_workloads_are_values():
-    assert Workload("gpt2") == Workload(
-        "gpt2", batch=1, tokens=512, dtype="bfloat16", optimizer="adamw", accumulation=1
-    )
-    assert len({Workload("gpt2"), Workload("gpt2"), Workload("gpt2", lora=4)}) == 2
 
 
 @pytest.mark.parametrize(("name", "most"), [("gpt2", 1024), ("bert-base", 512)])
@@ -406,13 +368,6 @@ def test_adapters_on_every_linear_layer(family):
     assert all(any(parameter.requires_grad for parameter in block.parameters()) for block in blocks.values())
     assert sum(p.numel() for p in adapted.parameters() if not p.requires_grad) == count
     assert {module.p for name, module in adapted.named_modules() if "lora_dropout.default" in name} == {0.1}
-
-
-@each_family
-def test_the_rank_of_adapters(family):
-    model = add_lora(tiny_model(family, layers=2), rank=3)
-    ranks = {p.shape[0] for name, p in model.named_parameters() if "lora_A" in name}
-    assert ranks == {3}
 
 
 # --- trainings that really run ----------------------------------------------------------------------------------------
