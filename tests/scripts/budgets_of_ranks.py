@@ -23,15 +23,12 @@ import torch
 import torch.distributed as dist
 from helpers.budget_runs import Make, Scenario, Trained, Watch, run_of, trained
 from helpers.steps import enable
-from ranks import run_cases, without_cache
+from ranks import run_cases, without_cache, wrapped
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.compat.peft import add_lora
-from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 LAYERS, HIDDEN, BATCH = 8, 96, 3
@@ -54,7 +51,7 @@ def make(case: dict[str, Any], kept: list[Any]) -> Make:
         if spec is not None:
             hf_ckpt.install(model)
             enable(model, spec)
-        trainer = WAYS[case["way"]](model, case)
+        trainer = (DeepSpeed if case["way"].startswith("zero") else Wrapped)(model, case)
         kept[:] = [trainer]
         settled = 4 * case["accumulate"] if len(case["tokens"][0]) == 1 else 0
         return Scenario(model, functools.partial(train, trainer, case), trainer.holders(), settled)
@@ -79,21 +76,24 @@ def train(trainer: Wrapped, case: dict[str, Any], watch: Watch) -> None:
 
 
 class Wrapped:
-    """A model in DistributedDataParallel, and its optimizer."""
+    """A model in DDP, FSDP1 or FSDP2, and its optimizer."""
 
     def __init__(self, model: nn.Module, case: dict[str, Any]) -> None:
         self.case = case
-        self.model = self.wrap(model)
+        options = {"use_orig_params": True} if case["way"] == "fsdp1" else case["options"]
+        self.model: Any = wrapped(model, case["way"], case["half"], **options)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
-
-    def wrap(self, model: nn.Module) -> Any:
-        return DistributedDataParallel(model, **self.case["options"])
 
     def holders(self) -> tuple[Any, ...]:
         return ()
 
     def micro_step(self, batch: dict[str, torch.Tensor], last: bool) -> None:
-        with contextlib.nullcontext() if last else self.model.no_sync():
+        waits = contextlib.nullcontext()
+        if self.case["way"] == "fsdp2":
+            self.model.set_requires_gradient_sync(last)
+        elif not last:
+            waits = self.model.no_sync()
+        with waits:
             loss = self.model(**batch).loss / self.case["accumulate"]
             loss.backward()
         del loss
@@ -104,45 +104,6 @@ class Wrapped:
     def weights(self) -> dict[str, torch.Tensor]:
         """This rank's part of every parameter."""
         return {name: compat.local(value).detach().clone() for name, value in self.model.named_parameters()}
-
-
-class Fsdp1(Wrapped):
-    def wrap(self, model: nn.Module) -> Any:
-        from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-        from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-
-        kinds = {type(block) for block in find_blocks(model).modules.values()}
-        return FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=kinds),
-            use_orig_params=True,
-            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16) if self.case["half"] else None,
-            device_id=torch.device("cpu"),
-        )
-
-
-class Fsdp2(Wrapped):
-    def wrap(self, model: nn.Module) -> Any:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        half = torch.bfloat16 if self.case["half"] else None
-        options: dict[str, Any] = {
-            "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
-            "reshard_after_forward": True,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=half),
-        }
-        for block in find_blocks(model).modules.values():
-            fully_shard(block, **options)
-        return fully_shard(model, **options)
-
-    def micro_step(self, batch: dict[str, torch.Tensor], last: bool) -> None:
-        self.model.set_requires_gradient_sync(last)
-        loss = self.model(**batch).loss / self.case["accumulate"]
-        loss.backward()
-        del loss
-        if last:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
 
 
 class DeepSpeed(Wrapped):
@@ -180,9 +141,6 @@ class DeepSpeed(Wrapped):
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: getattr(p, "ds_tensor", p).detach().clone() for name, p in self.model.named_parameters()}
-
-
-WAYS = {"ddp": Wrapped, "fsdp1": Fsdp1, "fsdp2": Fsdp2, "zero2": DeepSpeed, "zero3": DeepSpeed}
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------

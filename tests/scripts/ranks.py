@@ -14,8 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_ckpt.models.blocks import find_blocks
 
@@ -25,6 +30,22 @@ def without_cache(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "use_cache"):  # the stacks of T5 have configs of their own
             module.config.use_cache = False
+    return model
+
+
+def wrapped(model: nn.Module, by: str, half: bool = False, **options: Any) -> nn.Module:
+    """The model as the ranks share it; with `half`, FSDP computes in bfloat16."""
+    blocks = find_blocks(model).modules.values()
+    computed_in = torch.bfloat16 if half else None
+    if by == "ddp":
+        return DistributedDataParallel(model, **options)
+    if by == "fsdp1":
+        policy = ModuleWrapPolicy({type(block) for block in blocks})
+        options |= {"mixed_precision": MixedPrecision(param_dtype=computed_in)} if half else {}
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
+    mesh, types = init_device_mesh("cpu", (dist.get_world_size(),)), MixedPrecisionPolicy(param_dtype=computed_in)
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=types)
     return model
 
 

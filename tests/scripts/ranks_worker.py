@@ -23,14 +23,11 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from helpers.ranks import Case
 from helpers.steps import assert_near, assert_same
-from ranks import counted_calls, heard, run_cases, without_cache
+from ranks import counted_calls, heard, run_cases, without_cache, wrapped
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Trainer, TrainingArguments
@@ -71,21 +68,6 @@ def build(case: Case) -> nn.Module:
         torch.manual_seed(1)
         model = peft.get_peft_model(model, config)
     return model.train()
-
-
-def wrapped(model: nn.Module, by: str, half: bool = False, **options: Any) -> nn.Module:
-    """The model as the ranks share it."""
-    blocks = find_blocks(model).modules.values()
-    if by == "ddp":
-        return DistributedDataParallel(model, **options)
-    if by == "fsdp1":
-        policy = ModuleWrapPolicy({type(block) for block in blocks})
-        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
-    types = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if half else MixedPrecisionPolicy()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*blocks, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=types)
-    return model
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
