@@ -17,8 +17,10 @@ from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.prediction import trace
+from hf_ckpt.prediction.runs import short_row
 from hf_ckpt.prediction.skeleton import skeleton_of
-from hf_ckpt.prediction.trace import Step, trace_costs
+from hf_ckpt.prediction.timeline import timeline
+from hf_ckpt.prediction.trace import Step, trace_costs, trace_rows
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 
 # --- tracing leaves nothing -----------------------------------------------------------------------------------------
@@ -176,3 +178,39 @@ def test_what_was_run_is_not_run_again(family, monkeypatch):
     assert (again.accumulation, again.static.optimizer) == (4, 0)
     trace_costs(skeleton, Step(batch, padded=True), CPU, actions=(KEEP, FULL))
     assert len(ran) == 2 * count
+
+
+# --- put together again -----------------------------------------------------------------------------------------------
+
+
+@sparing(
+    ("family", "autocast"),
+    [(family, autocast) for family in FAMILIES for autocast in (None, torch.bfloat16)],
+    *(("llama", None), ("llama", torch.bfloat16), ("t5", None)),
+)
+def test_a_timeline_is_the_step_that_was_traced(family, autocast):
+    """Of a model as deep as the short one: what is alive when a part begins is at most two hidden states more."""
+    skeleton = skeleton_of(model_of(family, hidden=32, layers=4 if family == "t5" else 3))
+    assert all(short_row(stack.row) == stack.row for stack in skeleton.stacks)
+    batch, actions = tiny_batch(family), (FULL, SELECTIVE, KEEP)
+    asked, hidden = Step(batch, autocast=autocast), batch["input_ids"].numel() * 32 * 4
+    costs = trace_costs(skeleton, asked, CPU, actions=actions)
+    names = [stack.name for stack in skeleton.stacks]
+    for number, action in enumerate(actions):
+        rows = [tuple((kind, number) for kind in stack.row) for stack in skeleton.stacks]
+        run = trace_rows(skeleton, rows, asked, CPU, actions)
+        blocks = {block.name: block for stack in skeleton.stacks for block in stack.blocks}
+        seen = 0
+        for moment in timeline(costs, costs.uniform(number)).moments:
+            if moment.block is not None:
+                block, what = blocks[moment.block], "backward" if moment.backward else "forward"
+                place = what, names.index(block.stack), block.index
+            elif moment.label == "head and loss, backward" and len(names) == 1:
+                place = "head back", 0, 0
+            else:
+                continue
+            began = moment.start_bytes - moment.gradient_bytes - costs.static.always
+            assert 0 <= began - run.starts[place][0] <= 2 * hidden, (action, place)
+            assert abs(moment.phase.net - run.phases[place].net) <= hidden or not moment.backward, (action, place)
+            seen += 1
+        assert seen == 2 * len(blocks) + (len(names) == 1)
