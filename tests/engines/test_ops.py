@@ -88,7 +88,7 @@ TOYS = {
     "ToCopyBackward0: another layout": lambda y: y.transpose(1, 2).to(
         torch.float64, memory_format=torch.contiguous_format
     ),
-    "CloneBackward0: of a transposed": lambda y: (y * 2.0).transpose(1, 2).clone().transpose(1, 2).reshape(2, 128),
+    "CloneBackward0: of a transposed": lambda y: (y * y).transpose(1, 2).clone().transpose(1, 2).reshape(2, 128),
     "CloneBackward0: then a product": lambda y: (y.transpose(0, 1).clone() * 1.5).transpose(0, 1).reshape(2, 128),
     "CatBackward0: in the middle": lambda y: torch.cat([y, -y], 1),
     "MeanBackward1: over two": lambda y: y.mean((0, -1), keepdim=True),
