@@ -97,6 +97,29 @@ def test_the_host_is_never_asked_for_more_than_it_has(costs, limit):
         assert len(kinds) <= 1  # each has all of the room
 
 
+@given(costs=some_costs(most=4))
+def test_what_offloading_changes(costs):
+    """A block's hidden states leave the device in its forward, and are back in its backward with those of the block
+    before. Others hold the input of the first block, and its copy back stands for the one that is waited for."""
+    (found,) = with_offloading(costs, GIGA, 1)
+    if OFFLOAD not in found.actions:
+        return
+    moved, full = found.actions.index(OFFLOAD), found.actions.index(FULL)
+    for stack in found.stacks:
+        tables = ((stack.first, 0, 1), (stack.inner, 1, 2))
+        for table, gone, there in tables:
+            for kind, action in [key for key in table if key[1] == moved]:
+                plain, cost = table[kind, full], table[kind, action]
+                costs_of = (*stack.first.items(), *stack.inner.items(), *stack.last.items())
+                size = max(cost.output_bytes for key, cost in costs_of if key[0] == kind)
+                assert cost.forward.net == plain.forward.net - gone * size
+                assert cost.backward.net == plain.backward.net + gone * size
+                assert cost.backward.peak(False) >= plain.backward.peak(False) + there * size
+                assert cost.forward.nanoseconds == max(plain.forward.nanoseconds, size) + 2
+                waits = (1 - gone) * size
+                assert cost.backward.nanoseconds == max(plain.backward.nanoseconds, size) + 2 + waits
+
+
 # --- bytes really held ----------------------------------------------------------------------------------------------
 
 
