@@ -128,6 +128,14 @@ def forwards_in_two_threads(model, family):
     return outcome(model, losses[0])
 
 
+def other_parameters(model, family):
+    """Under `functional_call`; the model has its own again when backward comes."""
+    leaves = {name: (1.5 * value.detach()).requires_grad_() for name, value in model.named_parameters()}
+    loss = torch.func.functional_call(model, leaves, (), without_cache(model, tiny_batch(family))).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+
+
 def own_checkpoint_around_the_model(model, family):
     """Chunked losses and GradCache checkpoint whole forwards; torch lets each packed tensor be asked for once."""
     torch.manual_seed(3)
@@ -154,6 +162,7 @@ RUNS = {
     optimizer_inside_backward: ("llama", "gpt2", "bert", "t5"),
     backward_in_another_thread: ("llama", "t5"),
     forwards_in_two_threads: ("llama",),
+    other_parameters: ("llama",),
     own_checkpoint_around_the_model: ("gpt2", "t5"),
     own_checkpoint_inside_a_block: ("bert",),
     own_hooks_around_the_model: ("llama", "bert"),
