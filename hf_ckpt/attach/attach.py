@@ -570,7 +570,7 @@ def _tell(base: nn.Module, record: Installation) -> None:
     if record.told == (record.spec, record.plan):
         return
     spec, plan = record.told = record.spec, record.plan
-    later = f"{spec.policy} {spec.budget or ''}".rstrip() + ", planned in the first steps"
+    later = f"{spec.policy} {spec.to_dict().get('budget', '')}".rstrip() + ", planned in the first steps"
     PLANS.info("hf_ckpt: %s: %s", type(base).__name__, later if spec.is_planned else plan.summary())
 
 

@@ -29,6 +29,7 @@ from hf_ckpt.spec.reading import (
     similar_keys,
     unknown_key,
 )
+from hf_ckpt.units import exact_size
 
 PLANNED_POLICIES = ("budget", "auto")
 """Policies whose plan is made in the first steps of the training."""
@@ -64,10 +65,12 @@ class Spec:
     segments: int | str | None = None
     """Cut each stack into this many runs of blocks and recompute each run as one region; "sqrt" is the root of the
     number of blocks."""
-    budget: int | float | str | None = None
-    """For `policy: budget`: the peak that is allowed, in bytes, as "20GiB", or as a share of the device, as "80%"."""
-    host_budget: int | str | None = None
-    """Host memory that offloading may use, in bytes or as "64GiB". Without it, `budget` and `auto` do not offload."""
+    budget: float | None = None
+    """For `policy: budget`: the peak that is allowed. An int is bytes, a float a share of the device. A spec writes
+    "20GiB", "80%" or 0.8."""
+    host_budget: int | None = None
+    """Bytes of host memory that offloading may use, written as "64GiB". Without it, `budget` and `auto` do not
+    offload."""
     offload: bool | str = False
     """True moves the hidden states that `full` keeps to host memory (the flag of Hugging Face); "saved" moves what
     `selective` saves."""
@@ -132,6 +135,8 @@ class Spec:
                 value = dict(value)
             elif isinstance(value, tuple):
                 value = list(value)
+            elif isinstance(value, int) and field.name in ("budget", "host_budget"):
+                value = exact_size(value)
             found[field.name] = value
         return found
 
