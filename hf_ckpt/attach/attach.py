@@ -147,15 +147,11 @@ def detach(model: nn.Module) -> None:
 
 
 def describe(model: nn.Module) -> Description:
-    """Return the installed plan, with counts of what it has done so far.
+    """Return the installed plan and what it has done so far, to be printed or saved with `.save(path)`.
 
         print(hf_ckpt.describe(model))
-        hf_ckpt.describe(model).save("plan.json")  # for the spec {"plan": "plan.json"}
 
-    Args:
-        model: plain or wrapped.
-
-    Raises `HfCkptError` if no plan is installed on the model.
+    Raises `HfCkptError` when nothing is installed on the model.
     """
     record = installation(model)
     if record is None:
@@ -217,15 +213,12 @@ def lost_blocks(model: nn.Module) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def paused(model: nn.Module) -> Iterator[None]:
-    """Context manager that disables the plan, for example to generate or to score, and enables it again at the end.
+    """Take the plan off a model inside the `with` block, for generation or scoring, and put it on again afterwards.
 
         with hf_ckpt.paused(model):
             model.generate(**inputs)
 
-    Without an enabled plan, it does nothing. What `budget` and `auto` have measured is kept.
-
-    Args:
-        model: plain or wrapped.
+    Where no plan is enabled, nothing happens.
     """
     base = base_model(model)
     record = installation(base)
@@ -577,7 +570,7 @@ def _tell(base: nn.Module, record: Installation) -> None:
     if record.told == (record.spec, record.plan):
         return
     spec, plan = record.told = record.spec, record.plan
-    later = f"{spec.policy} {spec.to_dict().get('budget', '')}".rstrip() + ", planned in the first steps"
+    later = f"{spec.policy} {spec.budget or ''}".rstrip() + ", planned in the first steps"
     PLANS.info("hf_ckpt: %s: %s", type(base).__name__, later if spec.is_planned else plan.summary())
 
 

@@ -223,13 +223,8 @@ def suspend_saved_tensor_hooks() -> Callable[[], None]:
     return functools.partial(push, *top)
 
 
-_sequence_number = private("torch.autograd._get_sequence_nr")  # looked up once: every block asks
-
-
-def next_autograd_sequence_number() -> int:
-    """Return the sequence number of the next autograd node of this thread; those made later have larger ones."""
-    number: int = _sequence_number()
-    return number
+next_autograd_sequence_number: Callable[[], int] = private("torch.autograd._get_sequence_nr")
+"""Returns the sequence number of the next autograd node of this thread; those made later have larger ones."""
 
 
 def checkpoint_frame(

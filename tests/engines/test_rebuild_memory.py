@@ -26,6 +26,7 @@ from torch import nn
 import hf_ckpt
 from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.rebuild.region import RebuildRegion
+from hf_ckpt.engines.rebuild.tape import Tape
 from hf_ckpt.engines.rebuild.values import MASKS, NO_GRAPH
 from hf_ckpt.errors import InPlaceError
 from hf_ckpt.measure.live import LiveBytes
@@ -299,3 +300,47 @@ def test_a_weight_under_dora_that_is_changed_before_the_backward_is_an_error():
         [value for name, value in model.named_parameters() if "down_proj.base_layer.weight" in name][-1].mul_(2)
     with pytest.raises(InPlaceError):
         loss.backward()
+
+
+def _counts_of(model):
+    return [(region.dropped, region.kept, region.kept_to_rebuild) for region in installation(model).regions.values()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_was_learned_of_a_block_ends_with_its_structure(family, monkeypatch):
+    """Later forwards do not look again at what could not be rebuilt. After a change, a block drops as much
+    as a fresh one. Counts are those of the last forward, also where its batch has another shape.
+    """
+
+    def changed(model):
+        for block in find_blocks(model).modules.values():
+            for number, parameter in enumerate(block.parameters()):
+                parameter.requires_grad_(number % 2 == 0)
+
+    make, failed = Tape._make, []
+
+    def noting(tape, row, node, number):
+        value = make(tape, row, node, number)
+        failed[-1] += value is None
+        return value
+
+    _, model = plain_and_ours(family)
+    monkeypatch.setattr(Tape, "_make", noting)
+    for _ in range(3):
+        failed.append(0)
+        step(model, tiny_batch(family))
+    assert failed[0] > 0
+    assert failed[1:] == [0, 0]
+    for batch in (tiny_batch(family, tokens=24), tiny_batch(family)):
+        step(model, batch)
+        _, fresh = plain_and_ours(family)
+        step(fresh, batch)
+        assert _counts_of(model) == _counts_of(fresh)
+    changed(model)
+    _, fresh = plain_and_ours(family)
+    changed(fresh)
+    for each in (model, model, fresh):
+        step(each, tiny_batch(family))
+    for found, wanted in zip(_counts_of(model), _counts_of(fresh), strict=True):
+        assert found[0] == wanted[0]
+        assert sum(found[1].values()) == sum(wanted[1].values())  # names may be others

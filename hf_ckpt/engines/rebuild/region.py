@@ -76,6 +76,10 @@ class RebuildRegion(Region):
         self.rows = ops_for(save)
         self.masks_hold = False
         """Whether a forward has compared its packed masks with the originals, and found them equal."""
+        self.hopeless: set[tuple[int, int, str]] = set()
+        """Results that could not be rebuilt so far, see `Tape`; for forwards that save the same number of tensors."""
+        self.seen: tuple[list[int], int] = [], 0
+        """Sizes of the tensors that the last forward saved, and how many could stay."""
         self.forwards = 0
         self.dropped: dict[str, int] = {}
         self.kept: dict[str, int] = {}
@@ -173,7 +177,8 @@ class RebuildRegion(Region):
         on_trial = tape.on_trial or []
         wrong = next((held for held in reversed(on_trial) if not self.work.tried(held)), None)
         # A forward of a frozen block saves nothing and so proves nothing: the trial is still to come.
-        self.trial, self.failed = not (tape.kept or tape.dropped), wrong is not None
+        counts = tape.count()
+        self.trial, self.failed = not (counts.kept or counts.dropped), wrong is not None
         done: set[Any] = set()
         for held in on_trial:
             if wrong is None:

@@ -41,6 +41,7 @@ from hf_ckpt.engines.rebuild.values import (
 )
 from hf_ckpt.models.blocks import biases
 
+_next_sequence_number = compat.next_autograd_sequence_number  # asked for every tensor
 _Edge = tuple[Any, int]
 """An autograd node, and the number of one of its outputs."""
 
@@ -101,6 +102,10 @@ class Tape:
         self.called = Names(region.named, self.block, self.first)
         self.outer = compat.top_saved_tensor_hooks()
         """The user's saved-tensor hooks around the model, if there are any."""
+        self.hopeless: set[tuple[int, int, str]] = region.hopeless if self.outer is None else set()
+        """Results that earlier forwards could not rebuild: (place among the block's nodes, number, name of the node).
+        What leads to them is not walked again, which takes long. At worst a tensor is kept for nothing. A checkpoint
+        around the block needs the same values in the same order both times, so nothing is remembered under hooks."""
         self.values: dict[_Edge, Value | None] = {}
         """Value of each edge that was met; None if it cannot be rebuilt."""
         self.given: dict[_Edge, tuple[torch.Tensor, int]] = {}
@@ -109,18 +114,14 @@ class Tape:
         """Inputs of dropouts, and how often each had been changed in place: what can be kept while it is alive."""
         self.replay: Replay | None = None
         """The call of the small module that runs now, if any."""
-        self.names: dict[Kept | KeptByUser, str] = {}
-        """Tensors that stay if anything needs them -> what they are called. Parameters are left out."""
-        self.saved: set[Any] = set()
-        """What autograd holds: roots of values, and edges inside small modules."""
-        self.needed: set[Any] = set()
-        """Roots that are needed for those in `saved`, and storages of the tensors that stay among them."""
-        self.extra: dict[Any, tuple[str, int]] = {}
-        """Storages that stay only to rebuild from, as autograd has not saved them -> (name of the node, bytes)."""
-        self.dropped: dict[str, int] = {}
-        """Bytes that were dropped, by class of the operation or module."""
-        self.kept: dict[str, int] = {}
-        """Bytes that stay, by what made them."""
+        self.stay: dict[Kept | KeptByUser, Any] = {}
+        """Tensors that stay if anything needs them -> the node that made them, or its name. Parameters are left out."""
+        self.packed: list[tuple[Any, _Edge | None]] = []
+        """What autograd holds: roots of values, and for tensors inside small modules (call of the module, edge)."""
+        self.sizes: list[int] = []
+        """Bytes of each tensor that was packed; -1 for parameters."""
+        self.counts: Counts | None = None
+        """What was dropped and what stays, once it is counted."""
         self.packed_at: set[int] = set()
         """Sequence numbers that autograd had reached when this tape packed a tensor, which tell whose tensor it was."""
         self.constants: dict[Any, Kept | KeptByUser] = {}
@@ -183,26 +184,26 @@ class Tape:
 
         Autograd holds the hooks, and they hold the tape, so a tape with nodes would be a reference cycle.
         """
-        for value in self.names if self.outer is not None else ():
+        region, seen = self.region, (self.sizes, len(self.stay))
+        if len(self.sizes) != len(region.seen[0]) and region.seen[0]:  # another forward than the one before
+            self.hopeless.clear()
+        if seen != region.seen or self.counts is not None:  # else the counts are those of the forward before
+            region.seen = seen
+            self.count().tell(region)
+            self.counts = None
+        for value in self.stay if self.outer is not None else ():
             if type(value) is KeptByUser:
                 value.original = None
-        for found in (self.values, self.given, self.offered, self.names, self.constants, self.saved, self.needed):
+        for found in (self.values, self.given, self.offered, self.stay, self.constants, self.packed_at, self.packed):
             found.clear()
-        self.packed_at.clear()
         self.ungraphed.clear()
         self.seen.clear()
         self.softmax = self.on_trial = None
-        self.region.masks_hold |= bool(self.masks_hold)
+        region.masks_hold |= bool(self.masks_hold)
         self.replay = None
-        self.region.dropped, self.region.kept = self.dropped, self.kept
-        extra: dict[str, int] = {}
-        self.region.kept_to_rebuild = extra
-        for name, nbytes in self.extra.values():
-            extra[name] = extra.get(name, 0) + nbytes
-        self.extra.clear()
-        if self.kept.keys() - {NO_GRAPH} and not self.dropped and not self.fake:
+        if not region.dropped and not self.fake and region.kept.keys() - {NO_GRAPH}:
             compiled = self.block is not None and compat.is_compiled(self.block)
-            warn_nothing_dropped(self.region.save, compiled)
+            warn_nothing_dropped(region.save, compiled)
 
     @compat.untraced  # compiled parts of a block call it
     def pack(self, tensor: torch.Tensor) -> Value | Inside | TrialValue:
@@ -229,20 +230,22 @@ class Tape:
 
     def count_as_kept(self) -> None:
         """Count all tensors of a failed trial as kept, because none is dropped after all."""
-        self.dropped.clear()
-        self.extra.clear()
+        counts = self.count()
+        counts.dropped.clear()
+        counts.extra.clear()
         storages = {held.storage(): held for held in self.on_trial or ()}
         for (_, nbytes), held in storages.items():
-            self.kept[held.made_by] = self.kept.get(held.made_by, 0) + nbytes
+            counts.kept[held.made_by] = counts.kept.get(held.made_by, 0) + nbytes
 
     def _packed(self, tensor: torch.Tensor) -> Value | Inside:
         """Find the value of a tensor that autograd saves, and count it."""
         replay = self.replay
         if replay is not None:
             return self._inside(tensor, replay)
-        self.packed_at.add(compat.next_autograd_sequence_number())
+        self.packed_at.add(_next_sequence_number())
         leaf = tensor if type(tensor) is nn.Parameter else tensor._base
         if type(leaf) is nn.Parameter and leaf.is_leaf:
+            self.sizes.append(-1)
             self.called.saved(leaf)
             return Kept(tensor, self.work.block, with_graph=True)
         if tensor.layout is not torch.strided:  # sparse: it has no storage to be counted by
@@ -250,12 +253,12 @@ class Tape:
         value = self.value_of(tensor)
         made_by = type(tensor.grad_fn).__name__
         self.softmax = (tensor.shape, compat.python_call()) if made_by == "SafeSoftmaxBackward0" else None
-        root = value.root
-        if type(root) is Rebuilt and value is root:
-            root.layout = layout_of(tensor)
-        if root not in self.saved:
-            self._count(root, tensor.nbytes)
-        if type(value) is not Kept:
+        root: Any = value.root if type(value) is View else value
+        if type(value) is Rebuilt:
+            value.layout = layout_of(tensor)
+        self.packed.append((root, None))
+        self.sizes.append(tensor.nbytes)
+        if type(root) is not Kept:
             root.expect()
         return value
 
@@ -296,15 +299,16 @@ class Tape:
             return None
         if tensor.dtype is not base.dtype or tensor.is_conj() or tensor.is_neg():  # `as_strided` cannot make these
             return None
-        value.layout = layout_of(base)
+        value.layout = value.layout or layout_of(base)
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset() - base.storage_offset()
         return View(value, lambda x: x.as_strided(size, stride, x.storage_offset() + offset))
 
     def _another(self, kept: Kept, tensor: torch.Tensor) -> Kept:
         """Return the value of another view of a tensor that stays."""
         view = Kept(tensor, self.work.block)
-        if kept in self.names:  # which parameters are not
-            self.names[view] = self.names[kept]
+        made_by = self.stay.get(kept)
+        if made_by is not None:  # as it is of parameters
+            self.stay[view] = made_by
         return view
 
     def resolve(self, edge: _Edge) -> Value | None:
@@ -320,8 +324,12 @@ class Tape:
         row = self.rows.get(name)
         value: Value | None = None
         if row is not None:
-            if self.is_here(node) and (not row.reads or self.may_read(node)):
-                value = self._make(row, node, number)
+            place = node._sequence_nr() - self.first, number, name
+            if place not in self.hopeless:
+                if self.is_here(node) and (not row.reads or self.may_read(node)):
+                    value = self._make(row, node, number)
+                if value is None:
+                    self.hopeless.add(place)
         elif name == "torch::autograd::AccumulateGrad":
             value = self._parameter(node.variable)
         if value is None and edge in self.offered:
@@ -409,7 +417,7 @@ class Tape:
         if dtype not in (torch.bfloat16, torch.float16):
             return None
         with torch.no_grad():
-            small = self._stays(tensor.detach().to(dtype), self.called.name_of(node), copied=True)
+            small = self._stays(tensor.detach().to(dtype), node, copied=True)
         self.values[source] = small
         value = self.values[edge] = self._make(self.rows[node.name()], node, 0)
         return value
@@ -424,17 +432,20 @@ class Tape:
 
     def _keep(self, edge: _Edge, tensor: torch.Tensor) -> Kept | KeptByUser:
         """Keep the tensor of an edge as it is."""
-        value = self.values[edge] = self._stays(tensor, self.called.name_of(edge[0]))
+        value = self.values[edge] = self._stays(tensor, edge[0])
         return value
 
-    def _stays(self, tensor: torch.Tensor, name: str, *, copied: bool = False) -> Kept | KeptByUser:
-        """Return the value of an activation that stays, in the form that the user's hooks give it, if there are any."""
+    def _stays(self, tensor: torch.Tensor, made_by: Any, *, copied: bool = False) -> Kept | KeptByUser:
+        """Return the value of an activation that stays, in the form that the user's hooks give it, if there are any.
+
+        `made_by` is the node that made it, or a name for that.
+        """
         value = (
             Kept(tensor, self.work.block, copied=copied)
             if self.outer is None
             else KeptByUser(tensor, self.outer, copied=copied)
         )
-        self.names[value] = name
+        self.stay[value] = made_by
         self._look_at(tensor)
         return value
 
@@ -546,37 +557,73 @@ class Tape:
             self.values[output.grad_fn, output.output_nr] = rebuilt
 
     def _inside(self, tensor: torch.Tensor, replay: Replay) -> Inside:
-        """Count a tensor that autograd saves inside a small module, and return what stands for it."""
-        if not replay.saved:
-            self._need(replay.source.root)
-        node, name = tensor.grad_fn, type(replay.module).__name__
-        if node is not None:
-            edge = node, tensor.output_nr
-            if edge in self.values:  # the module's input
-                value = self.values[edge]
-                if value is not None and value.root not in self.saved:
-                    self._count(value.root, tensor.nbytes)
-            elif edge not in self.saved:
-                self.saved.add(edge)
-                self.dropped[name] = self.dropped.get(name, 0) + tensor.nbytes
-        elif type(tensor) is torch.Tensor or not isinstance(tensor, nn.Parameter):
-            self.dropped[name] = self.dropped.get(name, 0) + tensor.nbytes
+        """Note a tensor that autograd saves inside a small module, and return what stands for it."""
+        node = tensor.grad_fn
+        is_parameter = node is None and type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter)
+        self.packed.append((replay, (node, tensor.output_nr)))
+        self.sizes.append(0 if is_parameter else tensor.nbytes)
         return Inside(replay)
 
-    def _count(self, root: Kept | KeptByUser | Rebuilt, nbytes: int) -> None:
-        """Note that autograd holds `root` from now on, in the place of a tensor of `nbytes` bytes."""
-        self.saved.add(root)
+    def count(self) -> Counts:
+        """Count what was dropped and what stays."""
+        if self.counts is None:
+            called = {made: made if type(made) is str else self.called.name_of(made) for made in self.stay.values()}
+            self.counts = Counts({value: called[made] for value, made in self.stay.items()})
+            sizes = (nbytes for nbytes in self.sizes if nbytes >= 0)
+            for (root, edge), nbytes in zip(self.packed, sizes, strict=True):
+                if edge is None:
+                    self.counts.add(root, nbytes)
+                else:
+                    self.counts.add_inside(root, edge, self.values.get(edge), nbytes)
+        return self.counts
+
+
+class Counts:
+    """Bytes that one forward of a block has dropped and kept.
+
+    Args:
+        names: tensors that stay if anything needs them -> what they are called.
+    """
+
+    def __init__(self, names: dict[Kept | KeptByUser, str]) -> None:
+        self.names = names
+        self.dropped: dict[str, int] = {}
+        """Bytes that were dropped, by class of the operation or module."""
+        self.kept: dict[str, int] = {}
+        """Bytes that stay, by what made them."""
+        self.extra: dict[Any, tuple[str, int]] = {}
+        """Storages that stay only to rebuild from, as autograd has not saved them -> (name, bytes)."""
+        self._saved: set[Any] = set()
+        """What autograd holds: roots of values, and edges inside small modules."""
+        self._needed: set[Any] = set()
+        """Roots that are needed for those, and storages of the tensors that stay among them."""
+
+    def add(self, root: Kept | KeptByUser | Rebuilt, nbytes: int) -> None:
+        """Note that autograd holds `root` in the place of a tensor of `nbytes` bytes."""
+        if root in self._saved:
+            return
+        self._saved.add(root)
         self._need(root)
         if type(root) is Rebuilt:
             self.dropped[root.op_class] = self.dropped.get(root.op_class, 0) + nbytes
         elif root in self.names:
             self.extra.pop(root.storage()[0], None)
 
+    def add_inside(self, replay: Replay, edge: _Edge, value: Value | None, nbytes: int) -> None:
+        """Note that autograd holds a tensor inside a small module, whose edge has a `value` if it is an input."""
+        self._need(replay.source.root)
+        if value is not None and not (type(value) is Rebuilt and value.operation is replay):  # not its output
+            self.add(value.root, nbytes)
+        elif nbytes and (edge[0] is None or edge not in self._saved):
+            self._saved.add(edge)
+            name = type(replay.module).__name__
+            self.dropped[name] = self.dropped.get(name, 0) + nbytes
+
     def _need(self, root: Kept | KeptByUser | Rebuilt) -> None:
         """Count the tensors that have to stay for `root`: itself, or the operands that it is rebuilt from."""
-        if root in self.needed:
+        if root in self._needed:
             return
-        self.needed.add(root)
+        self._needed.add(root)
         if type(root) is Rebuilt:
             if type(root.operation) is Replay:
                 self._need(root.operation.source.root)
@@ -584,8 +631,14 @@ class Tape:
                 self._need(operand.root)
         elif root in self.names:
             storage, nbytes = root.storage()
-            if storage not in self.needed:
-                self.needed.add(storage)
+            if storage not in self._needed:
+                self._needed.add(storage)
                 name = self.names[root]
                 self.kept[name] = self.kept.get(name, 0) + nbytes
                 self.extra[storage] = name, nbytes
+
+    def tell(self, region: Any) -> None:
+        """Tell the region of the block."""
+        region.dropped, region.kept, region.kept_to_rebuild = self.dropped, self.kept, {}
+        for name, nbytes in self.extra.values():
+            region.kept_to_rebuild[name] = region.kept_to_rebuild.get(name, 0) + nbytes

@@ -71,7 +71,10 @@ class Kept:
         self.block = block
         self.copied = copied
         self.address = address
-        self.version = -1 if tensor.is_inference() else tensor._version
+        try:
+            self.version = tensor._version
+        except RuntimeError:  # of an inference tensor
+            self.version = -1
         """How often the tensor had been changed in place; -1 where that is not known."""
         self.tensor = tensor if with_graph or tensor.grad_fn is None else tensor.detach()
 
