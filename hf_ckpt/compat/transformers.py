@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel as PreTrainedModel
@@ -48,6 +49,10 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 `cache`, and take the other names until 5.40. Models with code of their own keep the names that they have."""
 
 
+_NO_CACHES = frozenset({type(None), bool, int, float, tuple, dict, torch.Tensor})
+"""What blocks are given otherwise: to ask each value takes longer."""
+
+
 def is_cache(value: object) -> bool:
     """Whether `value` is a key/value cache, which a block that is recomputed would write a second time."""
     return isinstance(value, (Cache, EncoderDecoderCache))
@@ -75,7 +80,8 @@ def without_caches(function: Callable[..., Any], args: Sequence[Any]) -> tuple[C
     """
     if not is_compiling():  # torch 2.8 cannot trace what is asked of the function
         keywords = function.keywords if isinstance(function, functools.partial) else {}
-        if not any(map(is_cache, keywords.values())) and not any(map(is_cache, args)):
+        given = [*keywords.values(), *args]
+        if _NO_CACHES.issuperset(map(type, given)) or not any(map(is_cache, given)):
             return function, tuple(args)
         if getattr(module_of(function), "_can_checkpoint_with_cache", False):
             return function, tuple(args)
