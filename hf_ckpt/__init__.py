@@ -1,7 +1,6 @@
 """Activation checkpointing for Hugging Face models: one flag, per-block plans, the same gradients.
 
-This package's public names are listed in `__all__`. They are loaded on first use, so that importing hf_ckpt does not
-import torch.
+`__all__` lists the public names. They are imported on first use, so `import hf_ckpt` does not import torch.
 """
 
 from __future__ import annotations

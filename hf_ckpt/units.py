@@ -24,6 +24,9 @@ _LEAST_BYTES = 2**20
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*([a-zA-Z]*)\s*")
 _SHARE = re.compile(r"\s*\d{0,30}\.\d{1,30}\s*")  # no size: there is no half byte
 GIB = 2**30
+DEFAULT_SHARE = 0.9
+"""Share of the device's memory that `auto`, `hf-ckpt plan` and `predict` use where no budget is given. The rest is for
+memory that no tensor holds, such as gaps between blocks of the allocator."""
 
 
 class UnitError(HfCkptError, ValueError):
@@ -86,10 +89,20 @@ def parse_budget(given: float | str) -> int | float:
     return given
 
 
-def budget_bytes(given: float | str, memory_bytes: int) -> int:
-    """Return a budget in bytes, where a share is of `memory_bytes`. Raises `UnitError` as `parse_budget`."""
-    budget = parse_budget(given)
-    return budget if isinstance(budget, int) else round(budget * memory_bytes)
+def budget_bytes(budget: float | None, memory_bytes: int) -> int:
+    """Return a budget, as `parse_budget` reads it, in bytes: `budget_bytes(0.8, 1000) == 800`.
+
+    An int is bytes, a float a share of the device's `memory_bytes`, and None is `DEFAULT_SHARE`.
+    """
+    if isinstance(budget, int):
+        return budget
+    return round((DEFAULT_SHARE if budget is None else budget) * memory_bytes)
+
+
+def exact_size(size_bytes: int) -> str:
+    """Write a size so that `parse_bytes` reads the same bytes: `exact_size(20 * GIB) == "20GiB"`."""
+    unit = next(unit for unit in ("gib", "mib", "kib", "b") if size_bytes % _UNITS[unit] == 0)
+    return f"{size_bytes // _UNITS[unit]}{unit.upper().replace('I', 'i')}"
 
 
 def format_bytes(size_bytes: float | None) -> str:

@@ -147,11 +147,15 @@ def detach(model: nn.Module) -> None:
 
 
 def describe(model: nn.Module) -> Description:
-    """Return the installed plan and what it has done so far, to be printed or saved with `.save(path)`.
+    """Return the installed plan, with counts of what it has done so far.
 
         print(hf_ckpt.describe(model))
+        hf_ckpt.describe(model).save("plan.json")  # for the spec {"plan": "plan.json"}
 
-    Raises `HfCkptError` when nothing is installed on the model.
+    Args:
+        model: plain or wrapped.
+
+    Raises `HfCkptError` if no plan is installed on the model.
     """
     record = installation(model)
     if record is None:
@@ -213,12 +217,15 @@ def lost_blocks(model: nn.Module) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def paused(model: nn.Module) -> Iterator[None]:
-    """Take the plan off a model inside the `with` block, for generation or scoring, and put it on again afterwards.
+    """Context manager that disables the plan, for example to generate or to score, and enables it again at the end.
 
         with hf_ckpt.paused(model):
             model.generate(**inputs)
 
-    Where no plan is enabled, nothing happens.
+    Without an enabled plan, it does nothing. What `budget` and `auto` have measured is kept.
+
+    Args:
+        model: plain or wrapped.
     """
     base = base_model(model)
     record = installation(base)
@@ -570,7 +577,7 @@ def _tell(base: nn.Module, record: Installation) -> None:
     if record.told == (record.spec, record.plan):
         return
     spec, plan = record.told = record.spec, record.plan
-    later = f"{spec.policy} {spec.budget or ''}".rstrip() + ", planned in the first steps"
+    later = f"{spec.policy} {spec.to_dict().get('budget', '')}".rstrip() + ", planned in the first steps"
     PLANS.info("hf_ckpt: %s: %s", type(base).__name__, later if spec.is_planned else plan.summary())
 
 

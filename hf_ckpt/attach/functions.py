@@ -14,7 +14,6 @@ from hf_ckpt.engines.region import Observer, Region, Request, Segment, make
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
-from hf_ckpt.units import parse_bytes
 
 _Key = tuple[str, Action, tuple[str, ...]]
 """(name of a block, its action, names of the blocks in its segment)."""
@@ -38,7 +37,7 @@ class Functions:
         self.made: dict[_Key, Region] = {}
         """Every function that a plan has needed so far."""
         self._segments: dict[tuple[str, ...], Segment] = {}
-        self._mover = Mover(None if spec.host_budget is None else parse_bytes(spec.host_budget))
+        self._mover = Mover(spec.host_budget)
 
     def of(self, plan: Plan) -> Regions:
         """Return the function of every block whose action is not `keep`; those that there are not yet are made."""

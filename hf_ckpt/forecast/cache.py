@@ -62,7 +62,7 @@ def folder() -> Path:
 def _path(asked: Question) -> Path | None:
     """The file for a question; None for one whose answer depends on this machine, or whose config is not on disk."""
     config = _config(asked.model)
-    if config is None or asked.device in (None, "cpu") or asked.measure or asked.max_batch or asked.max_tokens:
+    if config is None or asked.device in (None, "cpu") or asked.max_batch or asked.max_tokens:
         return None
     same = dataclasses.replace(asked, budget=None, frontier=False)
     parts = [repr((same, DEVICES[str(asked.device)], sys.version)).encode(), config.read_bytes()]

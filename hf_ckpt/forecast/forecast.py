@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,10 +29,9 @@ from hf_ckpt.prediction.machine import this_device
 from hf_ckpt.prediction.optimizers import optimizer_bytes
 from hf_ckpt.prediction.question import MOST_TOKENS, Question, Workload, question
 from hf_ckpt.prediction.skeleton import Skeleton, Weights, refuse_moved_weights, skeleton_of
-from hf_ckpt.prediction.timings import ShallowModels, depths_of, measured
 from hf_ckpt.prediction.trace import actions_for, chunked_head, trace_costs
 from hf_ckpt.prediction.workload import DTYPES, on_device, skeleton_of_workload
-from hf_ckpt.units import format_bytes, parse_bytes
+from hf_ckpt.units import format_bytes
 
 Progress = Callable[[str], None]
 """Called with a few words before everything that takes a while."""
@@ -138,8 +136,6 @@ class Forecaster:
         self.tell("reading the model")
         costs = self._traced(dataclasses.replace(asked, compiled=False), "full")
         ways = self._ways(asked)
-        if asked.measure:
-            costs, ways = self._measured(costs, ways)
         candidates = self._in_ways(ways, asked)
         self.tell("comparing")
         segments = () if asked.sharded else segmented_options(costs)
@@ -174,12 +170,11 @@ class Forecaster:
         return [self._traced(asked, mlp) for mlp in ways_to_run(asked.mlp)]
 
     def _in_ways(self, ways: Sequence[Costs], asked: Question) -> tuple[Costs, ...]:
-        limit = None if asked.host_budget is None else parse_bytes(asked.host_budget)
         if asked.sharded:  # a head in chunks and segments need whole parameters
-            return with_host_memory(ways, self.device, limit)
+            return with_host_memory(ways, self.device, asked.host_budget)
         skeleton = self._skeleton(asked)
         step = step_of_workload(asked, skeleton)
-        return cost_options(ways, skeleton, step, self.device, head=asked.head, host_limit=limit)
+        return cost_options(ways, skeleton, step, self.device, head=asked.head, host_limit=asked.host_budget)
 
     def _skeleton(self, asked: Question) -> Skeleton:
         key = _model_of(asked)
@@ -220,19 +215,6 @@ class Forecaster:
         needed = optimizer_bytes(plain, asked.optimizer, "cpu" if self.device.name == "cpu" else "cuda")
         layout = layout_for(skeleton, asked.ranks, own, needed, count)
         return dataclasses.replace(with_shards(costs, layout), notes=(*costs.notes, _UNTIMED))
-
-    def _measured(self, costs: Costs, ways: Sequence[Costs]) -> tuple[Costs, list[Costs]]:
-        """All with times measured on this machine: those of eager blocks, and of each way."""
-        models = ShallowModels(self.asked)
-        time = functools.partial(
-            measured, on_progress=self.tell, depths=depths_of(costs), optimizer_seconds=models.optimizer_seconds
-        )
-        timed = time(costs, models.step_seconds)
-        others = [
-            timed if way == costs else time(way, functools.partial(models.step_seconds, mlp=way.mlp_tokens))
-            for way in ways
-        ]
-        return timed, others
 
     def _largest(self, name: str) -> int:
         """The largest `batch` or `tokens` that fits into the budget, 0 where none does."""

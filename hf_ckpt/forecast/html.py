@@ -105,7 +105,7 @@ def stop_of(found: Forecast, budget_bytes: int, kept: Line) -> dict[str, Any]:
         drawn, fits = found, False
         answer = misfit_of(error, found.workload, found.device)
         answer = dataclasses.replace(answer, tables=(comparison_table(found, budget_bytes, plan=False),))
-    asked = dataclasses.replace(found.asked, budget=f"{budget_bytes // MIB}MiB", frontier=False)
+    asked = dataclasses.replace(found.asked, budget=budget_bytes // MIB * MIB, frontier=False)
     figures = timeline_figure(drawn, budget_bytes, kept, fits=fits), frontier_figure(drawn, budget_bytes, fits=fits)
     return {
         "budget": f"{budget_bytes / GIB:.4g} GiB",

@@ -10,10 +10,11 @@ from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.words import spec_of
 from hf_ckpt.planner.budgets import fits, peak_of_least, plan_within
 from hf_ckpt.prediction.costs import Costs
-from hf_ckpt.prediction.question import FIELDS, Question, option_of
+from hf_ckpt.prediction.question import FIELDS, Question, words_of
+from hf_ckpt.units import GIB
 
-HOST_BUDGET = "64GiB"
-"""Host memory that is tried."""
+HOST_BUDGET = 64 * GIB
+"""Host memory that is tried, in bytes."""
 MOST = 4
 """Settings that fit, with those that change nothing more than others, after which the search ends."""
 LARGEST = 2**20
@@ -125,9 +126,7 @@ def _setting(
     changed = _with(asked, changes)
     plan = plan_within(candidates(changed), budget_bytes)
     assert plan.prediction is not None
-    options = []
-    for name, value in changes.items():
-        options += [option_of(FIELDS[name])] if value is True else [option_of(FIELDS[name]), str(value)]
+    options = [word for name, value in changes.items() for word in words_of(FIELDS[name], value)]
     spec = spec_of(plan, budget_bytes, changed.host_budget, compiled=changed.compiled)
     peak, speed = plan.prediction.peak_bytes, plan.prediction.tokens_per_second
     return Setting(", ".join(words), " ".join(options), peak, speed, spec)

@@ -15,10 +15,7 @@ from hf_ckpt.prediction.devices import Device
 from hf_ckpt.prediction.question import Question, Workload
 from hf_ckpt.prediction.timeline import Timeline, worst_timeline
 from hf_ckpt.spec.plan import Plan
-from hf_ckpt.units import budget_bytes
-
-DEFAULT_SHARE = 0.9
-"""Share of the device's memory that is the budget where none is given. The rest is for memory that no tensor holds."""
+from hf_ckpt.units import budget_bytes, parse_budget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +93,7 @@ class Forecast:
 
         Raises `InfeasibleError` where no plan fits, and `UnitError` for what is not a budget.
         """
-        candidates, limit = self.candidates or (self.costs,), bytes_allowed(budget, self.device)
+        candidates, limit = self.candidates or (self.costs,), bytes_allowed(parse_budget(budget), self.device)
         return forecast_within(
             limit, self.asked, self.device, candidates, self.usual, self.further, frontier=self.frontier
         )
@@ -165,11 +162,11 @@ def remembered(asked: Question) -> Forecast | None:
         return None
 
 
-def bytes_allowed(given: float | str | None, device: Device) -> int:
-    """A budget in bytes, where it is given as bytes, as a share of the device, or not at all."""
+def bytes_allowed(budget: float | None, device: Device) -> int:
+    """A budget in bytes, as `budget_bytes`, on a device of the table or this machine's CPU."""
     memory = device.memory_bytes
     if memory is None:  # a CPU
         from hf_ckpt.measure.machine import device_memory
 
         memory = device_memory(0).total_bytes
-    return budget_bytes(DEFAULT_SHARE if given is None else given, memory)
+    return budget_bytes(budget, memory)

@@ -12,7 +12,7 @@ from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.devices import Device
 from hf_ckpt.prediction.question import Workload
 from hf_ckpt.spec.plan import Plan
-from hf_ckpt.units import GIB, format_bytes
+from hf_ckpt.units import GIB, exact_size, format_bytes
 
 if TYPE_CHECKING:
     from hf_ckpt.prediction.skeleton import Skeleton
@@ -109,13 +109,13 @@ def article(name: str) -> str:
     return "an" if name[:1] in "AEFHILMNORSX8" else "a"
 
 
-def spec_of(plan: Plan, budget_bytes: int, host_budget: str | None, *, compiled: bool = False) -> dict[str, Any]:
+def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None, *, compiled: bool = False) -> dict[str, Any]:
     """The shortest spec under which a training makes this plan by itself, as `Spec.parse` reads it.
 
     Args:
         plan: that was made.
         budget_bytes: the peak that was allowed.
-        host_budget: host memory that was allowed.
+        host_budget: bytes of host memory that were allowed.
         compiled: whether blocks are compiled.
     """
     whole = plan.head == plan.mlp == "full"
@@ -127,7 +127,7 @@ def spec_of(plan: Plan, budget_bytes: int, host_budget: str | None, *, compiled:
         "budget": f"{budget_bytes // 2**20}MiB",
         **({"head": plan.head} if plan.head != "full" else {}),
         **({"mlp": plan.mlp} if plan.mlp != "full" else {}),
-        **({"host_budget": host_budget} if moved and host_budget else {}),
+        **({"host_budget": exact_size(host_budget)} if moved and host_budget else {}),
         **({"compile": "blocks"} if compiled else {}),
     }
 

@@ -1,6 +1,7 @@
-"""Finding the blocks of a model, stack by stack, and other parts of it: its head, its frozen blocks, its small modules.
+"""Finds the blocks of a model, its head, its frozen blocks, and its small modules.
 
-PEFT, DDP, FSDP, DeepSpeed and torch.compile wrap models and rename their modules; everything here sees through that.
+PEFT, DDP, FSDP, DeepSpeed and torch.compile wrap models and rename their modules. The functions here accept wrapped
+models, and return names without the parts that wrappers add.
 """
 
 from __future__ import annotations
@@ -65,13 +66,20 @@ def base_model(model: nn.Module) -> compat.PreTrainedModel:
 
 
 def find_blocks(model: nn.Module) -> FoundBlocks:
-    """Find the blocks of a model, stack by stack.
+    """Return the blocks of a model, which are its repeated transformer layers.
 
-    Every outermost `GradientCheckpointingLayer` is a block, and every list of them is a stack. The stacks of a model
-    are named by the row of its family, and those of a model without a row by their paths.
+        for block in hf_ckpt.find_blocks(model).blocks:
+            print(block.stack, block.index, block.name)  # decoder 0 model.layers.0
 
-    Raises `NoBlocksError` where there are no blocks, and `OwnerConflictError` where torch's checkpoint wrapper already
-    sits around one.
+    A block is an outermost `GradientCheckpointingLayer` of transformers. A list of blocks is a stack. The model's
+    `Family` names the stacks; in a model of an unknown family, the path of the list is the name.
+
+    Args:
+        model: a `PreTrainedModel`, plain or wrapped by PEFT, DDP, FSDP, DeepSpeed or torch.compile.
+
+    Raises:
+        NoBlocksError: the model has no blocks, or it is not a `PreTrainedModel` and does not contain exactly one.
+        OwnerConflictError: a block is wrapped by torch's `checkpoint_wrapper`.
     """
     base = base_model(model)
     model_type = str(getattr(base.config, "model_type", ""))

@@ -1,7 +1,7 @@
 """The families: one row of data for each group of models that share a structure.
 
-The row says which models belong to the family, where their stacks and their head are, how a config counts their blocks,
-which small modules may be run again, and how a small random model is made. Nothing else in hf_ckpt names a family.
+A row lists the model types, where the stacks and the head are, which config keys count the blocks, which small modules
+may be recomputed as a whole, and how to make a small random model. No other file names a family.
 """
 
 from __future__ import annotations
@@ -54,7 +54,13 @@ class FeedForward:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What hf_ckpt knows of a group of models that share a structure. `hf_ckpt.register_family` adds one."""
+    """Where the parts of a group of models are that share a structure.
+
+        family = hf_ckpt.Family("opt", model_types=("opt",), stacks=(("decoder", "decoder.layers"),), head="lm_head")
+        hf_ckpt.register_family(family)
+
+    Models without a family work, too. A family names their stacks, and lets `head` and `mlp` run in chunks.
+    """
 
     name: str
     """Name of the family, as plans write it."""
@@ -63,18 +69,18 @@ class Family:
     stacks: tuple[tuple[str, str], ...]
     """(stack name, ending of the qualified name of the list that holds its blocks), in the order the stacks run."""
     head: str = ""
-    """Ending of the qualified name of the head's projection; empty where the models have none."""
+    """Ending of the qualified name of the projection to the vocabulary; empty if the models have none."""
     cheap: tuple[str, ...] = ()
-    """Class names of small modules that `selective` may run again as a whole, beside those of `CHEAP_EVERYWHERE`. They
+    """Class names of small modules that `selective` may recompute as a whole, beside those of `CHEAP_EVERYWHERE`. They
     take one tensor and return one, draw no random numbers, and change nothing in place."""
     feed_forward: FeedForward | None = None
-    """Where the feed-forward of each block lies; None where that is not known."""
+    """Where the feed-forward of each block is; None if unknown."""
     depths: Depths = dataclasses.field(default_factory=lambda: GENERIC_DEPTHS)
     """The keys of a config that say how many blocks each stack has."""
     learned_positions: tuple[str, ...] = ()
     """The model types whose position embeddings are learned, so that `max_position_embeddings` limits a sequence."""
     tiny: TinyModel | None = None
-    """How to make a small random model, for `hf-ckpt check` and for tests; None where that is not known."""
+    """How to make a small random model, for `hf-ckpt check` and for tests; None if unknown."""
 
 
 GENERIC = "generic"
@@ -96,13 +102,12 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register_family(family: Family) -> None:
-    """Add the row of a family, or replace the one of the same name.
+    """Add a family, or replace the one of the same name.
 
-        hf_ckpt.register_family(
-            hf_ckpt.Family("opt", model_types=("opt",), stacks=(("decoder", "decoder.layers"),), head="lm_head")
-        )
+        family = hf_ckpt.Family("opt", model_types=("opt",), stacks=(("decoder", "decoder.layers"),), head="lm_head")
+        hf_ckpt.register_family(family)
 
-    Raises `ValueError` when one of its model types already belongs to another family.
+    Raises `ValueError` if one of its model types belongs to another family.
     """
     for other in FAMILIES.values():
         taken = set(other.model_types) & set(family.model_types)

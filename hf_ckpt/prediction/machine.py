@@ -22,8 +22,6 @@ def this_device() -> Device:
         return DEVICES["cpu"]
     found = device_like(device_name())
     if found is None:
-        log.warning(
-            "hf_ckpt has no figures for %s and takes those of an A100; see hf-ckpt plan --measure.", device_name()
-        )
+        log.warning("hf_ckpt has no figures for %s and predicts times with those of an A100.", device_name())
         found = DEVICES["a100-80"]
     return dataclasses.replace(found, memory_gib=device_memory(0).total_bytes / GIB)

@@ -16,7 +16,7 @@ from typing import Any
 from hf_ckpt.errors import HfCkptError, shown
 from hf_ckpt.prediction.devices import DEVICES, device_named
 from hf_ckpt.prediction.optimizer_names import NAMES
-from hf_ckpt.units import parse_budget, parse_bytes, parse_count
+from hf_ckpt.units import DEFAULT_SHARE, exact_size, parse_budget, parse_bytes, parse_count
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 """Types that weights and autocast may have, as torch names them."""
@@ -86,19 +86,9 @@ def _number(text: str) -> float:
         raise HfCkptError(f"must be a number, but is {shown(text)} instead") from None
 
 
-def _tokens(text: str) -> int | str:
+def _tokens(text: str | int) -> int | str:
     """`auto`, `full`, or a number of tokens."""
-    return text if text in ("auto", "full") else parse_count(text)
-
-
-def _budget(text: str) -> str:
-    parse_budget(text)
-    return text
-
-
-def _size(text: str) -> str:
-    parse_bytes(text)
-    return text
+    return text if text in ("auto", "full") else parse_count(str(text))
 
 
 def _device(text: str) -> str:
@@ -289,13 +279,13 @@ class Question(Workload):
         metavar="NAME",
         label="Card",
     )
-    budget: float | str | None = _field(
+    budget: float | None = _field(
         None,
-        "peak allowed: 20GiB, or 80% or 0.8 of the device (default: 90% of the device)",
-        read=_budget,
+        f"peak allowed: 20GiB, or 80% or 0.8 of the device (default: {DEFAULT_SHARE:.0%} of the device)",
+        read=parse_budget,
         label="Budget",
     )
-    host_budget: str | None = _field(None, "host memory that the plan may offload to (default: none)", read=_size)
+    host_budget: int | None = _field(None, "host memory that the plan may offload to (default: none)", read=parse_bytes)
     head: int | str = _field(
         "full", "auto: the plan may run the head in chunks; or tokens a chunk", read=_tokens, label="Head"
     )
@@ -308,14 +298,13 @@ class Question(Workload):
     frontier: bool = _field(False, "also show the fastest plan for every budget")
     max_batch: bool = _field(False, "the largest batch that fits into the budget")
     max_tokens: bool = _field(False, "the longest sequences that fit into the budget", option="max_seq")
-    measure: bool = _field(False, "time blocks on this machine instead of using a table")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if about(field).read in (_device, _budget, _size, _tokens) and value is not None:
-                about(field).read(value if isinstance(value, str) else repr(value))
+        for name in ("device", "budget", "host_budget", "head", "mlp"):
+            value = getattr(self, name)
+            if isinstance(value, (str, float)) or name in ("head", "mlp"):  # other numbers are bytes already
+                object.__setattr__(self, name, about(FIELDS[name]).read(value))
         if self.compiled and self.mlp != "full":
             raise HfCkptError("compiled blocks run their feed-forward as a whole: leave `mlp` or compiling out.")
 
@@ -340,6 +329,9 @@ def question(given: Mapping[str, Any]) -> Question:
             )
     if not given.get("model"):
         raise HfCkptError("a model is needed: a preset, a folder, a hub id, or a --config with `model_name_or_path`.")
+    for name in ("budget", "host_budget"):
+        if isinstance(given.get(name), int):
+            parse_bytes(given[name])  # refuses a number whose unit was forgotten
     return Question(**given)
 
 
@@ -349,7 +341,15 @@ def command_of(asked: Question) -> str:
     for field in list(FIELDS.values())[1:]:
         value = getattr(asked, field.name)
         if value != field.default or field.name in ("batch", "tokens"):
-            words.append(option_of(field))
-            if not isinstance(value, bool):
-                words.append(",".join(value) if isinstance(value, tuple) else str(value))
+            words += words_of(field, value)
     return shlex.join(words)
+
+
+def words_of(field: dataclasses.Field[Any], value: Any) -> list[str]:
+    """The option of the command line that gives a field this value, and its argument."""
+    if isinstance(value, bool):
+        return [option_of(field)]
+    if isinstance(value, tuple):
+        value = ",".join(value)
+    sized = isinstance(value, int) and about(field).read in (parse_budget, parse_bytes)
+    return [option_of(field), exact_size(value) if sized else str(value)]

@@ -203,12 +203,6 @@ def chunked_head(costs: Costs, skeleton: Skeleton, step: Step, device: Device, h
     # `costs` count what is freed behind the last stack for the blocks, this trace counts it for the head.
     less = plain.phase("head", 0, 0).net - costs.head[0].net
     forward = dataclasses.replace(forward, points=tuple((other - less, done) for other, done in forward.points))
-    # The times in `costs` may be measured, those of this trace are the table's.
-    table = sum(plain.phase(name, 0, 0).nanoseconds for name in ("head", "head back"))
-    ratio = sum(phase.nanoseconds for phase in costs.head) / max(1, table)
-    forward, backward = (
-        dataclasses.replace(phase, nanoseconds=round(phase.nanoseconds * ratio)) for phase in (forward, backward)
-    )
     return dataclasses.replace(costs, head=(forward, backward), head_tokens=head)
 
 

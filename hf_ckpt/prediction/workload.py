@@ -21,7 +21,7 @@ from hf_ckpt.prediction.devices import Device
 from hf_ckpt.prediction.presets import no_model, presets
 from hf_ckpt.prediction.quantised import QuantisedLinear, prepare_for_kbit_training, quantise
 from hf_ckpt.prediction.question import DTYPE_NAMES, Workload
-from hf_ckpt.prediction.skeleton import Skeleton, at_depth, skeleton_from_config
+from hf_ckpt.prediction.skeleton import Skeleton, skeleton_from_config
 from hf_ckpt.spec.files import read_values
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
@@ -97,19 +97,13 @@ def skeleton_of_workload(workload: Workload, config: Any = None, *, on_cpu: bool
     )
 
 
-def real_model(workload: Workload, depth: int | None = None) -> nn.Module:
+def real_model(workload: Workload) -> nn.Module:
     """The model that `workload` names, with random weights and with its adapters.
-
-    Args:
-        workload: what is trained.
-        depth: most blocks in every stack; None for all of them.
 
     Raises `HfCkptError` as `skeleton_of_workload`.
     """
     config = load_config(workload.model)
     _refuse_too_long(config, workload)
-    if depth is not None:
-        config = at_depth(config, depth)
     if workload.bits is not None:
         raise HfCkptError(f"weights without values cannot be timed, and a base in {workload.bits} bits has no others.")
     return _prepared(_maker(config, workload)(config), workload)

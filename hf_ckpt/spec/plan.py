@@ -1,7 +1,7 @@
-"""`Plan`: one action for every block of a model, with what it is predicted to cost.
+"""`Plan`: one action for every block of a model, with its predicted memory and time.
 
-A plan names blocks by their qualified names, so that it can be saved, read by people, and given to another run of the
-same model. This file holds records only, and needs no torch.
+A plan names blocks by their qualified names. It can be saved, edited, and used in another run of the same model. This
+file does not import torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a plan is predicted to cost."""
+    """The predicted memory and time of a training step under a plan."""
 
     peak_bytes: int
     """The most bytes of tensors alive at any moment of a training step."""
@@ -59,7 +59,7 @@ class Prediction:
     parts: tuple[tuple[str, int], ...]
     """What fills the peak, as (name, bytes)."""
     budget_bytes: int | None = None
-    """The peak that was allowed, where the plan was made for a budget."""
+    """The budget that the plan was made for; None without one."""
     device: str = ""
     """Name of the device whose speed was assumed."""
 
@@ -73,46 +73,53 @@ class Prediction:
         return {**dataclasses.asdict(self), "parts": dict(self.parts)}
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Prediction:
+    def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
         """Read the dict that `to_dict` returns. Raises `KeyError`, `TypeError` or `ValueError` for any other."""
-        parts = tuple((str(name), _whole(size, f"part {name!r}")) for name, size in given["parts"].items())
-        counts = {name: _whole(given[name], name) for name in ("peak_bytes", "tokens")}
-        if given.get("budget_bytes") is not None:
-            counts["budget_bytes"] = _whole(given["budget_bytes"], "budget_bytes")
-        device, seconds = given.get("device", ""), given["step_seconds"]
+        parts = tuple((str(name), _whole(size, f"part {name!r}")) for name, size in data["parts"].items())
+        counts = {name: _whole(data[name], name) for name in ("peak_bytes", "tokens")}
+        if data.get("budget_bytes") is not None:
+            counts["budget_bytes"] = _whole(data["budget_bytes"], "budget_bytes")
+        device, seconds = data.get("device", ""), data["step_seconds"]
         if not isinstance(device, str):
             raise ValueError(f"its device must be a text, but is {shown(device)} instead")
         # Converted, because YAML reads 2e-05 as a text.
         if isinstance(seconds, bool) or not 0 <= float(seconds) < math.inf:
             raise ValueError(f"its step_seconds must be a number of seconds, but is {shown(seconds)} instead")
-        return cls(**{**given, **counts, "parts": parts, "step_seconds": float(seconds)})
+        return cls(**{**data, **counts, "parts": parts, "step_seconds": float(seconds)})
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One action for every block of every stack."""
+    """One action for every block of a model.
+
+        plan = hf_ckpt.predict("llama-3.1-8b", 4, tokens=4096, device="h100", budget="60GiB").plan
+        plan.save("plan.json")
+        hf_ckpt.install(model, hf_ckpt.Plan.load("plan.json"))  # or the spec {"plan": "plan.json"}
+
+    `print(plan)` shows which blocks get which action.
+    """
 
     family: str
     """Name of the family that the model belongs to, or `generic`."""
     model: str
     """Class name of the base model."""
     actions: tuple[tuple[Block, Action], ...]
-    """Every block with its action, stack after stack, in the order that the blocks of a stack run."""
+    """Pairs of a block and its action, stack by stack, in the order in which the blocks run."""
     prediction: Prediction | None = dataclasses.field(default=None, compare=False)
-    """What the plan is predicted to cost, where that was computed. Plans are compared without it."""
+    """Predicted memory and time; None if they were not computed. `==` ignores it."""
     head: int | str = "full"
-    """`full` where the head and its loss run as a whole; otherwise the number of tokens in a chunk, or `auto` where it
-    is chosen at each call."""
+    """How the head and its loss run: `full` for as a whole, a number for chunks of so many tokens, or `auto` for chunks
+    whose size is chosen in each call."""
     mlp: int | str = "full"
-    """How the feed-forward of each block runs, in the same words."""
+    """How the feed-forward of each block runs: `full`, a number, or `auto`, as for `head`."""
 
     def stacks(self) -> dict[str, list[tuple[Block, Action]]]:
-        """Return the blocks with their actions by the name of their stack."""
+        """Return stack name -> its blocks with their actions."""
         groups = itertools.groupby(self.actions, key=lambda pair: pair[0].stack)
         return {stack: list(pairs) for stack, pairs in groups}
 
     def segments(self) -> list[tuple[str, list[str]]]:
-        """Return every run of neighbouring blocks that is recomputed as one region.
+        """Return the segments, which are runs of neighbouring blocks that are recomputed together.
 
         Each is a pair of a title (`segment 0 of decoder`) and the names of its blocks.
         """
@@ -124,13 +131,13 @@ class Plan:
         return found
 
     def active(self) -> dict[str, Action]:
-        """Return the actions by block name, for the blocks whose action is not `keep`."""
+        """Return block name -> action, for the blocks whose action is not `keep`."""
         return {block.name: action for block, action in self.actions if action.kind != "keep"}
 
     def graphs(self) -> list[tuple[str, str, float]]:
-        """Return what is compiled: (stack, class of blocks, share) once for all blocks that have it.
+        """Return (stack, class of blocks, share) of each graph to compile.
 
-        Blocks that train otherwise than the rest have one graph more, as the first one behind a frozen embedding.
+        A block whose inputs require no gradients, such as the first one behind a frozen embedding, needs one more.
         """
         found = [(block.stack, block.kind, action.share) for block, action in self.actions if action.share is not None]
         return list(dict.fromkeys(found))
@@ -153,27 +160,28 @@ class Plan:
         return found if self.prediction is None else {**found, "prediction": self.prediction.to_dict()}
 
     @classmethod
-    def from_dict(cls, given: Any, source: str = "the plan") -> Plan:
-        """Read the dict that `to_dict` returns; `source` says in errors where it came from.
+    def from_dict(cls, data: Any, source: str = "the plan") -> Plan:
+        """Read the dict that `to_dict` returns. Error messages name its `source`.
 
-        Raises `PlanMismatchError` when it is no plan of this format, or is damaged.
+        Raises `PlanMismatchError` if it is not a plan of this format, or is damaged.
         """
-        version = given.get("hf_ckpt_plan") if isinstance(given, Mapping) else None
+        version = data.get("hf_ckpt_plan") if isinstance(data, Mapping) else None
         if type(version) is not int or version != FORMAT_VERSION:  # True == 1 in Python
-            raise PlanMismatchError(f"{source} is no plan of hf_ckpt (format {FORMAT_VERSION}): {shown(given)}")
+            raise PlanMismatchError(f"{source} is no plan of hf_ckpt (format {FORMAT_VERSION}): {shown(data)}")
         try:
-            actions = tuple(_read_rows(given["stacks"]))
-            predicted = given.get("prediction")
+            actions = tuple(_read_rows(data["stacks"]))
+            predicted = data.get("prediction")
             prediction = None if predicted is None else Prediction.from_dict(predicted)
-            head, mlp = _read_tokens(given, "head"), _read_tokens(given, "mlp")
-            return cls(str(given["family"]), str(given["model"]), actions, prediction, head, mlp)
+            head, mlp = _read_tokens(data, "head"), _read_tokens(data, "mlp")
+            return cls(str(data["family"]), str(data["model"]), actions, prediction, head, mlp)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise PlanMismatchError(f"{source} is damaged: {shown(error, 400)}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON (`.json`) or as YAML (`.yaml`, `.yml`), whole or not at all; no folder is made for it.
+        """Write the plan to a JSON (`.json`) or YAML (`.yaml`, `.yml`) file in an existing folder.
 
-        Raises `FileError` where it cannot be written, for another suffix, and for a plan that is too large to be read.
+        Raises `FileError` for another suffix, if the file cannot be written, and if `load` would refuse its size. An
+        existing file stays as it was then.
         """
         refuse_unwritable(path, SUFFIXES)
         as_yaml = Path(path).suffix.lower() in YAML_SUFFIXES
@@ -192,7 +200,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a saved plan, JSON or YAML. Raises `PlanMismatchError` when the file cannot be read as a plan."""
+        """Read a plan from a JSON or YAML file. Raises `PlanMismatchError` if the file does not hold a plan."""
         try:
             loaded = read_values(path)
         except ValueError as error:
@@ -200,7 +208,7 @@ class Plan:
         return cls.from_dict(loaded, source=str(path))
 
     def summary(self) -> str:
-        """Return what blocks get in one line, as `full on blocks 0, 2 of 4`, by stack where there are several."""
+        """Return the actions in one line: `full on blocks 0, 2 of 4`. Several stacks are listed one by one."""
         stacks = self.stacks()
         parts = [(f"{stack}: " if len(stacks) > 1 else "") + _summary(pairs) for stack, pairs in stacks.items()]
         return "; ".join([*parts, *(["head in chunks"] if self.head != "full" else [])])
@@ -221,7 +229,7 @@ class Plan:
 
 
 def _summary(pairs: list[tuple[Block, Action]]) -> str:
-    """Return what the blocks of one stack get, in one line."""
+    """Return the actions of one stack in one line."""
     chosen: dict[str, list[int]] = {}
     for block, action in pairs:
         if action.kind != "keep":

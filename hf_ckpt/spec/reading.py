@@ -166,24 +166,16 @@ def _read_segments(value: Any) -> int | str | None:
     return value
 
 
-def _read_size(value: Any) -> int | str | None:
-    """Read a number of bytes or a text like "20GiB", which is kept as it was written."""
-    if value is not None:
-        try:
-            parse_bytes(value)
-        except UnitError as error:
-            raise ValueError(f"is no size: {error}".rstrip(".")) from None
-    return value  # type: ignore[no-any-return]
+def _parsed(parse: Callable[[Any], float], what: str) -> Callable[[Any], float | None]:
+    """Return a reader of bytes or a share by `parse`; None stays None."""
 
-
-def _read_budget(value: Any) -> int | float | str | None:
-    """Read a number of bytes, a share, or a text for either, which is kept as it was written."""
-    if value is not None:
+    def read(value: Any) -> float | None:
         try:
-            parse_budget(value)
+            return None if value is None else parse(value)
         except UnitError as error:
-            raise ValueError(f"is no budget: {error}".rstrip(".")) from None
-    return value  # type: ignore[no-any-return]
+            raise ValueError(f"is no {what}: {error}".rstrip(".")) from None
+
+    return read
 
 
 def _read_tokens(value: Any) -> int | str:
@@ -266,8 +258,8 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "every_n_layers": _read_every,
     "layers": _read_layers,
     "segments": _read_segments,
-    "budget": _read_budget,
-    "host_budget": _read_size,
+    "budget": _parsed(parse_budget, "budget"),
+    "host_budget": _parsed(parse_bytes, "size"),
     "offload": one_of(False, True, "saved"),
     "rules": _read_rules,
     "engine": one_of(*ENGINES),

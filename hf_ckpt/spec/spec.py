@@ -1,10 +1,7 @@
-"""`Spec`: what the user asked for, parsed and validated. It holds plain values only, and needs no torch.
+"""`Spec`: what the user asked for, parsed and validated. This file does not import torch.
 
-    >>> Spec.parse({"policy": "full", "layers": "0-15,-1"}).to_dict()
-    {'policy': 'full', 'layers': '0-15,-1'}
-
-A spec can be a dict, a JSON text, words like "policy=full layers=0-3", a bare policy name, or the path of a YAML or
-JSON file. `Spec.parse` reports every problem at once.
+>>> Spec.parse({"policy": "full", "layers": "0-15,-1"}).to_dict()
+{'policy': 'full', 'layers': '0-15,-1'}
 """
 
 from __future__ import annotations
@@ -29,14 +26,15 @@ from hf_ckpt.spec.reading import (
     similar_keys,
     unknown_key,
 )
+from hf_ckpt.units import exact_size
 
 PLANNED_POLICIES = ("budget", "auto")
-"""Policies whose plan is made in the first steps of the training."""
+"""Policies for which the training makes the plan in its first steps."""
 SELECTING_KEYS = frozenset(
     {"policy", "save", "every_n_layers", "layers", "segments", "budget", "host_budget", "offload", "rules", "plan"}
     | {"compile", "share"}
 )
-"""Keys that say which blocks get which action. An enable call without any of them keeps the plan that is installed."""
+"""Keys that choose blocks or actions. An enable call without any of them keeps the installed plan."""
 _MOST_UNKNOWN = 10  # unknown keys that an error has a line for
 # Keys that people know from elsewhere -> why they are refused.
 _FOREIGN_KEYS = {
@@ -49,78 +47,88 @@ _FOREIGN_KEYS = {
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A validated request. Build it with `Spec.parse`; the constructor itself checks nothing."""
+    """What to do with the activations of a model: a policy with its options, validated.
+
+        >>> Spec.parse("budget=20GiB host_budget=64GiB").budget
+        21474836480
+
+    Use `Spec.parse`. The constructor does not validate.
+    """
 
     policy: str = "full"
-    """What blocks get: `none`, `full`, `selective`, `full+selective` or `offload`; `budget` and `auto` choose for each
-    block."""
+    """The action of the blocks: `none`, `full`, `selective`, `full+selective` or `offload`. `budget` and `auto` choose
+    an action for each block."""
     save: tuple[str, ...] = SAVE_CLASSES
-    """For `selective`: the classes of operations whose results are kept, out of `SAVE_CLASSES`; for `full+selective`,
-    those that a recomputation keeps."""
+    """For `selective`: operations whose results are saved, out of `linear` and `attention`. For `full+selective`: those
+    that are saved while the block is recomputed."""
     every_n_layers: int = 1
     """Apply the policy to blocks 0, n, 2n, ... of each stack."""
     layers: Layers | None = None
     """Apply the policy to these blocks only: "0-15,-1", or one such text for each stack."""
     segments: int | str | None = None
-    """Cut each stack into this many runs of blocks and recompute each run as one region; "sqrt" is the root of the
+    """Split each stack into this many segments, and recompute each segment as a whole. "sqrt" is the square root of the
     number of blocks."""
-    budget: int | float | str | None = None
-    """For `policy: budget`: the peak that is allowed, in bytes, as "20GiB", or as a share of the device, as "80%"."""
-    host_budget: int | str | None = None
-    """Host memory that offloading may use, in bytes or as "64GiB". Without it, `budget` and `auto` do not offload."""
+    budget: float | None = None
+    """For `policy: budget`: the peak that is allowed. An int is bytes, a float a share of the device. A spec writes
+    "20GiB", "80%" or 0.8."""
+    host_budget: int | None = None
+    """Bytes of host memory that offloading may use, written as "64GiB". Without it, `budget` and `auto` do not
+    offload."""
     offload: bool | str = False
-    """True moves the hidden states that `full` keeps to host memory (the flag of Hugging Face); "saved" moves what
+    """True moves the hidden states that `full` saves to host memory, as Hugging Face's flag does. "saved" moves what
     `selective` saves."""
     rules: tuple[Rule, ...] = ()
-    """Exceptions to `policy`; of several that match a block, the last wins."""
+    """Exceptions to `policy`. If several match a block, the last one counts."""
     engine: str = "auto"
     """For `selective`: `rebuild`, `sac`, or `auto`, which is `rebuild` in eager mode and `sac` under torch.compile."""
     preserve_rng_state: bool = True
-    """Whether a recomputation draws the random numbers of the forward."""
+    """Whether a recomputation draws the same random numbers as the forward, for dropout."""
     determinism_check: str = "default"
     """What `torch.utils.checkpoint` compares after a recomputation: `default` for shapes and types, or `none`."""
     use_reentrant: bool = False
-    """Always `False`: blocks are recomputed non-reentrantly, also where `True` is asked for, which gives a warning."""
+    """Always False. True is accepted with a warning: blocks are recomputed non-reentrantly anyway."""
     head: int | str = "full"
-    """`full` to run the head as a whole; a number to run it and its loss in chunks of so many tokens; `auto` to let
-    hf_ckpt choose the number."""
+    """`full` runs the head as a whole. A number runs it and the loss in chunks of so many tokens; `auto` chooses the
+    number."""
     mlp: int | str = "full"
-    """`full` to run the feed-forward of each block as a whole; a number to run it in chunks of so many tokens; `auto`
-    to let hf_ckpt choose the number."""
+    """The same for the feed-forward of each block."""
     plan: str | None = None
-    """Path of a saved plan to install instead of planning."""
+    """Path of a saved plan to use."""
     compile: str | None = None
-    """`blocks` to compile each block by itself, by torch.compile; None leaves compiling to others."""
+    """`blocks` compiles each block with torch.compile."""
     share: float | None = None
-    """With `compile`: how much the blocks keep, from 0 (their inputs) to 1 (what makes the step fastest). None means
-    what the policy stands for: 1 for `none`, 0.5 for `selective`, 0 for `full`."""
+    """With `compile`: how much of its activations a block saves, from 0 (only its inputs) to 1 (what makes the step
+    fastest). None takes it from the policy: 1 for `none`, 0.5 for `selective`, 0 for `full`."""
 
     @classmethod
-    def parse(cls, given: SpecLike) -> Spec:
-        """Read a spec from a dict, a JSON text, `key=value` words, the name of a policy, or the path of a file.
+    def parse(cls, spec: SpecLike) -> Spec:
+        """Parse and validate a spec.
 
-        None is the default spec, and a `Spec` is returned as it is. Raises `SpecError` with every problem found, each
-        saying what was given and what is needed.
+        Args:
+            spec: a dict; the name of a policy; words such as "policy=full layers=0-3"; a JSON text; or the path of a
+                JSON or YAML file. None is the default spec. A `Spec` is returned as it is.
+
+        Raises `SpecError`, which lists all problems with what to write instead.
         """
-        if given is None:
+        if spec is None:
             return cls()
-        if isinstance(given, Spec):
-            return given
-        if isinstance(given, Mapping):
-            return _from_mapping(given, None)
-        if isinstance(given, (str, Path)):
-            return _from_text(given)
+        if isinstance(spec, Spec):
+            return spec
+        if isinstance(spec, Mapping):
+            return _from_mapping(spec, None)
+        if isinstance(spec, (str, Path)):
+            return _from_text(spec)
         raise SpecError(
-            [f"a spec must be a dict, a text or a path, but is {type(given).__name__} instead: {shown(given)}"]
+            [f"a spec must be a dict, a text or a path, but is {type(spec).__name__} instead: {shown(spec)}"]
         )
 
     @property
     def is_planned(self) -> bool:
-        """Whether the plan is made in the first steps of the training, as with `budget` and `auto`."""
+        """Whether the training makes the plan in its first steps, as with `budget` and `auto`."""
         return self.policy in PLANNED_POLICIES
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the shortest JSON-able dict that `Spec.parse` reads back to an equal spec."""
+        """Return a dict without defaults that can be written as JSON, and that `Spec.parse` reads as an equal spec."""
         found: dict[str, Any] = {} if self.plan else {"policy": self.policy}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -132,6 +140,8 @@ class Spec:
                 value = dict(value)
             elif isinstance(value, tuple):
                 value = list(value)
+            elif isinstance(value, int) and field.name in ("budget", "host_budget"):
+                value = exact_size(value)
             found[field.name] = value
         return found
 
@@ -139,19 +149,19 @@ class Spec:
         """Return `to_dict` as one line of JSON."""
         return json.dumps(self.to_dict())
 
-    def updated(self, given: Mapping[str, Any]) -> Spec:
-        """Return what is asked for after an enable call with the keyword arguments `given`.
+    def updated(self, enable_kwargs: Mapping[str, Any]) -> Spec:
+        """Return the spec after an enable call with these keyword arguments.
 
-        If they choose blocks or actions, they are a new request, and nothing of this spec stays. Otherwise they change
-        only other options of this spec: many callers pass `{"use_reentrant": False}` or nothing when they enable a
-        model again, and neither may lose the plan. Raises `SpecError` as `parse` does.
+        If they contain one of `SELECTING_KEYS`, they replace this spec. Otherwise they change only the options that
+        they name: many callers pass `{"use_reentrant": False}` or nothing when they enable a model again, and must not
+        lose its plan. Raises `SpecError` as `parse` does.
         """
         # Hugging Face's Trainer spells out these defaults in every call; they choose nothing.
         neutral = (("every_n_layers", 1), ("offload", False))
         # The types are compared too: True == 1 in Python, but True is no number of layers.
         asked = {
             key: value
-            for key, value in given.items()
+            for key, value in enable_kwargs.items()
             if not any(key == name and type(value) is type(default) and value == default for name, default in neutral)
         }
         if SELECTING_KEYS & asked.keys():
@@ -160,7 +170,7 @@ class Spec:
 
 
 SpecLike = Spec | Mapping[str, Any] | str | Path | None
-"""Every form that `Spec.parse` reads."""
+"""Every form that `Spec.parse` accepts."""
 
 
 def _from_text(given: str | Path) -> Spec:

@@ -60,20 +60,19 @@ Metrics = dict[str, float | None]
 
 
 class MemoryTimeCallback(TrainerCallback):
-    """Log the peak memory and the step time of a training.
+    """Log peak memory (GiB) and step time (seconds) of a Trainer run.
 
         Trainer(..., callbacks=[hf_ckpt.MemoryTimeCallback()])
 
-    The figures go to every reporter of the Trainer (keys like `memory/peak_gib` and `time/step_s`), and to
-    `hf_ckpt_metrics.jsonl` in the output folder.
+    The figures are logged with the Trainer's own, under keys such as `memory/peak_gib` and `time/step_s`. They are
+    also appended to `hf_ckpt_metrics.jsonl` in the output folder. At the first step, the callback checks that all
+    planned blocks are still checkpointed. It warns once if the logits need more than a quarter of the peak, which no
+    plan for blocks can change.
 
     Args:
-        summary: print a table at the end of training.
+        summary: print a table at the end of the training.
 
-    At the first step the callback checks that every planned block still carries its function, and raises
-    `PlanLostError` if one does not. It warns once when the logits fill much of the memory, which a plan on blocks
-    cannot change. On an accelerator it logs how far the measured peak is from the predicted one; on a CPU the peak is
-    that of the process, which cannot be compared with bytes of tensors.
+    Raises `PlanLostError` at the first step if other code has removed the plan from a block.
     """
 
     def __init__(self, *, summary: bool = True) -> None:

@@ -38,7 +38,7 @@ _again: contextvars.ContextVar[bool] = contextvars.ContextVar("hf_ckpt_again", d
 
 
 def runs_again() -> bool:
-    """Return whether the step that runs now is a repeated attempt."""
+    """Return whether the guard is repeating a step right now."""
     return _again.get()
 
 
@@ -74,28 +74,27 @@ class _Failure:
 
 
 class OomGuard:
-    """Run micro-steps; if one runs out of memory, tighten the plan and run it again.
+    """Run micro-steps. If one runs out of memory, retry it with a plan that needs less.
 
         guard = hf_ckpt.OomGuard(model)
-        loss = guard(forward_and_backward, batch)
+        loss = guard(forward_and_backward, batch)  # runs forward_and_backward(batch), with retries
 
-    The plan is the one of `hf_ckpt.install`, and a tighter plan stays. On a model without a plan, nothing is installed
-    until memory runs out for the first time. The guard tries, in this order: a smaller budget under `budget` or `auto`;
-    `selective`; `full`; hidden states in host memory; and the head in chunks, which comes before host memory where
-    logits weigh more.
+    The guard starts with the plan of `hf_ckpt.install`, or without one. After each failure it takes the next of these
+    steps, and keeps it for the rest of the training: a smaller budget (under `budget` or `auto`), `selective`, `full`,
+    hidden states in host memory, and the head in chunks. If the logits need more memory than the hidden states, the
+    head comes first.
 
-    It works in a single process. With several ranks (DDP, FSDP, DeepSpeed) use `policy: budget`, which measures what
-    steps need and plans for it before memory runs out.
+    It works in a single process. With several ranks, or under FSDP or DeepSpeed, use `policy: budget`.
 
     Args:
-        model: what the training calls: a PreTrainedModel, plain or wrapped.
-        also: trained parameters outside `model`, of a loss for example. A Trainer's are known from its optimizer.
-        exact: leave out the head in chunks, whose gradients agree only up to rounding.
+        model: the module that the training calls: a `PreTrainedModel`, plain or wrapped.
+        exact: never run the head in chunks, because its gradients are equal only up to rounding.
+        also: trained parameters outside `model`, such as those of a loss.
 
     Raises:
-        NoBlocksError: for a model that has no blocks.
-        HfCkptError: with several ranks, and for FSDP and DeepSpeed. Also at the first step, if the model was wrapped
-            after the guard was made.
+        NoBlocksError: the model has no blocks.
+        HfCkptError: there are several ranks, or the model is wrapped by FSDP or DeepSpeed. If it is wrapped later, the
+            first step raises.
     """
 
     def __init__(self, model: nn.Module, *, exact: bool = False, also: Iterable[nn.Parameter] = ()) -> None:
@@ -122,13 +121,16 @@ class OomGuard:
         self._refuse_ranks()
 
     def __call__(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `step(*args, **kwargs)`, as often as memory runs out in it, and return its result.
+        """Run `step(*args, **kwargs)` until it does not run out of memory, and return its result.
 
-        A step is the forward, loss and backward of one micro-step, and nothing of the optimizer. What it does outside
-        the model (appending to a list, for example) is done again when it is rerun.
+        Args:
+            step: runs the forward, the loss and the backward of one micro-step, without the optimizer. Other effects
+                of it, such as appending to a list, happen once per attempt.
+            args: positional arguments of `step`.
+            kwargs: keyword arguments of `step`.
 
-        Raises `OutOfPlansError` when memory runs out under the tightest plan, or when the step cannot be rerun.
-        Other errors pass.
+        Raises `OutOfPlansError` if memory runs out under the tightest plan, or if the step cannot be repeated, and
+        every other error of `step`.
         """
         if self._running:  # a guard inside the same one: the outer one runs the step again
             return step(*args, **kwargs)
@@ -280,7 +282,7 @@ class OomGuard:
 
 
 class OomGuardMixin:
-    """Put in front of a Trainer, this guards its `training_step` with an `OomGuard`.
+    """Mixin for a Trainer: runs each `training_step` under an `OomGuard`.
 
     class GuardedTrainer(hf_ckpt.OomGuardMixin, Trainer):
         pass

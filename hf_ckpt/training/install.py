@@ -1,4 +1,4 @@
-"""Answers `hf_ckpt.install`: makes the plan that a spec asks for, and puts it on a model or on all of the process."""
+"""`hf_ckpt.install` and `hf_ckpt.uninstall`: turn a spec into a plan, for one model or all models of the process."""
 
 from __future__ import annotations
 
@@ -29,31 +29,32 @@ def install(
     enable_when_trained: bool = False,
     around_training_step: Callable[..., Any] | None = None,
 ) -> Description | None:
-    """Let hf_ckpt answer `gradient_checkpointing_enable` (and its new name) of a model, or of every model.
+    """Choose what `model.activation_checkpointing_enable()` and `gradient_checkpointing_enable()` do.
 
-        hf_ckpt.install(model)                                     # a bare enable call then means `full`
-        hf_ckpt.install(model, {"policy": "full", "layers": "0-15"})
-        hf_ckpt.install(spec="full")                               # every PreTrainedModel of the process
+        hf_ckpt.install(model, {"policy": "selective", "layers": "0-15"})
+        model.activation_checkpointing_enable()  # a Trainer calls this if its arguments ask for checkpointing
+
+    `install` stores the plan on the model. The plan takes effect with the next enable call, or at once if
+    checkpointing is already enabled. Gradients stay the same; no parameter or module is renamed.
 
     Args:
-        model: a PreTrainedModel, plain or wrapped by PEFT, DDP or torch.compile. None hooks every PreTrainedModel of
-            the process from now on, until `uninstall()`.
-        spec: what an enable call without a policy of its own applies, in any form that `Spec.parse` takes, or a saved
-            `Plan`. Without it that is the plan already installed, or else `full`.
-        enable_when_trained: only without a model: also enable on every trainable model that `Accelerator.prepare`
-            gets, and on every other one when its first training forward begins, for scripts that never ask for it.
-        around_training_step: only without a model: what every Trainer runs in place of its `training_step`, called with
-            the trainer, that method, and its arguments.
+        model: a `PreTrainedModel`, plain or wrapped by PEFT, DDP or torch.compile. None installs on every
+            `PreTrainedModel` of the process, including models created later, until `uninstall()`.
+        spec: the policy, in any form that `Spec.parse` accepts, or a `Plan`. None keeps an installed plan; a model
+            without one gets `full`. Arguments of an enable call take precedence.
+        enable_when_trained: for scripts that never enable checkpointing. Enables it on every trainable model that is
+            passed to `Accelerator.prepare`, and on other models at their first training forward. Ignored if `model`
+            is given.
+        around_training_step: replaces `training_step` of every Trainer; called as
+            `around_training_step(trainer, training_step, *args, **kwargs)`. Ignored if `model` is given.
 
-    Nothing is enabled yet, unless the model already had checkpointing on; then the plan takes over at once.
-
-    Returns what is installed on the model, as `describe`; None without a model.
+    Returns the same as `describe(model)`, or None if no model is given.
 
     Raises:
-        SpecError: the spec is refused; whatever was installed before stays as it was.
-        NoBlocksError: no blocks were found in the model.
+        SpecError: the spec is invalid. A plan that was installed before stays.
+        NoBlocksError: the model has no blocks that can be checkpointed.
         PlanMismatchError: the plan was made for another model.
-        OwnerConflictError: the blocks belong to a larger model whose plan is enabled.
+        OwnerConflictError: the model is part of a larger model whose plan is enabled.
     """
     if model is None:
         _install_everywhere(spec, enable_when_trained, around_training_step)
@@ -65,10 +66,12 @@ def install(
 
 
 def uninstall(model: nn.Module | None = None) -> None:
-    """Take everything off a model, so that its attributes, hooks and flags are as before; without a model, undo
-    `install()` of the process.
+    """Undo `install`: restore the model's attributes, hooks and flags.
 
-    A model on which nothing is installed is left alone.
+        hf_ckpt.uninstall(model)
+
+    Args:
+        model: plain or wrapped. A model without a plan stays as it is. None undoes `install()` without a model.
     """
     if model is None:
         unhook_process()
@@ -78,13 +81,13 @@ def uninstall(model: nn.Module | None = None) -> None:
 
 @contextlib.contextmanager
 def trial(model: nn.Module, spec: SpecLike | Plan = None) -> Iterator[None]:
-    """As a context: enable a plan on a model; afterwards the model, its installation and its counts are as they were.
+    """Context manager that enables a plan on a model, and restores the model and its counts at the end.
 
     Args:
-        model: a PreTrainedModel, plain or wrapped.
-        spec: as `install` takes it. Without it the installed plan is enabled, or else `full`.
+        model: a `PreTrainedModel`, plain or wrapped.
+        spec: as for `install`. None enables the installed plan, or `full` if there is none.
 
-    Raises what `install` raises, before anything changes.
+    Raises the errors of `install`, before the model changes.
     """
     record = installation(model)
     if spec is None and record is not None:
@@ -95,27 +98,27 @@ def trial(model: nn.Module, spec: SpecLike | Plan = None) -> Iterator[None]:
         yield
 
 
-def install_one(model: nn.Module, given: SpecLike | Plan) -> FoundBlocks:
-    """Install on one model and return its blocks; without a spec, what is installed already stays.
+def install_one(model: nn.Module, spec: SpecLike | Plan) -> FoundBlocks:
+    """Install on one model and return its blocks. Without a spec, an installed plan stays.
 
-    Raises what `install` raises.
+    Raises the errors of `install`.
     """
     found = find_blocks(model)
-    if given is not None or installation(found.base) is None:
-        attach(found, *decide(found, given), DECIDER)
+    if spec is not None or installation(found.base) is None:
+        attach(found, *decide(found, spec), DECIDER)
     return found
 
 
-def decide(found: FoundBlocks, given: SpecLike | Plan) -> tuple[Spec, Plan]:
-    """Read what was asked for: the spec, and the plan that it means for the blocks that were found.
+def decide(found: FoundBlocks, asked: SpecLike | Plan) -> tuple[Spec, Plan]:
+    """Return the parsed spec, and the plan that it gives these blocks.
 
-    Raises `SpecError` where the spec is refused or does not fit the blocks, and `PlanMismatchError` for a plan that was
-    made for another model.
+    Raises `SpecError` if the spec is invalid or does not fit the blocks, and `PlanMismatchError` for a plan of another
+    model.
     """
-    if isinstance(given, Plan):
-        spec, plan = Spec(plan=GIVEN_PLAN), fit_plan(given, found.blocks, found.family, found.model)
+    if isinstance(asked, Plan):
+        spec, plan = Spec(plan=GIVEN_PLAN), fit_plan(asked, found.blocks, found.family, found.model)
     else:
-        spec = Spec.parse(given)
+        spec = Spec.parse(asked)
         plan = make_plan(spec, found.blocks, found.family, found.model)
     if plan.mlp != "full":
         feed_forwards(found)
@@ -123,25 +126,25 @@ def decide(found: FoundBlocks, given: SpecLike | Plan) -> tuple[Spec, Plan]:
 
 
 def _install_everywhere(
-    given: SpecLike | Plan, enable_when_trained: bool, around_training_step: Callable[..., Any] | None
+    spec: SpecLike | Plan, enable_when_trained: bool, around_training_step: Callable[..., Any] | None
 ) -> None:
-    """Install on every model of the process; a spec that is refused is refused before anything changes."""
-    if not isinstance(given, Plan):
-        given = Spec.parse(given)
-        if given.plan is not None:
-            Plan.load(given.plan)
+    """Install on every model of the process. Raises `SpecError` for an invalid spec before anything changes."""
+    if not isinstance(spec, Plan):
+        spec = Spec.parse(spec)
+        if spec.plan is not None:
+            Plan.load(spec.plan)
     hook_process(
-        functools.partial(install_one, given=given),
+        functools.partial(install_one, spec=spec),
         enable_when_trained=enable_when_trained,
         around_training_step=around_training_step,
     )
 
 
 class _Decider:
-    """Decides for the hooks on a model what the model gets: see `attach.record.Decider`."""
+    """Chooses plans for the hooks on a model: see `attach.record.Decider`."""
 
     def asked(self, found: FoundBlocks, record: Installation, asked: Mapping[str, Any]) -> tuple[Spec, Plan] | None:
-        """The spec and plan after an enable call with the arguments `asked`; None where they stay as they are."""
+        """Return the spec and plan after an enable call with the arguments `asked`; None if they do not change."""
         spec = record.spec.updated(asked)
         changed = {
             block.name for block, _ in record.plan.actions
@@ -155,7 +158,7 @@ class _Decider:
         return spec, dataclasses.replace(plan, **chunks) if same else plan
 
     def session(self, base: nn.Module, record: Installation) -> Session:
-        """Begin what measures and plans for the batches of a run under `budget` and `auto`."""
+        """Return a new session, which measures the batches of a run under `budget` or `auto` and plans for them."""
         return Session(base, record)
 
 

@@ -51,12 +51,10 @@ from hf_ckpt.spec.spec import Spec
 from hf_ckpt.training.batches import Batch, Forward, forward_of, has_gradients, look_of
 from hf_ckpt.training.measurements import Measurements, choice_of, peak_of
 from hf_ckpt.training.traced import traced_costs
-from hf_ckpt.units import budget_bytes, format_bytes, format_seconds, parse_bytes
+from hf_ckpt.units import budget_bytes, format_bytes, format_seconds
 
 log = logging.getLogger(__name__)
 
-MARGIN = 0.05
-"""Share of the device's memory that `auto` leaves free."""
 NEAR = 0.8
 """A plan is good enough for batches of at least this share of the size that it was made for."""
 TIMED_STEPS = 2
@@ -496,8 +494,7 @@ class Session:
 
     def _with_more(self, ways: list[Costs]) -> list[Costs]:
         """The candidates, with actions whose costs follow from those of others: in host memory, and in segments."""
-        host = None if self._spec.host_budget is None else parse_bytes(self._spec.host_budget)
-        found = list(with_host_memory(ways, this_device(), host))
+        found = list(with_host_memory(ways, this_device(), self._spec.host_budget))
         base = self._base()
         if base is None or self._sharded or len({block.stack for block in self._blocks.values()}) > 1:
             return found
@@ -553,12 +550,10 @@ class Session:
 def limit_bytes(spec: Spec, memory: DeviceMemory) -> int:
     """The peak that the policy `budget` or `auto` allows, in bytes.
 
-    `auto` allows what the process may come to hold, less a margin (`MARGIN`); shares are of all of the memory.
+    `auto` allows the default share of the device's memory, less what other processes hold.
     """
-    if spec.policy == "auto":
-        return memory.available_bytes - round(MARGIN * memory.total_bytes)
-    assert spec.budget is not None, "a spec without a budget is refused when it is read"
-    return budget_bytes(spec.budget, memory.total_bytes)
+    limit = budget_bytes(spec.budget, memory.total_bytes)
+    return limit - (memory.total_bytes - memory.available_bytes) if spec.policy == "auto" else limit
 
 
 def _best(ways: list[Costs], limit: int) -> tuple[Plan, bool]:

@@ -22,7 +22,6 @@ from hf_ckpt.prediction.skeleton import skeleton_of
 from hf_ckpt.prediction.trace import Step, actions_for, trace_costs
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.training.batches import Batch
-from hf_ckpt.units import parse_bytes
 
 
 def traced_costs(base: nn.Module, spec: Spec, batch: Batch) -> tuple[Costs, ...]:
@@ -41,7 +40,6 @@ def traced_costs(base: nn.Module, spec: Spec, batch: Batch) -> tuple[Costs, ...]
 
 def _traced(base: nn.Module, spec: Spec, batch: Batch, autocast: torch.dtype | None) -> tuple[Costs, ...]:
     skeleton, device, optimizers = skeleton_of(base), this_device(), compat.optimizers_of(base)
-    host_limit = None if spec.host_budget is None else parse_bytes(spec.host_budget)
     if compat.is_sharded(base):
         raise HfCkptError("steps cannot be traced where FSDP or ZeRO-3 splits parameters over ranks.")
     texts = [forward.text for forward in batch.forwards]
@@ -63,7 +61,7 @@ def _traced(base: nn.Module, spec: Spec, batch: Batch, autocast: torch.dtype | N
         static = dataclasses.replace(static, buffers=static.buffers + static.gradients)
         ways = [dataclasses.replace(costs, static=static) for costs in ways]
     stay = compat.parameters_stay(base)
-    return cost_options(ways, skeleton, step, device, head=spec.head, host_limit=host_limit, segments=stay)
+    return cost_options(ways, skeleton, step, device, head=spec.head, host_limit=spec.host_budget, segments=stay)
 
 
 def _in_clean_thread(work: Callable[[], tuple[Costs, ...]]) -> tuple[Costs, ...]:

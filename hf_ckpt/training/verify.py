@@ -1,6 +1,6 @@
-"""`hf_ckpt.verify`: compare the loss, every gradient and every buffer with and without a plan, from the same seed.
+"""`hf_ckpt.verify`: compare loss, gradients and buffers of a step with and without a plan, from the same seed.
 
-It also counts recomputations, since equal gradients prove nothing where the plan was not carried out.
+It also counts recomputations: equal gradients prove nothing if no block was recomputed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ gradient is as far from the exact one as that of the plain head is."""
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What `verify` found. As a condition it is true if everything is equal and the plan was really carried out."""
+    """The result of `verify`. It is true in a condition if the gradients are equal and the plan was carried out."""
 
     plan: Plan
     """The plan that was verified."""
@@ -140,24 +140,28 @@ def verify(
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     seed: int = 0,
 ) -> Verification:
-    """Run one forward and backward without the plan and one with it, from the same seed, and compare their gradients.
+    """Run forward and backward without and with a plan, from the same seed, and compare the gradients.
 
         result = hf_ckpt.verify(model, batch, {"policy": "full"})
-        assert result, result
+        assert result, result  # prints which gradients differ, and by how much
+
+    The model, its gradients, its plan and the random state are restored at the end.
+
+    Gradients must be bit-equal. They may differ by rounding if head or feed-forwards run in chunks, or blocks are
+    compiled. Two cases are compared with something else than the plain model: compiled blocks with the same blocks at
+    share 1, and feed-forwards in chunks with the same chunks if the model has active dropout, because each chunk draws
+    its own mask.
 
     Args:
-        model: a model in train mode. Its gradients, the random state, its plan and its installation are the same
-            afterwards as before.
-        batch: keyword arguments of the model's forward, on its device; with labels, unless `loss_fn` is given.
-        spec: what to verify, in any form that `install` takes. None is the plan that is installed, or else `full`.
-        loss_fn: returns a scalar loss from the model's outputs; by default their `loss`.
-        seed: seed of both runs.
+        model: a model in train mode, plain or wrapped.
+        batch: keyword arguments of the forward, on the model's device. With labels, unless `loss_fn` is given. Without
+            `use_cache`, both runs build no key/value cache.
+        spec: the plan to verify, in any form that `install` accepts. None is the installed plan, or `full` if there is
+            none.
+        loss_fn: returns a scalar loss, given the model's outputs. None uses `outputs.loss`.
+        seed: the seed of both runs.
 
-    Unless the batch says otherwise, both runs build no key/value cache, with which kernels may round differently.
-    With feed-forwards in chunks, each chunk draws its own dropout; if the model draws random numbers, the run without
-    the plan has its feed-forwards in chunks, too. Compiled blocks are compared with the same blocks at share 1.
-
-    Raises `HfCkptError` when the model is in eval mode or returns no loss, and whatever `install` raises.
+    Raises `HfCkptError` if the model is in eval mode or returns no loss, and the errors of `install`.
     """
     if not model.training:
         raise HfCkptError("the model is in eval mode, where nothing is checkpointed; call model.train() first.")

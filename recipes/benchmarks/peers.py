@@ -24,27 +24,31 @@ from pathlib import Path
 from typing import Any
 
 from harness import Benchmark, Case, fastest, option, rotated
-from machine import keep_freed_memory
 from peer_figures import BUDGETS, Row, draw, fault, is_compiled, tables
 from session import Session
 from ways import NONE, OUR_WAYS, OURS, OURS_COMPILED, PEERS, SELECTIVE, Way, chosen
 from workers import Worker, WorkerError
 
 from hf_ckpt import compat
+from hf_ckpt.attach.attach import describe
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.forecast import forecast
 from hf_ckpt.models.families import depth_keys
-from hf_ckpt.planner.budgets import plan_of
 from hf_ckpt.prediction.question import Question, Workload
+from hf_ckpt.prediction.timeline import worst_timeline
 from hf_ckpt.prediction.workload import load_config
 from hf_ckpt.spec.actions import FULL, Action
 from hf_ckpt.spec.files import write_text
 from hf_ckpt.spec.plan import Plan
+from hf_ckpt.training.install import trial
+from hf_ckpt.training.measurements import peak_of
 
 MINI = ["mini-llama", "mini-gpt2", "mini-bert", "mini-t5"]
 """Presets that train on two CPU cores."""
 UNSEEN = 0.02
 """Share of a budget that plans leave to what no tensor shows: kernels' scratch memory."""
+MEASURED_STEPS = 12
+"""Steps of a run before its plan is taken. It needs about seven."""
 STEPS = 5
 """Steps of each way in one turn, of which the fastest counts."""
 TOGETHER = 4
@@ -79,45 +83,61 @@ class Settings:
         return Workload(model, **sizes)
 
 
-class Forecaster:
-    """Plans for budgets, and predictions, from times measured on this machine, as `hf-ckpt plan --measure` has them."""
+class Planner:
+    """Plans for budgets, as a run makes them: blocks in eager mode from measured steps, compiled ones from traces."""
 
     def __init__(self, workload: Workload, compiled: bool) -> None:
-        keep_freed_memory()
-        asked = Question(**dataclasses.asdict(workload), budget="100%", measure=True)
-        self.found = {OURS: forecast(asked)}
-        if compiled:
-            self.found[OURS_COMPILED] = forecast(dataclasses.replace(asked, compiled=True))
+        self.session = Session(workload, NONE)
+        self.session.step()  # plans count the optimizer's state
+        asked = Question(**dataclasses.asdict(workload), budget="100%")
+        self.eager = forecast(asked)
+        self.compiled = forecast(dataclasses.replace(asked, compiled=True)) if compiled else None
+        self.planned = list(self._planned())
 
     def plans(self) -> list[tuple[str, str, float, int, Plan]]:
         """(name, group, share, bytes, the fastest plan) for each of `BUDGETS` that a plan fits into."""
-        eager, made = self.found[OURS], []
-        none = next(option.peak_bytes for option in eager.usual if option.name == "none")
-        for group, found in self.found.items():
-            for share in BUDGETS:
-                limit = eager.floor_bytes + round(share * (none - eager.floor_bytes))
-                with contextlib.suppress(InfeasibleError):
-                    plan = found.within(f"{max(eager.floor_bytes, round((1 - UNSEEN) * limit))}B").plan
-                    name = f"{'compiled blocks, ' if group == OURS_COMPILED else ''}planned for {share:.0%}"
-                    made.append((name, group, share, limit, plan))
-        return made
+        return self.planned
 
-    def predictions(self) -> dict[str, tuple[int, float]]:
-        """Name of a row -> bytes and seconds, for what transformers offers, fixed specs and plans."""
-        eager = self.found[OURS]
-        predicted = {
-            option.name if option.name == "none" else f"{option.name} (HF)": (option.peak_bytes, option.step_seconds)
+    def _planned(self) -> Iterator[tuple[str, str, float, int, Plan]]:
+        floor = self.eager.floor_bytes
+        none = next(option.peak_bytes for option in self.eager.usual if option.name == "none")
+        for share in BUDGETS:
+            limit = floor + round(share * (none - floor))
+            allowed = max(floor, round((1 - UNSEEN) * limit))
+            yield f"planned for {share:.0%}", OURS, share, limit, self._settled(allowed)
+            if self.compiled is not None:
+                with contextlib.suppress(InfeasibleError):
+                    plan = self.compiled.within(f"{allowed}B").plan
+                    yield f"compiled blocks, planned for {share:.0%}", OURS_COMPILED, share, limit, plan
+
+    def _settled(self, budget_bytes: int) -> Plan:
+        """The plan that a run uses once it has measured enough steps."""
+        with trial(self.session.model, {"policy": "budget", "budget": budget_bytes}):
+            for _ in range(MEASURED_STEPS):
+                self.session.step()
+            return describe(self.session.model).plan
+
+    def predictions(self) -> dict[str, tuple[int, float | None]]:
+        """Name of a row -> bytes and seconds, for what transformers offers, fixed specs and plans.
+
+        Without measured steps, seconds are those of the table of devices, which is not for predicting times: None.
+        """
+        eager = self.eager
+        predicted: dict[str, tuple[int, float | None]] = {
+            option.name if option.name == "none" else f"{option.name} (HF)": (option.peak_bytes, None)
             for option in eager.usual
         }
         named = {FULL: "full", **{Action("selective", save): name for name, save in SELECTIVE.items()}}
-        fixed = {
-            named[action]: plan_of(eager.costs, eager.costs.uniform(number))
-            for number, action in enumerate(eager.costs.actions)
-            if action in named
-        }
-        for name, plan in {**fixed, **{name: plan for name, *_, plan in self.plans()}}.items():
+        for number, action in enumerate(eager.costs.actions):
+            if action in named:
+                predicted[named[action]] = worst_timeline(eager.costs, eager.costs.uniform(number)).peak_bytes, None
+        for name, group, _, _, plan in self.planned:
             assert plan.prediction is not None
-            predicted[name] = plan.prediction.peak_bytes, plan.prediction.step_seconds
+            if group == OURS:  # whose own prediction is what the run had measured
+                peak = peak_of(eager.costs, {block.name: action for block, action in plan.actions})
+                predicted[name] = peak, plan.prediction.step_seconds
+            else:
+                predicted[name] = plan.prediction.peak_bytes, None
         return predicted
 
 
@@ -206,13 +226,13 @@ def measure(settings: Settings, model: str, tell: Callable[[str], None]) -> Case
     rows: dict[Way, Row] = {way: _row(way) for way in chosen(settings.only, (*PEERS, *OUR_WAYS))}
     with tempfile.TemporaryDirectory() as folder:
         workload = settings.workload(model, folder)
-        with Worker(Forecaster, workload, not settings.only or OURS_COMPILED in settings.only) as forecaster:
-            tell(f"{model}: timing blocks and planning")
-            for name, group, share, limit, plan in forecaster.ask("plans"):
+        with Worker(Planner, workload, not settings.only or OURS_COMPILED in settings.only) as planner:
+            tell(f"{model}: planning")
+            for name, group, share, limit, plan in planner.ask("plans"):
                 more = {"plan": str(plan), "budget_share": share, "budget_bytes": limit}
                 way = Way(name, group, plan)
                 rows[way] = {**_row(way), **more}
-            predictions: dict[str, tuple[int, float]] = forecaster.ask("predictions")
+            predictions: dict[str, tuple[int, float | None]] = planner.ask("predictions")
         run = Run(workload, rows, Path(folder) / "gradients.pt", lambda text: tell(f"{model}: {text}"))
         run.take(settings.repeats, together=compat.accelerator_type() is None)
     for row in rows.values():

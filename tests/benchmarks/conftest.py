@@ -65,8 +65,7 @@ def quick_collections():
 @pytest.fixture
 def here(monkeypatch):
     """Without processes, with the allocator as it is, and with few timed steps."""
-    for module in (session, peers):
-        monkeypatch.setattr(module, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(session, "keep_freed_memory", lambda: None)
     for module in (peers, largest):
         monkeypatch.setattr(module, "Worker", InProcess)
     monkeypatch.setattr(peers, "STEPS", 2)

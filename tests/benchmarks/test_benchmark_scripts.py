@@ -142,7 +142,7 @@ def test_accumulated_micro_steps_add_up_and_adapters_have_gradients(workload, he
 # --- peers ------------------------------------------------------------------------------------------------------------
 
 
-class Forecaster(peers.Forecaster):
+class Planner(peers.Planner):
     """Plans `full` twice, and predicts `none` only."""
 
     def __init__(self, workload, compiled=False):
@@ -162,7 +162,7 @@ class Forecaster(peers.Forecaster):
 
 @pytest.fixture
 def planned(monkeypatch, here):
-    monkeypatch.setattr(peers, "Forecaster", Forecaster)
+    monkeypatch.setattr(peers, "Planner", Planner)
 
 
 def run_peers(config, path, *words):

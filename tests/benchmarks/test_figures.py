@@ -119,9 +119,7 @@ def test_what_the_comparison_says_was_measured():
     lines = lines_of("peers")
     assert f"was a plan in {sum(line.ahead for line in lines)} of {len(lines)} cases" in COMPARISON
     peaks = max(abs(error) for _, found in rows_of("peers") if (error := peak_error(found)) is not None)
-    times = [error for case, found in rows_of("peers") if (error := seconds_error(case, found)) is not None]
-    assert f"Peaks were predicted within {100 * peaks:.1f} %, step times within 15 %" in COMPARISON
-    assert max(map(abs, times)) <= 0.15
+    assert f"Peaks were predicted within {100 * peaks:.1f} %." in COMPARISON
     lora, dropout = (sorted(line.ratio for line in lines_of(f"peers-{name}")) for name in ("lora", "dropout"))
     assert f"plans took {lora[0]:.2f} to {lora[3]:.2f} of the time" in COMPARISON
     assert f"and {lora[4]:.2f} at the fifth. With dropout on mini-gpt2, they took {dropout[0]:.2f} to" in COMPARISON

@@ -15,6 +15,7 @@ from hf_ckpt.errors import FileError
 from hf_ckpt.forecast.record import bytes_allowed
 from hf_ckpt.prediction.devices import device_named
 from hf_ckpt.prediction.workload import Workload, load_config, presets, real_model
+from hf_ckpt.units import parse_budget
 
 # Words of the command line -> what is said about them. All are refused before torch is imported.
 WRONG_WORDS = (
@@ -141,7 +142,7 @@ def test_a_config_that_is_no_file_to_read(tmp_path, capsys):
 def test_a_share_of_the_device_is_written_as_in_a_spec(given):
     device = device_named("a10")
     expected = 19_200_000_000 if "19200000000" in str(given) else round(0.8 * device.memory_bytes)
-    assert bytes_allowed(given, device) == expected
+    assert bytes_allowed(parse_budget(given), device) == expected
 
 
 def test_a_full_disk_leaves_the_picture_that_was_there(tmp_path):

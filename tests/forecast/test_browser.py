@@ -15,6 +15,7 @@ import yaml
 from hf_ckpt.cli import main
 from hf_ckpt.forecast.figures import HEIGHT
 from hf_ckpt.spec.spec import Spec
+from hf_ckpt.units import exact_size, parse_bytes
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +122,7 @@ def test_the_report_shows_another_plan_for_another_budget(browser, report):
     assert "keep: blocks 0-" in seen[-1][2]
     assert Spec.parse(seen[-1][3]).policy == "none"
     for shown, _, _, spec, timeline, command, _ in seen[1:-1]:
-        assert Spec.parse(spec).budget == re.search(r"--budget (\d+MiB)", command)[1]
+        assert Spec.parse(spec).budget == parse_bytes(re.search(r"--budget (\d+[MG]iB)", command)[1])
         assert f"budget {shown}" in timeline
     assert statistics.median(milliseconds for *_, milliseconds in seen) < 300
     assert browser.complaints() == []
@@ -205,7 +206,7 @@ def test_the_app_answers_with_a_report(browser, served):
     assert len(set(seen)) == last + 1
     assert max(milliseconds) < 300
     budget = Spec.parse(seen[last // 2][2]).budget
-    assert f"--budget {budget}" in seen[last // 2][1]
+    assert f"--budget {exact_size(budget)}" in seen[last // 2][1]
     assert browser.complaints() == []
     requested = browser.requested()
     assert len(requested) > 20
@@ -263,7 +264,7 @@ def test_a_budget_that_is_asked_for_comes_first(browser, served):
     browser.find("#hf-plan").click()
     browser.look_into("#hf-report iframe", 120)
     browser.wait(lambda: browser.text("#shown") == "1.172 GiB")
-    assert Spec.parse(browser.text("#spec")).budget == "1200MiB"
+    assert Spec.parse(browser.text("#spec")).budget == 1200 * 2**20
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -38,7 +38,7 @@ def test_other_budgets_are_answered_without_torch(asked):
 def test_another_training_or_another_config_is_another_file(asked, monkeypatch):
     Forecaster(asked).forecast()
     assert remembered(asked) is not None
-    for changes in ({"tokens": 33}, {"lora": 4}, {"head": "auto"}, {"measure": True}, {"max_batch": True}):
+    for changes in ({"tokens": 33}, {"lora": 4}, {"head": "auto"}, {"max_batch": True}):
         assert remembered(dataclasses.replace(asked, **changes)) is None, changes
     assert cache._path(dataclasses.replace(asked, device=None)) is None
     with monkeypatch.context() as patched:

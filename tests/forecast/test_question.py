@@ -47,14 +47,13 @@ OTHER = {
     "frontier": True,
     "max_batch": True,
     "max_tokens": True,
-    "measure": True,
 }
 """A value for each field that is not its default."""
 BESIDE = {"load_in_4bit": {"lora": 8}, "load_in_8bit": {"lora": 8}, "reference": {"trainer": "dpo"}}
 OPTIONS = """
 --accum --architecture --attention --autocast --batch --budget --compile --config --device --dtype --frontier --head
 --help --host-budget --html --json --load-in-4bit --load-in-8bit --lora --lora-dropout --lora-targets --max-batch
---max-seq --measure --mlp --no-double-quant --no-kbit-preparation --optimizer --out --packing --padded --parallel
+--max-seq --mlp --no-double-quant --no-kbit-preparation --optimizer --out --packing --padded --parallel
 --ranks --reference --seq --target-seq --trainer -h
 """
 

@@ -54,6 +54,12 @@ def test_a_number_of_bytes_is_read_exactly(size_bytes):
     assert units.parse_bytes(str(size_bytes)) == size_bytes
 
 
+@given(st.integers(1, 2**50) | st.integers(1, 2**20).map(lambda size: size * 2**20))
+def test_an_exact_size_is_read_as_the_same_bytes(size_bytes):
+    assert units.parse_bytes(units.exact_size(size_bytes)) == size_bytes
+    assert [units.exact_size(size) for size in (20 * 2**30, 1536 * 2**20, 1000)] == ["20GiB", "1536MiB", "1000B"]
+
+
 def test_parse_fraction():
     assert units.parse_fraction("80%") == 0.8
     for text in ("0%", "101%", "%", "x%"):
@@ -69,7 +75,8 @@ def test_a_budget_is_bytes_or_a_share(given, found):
     """Where a spec in YAML or JSON means a share by a number, its text on a command line means the same."""
     assert units.parse_budget(given) == found
     assert type(units.parse_budget(given)) is type(found)
-    assert units.budget_bytes(given, 1000) == (found if isinstance(found, int) else found * 1000)
+    assert units.budget_bytes(found, 1000) == (found if isinstance(found, int) else found * 1000)
+    assert units.budget_bytes(None, 1000) == 900
 
 
 @pytest.mark.parametrize("given", ["1.5", 1.5, 0.0, "0.0", "0", "-0.5", float("nan"), "nan", True, None, "0.8%%", "1."])

@@ -337,18 +337,16 @@ def test_as_many_target_tokens_as_tokens_unless_given():
 @pytest.mark.parametrize("lora", [None, 4])
 @each_family
 def test_a_real_model_of_a_workload(family, lora, config_file):
-    """Real, shallower, and with the same blocks."""
+    """Real, and with the same blocks."""
     workload = Workload(config_file(family), batch=2, tokens=16, lora=lora, dtype="float32")
     expected = skeleton_of_workload(workload)
-    for depth in (1, 2, 3, 9):
-        model = real_model(workload, depth)
-        assert not any(isinstance(parameter.data, FakeTensor) for parameter in model.parameters())
-        found = skeleton_of(model)
-        assert [len(stack.row) for stack in found.stacks] == [min(depth, 3)] * len(found.stacks)
-        for ours, theirs in zip(found.stacks, expected.stacks, strict=True):
-            assert [kind.weights for kind in ours.kinds] == [kind.weights for kind in theirs.kinds][: len(ours.kinds)]
-        assert found.outside == expected.outside
-    assert found.weights == expected.weights
+    model = real_model(workload)
+    assert not any(isinstance(parameter.data, FakeTensor) for parameter in model.parameters())
+    found = skeleton_of(model)
+    assert [len(stack.row) for stack in found.stacks] == [3] * len(found.stacks)
+    for ours, theirs in zip(found.stacks, expected.stacks, strict=True):
+        assert [kind.weights for kind in ours.kinds] == [kind.weights for kind in theirs.kinds]
+    assert (found.outside, found.weights) == (expected.outside, expected.weights)
     base = base_model(model)
     inputs = {name: torch.zeros_like(value) for name, value in step_of_model(workload, model).batch.items()}
     inputs["attention_mask"].fill_(1)
@@ -405,9 +403,7 @@ def test_real_labels_are_ones_that_the_task_has(config_file, name):
     assert torch.isfinite(model(**real_inputs(workload, model, "cpu")).loss)
 
 
-def test_models_at_their_own_depth(config_file):
-    workload = Workload(config_file("gpt2"), tokens=16)
-    assert [len(real_model(workload, depth).transformer.h) for depth in (1, None)] == [1, 3]
+def test_real_models_have_positions_for_all_tokens(config_file):
     with pytest.raises(HfCkptError, match="has positions for"):
         real_model(Workload(config_file("gpt2"), tokens=10**6))
 
