@@ -117,6 +117,17 @@ class TransformError(HfCkptError, RuntimeError):
         )
 
 
+class MismatchError(HfCkptError, RuntimeError):
+    """The backward of a block was given other tensors than its forward saved, so that its gradients are wrong.
+
+    `block` names the block. The message says which tensor is different, by how much, and the likely cause.
+    """
+
+    def __init__(self, block: str, difference: str) -> None:
+        self.block = block
+        super().__init__(f"the gradients of this step are wrong, and no optimizer has used them yet: {difference}")
+
+
 class GraphCaptureError(HfCkptError, RuntimeError):
     """A block preserves random state, which cannot be read while a CUDA graph is captured."""
 

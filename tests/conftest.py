@@ -115,6 +115,12 @@ def few_actions(monkeypatch):
 
 
 @pytest.fixture
+def unwatched(monkeypatch):
+    """No block is checked: a check holds tensors and may run a block once more, where a test counts exactly these."""
+    monkeypatch.setattr("hf_ckpt.training.watch.Watch.on_forward", lambda *args: None)
+
+
+@pytest.fixture
 def everywhere():
     """`install()` for the process, undone after the test."""
     yield hf_ckpt.install

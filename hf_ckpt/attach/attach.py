@@ -41,10 +41,12 @@ from hf_ckpt.attach.record import (
     GATE,
     GIVEN_PLAN,
     RECORD,
+    Absent,
     Decider,
     Installation,
     carriers,
     count_enable_call,
+    function_of,
     installation,
     is_on,
     read_switches,
@@ -52,6 +54,7 @@ from hf_ckpt.attach.record import (
     write_switches,
 )
 from hf_ckpt.engines.region import Region, hooks_for
+from hf_ckpt.engines.watch import Check
 from hf_ckpt.errors import HfCkptError, OwnerConflictError, SpecError
 from hf_ckpt.logs import PLANS
 from hf_ckpt.models.blocks import (
@@ -187,6 +190,7 @@ def description(model: nn.Module, found: FoundBlocks, record: Installation) -> D
         costs=record.planned.costs if record.planned is not None else (),
         measured_bytes=None if record.planned is None else record.planned.measured_bytes,
         moved=_total([{name: region.moved_bytes} for name, region in record.regions.items() if region.moved_bytes]),
+        watched=None if record.watch is None else record.watch.report(),
     )
 
 
@@ -196,6 +200,27 @@ def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     for count in counts:
         total.update(count)
     return dict(total.most_common())
+
+
+def put_check(kind: type[Check], module: nn.Module, block: str, **options: Any) -> Check:
+    """Have the next forward of a block checked by a kind of `engines.watch.Check`, which the options are for.
+
+    The block must carry a checkpointing function, of hf_ckpt or of anything else. It gets it back when that forward
+    begins.
+    """
+    function = getattr(module, FUNCTION)
+    before = vars(module).get(FUNCTION, Absent.ABSENT)
+
+    def put_back(check: Check) -> None:
+        if vars(module).get(FUNCTION) is check:
+            write_switches(module, {FUNCTION: before})
+
+    def on_gradient(tensor: torch.Tensor, called: Callable[[torch.Tensor], None]) -> None:
+        tensor.register_hook(called)  # type: ignore[no-untyped-call]
+
+    check = kind(block, module, function, put_back=put_back, on_gradient=on_gradient, **options)
+    write_switches(module, {FUNCTION: check})
+    return check
 
 
 def lost_blocks(model: nn.Module) -> tuple[str, ...]:
@@ -211,7 +236,7 @@ def lost_blocks(model: nn.Module) -> tuple[str, ...]:
     return tuple(
         name
         for name, region in record.regions.items()
-        if name not in modules or vars(modules[name]).get(FUNCTION) is not region or not is_on(modules[name])
+        if name not in modules or function_of(modules[name]) is not region or not is_on(modules[name])
     )
 
 
@@ -257,7 +282,7 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decid
     base, record = found.base, installation(found.base)
     before = dataclasses.replace(record) if record is not None else None
     trying = attach(found, Spec(plan=GIVEN_PLAN) if spec is None else spec, plan, decider)
-    trying.planned = None
+    trying.planned, trying.is_trial = None, True
     adopt(found, trying, trying.spec, trying.plan)  # the trial counts for itself, from 0
     try:
         put_on(found, trying)
@@ -268,6 +293,7 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decid
         else:
             take_off(base, trying)
             trying.spec, trying.plan, trying.planned = before.spec, before.plan, before.planned
+            trying.is_trial, trying.watch = before.is_trial, before.watch
             trying.functions, trying.regions = before.functions, before.regions
             if before.enabled:
                 put_on(found, trying)
@@ -289,7 +315,7 @@ def driven_by_the_whole(found: FoundBlocks) -> bool:
     """Return whether the blocks carry functions of hf_ckpt that belong to a larger model, which this one is part of."""
     records: list[Installation] = [vars(module)[RECORD] for module in found.base.modules() if RECORD in vars(module)]
     owned = {id(region) for record in records for region in record.regions.values()}
-    functions = [vars(module).get(FUNCTION) for module in found.modules.values()]
+    functions = [function_of(module) for module in found.modules.values()]
     return any(isinstance(function, Region) and id(function) not in owned for function in functions)
 
 
@@ -339,9 +365,9 @@ def pause_session(record: Installation) -> None:
 
 
 def forget_session(record: Installation) -> None:
-    """End the session of a record, if it has one."""
+    """End the session and the watch of a record, if it has them."""
     pause_session(record)
-    record.session = None
+    record.session = record.watch = None
 
 
 def exchange(base: nn.Module, record: Installation, plan: Plan, planned: Any = None) -> None:
@@ -394,7 +420,7 @@ def put_on(found: FoundBlocks, record: Installation) -> None:
         _switch(module, record.regions.get(name), record.before[name])
     made = list(record.functions.made.values())
     record.blocks, record.hooked = dict(found.modules), set(made)
-    if record.spec.is_planned:
+    if record.spec.is_planned or record.spec.check_every:
         _put_on_batch_hooks(found, record)
     if record.plan.head != "full":
         _put_on_head(found, record)
@@ -432,7 +458,7 @@ def _put_on_caches(found: FoundBlocks, record: Installation) -> None:
 
 
 def _put_on_batch_hooks(found: FoundBlocks, record: Installation) -> None:
-    """Let the session see every training batch, under `budget` and `auto`.
+    """Let the session, under `budget` and `auto`, and the watch see every training batch.
 
     The hook goes on the model, which sees the inputs of all stacks at once, and also on what runs each stack, because
     PEFT calls the model's `forward` method directly, past its hooks.
@@ -593,10 +619,10 @@ class DisableHook(ModelHook):
 
 
 class BatchHook(ModelHook):
-    """Forward pre-hook under `budget` and `auto`, on the model and on what runs each of its stacks.
+    """Forward pre-hook on the model and on what runs each of its stacks, for the session and for the watch.
 
-    The session sees every training batch before it is run, and may put another plan on for it. Of forwards inside each
-    other it sees the outermost.
+    Both see every training batch before it is run. The session, which there is under `budget` and `auto`, may put
+    another plan on for it; the watch may have a block checked. Of forwards inside each other they see the outermost.
     """
 
     def __init__(self, base: nn.Module, stack: str | None) -> None:
@@ -604,7 +630,7 @@ class BatchHook(ModelHook):
         self.stack = stack
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Tell the session of a training forward.
+        """Tell the session and the watch of a training forward.
 
         Returns the inputs as the hooks of the new plan leave them, or None where the plan stays.
         """
@@ -620,10 +646,15 @@ class BatchHook(ModelHook):
         if not record.running.enter(module):
             return None
         handles = record.handles
-        if record.session is None:
-            record.session = record.decider.session(base, record)
-        record.session.on_batch(record, self.stack, args, kwargs)
-        watch_optimizers(base, record)
+        if record.spec.is_planned:
+            if record.session is None:
+                record.session = record.decider.session(base, record)
+            record.session.on_batch(record, self.stack, args, kwargs)
+            watch_optimizers(base, record)
+        if record.spec.check_every and not record.is_trial:
+            if record.watch is None:
+                record.watch = record.decider.watch(record)
+            record.watch.on_forward(base, record, module)
         if record.handles is handles:
             return None
         # torch goes on with the hooks that this module had when its forward began, which are off by now.

@@ -19,7 +19,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.functions import Functions
-from hf_ckpt.attach.record import FUNCTION, ChunkCalls, Outermost, installation
+from hf_ckpt.attach.record import ChunkCalls, Outermost, function_of, installation
 from hf_ckpt.engines.block_settings import Settings
 from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.head.chunked import chunked, has_dropout
@@ -182,7 +182,7 @@ def _refuse_deepspeed(version: str, asked_reentrant: bool) -> None:
 def _refuse_other_compiler(owner: nn.Module) -> None:
     """Raise `OwnerConflictError` for a block that hf_ckpt is to compile and something else compiles by itself."""
     for name, module in owner.named_modules():
-        region = vars(getattr(module, "_orig_mod", module)).get(FUNCTION)
+        region = function_of(getattr(module, "_orig_mod", module))
         if isinstance(region, Region) and region.compiles_block and compat.is_compiled(module):
             raise OwnerConflictError(
                 f"block {name!r} of {type(owner).__name__} is compiled by something else (accelerate's regional "
@@ -194,7 +194,7 @@ def _refuse_other_compiler(owner: nn.Module) -> None:
 def _refuse_transforms(owner: nn.Module, active: set[str]) -> None:
     """Raise `TransformError` for a block in `owner` that does not work under one of these transforms."""
     for module in owner.modules():
-        region = vars(module).get(FUNCTION)
+        region = function_of(module)
         if isinstance(region, Region) and not active <= region.transforms:
             raise TransformError(region.block, sorted(active - region.transforms))
 
@@ -333,7 +333,7 @@ class HeadForward(ModelHook):
         if plain is not None:
             warn_plain_head(type(self.base).__name__, plain)
             return run(*args)
-        result = chunked(head, run, *args, self.asked)
+        result = chunked(head, run, *args, self.asked, self.counter.take_report())
         self.counter.calls += isinstance(result, Logits)
         return result
 
@@ -431,7 +431,9 @@ class TiledForward(ModelHook):
             self.settings = Settings(owner)
         tokens = tokens_per_tile(self.asked, args[0].shape[:-1].numel(), trained=mostly_trained(parts))
         state = ForwardState(name, owner, self.settings, whole=self.whole, keeps_draws=self.keeps_draws)
-        output = tiled(Tiles(state, parts, run, tokens), *args)
+        tiles = Tiles(state, parts, run, tokens)
+        tiles.report = self.counter.take_report()
+        output = tiled(tiles, *args)
         self.counter.calls += 1
         return output
 

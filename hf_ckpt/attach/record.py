@@ -18,7 +18,10 @@ from torch import nn
 
 from hf_ckpt.attach.functions import Functions, Regions
 from hf_ckpt.engines.region import Region
+from hf_ckpt.engines.rerun import Report
+from hf_ckpt.engines.watch import Check, Difference
 from hf_ckpt.models.blocks import FoundBlocks, base_model, plain_modules
+from hf_ckpt.spec.description import Watched
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 
@@ -66,11 +69,28 @@ class Session(Protocol):
         whole model.
         """
 
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the step that runs is measured."""
+
     def stop(self, record: Installation) -> None:
         """End the measurement that is under way, if one is."""
 
     def lower(self, record: Installation) -> str | None:
         """Plan for less memory, after a step has run out of it. Returns what was changed; None where nothing can be."""
+
+
+class Watch(Protocol):
+    """Checks one block at a time while a model trains: see `training.watch`."""
+
+    differences: list[Difference]
+    """The first difference of each check that found some."""
+
+    def on_forward(self, base: nn.Module, record: Installation | None, running: nn.Module | None = None) -> None:
+        """Check a block of the training forward of `running` that is about to begin, if it is time to."""
+
+    def report(self) -> Watched:
+        """Return what was checked so far."""
 
 
 class Decider(Protocol):
@@ -84,6 +104,9 @@ class Decider(Protocol):
 
     def session(self, base: nn.Module, record: Installation) -> Session:
         """Begin a session, at the first training batch under `budget` and `auto`."""
+
+    def watch(self, record: Installation) -> Watch:
+        """Begin to watch, at the first training batch under a plan with `check_every`."""
 
 
 class Outermost(threading.local):
@@ -121,6 +144,16 @@ class ChunkCalls:
     """Whether one ran as a whole in a graph of torch.compile."""
     missed: int = 0
     """Training forwards of the stack below the head since the head was called last."""
+    report: Report | None = None
+    """What the next call tells of the gradient of some tokens, if the watch checks it."""
+
+    def take_report(self) -> Report | None:
+        """Return `report`, for one call."""
+        report, self.report = self.report, None
+        return report
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "report": None}
 
 
 @dataclasses.dataclass
@@ -159,6 +192,10 @@ class Installation:
     """Call it to no longer remember optimizers that step, which plans for batches need; None while nobody does."""
     session: Session | None = None
     """What measures and plans for the batches of this run under `budget` and `auto`; None before the first one."""
+    watch: Watch | None = None
+    """What checks blocks while they train; None before the first batch, and where nothing is checked."""
+    is_trial: bool = False
+    """Whether the plan is on for a comparison only, so that nothing is watched."""
     running: Outermost = dataclasses.field(default_factory=Outermost)
     """The forward whose batch was looked at last."""
     passes: int = 0
@@ -179,7 +216,7 @@ class Installation:
 
     def __getstate__(self) -> dict[str, Any]:
         # What was planned for a batch depends on this process and its memory.
-        process = dict.fromkeys(("planned", "optimizer_watch", "session"))
+        process = dict.fromkeys(("planned", "optimizer_watch", "session", "watch"))
         return {**vars(self), **process, "blocks": {}, "hooked": set()}
 
 
@@ -192,6 +229,12 @@ def installation(model: nn.Module) -> Installation | None:
 def carriers(base: nn.Module) -> dict[str, nn.Module]:
     """Return every module with a checkpointing flag, by name: blocks, but also stacks and T5's attention modules."""
     return {name: module for name, module in plain_modules(base) if hasattr(module, FLAG)}
+
+
+def function_of(module: nn.Module) -> Any:
+    """Return the checkpointing function of a block, also while it is checked; None without one of its own."""
+    found = vars(module).get(FUNCTION)
+    return found.function if isinstance(found, Check) else found
 
 
 def is_on(module: nn.Module) -> bool:

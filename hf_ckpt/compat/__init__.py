@@ -38,6 +38,7 @@ from hf_ckpt.compat.frames import (
     layer_under_dora,
     python_call,
     rebound,
+    running_modules,
 )
 from hf_ckpt.compat.fsdp import (
     FOREIGN_OWNER_SEGMENT,

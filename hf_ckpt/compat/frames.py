@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,16 @@ def python_call() -> PythonCall | None:
     """
     frame = _caller()
     return None if frame is None else PythonCall(frame, frame.f_lasti)
+
+
+def running_modules() -> Iterator[nn.Module]:
+    """Yield the modules whose methods hf_ckpt is called from, as a saved-tensor hook is; the innermost comes first."""
+    frame = _caller()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, nn.Module):
+            yield found
+        frame = frame.f_back
 
 
 class LayerUnderDora(NamedTuple):

@@ -103,10 +103,16 @@ class RandomState:
 
     def may_have_moved(self) -> bool:
         """Whether a number was drawn since, or another seed was set, as far as that can be told."""
-        return (
-            self.of_host is not _host.states()
-            or (self.of_cpu is not None and _bytes(self.of_cpu) != _bytes(torch.get_rng_state()))
-            or any(_bytes(state) != _bytes(_of_device(device)) for device, state in self.devices)
+        return self.of_host_may_have_moved() or self.of_torch_has_moved()
+
+    def of_host_may_have_moved(self) -> bool:
+        """The same for the generators of Python and numpy alone."""
+        return self.of_host is not _host.states()
+
+    def of_torch_has_moved(self) -> bool:
+        """The same for torch's generators alone."""
+        return (self.of_cpu is not None and _bytes(self.of_cpu) != _bytes(torch.get_rng_state())) or any(
+            _bytes(state) != _bytes(_of_device(device)) for device, state in self.devices
         )
 
     def restore(self) -> None:

@@ -25,6 +25,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines.block_settings import lend
 from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.head.chunks import autocast, differentiable_once
+from hf_ckpt.engines.rerun import Report, across_chunks
 
 AUTO_PIECES = 8
 AUTO_LEAST, AUTO_MOST_FROZEN, AUTO_MOST = 512, 2048, 4096
@@ -91,6 +92,8 @@ class Tiles:
         """(dict of a module's parameters, name, number in `parameters`) of each trained parameter."""
         self.input: Any = None
         """The node that keeps the input."""
+        self.report: Report | None = None
+        """Told of the gradient of some tokens, if the watch checks this call."""
 
     def chunks(self, rows: int) -> Iterator[slice]:
         """Yield the rows of each chunk; one empty chunk if there are no rows."""
@@ -147,6 +150,22 @@ class Tiles:
                     found[:, chunk] = 0.0 if given.grad is None else given.grad
                 del given, made  # or the next chunk would run beside them
         return None if found is None else found.view(hidden.shape), [stand_in.grad for stand_in in stand_ins]
+
+    def compare(self, hidden: torch.Tensor, gradient: torch.Tensor, found: torch.Tensor) -> None:
+        """Report the gradient of some tokens as plain code computes it, beside `found`, that of all.
+
+        Not where random numbers are drawn: chunks draw their own.
+        """
+        report, self.report = self.report, None
+        rows = _as_rows(hidden)
+        some = across_chunks(rows.shape[1], self.tokens)
+        with self._as_in_forward():
+            before = compat.RandomState(compat.devices_of([hidden]))
+            given = rows[:, some].detach().requires_grad_()
+            made = self.run(given)
+            (expected,) = torch.autograd.grad(made, given, _as_rows(gradient)[:, some])
+            if report is not None and not before.may_have_moved():
+                report(expected, _as_rows(found)[:, some])
 
     @contextlib.contextmanager
     def _as_in_forward(self) -> Iterator[list[nn.Parameter]]:
@@ -214,4 +233,6 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (hidden,) = ctx.tiles.input.saved_tensors
         found, sums = ctx.tiles.backward(hidden, gradient, ctx.needs_input_grad[2])
+        if ctx.tiles.report is not None and found is not None:
+            ctx.tiles.compare(hidden, gradient, found)
         return None, gradient.new_empty(0), found, *sums

@@ -58,6 +58,20 @@ def device_memory(held_bytes: int, devices: Collection[torch.device] = ()) -> De
     return DeviceMemory(total, available + held_bytes)
 
 
+def spare_bytes(devices: Collection[torch.device] = ()) -> int:
+    """Return how much more memory than at the last peak the process may take for something it can do without.
+
+    On accelerators that is all that the peak leaves, on a CPU half of what the machine has to spare now.
+    """
+    device_type = compat.accelerator_type()
+    module = None if device_type is None else compat.memory_module(device_type)
+    if device_type is None or module is None or compat.shares_host_memory(device_type):
+        return device_memory(0).available_bytes // 2
+    mine: list[torch.device | None] = [device for device in devices if device.type == device_type]
+    peak = sum(int(module.max_memory_allocated(device)) for device in mine or [None])
+    return device_memory(0, devices).available_bytes - peak
+
+
 def _accelerator_memory(devices: Collection[torch.device]) -> DeviceMemory | None:
     """The memory of accelerators; None without one, where it is the machine's own, and where it is not told.
 

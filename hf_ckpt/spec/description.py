@@ -13,6 +13,27 @@ from hf_ckpt.units import format_bytes, format_seconds
 
 
 @dataclasses.dataclass(frozen=True)
+class Watched:
+    """What the watch has checked so far: whether the backward of blocks got what their forward saved."""
+
+    checks: int
+    """Checked steps of one block each."""
+    compared: int
+    """Tensors that were compared bit for bit."""
+    left_out: int
+    """Tensors of those steps that were not compared, because there was no room, or because they cannot be compared."""
+    differences: tuple[str, ...]
+    """What was different, in words; the first tensor of each check that found something."""
+    not_checked: dict[str, str]
+    """What is never checked -> why."""
+
+    def __str__(self) -> str:
+        left = f", {self.left_out:,} left out" if self.left_out else ""
+        found = f"{len(self.differences)} checks found differences" if self.differences else "all equal"
+        return f"{self.checks} checks, {self.compared:,} tensors compared{left}: {found}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Description:
     """A plan that is installed on a model, and what it has done so far. `print` shows it."""
 
@@ -47,6 +68,8 @@ class Description:
     """Under `budget` and `auto`, the real peak of the first step of the plan; None where it was not measured."""
     moved: dict[str, int] = dataclasses.field(default_factory=dict)
     """Block name -> bytes that its last forward moved to host memory."""
+    watched: Watched | None = None
+    """What the watch has checked so far; None where nothing is watched."""
     chunked_heads: int = 0
     """Calls of the head that ran in chunks so far."""
     chunked_mlps: int = 0
@@ -90,6 +113,10 @@ class Description:
                 f"  so far: {sum(self.forwards.values())} checkpointed block calls, "
                 f"{sum(self.recomputed.values())} recomputations"
             )
+        if self.watched is not None:
+            lines.append(f"  watched: {self.watched}")
+            lines += [f"    {found}" for found in self.watched.differences]
+            lines += [f"    not checked: {what} ({why})" for what, why in self.watched.not_checked.items()]
         if self.in_graphs:
             lines.append(f"  in graphs of torch.compile, where nothing is counted: {len(self.in_graphs)} blocks")
         if self.compiled_by_others:

@@ -136,6 +136,12 @@ def _read_every(value: Any) -> int:
     return value
 
 
+def _read_count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"must be a whole number of at least 0, but is {shown(value)} instead")
+    return value
+
+
 def _read_layer_text(value: Any) -> str:
     """Read a choice of blocks in one stack: a number, a list of numbers, or a text like "0-15,-1"."""
     if isinstance(value, int) and not isinstance(value, bool):
@@ -268,6 +274,8 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "use_reentrant": _read_reentrant,
     "head": _read_tokens,
     "mlp": _read_tokens,
+    "check_every": _read_count,
+    "on_mismatch": one_of("warn", "raise"),
     "plan": _read_plan,
     "compile": one_of(None, "blocks"),
     "share": _read_share,

@@ -92,6 +92,11 @@ class Spec:
     number."""
     mlp: int | str = "full"
     """The same for the feed-forward of each block."""
+    check_every: int = 100
+    """In every n-th training forward, one block is checked: whether its backward gets what its forward saved. Blocks
+    take turns. 0 checks nothing."""
+    on_mismatch: str = "warn"
+    """What happens if a check finds a difference: `warn`, or `raise` to stop the run before the optimizer steps."""
     plan: str | None = None
     """Path of a saved plan to use."""
     compile: str | None = None

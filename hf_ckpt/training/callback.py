@@ -16,6 +16,7 @@ saving:
 | `time/step_s` | s | wall time of a step with its data loading, on the slowest rank |
 | `time/tokens_per_s` | 1/s | tokens in `input_ids` of all ranks; `time/samples_per_s` where inputs cannot be seen |
 | `time/recompute_share` | 0 to 1 | the share of the time spent recomputing blocks; only while a plan is enabled |
+| `ckpt/mismatch` | checks | how many checks found a block whose backward was not given what its forward saved |
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from hf_ckpt.attach.hooks import hook_calls
 from hf_ckpt.attach.record import Installation, installation
 from hf_ckpt.console import make_console, print_beside_bars
 from hf_ckpt.engines.head.logits import Logits
-from hf_ckpt.errors import NoBlocksError, PlanLostError
+from hf_ckpt.errors import NoBlocksError, OwnerConflictError, PlanLostError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.measure.clocks import RecomputeClock, TrainingClock
 from hf_ckpt.measure.memory import PeakMeter, peak_meter
@@ -46,6 +47,7 @@ from hf_ckpt.spec.files import append_line
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.training.guard import runs_again
 from hf_ckpt.training.session import Planned
+from hf_ckpt.training.watch import Watch
 from hf_ckpt.units import GIB, format_bytes, format_percent, format_seconds, to_gib
 
 log = logging.getLogger(__name__)
@@ -71,12 +73,18 @@ class MemoryTimeCallback(TrainerCallback):
 
     Args:
         summary: print a table at the end of the training.
+        check_every: for a model that hf_ckpt does not checkpoint (transformers itself does, for example): in every n-th
+            step, check whether the backward of one block gets what its forward saved. Blocks take turns. 0 checks
+            nothing. Under a plan of hf_ckpt, the spec's `check_every` counts instead.
+        on_mismatch: what happens if such a check finds a difference: `warn`, or `raise` to stop the run before the
+            optimizer steps.
 
     Raises `PlanLostError` at the first step if other code has removed the plan from a block.
     """
 
-    def __init__(self, *, summary: bool = True) -> None:
+    def __init__(self, *, summary: bool = True, check_every: int = 100, on_mismatch: str = "warn") -> None:
         self.summary = summary
+        self.check_every, self.on_mismatch = check_every, on_mismatch
         self._handles: list[Any] = []
         self._forget()
 
@@ -89,6 +97,10 @@ class MemoryTimeCallback(TrainerCallback):
         self._recompute = RecomputeClock()
         self._meter: PeakMeter | None = None
         self._checked = False
+        self._watch = Watch(self.check_every, self.on_mismatch) if self.check_every else None
+        """Checks a model that hf_ckpt does not checkpoint."""
+        self._mismatches = 0
+        """Checks that had found a difference when the window began."""
         self._windows: list[Metrics] = []
         self._counts = _Counts()
         self._written: list[Plan] = []
@@ -148,6 +160,11 @@ class MemoryTimeCallback(TrainerCallback):
                 if lost:
                     raise PlanLostError(lost)
             record.functions.observe(self._recompute.observer())  # at every step: an enable call may have made others
+        elif self._watch is not None:
+            try:
+                self._watch.on_forward(base_model(kwargs["model"]), None, kwargs["model"])
+            except (NoBlocksError, OwnerConflictError):  # nothing there that could be checked
+                self._watch = None
         if not self._clock.running and self._meter is not None:
             self._meter.reset()
             self._clock.resume()
@@ -297,6 +314,7 @@ class MemoryTimeCallback(TrainerCallback):
                 "recompute": recompute if (planned or recompute) and not in_graphs else None,
                 "tokens": self._counts.tokens or None,
                 "predicted": predicted,
+                "mismatches": self._take_mismatches(record),
                 "above": (self._peak or 0.0) - (predicted or 0.0) if comparable else None,
             }
         )
@@ -304,7 +322,7 @@ class MemoryTimeCallback(TrainerCallback):
         self._meter.reset()
         if not steps or not seconds:
             return None
-        found = {key: _over(ranks, key, sum if key == "tokens" else max) for key in ranks[0]}
+        found = {key: _over(ranks, key, sum if key in ("tokens", "mismatches") else max) for key in ranks[0]}
         slowest = found["seconds"] or seconds
         metrics: Metrics = {
             "memory/peak_gib": to_gib(found["peak"]),
@@ -323,6 +341,8 @@ class MemoryTimeCallback(TrainerCallback):
             samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * steps
             metrics["time/samples_per_s"] = samples / slowest
         metrics["time/recompute_share"] = _share(found["recompute"], slowest)
+        if found["mismatches"] is not None:
+            metrics["ckpt/mismatch"] = found["mismatches"]
         self._windows.append(metrics)
         share = _share(found["head"], found["peak"])
         if share and share > HEAD_SHARE and planned and record is not None and record.plan.head == "full":
@@ -335,6 +355,14 @@ class MemoryTimeCallback(TrainerCallback):
                 format_bytes(round(found["head"] or 0)),
             )
         return metrics
+
+    def _take_mismatches(self, record: Installation | None) -> float | None:
+        """Return how many checks of the window found a difference; None where nothing is checked."""
+        watch = self._watch if record is None else record.watch
+        if watch is None:
+            return None
+        before, self._mismatches = self._mismatches, len(watch.differences)
+        return float(max(0, self._mismatches - before))
 
     def _write(self, args: TrainingArguments, state: TrainerState, event: str, **row: Any) -> None:
         """Append a row to the metrics file, on the first rank only; warn once where it cannot be written."""
@@ -413,7 +441,7 @@ def _summarise(windows: list[Metrics]) -> Metrics:
     summary: Metrics = {}
     for key in dict.fromkeys(key for window in windows for key in window):
         values = [value for window in windows if (value := window.get(key)) is not None]
-        combine = max if key.startswith("memory/") else statistics.median
+        combine = max if key.startswith("memory/") else sum if key == "ckpt/mismatch" else statistics.median
         summary[key] = combine(values) if values else None
     return summary
 

@@ -20,6 +20,7 @@ from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec, SpecLike
 from hf_ckpt.training.session import Session
+from hf_ckpt.training.watch import Watch
 
 
 def install(
@@ -160,6 +161,10 @@ class _Decider:
     def session(self, base: nn.Module, record: Installation) -> Session:
         """Return a new session, which measures the batches of a run under `budget` or `auto` and plans for them."""
         return Session(base, record)
+
+    def watch(self, record: Installation) -> Watch:
+        """Begin to check blocks while the model trains."""
+        return Watch(record.spec.check_every, record.spec.on_mismatch)
 
 
 DECIDER = _Decider()

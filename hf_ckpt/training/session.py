@@ -188,6 +188,11 @@ class Session:
 
     # --- what attach calls ---
 
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the step that runs is measured."""
+        return self._recorder is not None
+
     def on_batch(self, record: Installation, stack: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at a training forward that is about to begin, and put a plan on for it."""
         base = self._base()

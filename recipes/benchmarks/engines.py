@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from harness import Benchmark, Case, Results, fastest, in_words, median, option, ratios, rotated, seconds_of, spread
 from torch import nn
-from ways import NONE, OURS, TRANSFORMERS, Running, Way
+from ways import NONE, OURS, TRANSFORMERS, WATCHED, Running, Way
 
 from hf_ckpt import compat
 from hf_ckpt.cli.comparison import Table, first_difference, gradients_of
@@ -47,6 +47,8 @@ ENGINES = (
     Way("sac", OURS, {"policy": "selective", "engine": "sac"}),
     Way("full", OURS, {"policy": "full"}),
     EVERY_SECOND,
+    Way("full, checked", WATCHED, {"policy": "full"}),
+    Way("selective, checked", WATCHED, {"policy": "selective", "engine": "rebuild"}),
     Way("offload", OURS, {"policy": "offload"}, to_host=True),
     Way("selective, offload saved", OURS, {"policy": "selective", "offload": "saved"}, to_host=True),
 )

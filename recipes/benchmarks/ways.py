@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import describe
 from hf_ckpt.engines.sac import looked_up
@@ -24,7 +25,7 @@ from hf_ckpt.spec.plan import Plan
 from hf_ckpt.training.install import trial
 
 TRANSFORMERS, TORCH_SAC, TRL, COMPILED, OURS = "transformers", "torch SAC", "TRL", "torch.compile", "hf_ckpt"
-OURS_COMPILED = "hf_ckpt compiled"
+OURS_COMPILED, WATCHED = "hf_ckpt compiled", "hf_ckpt watched"
 MATMULS = ("aten.mm.default", "aten.addmm.default")
 """torchtitan counts and saves `mm`; `addmm` is the same with a bias, as Transformers' GPT-2 and BERT have it."""
 ATTENTION = (
@@ -144,6 +145,17 @@ def _ours(model: nn.Module, options: Mapping[str, Any] | Plan, counted: bool = T
         yield Running(model, counts=lambda: _ours_so_far(model, head != "full") if counted else None)
 
 
+@contextlib.contextmanager
+def _watched(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
+    """Every forward checks one block: a trial checks nothing, so the spec is installed."""
+    hf_ckpt.install(model, {**options, "check_every": 1})
+    base_model(model).gradient_checkpointing_enable()
+    try:
+        yield Running(model, counts=lambda: _ours_so_far(model, False))
+    finally:
+        hf_ckpt.uninstall(model)
+
+
 def _ours_so_far(model: nn.Module, in_chunks: bool) -> dict[str, int]:
     """Blocks below the first trainable parameter are left out: they have nothing to recompute."""
     found = describe(model)
@@ -158,6 +170,7 @@ TURN_ON: Mapping[str, Callable[[nn.Module, Any], contextlib.AbstractContextManag
     TRL: _trl,
     COMPILED: _compiled,
     OURS: _ours,
+    WATCHED: _watched,
     OURS_COMPILED: functools.partial(_ours, counted=False),
 }
 

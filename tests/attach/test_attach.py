@@ -14,7 +14,7 @@ from helpers.snapshots import snapshot
 from helpers.steps import assert_same, enable, step
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import attach, describe, detach, exchange, put_on, take_off
+from hf_ckpt.attach.attach import attach, describe, detach, exchange, put_on, take_off, trial
 from hf_ckpt.attach.record import GIVEN_PLAN, installation
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -117,7 +117,7 @@ class Deciding:
 
     def __init__(self, spec=None, on_enable=None, on_batch=None):
         self.spec, self.on_enable, self.on_batch = spec, on_enable, on_batch
-        self.enabled, self.batches = [], []
+        self.enabled, self.batches, self.watched = [], [], []
 
     def asked(self, found, record, asked):
         self.enabled.append((found.model, record.enabled, dict(asked)))
@@ -125,6 +125,9 @@ class Deciding:
 
     def session(self, base, record):
         return Watching(self, base)
+
+    def watch(self, record):
+        return Looking(self)
 
     costs, measured_bytes = (), None
 
@@ -154,6 +157,21 @@ class Watching:
         pass
 
 
+class Looking:
+    """The watch of a decider, which remembers the plan of every forward."""
+
+    differences = ()
+
+    def __init__(self, decider):
+        self.decider = decider
+
+    def on_forward(self, base, record, running):
+        self.decider.watched.append(record.plan)
+
+    def report(self):
+        return None
+
+
 def test_every_enable_call_asks_the_decider():
     model = tiny_model("llama")
     decider = Deciding()
@@ -169,6 +187,11 @@ def test_every_enable_call_asks_the_decider():
     assert active(model) == ALL[1:3]
     assert describe(model).spec == {"policy": "full"}
     assert decider.batches == []  # a fixed policy is not asked for every batch
+    seen = len(decider.watched)
+    step(model, tiny_batch("llama"))
+    with trial(model, decider.on_enable):
+        step(model, tiny_batch("llama"))
+    assert decider.watched[seen:] == [decider.on_enable]  # but watched, unless a plan is only tried
 
 
 def test_every_training_batch_of_a_planned_policy_asks_the_decider():
@@ -179,6 +202,7 @@ def test_every_training_batch_of_a_planned_policy_asks_the_decider():
     assert active(model) == ALL
     shape = tuple(batch["input_ids"].shape)
     assert decider.batches == [(None, shape)]  # the whole model's forward, and not that of the stack inside it
+    assert len(decider.watched) == 1
     decider.batches.clear()
     with torch.no_grad():
         model(**batch)

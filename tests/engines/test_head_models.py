@@ -41,6 +41,8 @@ from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import base_model
 from hf_ckpt.models.tiny import VOCABULARY, tiny_batch, tiny_model
 
+pytestmark = pytest.mark.usefixtures("unwatched")
+
 
 def both(name, how="all", dtype=torch.float32, autocast=None, **keys):
     """What a plain head gives, what one in chunks gives, and the model in float32; no logits were made as a whole."""

@@ -29,6 +29,8 @@ from hf_ckpt.errors import InPlaceError, ReplayError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch
 
+pytestmark = pytest.mark.usefixtures("unwatched")
+
 SAC = {"policy": "selective", "engine": "sac"}
 
 

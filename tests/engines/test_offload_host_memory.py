@@ -18,6 +18,8 @@ from hf_ckpt.engines.offload import OffloadRegion
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
+pytestmark = pytest.mark.usefixtures("unwatched")
+
 
 @pytest.mark.compat
 @pytest.mark.parametrize(("tokens", "buffer"), [(16, 4096), (17, 8192), (32, 8192)])

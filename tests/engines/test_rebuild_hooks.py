@@ -27,6 +27,8 @@ from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch
 
+pytestmark = pytest.mark.usefixtures("unwatched")
+
 
 class MovedAway:
     """Saved-tensor hooks that turn activations into bytes that nobody counts, and give each of them back once."""

@@ -33,6 +33,8 @@ from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
+pytestmark = pytest.mark.usefixtures("unwatched")
+
 
 def test_a_parameter_that_is_written_with_a_graph_is_freed():
     """A block may fill a frozen memory slot: that parameter has a graph then."""

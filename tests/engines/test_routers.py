@@ -26,6 +26,8 @@ from hf_ckpt.engines import routers as engine
 from hf_ckpt.models.blocks import find_blocks, routers
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
+pytestmark = pytest.mark.usefixtures("unwatched")
+
 ALL = (*EXPERTS, *OTHERS)
 SPECS = {
     "full": {"policy": "full"},

@@ -30,6 +30,8 @@ from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import FAMILIES as TINY
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
+pytestmark = pytest.mark.usefixtures("unwatched")
+
 LAYERS = 2
 SPECS = {
     "none": {"policy": "none"},

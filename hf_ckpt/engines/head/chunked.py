@@ -11,6 +11,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines.head import rules  # noqa: F401 (its rules are what keeps losses in chunks)
 from hf_ckpt.engines.head.chunks import RowOperation, Source, autocast
 from hf_ckpt.engines.head.logits import Alias, lazily
+from hf_ckpt.engines.rerun import Report
 
 AUTO_PIECES, AUTO_LEAST = 8, 256
 AUTO_MOST_FROZEN, AUTO_MOST = 1024, 4096
@@ -46,7 +47,9 @@ def has_computed_weights(module: nn.Module) -> bool:
     return any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in values)
 
 
-def chunked(module: nn.Module, run: RowOperation, hidden: torch.Tensor, asked: int | str) -> torch.Tensor:
+def chunked(
+    module: nn.Module, run: RowOperation, hidden: torch.Tensor, asked: int | str, report: Report | None = None
+) -> torch.Tensor:
     """Run a head in chunks: return `Logits`, or plain ones if there is only one chunk.
 
     Args:
@@ -54,6 +57,7 @@ def chunked(module: nn.Module, run: RowOperation, hidden: torch.Tensor, asked: i
         run: its own forward.
         hidden: its input, [..., hidden size].
         asked: tokens a chunk, or `auto`.
+        report: told of the gradient of some tokens, if the watch checks this call.
     """
     trained = any(parameter.requires_grad for parameter in module.parameters())
     count = math.prod(hidden.shape[:-1])
@@ -62,4 +66,6 @@ def chunked(module: nn.Module, run: RowOperation, hidden: torch.Tensor, asked: i
         return run(hidden)
     with torch.no_grad(), autocast(hidden.device.type, compat.autocast_dtype(hidden.device.type)):
         like = run(hidden.reshape(-1, hidden.shape[-1])[:0])
-    return lazily(Source(module, run, tokens, like), hidden, (), like, Alias())
+    source = Source(module, run, tokens, like)
+    source.report = report
+    return lazily(source, hidden, (), like, Alias())

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_ckpt import compat
+from hf_ckpt.engines.rerun import Report, across_chunks
 from hf_ckpt.errors import DoubleBackwardError, HfCkptError
 
 RowOperation = Callable[[torch.Tensor], torch.Tensor]
@@ -35,6 +36,8 @@ class Source:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.versions = [(p, version_of(p)) for p in module.parameters()]
         """All parameters, and how often each had been changed in place at the call."""
+        self.report: Report | None = None
+        """Told of the gradient of some tokens, if the watch checks this call."""
         self.taken = False
         """Whether a result was made from the logits whose graph they are no part of, so that their gradient is lost."""
         self.linear = _plain_projection(module)
@@ -146,6 +149,25 @@ class Job:
             found = self.work(applied(self.operations, logits), None if self.beside is None else self.beside[chunk])
         self.result = found.dtype
         return found
+
+    def compare(self, hidden: torch.Tensor, gradient: torch.Tensor, found: torch.Tensor | None) -> None:
+        """Report the gradient of some tokens as plain code computes it, beside `found`, that of all.
+
+        Args:
+            hidden: the head's input, [tokens, hidden size].
+            gradient: the gradient of the results: one number for all of them, or one for each token.
+            found: the gradient of `hidden`.
+        """
+        report, self.source.report = self.source.report, None
+        if report is None or found is None:
+            return
+        some = across_chunks(len(hidden), self.source.tokens)
+        given = hidden[some].detach().requires_grad_()
+        with torch.enable_grad():
+            result = self.of(self.source.logits(given), some)
+        down = gradient[some] if gradient.dim() else gradient.to(result.dtype).expand_as(result)
+        (expected,) = torch.autograd.grad(result, given, down)
+        report(expected, found[some])
 
 
 class Gradients:
@@ -275,11 +297,14 @@ class Total(torch.autograd.Function):
         # If no token has a label, the mean is 0 / 0, so its gradient is no number. The plain head's is 0 then.
         gradient = torch.where(gradient.isfinite(), gradient, 0.0) if not len(hidden) else gradient
         gradients, ctx.gradients = ctx.gradients, None
+        scale = gradient
         if gradients is None:  # a second backward, or one that needs the scale (float16)
             _, gradients = _differentiated(ctx.job, hidden, ctx.needs_input_grad[1], gradient)
             gradient = torch.ones_like(gradient)
-        found = zip([gradients.hidden, *gradients.of_parameters()], [hidden, *parameters], strict=True)
-        return None, *(_scaled(value, gradient, like.dtype) for value, like in found)
+        sums = zip([gradients.hidden, *gradients.of_parameters()], [hidden, *parameters], strict=True)
+        found = [_scaled(value, gradient, like.dtype) for value, like in sums]
+        ctx.job.compare(hidden, scale, found[0])
+        return None, *found
 
 
 def _differentiated(
@@ -316,5 +341,6 @@ class Rows(torch.autograd.Function):
         gradients = Gradients(ctx.job, hidden, ctx.needs_input_grad[1])
         for chunk in ctx.job.chunks(len(hidden)):
             gradients.add(hidden[chunk], chunk, gradient[chunk])
+        ctx.job.compare(hidden, gradient, gradients.hidden)
         found = zip(gradients.of_parameters(), parameters, strict=True)
         return None, gradients.hidden, *(None if value is None else value.to(p.dtype) for value, p in found)

@@ -1,0 +1,101 @@
+"""The watch, where a block hides what its backward is given: compare its result and its gradient with a second run.
+
+A compiled block keeps and recomputes inside its graph, and feed-forwards in chunks are differentiated as they run. Here
+the block runs once more, in backward, as plain code; what it returns, and the gradient of its input, may differ from
+the first run by rounding only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_ckpt import compat
+from hf_ckpt.engines.watch import Check, share_of_difference
+
+Report = Callable[[torch.Tensor, torch.Tensor], None]
+"""Called with the gradient of some tokens as plain code computes it, and as chunks have."""
+
+ROUNDING, ROUNDING_16 = 1e-4, 5e-2
+"""What results and gradients may differ by, in float32 and in 16-bit types, as the norm of the difference over the
+norm; a 16-bit result is as far from the exact one as that of plain code."""
+MOST_HIDDEN = 48
+"""Bytes that a plain block holds at most, in sizes of its hidden states."""
+
+
+class Rerun(Check):
+    """The check of one forward of a block by a second run; see `Check` for the arguments."""
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Run `function(fn, *args)` for `fn`, the block's own forward; `args[0]` are the hidden states."""
+        self.put_back(self)
+        hidden = args[0] if args else None
+        if (
+            not torch.is_grad_enabled()
+            or compat.is_compiling()
+            or not isinstance(hidden, torch.Tensor)
+            or not hidden.requires_grad
+            or compat.is_fake(hidden)
+            or compat.is_seen_by_modes()  # then the block runs as plain code
+        ):
+            self.done(self)
+            return self.function(fn, *args)
+        if hidden.nbytes * MOST_HIDDEN > self.room_bytes:
+            self.saved = self.left_out = 1
+            self.done(self)
+            return self.function(fn, *args)
+        autocast = {kind: compat.autocast_dtype(kind) for kind in {"cpu", compat.accelerator_type() or "cpu"}}
+        given = hidden.clone()  # its gradient is that of this block alone
+        output = self.function(fn, given, *args[1:])
+        if not getattr(self.function, "in_graph", False):
+            return output  # it has run as plain code, because it does not compile, or carries hooks
+        result = next((v for v in compat.tree_leaves(output) if isinstance(v, torch.Tensor) and v.requires_grad), None)
+        if result is None:
+            return output
+        place = next(n for n, v in enumerate(compat.tree_leaves(output)) if v is result)
+        arrived: list[torch.Tensor] = []
+        self.on_gradient(result, lambda gradient: arrived.append(gradient.detach()))
+        values = result.detach()
+
+        def compare(gradient: torch.Tensor) -> None:
+            with torch.enable_grad(), compat.unseen_by_modes(), contextlib.ExitStack() as around:
+                state = compat.RandomState(compat.devices_of([given]))
+                around.enter_context(state.kept())
+                for kind, dtype in autocast.items():
+                    around.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+                self.saved = 2
+                plain = given.detach().requires_grad_()
+                again = compat.tree_leaves(fn(plain, *args[1:]))[place]
+                if state.may_have_moved():  # a graph draws others than plain code
+                    self.left_out += 2
+                elif arrived:
+                    (expected,) = torch.autograd.grad(again, plain, arrived[0])
+                    self._near("output", again.detach(), values)
+                    self._near("gradient of the input", expected, gradient)
+            self.done(self)
+
+        self.on_gradient(given, compare)
+        return output
+
+    def _near(self, what: str, expected: torch.Tensor, found: torch.Tensor) -> None:
+        self.compared += 1
+        share = beyond_rounding(expected, found)
+        if share is not None:
+            text = f"differs from that of plain code by {share:.2g} of its norm"
+            cause = "The graph is not that of the block: hooks or flags inside may have changed since it was compiled."
+            self.note(len(self.differences), what, tuple(expected.shape), text, share, cause=cause)
+
+
+def beyond_rounding(expected: torch.Tensor, found: torch.Tensor) -> float | None:
+    """Return the norm of the difference over the norm of `expected`; None where rounding explains it."""
+    share = share_of_difference(expected, found)
+    small = expected.element_size() < 4 or compat.autocast_is_on()
+    return share if share > (ROUNDING_16 if small else ROUNDING) else None
+
+
+def across_chunks(rows: int, chunk: int, most: int = 64) -> slice:
+    """Return some of so many rows, around the border between the first two chunks."""
+    return slice(max(0, chunk - most // 2), min(rows, chunk + most // 2))

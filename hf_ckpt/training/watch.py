@@ -1,0 +1,244 @@
+"""The watch of a training: which block is checked when, and what happens where a check finds a difference.
+
+`engines.watch.Check` compares, for one block and one step, what backward is given with what the forward saved. The
+watch has the blocks checked in turn, at the first step of every plan and in every n-th training forward after that. A
+check holds what the block would hold without checkpointing, so it keeps to the memory that is free: what the budget
+leaves beside the peak of the plan, or what the device has left.
+
+After a difference, blocks of that class no longer run under the action that was off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.attach.attach import exchange, put_check
+from hf_ckpt.attach.record import FUNCTION, Installation, is_on
+from hf_ckpt.engines.rerun import Rerun, beyond_rounding
+from hf_ckpt.engines.watch import Check, Difference
+from hf_ckpt.errors import MismatchError
+from hf_ckpt.measure.machine import spare_bytes
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, Action
+from hf_ckpt.spec.description import Watched
+from hf_ckpt.spec.plan import Plan
+
+log = logging.getLogger(__name__)
+
+RESERVE = 0.02
+"""Share of a budget that a check leaves free, because predicted peaks are not exact."""
+INSTEAD = (SELECTIVE, FULL, KEEP)
+"""Actions that take the place of one that was off; the first that was not off itself, and that fits, is taken."""
+
+
+class Watch:
+    """Checks one block at a time while a model trains.
+
+    Args:
+        check_every: check in every n-th training forward.
+        on_mismatch: `warn`, or `raise` to raise `MismatchError` from the backward that is wrong.
+    """
+
+    def __init__(self, check_every: int, on_mismatch: str = "warn") -> None:
+        self.check_every, self.on_mismatch = check_every, on_mismatch
+        self.differences: list[Difference] = []
+        """The first difference of each check that found some."""
+        self._off: dict[type, set[str]] = {}
+        """Class of a block -> names of the actions that were off there."""
+        self._plan: Plan | None = None
+        """The plan of the last forward."""
+        self._forwards = 0
+        """Training forwards under this plan."""
+        self._due = False
+        """Whether a check is to come at the next forward that allows one."""
+        self._turn = 0
+        self._checks = self._compared = self._left_out = 0
+        self._not_checked: dict[str, str] = {}
+        """What cannot be checked -> why."""
+        self._check: weakref.ref[Check] | None = None
+        """The last one. It holds what its block was given, and so is held by the graph of that step only."""
+        self._told: set[Any] = set()
+        """What was warned of."""
+        self._kept_bytes = 0
+        """What the last block that was wrong holds without checkpointing."""
+        self._whole: bool | None = None
+
+    def on_forward(self, base: nn.Module, record: Installation | None, running: nn.Module | None = None) -> None:
+        """Have a block of the training forward that is about to begin checked, if it is time to.
+
+        Args:
+            base: the model, plain.
+            running: what runs the forward, if it is not the model: compiled modules may hold its blocks.
+            record: what hf_ckpt keeps on it; None for a model that something else checkpoints.
+        """
+        if record is not None:
+            self._avoid(base, record)
+            if record.plan is not self._plan:
+                self._plan, self._forwards = record.plan, 0
+        waiting = None if self._check is None else self._check()
+        if waiting is not None:
+            waiting.put_back(waiting)
+        self._due |= self._forwards % self.check_every == 0
+        self._forwards += 1
+        if not self._due or (record is not None and _is_measured(record)):
+            return
+        blocks = self._blocks(base, record, running or base)
+        room = _room_bytes(base, record, self._forwards == 1)
+        if room is None:
+            return
+        self._due = False
+        if record is not None:
+            self._check_chunks(record)
+        if not blocks:
+            return
+        if room <= 0:
+            self._say_once("blocks", "the plan fills the budget, so that there is no room for a check")
+            return
+        if self._whole is None:
+            self._whole = compat.parameters_stay(base)
+        name, module = blocks[self._turn % len(blocks)]
+        self._turn += 1
+        action = _action_of(record, name)
+        compiled = record is not None and record.regions[name].compiles_block
+        check = put_check(
+            Rerun if compiled else Check,
+            module,
+            name,
+            room_bytes=room,
+            whole=self._whole,
+            done=lambda check: self._has_ended(check, type(module), action),
+        )
+        self._check = weakref.ref(check)
+
+    def _blocks(self, base: nn.Module, record: Installation | None, running: nn.Module) -> list[tuple[str, nn.Module]]:
+        """The blocks that can be checked, in order."""
+        if record is None:
+            found = find_blocks(base).modules.items()
+            blocks = [(name, module) for name, module in found if is_on(module) and getattr(module, FUNCTION, None)]
+        else:
+            blocks = [(name, module) for name, module in record.blocks.items() if name in record.regions]
+        compiled = {inner for module in running.modules() if compat.is_compiled(module) for inner in module.modules()}
+        if compiled.intersection(module for _, module in blocks):
+            self._say_once("blocks that something else compiles", "to check one, torch would compile it once more")
+        return [(name, module) for name, module in blocks if module not in compiled]
+
+    def _check_chunks(self, record: Installation) -> None:
+        """Have the next call of the head, and of a feed-forward, checked where they run in chunks."""
+        for what, chunks, calls in (
+            ("head in chunks", record.plan.head, record.heads),
+            ("feed-forward in chunks", record.plan.mlp, record.tiles),
+        ):
+            if chunks != "full":
+                calls.report = functools.partial(self._compare_chunks, what)
+
+    def _compare_chunks(self, what: str, expected: torch.Tensor, found: torch.Tensor) -> None:
+        self._checks += 1
+        self._compared += 1
+        share = beyond_rounding(expected, found)
+        if share is not None:
+            text = f"differs from that of plain code by {share:.2g} of its norm"
+            cause = 'Please report it; "head": "full" and leaving `mlp` out run them as a whole.'
+            self._tell(
+                what, Difference(what, "", "gradient of the input", tuple(expected.shape), text, share, cause), 1, 1
+            )
+
+    def _say_once(self, what: str, why: str) -> None:
+        if what not in self._not_checked:
+            self._not_checked[what] = why
+            log.info("hf_ckpt: %s are not checked: %s.", what, why)
+
+    def _has_ended(self, check: Check, kind: type, action: Action | None) -> None:
+        """Count a check that has ended. After one that had nothing to compare, the next block gets its turn at once.
+
+        Raises `MismatchError` if it found a difference and `on_mismatch` says so.
+        """
+        if not (check.saved or check.compared or check.differences):
+            self._due = True
+            return
+        self._checks += 1
+        self._compared += check.compared
+        self._left_out += check.left_out
+        if not check.differences:
+            return
+        self._kept_bytes = check.kept_bytes
+        if action is not None:
+            self._off.setdefault(kind, set()).add(action.kind)
+        self._tell((kind, action), check.differences[0], len(check.differences), check.compared)
+
+    def _tell(self, kind: Any, first: Difference, count: int, compared: int) -> None:
+        """Warn of a difference, once for each `kind` (class of blocks and action), or raise `MismatchError`."""
+        known = kind in self._told
+        self._told.add(kind)
+        self.differences.append(first)
+        if self.on_mismatch == "raise":
+            raise MismatchError(first.block, str(first))
+        if not known:
+            log.warning(
+                "hf_ckpt: gradients of this step are wrong: backward was not given what the forward saved, %s (%d of "
+                "%d compared tensors differ)",
+                first,
+                count,
+                compared,
+            )
+
+    def _avoid(self, base: nn.Module, record: Installation) -> None:
+        """Replace actions that were off on blocks of the same class."""
+        if not self._off or compat.ranks_recompute_together(base):
+            return
+        off = {name: self._off.get(type(module), set()) for name, module in record.blocks.items()}
+        affected = [block.name for block, action in record.plan.actions if action.kind in off.get(block.name, ())]
+        if not affected:
+            return
+        room = _room_bytes(base, record, False) or 0
+        for action in INSTEAD:
+            if any(action.kind in off[name] for name in affected):
+                continue
+            if action == FULL or self._kept_bytes * len(affected) <= room:
+                break
+        else:
+            self._say_once("blocks", "there is no room for another action on blocks that were found to be wrong")
+            return
+        rows = tuple((block, action if block.name in affected else old) for block, old in record.plan.actions)
+        log.warning("hf_ckpt: %d blocks of this class run under `%s` from now on.", len(affected), action)
+        exchange(base, record, dataclasses.replace(record.plan, actions=rows, prediction=None))
+
+    def report(self) -> Watched:
+        """Return what was checked so far."""
+        return Watched(
+            self._checks,
+            self._compared,
+            self._left_out,
+            tuple(map(str, self.differences)),
+            dict(self._not_checked),
+        )
+
+
+def _is_measured(record: Installation) -> bool:
+    """Whether a session measures this step, which a check would disturb."""
+    return record.session is not None and (record.session.is_measuring or bool(record.planned.measures))
+
+
+def _action_of(record: Installation | None, name: str) -> Action | None:
+    return None if record is None else record.plan.active().get(name)
+
+
+def _room_bytes(base: nn.Module, record: Installation | None, first: bool) -> int | None:
+    """The bytes that a check may hold; None where that is not known yet, before the first step on an accelerator."""
+    planned: Any = None if record is None else record.planned
+    if planned is not None:
+        prediction = planned.plan.prediction
+        peak: int = max(planned.measured_bytes or 0, 0 if prediction is None else prediction.peak_bytes)
+        allowed: int = round(planned.limit_bytes * (1 - RESERVE)) - planned.bias_bytes
+        if peak:
+            return allowed - peak
+    if first and compat.accelerator_type() not in (None, "mps"):
+        return None
+    return spare_bytes({parameter.device for parameter in base.parameters()})

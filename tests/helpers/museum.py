@@ -1,0 +1,198 @@
+"""A small model to plant faults in, and checkpointing engines as others have written them, with their faults."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+
+from hf_ckpt import compat
+
+LAYERS = 3
+
+
+class ExhibitBlock(compat.GradientCheckpointingLayer):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.one, self.two = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.work = work
+
+    def forward(self, hidden_states, shift=None):
+        return hidden_states + self.work(self, hidden_states, shift)
+
+
+class ExhibitConfig(transformers.PretrainedConfig):
+    model_type = "exhibit"
+
+
+class ExhibitModel(transformers.PreTrainedModel):
+    config_class = ExhibitConfig
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.layers = nn.ModuleList(ExhibitBlock() for _ in range(LAYERS))
+        self.post_init()
+
+    def _init_weights(self, module):
+        """Nothing to do: linear layers start themselves."""
+
+    def forward(self, hidden_states, shift):
+        hidden_states = self.first(hidden_states)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, shift=shift)
+        return self.last(hidden_states)
+
+
+def work(block, hidden, shift):
+    """What a block without a fault does."""
+    normed = block.norm(hidden)
+    return block.two(functional.silu(block.one(normed if shift is None else normed + shift)))
+
+
+def exhibit_model(at=1, fault=None):
+    """A model of three blocks, of which the one at this place does something else."""
+    torch.manual_seed(0)
+    model = ExhibitModel(ExhibitConfig()).train()
+    if fault is not None:
+        model.layers[at].work = fault
+    return model
+
+
+def exhibit_loss(model, number=0):
+    generator = torch.Generator().manual_seed(number)
+    hidden = torch.randn(2, 8, 16, generator=generator)
+    return model(hidden, torch.linspace(-1, 1, 16)).float().square().mean()
+
+
+# --- checkpointing functions --------------------------------------------------------------------------------------
+
+
+def put_on(model, function):
+    """Have all blocks checkpointed by a function, as transformers puts on its own."""
+    model._set_gradient_checkpointing(True, function)
+
+
+class _OwnCheckpoint(torch.autograd.Function):
+    """A checkpoint as many programs have written one themselves: it runs again, in backward, what it is told to."""
+
+    @staticmethod
+    def forward(ctx, run, again, parameters, times, *args):
+        ctx.again, ctx.parameters, ctx.times, ctx.random = again, parameters, times, torch.get_rng_state()
+        ctx.save_for_backward(*args)
+        with torch.no_grad():
+            return run(*args)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(ctx.random)
+            output = ctx.again(*inputs)
+        found = torch.autograd.grad(output, inputs, gradient, retain_graph=True)
+        if ctx.parameters:
+            for _ in range(ctx.times):
+                torch.autograd.backward(output, gradient, retain_graph=True)
+        return None, None, None, None, *found
+
+
+def own_checkpoint(again=lambda function: function, parameters=True, times=1):
+    """A checkpointing function; `again` makes of a block's forward what is run in backward.
+
+    It adds the gradients of parameters so many `times`, or leaves them out.
+    """
+    return lambda function, *args: _OwnCheckpoint.apply(function, again(function), parameters, times, *args)
+
+
+def without_shift(function):
+    """The forward of a block without a keyword argument, which the engine has not stored."""
+    keywords = {name: value for name, value in function.keywords.items() if name != "shift"}
+    return lambda *args: function.func(*function.args, *args, **keywords)
+
+
+def under(context):
+    """Run again under a context."""
+
+    def again(function):
+        def run(*args):
+            with context():
+                return function(*args)
+
+        return run
+
+    return again
+
+
+# --- offloading ---------------------------------------------------------------------------------------------------
+
+
+def offloaded(store, load):
+    """A checkpointing function that recomputes nothing and stores what the block saves elsewhere."""
+
+    def function(run, *args):
+        with torch.autograd.graph.saved_tensors_hooks(store, load):
+            return run(*args)
+
+    return function
+
+
+def is_activation(tensor):
+    return tensor.grad_fn is not None and tensor.shape == (2, 8, 16)
+
+
+@contextlib.contextmanager
+def offloading_to(buffers):
+    """Store activations in so many buffers, in turn, as an engine with a ring of pinned memory does."""
+    ring, count = [torch.empty(2, 8, 16) for _ in range(buffers)], [0]
+
+    def store(tensor):
+        if not is_activation(tensor):
+            return tensor
+        place = count[0] % buffers
+        count[0] += 1
+        ring[place].copy_(tensor.detach())
+        return place
+
+    def load(stored):
+        return ring[stored].clone() if isinstance(stored, int) else stored
+
+    with torch.autograd.graph.saved_tensors_hooks(store, load):
+        yield
+
+
+def rounding(dtype):
+    """Store activations as another type, and load them as their own."""
+
+    def store(tensor):
+        return tensor.to(dtype) if is_activation(tensor) else tensor
+
+    return offloaded(store, lambda tensor: tensor.float())
+
+
+def each_address_once(with_strides):
+    """Store one copy for each address; `with_strides` tells views of one tensor apart."""
+
+    def function(run, *args):
+        copies, alive = {}, []
+
+        def store(tensor):
+            if tensor.shape != (2, 8, 8):
+                return tensor, None
+            alive.append(tensor.detach())  # so that no other tensor gets its address
+            key = (tensor.data_ptr(), *(tensor.stride() if with_strides else ()))
+            if key not in copies:
+                copies[key] = torch.empty_strided(tensor.size(), tensor.stride()).copy_(tensor.detach())
+            return key, tensor.shape
+
+        def load(stored):
+            key, shape = stored
+            return key if shape is None else copies[key].reshape(shape)
+
+        with torch.autograd.graph.saved_tensors_hooks(store, load):
+            return run(*args)
+
+    return function

@@ -1,0 +1,396 @@
+"""The watch of a training: what it does where it finds a difference, how much memory it takes, and that it changes
+nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import random
+
+import numpy
+import pytest
+import torch
+from helpers.museum import exhibit_loss, exhibit_model, work
+from helpers.steps import assert_frees_everything, assert_same, enable, gradients, outcome, step, without_cache
+from helpers.trainers import FLAG, metrics, trainer
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.attach.record import FUNCTION, installation
+from hf_ckpt.engines.rebuild import masks
+from hf_ckpt.engines.watch import Check
+from hf_ckpt.errors import MismatchError
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.training import watch as watching
+from hf_ckpt.training.callback import MemoryTimeCallback
+from hf_ckpt.training.watch import Watch
+
+LAYERS = 4
+POLICIES = {
+    "full": {"policy": "full"},
+    "selective": {"policy": "selective"},
+    "full+selective": {"policy": "full+selective"},
+    "segments": {"policy": "full", "segments": 2},
+    "sac": {"policy": "selective", "engine": "sac"},
+}
+each_policy = pytest.mark.parametrize("policy", POLICIES)
+
+
+def watched(policy="full", **spec):
+    """A small model with dropout, every step of which is checked."""
+    model = tiny_model("llama", layers=LAYERS, dropout=0.1)
+    hf_ckpt.install(model, {**POLICIES[policy], "check_every": 1, **spec})
+    enable(model)
+    return model
+
+
+def differences(model):
+    return installation(model).watch.differences
+
+
+def masks_of_ones(patch):
+    """A fault of `selective`: dropout is left out of what is rebuilt."""
+    unpack = masks.unpack
+    patch.setattr(masks, "unpack", lambda *args, **options: torch.ones_like(unpack(*args, **options)))
+
+
+# --- a difference --------------------------------------------------------------------------------------------------
+
+OURS = {f"{FLAG}_kwargs": {"policy": "selective", "check_every": 1, "on_mismatch": "raise"}}
+THEIRS = {f"{FLAG}_kwargs": {"use_reentrant": False, "preserve_rng_state": False}}
+
+
+def faulty_trainer(folder, monkeypatch, whose, on_mismatch):
+    model = tiny_model("llama", layers=LAYERS, dropout=0.1)
+    callback = MemoryTimeCallback(summary=False, check_every=1, on_mismatch=on_mismatch)
+    if whose == "theirs":
+        return trainer(folder, model, callbacks=[callback], **THEIRS)
+    masks_of_ones(monkeypatch)
+    hf_ckpt.install(model)
+    spec = {**OURS[f"{FLAG}_kwargs"], "on_mismatch": on_mismatch}
+    return trainer(folder, model, callbacks=[callback], **{f"{FLAG}_kwargs": spec})
+
+
+@pytest.mark.parametrize("whose", ["ours", "theirs"])
+def test_an_error_comes_before_the_optimizer(whose, tmp_path, monkeypatch):
+    training = faulty_trainer(tmp_path, monkeypatch, whose, "raise")
+    before = {name: value.clone() for name, value in training.model.named_parameters()}
+    with pytest.raises(MismatchError, match="and no optimizer has used them yet: in `model") as raised:
+        training.train()
+    assert raised.value.block == "model.layers.0"
+    assert training.state.global_step == 0
+    assert all(torch.equal(value, before[name]) for name, value in training.model.named_parameters())
+
+
+@pytest.mark.parametrize(("whose", "found"), [("ours", [1, 0, 0, 0]), ("theirs", [1, 1, 1, 1])])
+def test_differences_are_logged(whose, found, tmp_path, monkeypatch, caplog):
+    """Under hf_ckpt, blocks run under another action after the first one."""
+    training = faulty_trainer(tmp_path, monkeypatch, whose, "warn")
+    training.train()
+    assert [row["ckpt/mismatch"] for row in metrics(tmp_path)] == found
+    assert [row["ckpt/mismatch"] for row in training.state.log_history[:4]] == found
+    assert metrics(tmp_path, "end")[0]["ckpt/mismatch"] == sum(found)
+    warned = [record for record in caplog.records if "gradients of this step are wrong" in record.message]
+    assert len(warned) == 1  # for all blocks of a class
+
+
+def test_a_run_without_differences_logs_none(tmp_path):
+    trainer(tmp_path / "on", callbacks=[MemoryTimeCallback(summary=False)]).train()
+    assert [row["ckpt/mismatch"] for row in metrics(tmp_path / "on")] == [0, 0, 0, 0]
+    off = {f"{FLAG}_kwargs": {"policy": "full", "check_every": 0}}
+    trainer(tmp_path / "off", callbacks=[MemoryTimeCallback(summary=False)], **off).train()
+    assert all("ckpt/mismatch" not in row for row in metrics(tmp_path / "off"))
+
+
+def plain_steps(model, batches):
+    return [step(model, batch) for batch in batches]
+
+
+def draws_from_python(block, hidden, shift):
+    return work(block, hidden * (1 + random.random()), shift)
+
+
+def exhibit_step(model, number):
+    model.zero_grad(set_to_none=True)
+    random.seed(number)
+    loss = exhibit_loss(model, number)
+    loss.backward()
+    return outcome(model, loss)
+
+
+@pytest.mark.parametrize(
+    ("room", "action"), [(1 << 30, "selective (save linear, attention)"), (1, "full")], ids=["room", "no room"]
+)
+def test_after_a_difference_under_full(room, action, monkeypatch, caplog):
+    """The fault lies in the second block; all blocks are of its class, and none runs under that action any more."""
+    monkeypatch.setattr(compat.RandomState, "restored", lambda state: contextlib.nullcontext())
+    expected = [exhibit_step(exhibit_model(fault=draws_from_python), number) for number in range(5)]
+    model = exhibit_model(fault=draws_from_python)
+    hf_ckpt.install(model, {"policy": "full", "check_every": 1})
+    enable(model)
+    got = [exhibit_step(model, number) for number in range(2)]
+    assert [found.block for found in differences(model)] == ["layers.1"]
+    monkeypatch.setattr(watching, "_room_bytes", lambda *args: room)
+    got += [exhibit_step(model, number) for number in range(2, 5)]
+    right = [all(torch.equal(one[name], other[name]) for name in one) for one, other in zip(expected, got, strict=True)]
+    description = hf_ckpt.describe(model)
+    assert {str(planned) for _, planned in description.plan.actions} == {action}
+    if room > 1:
+        assert right == [False, False, True, True, True]
+        assert len(differences(model)) == 1
+        assert "3 blocks of this class run under `selective" in caplog.text
+    else:
+        assert not any(right)
+        assert "no room for another action" in str(description)
+
+
+def test_after_a_difference_under_selective(monkeypatch):
+    masks_of_ones(monkeypatch)
+    batches = [tiny_batch("llama", seed=number) for number in range(LAYERS)]
+    expected = plain_steps(tiny_model("llama", layers=LAYERS, dropout=0.1), batches)
+    model = watched("selective")
+    got = plain_steps(model, batches)
+    assert len(differences(model)) == 1
+    with pytest.raises(AssertionError, match="differs"):
+        assert_same(expected[0], got[0])
+    for one, other in zip(expected[1:], got[1:], strict=True):
+        assert_same(one, other)
+    assert hf_ckpt.describe(model).plan.summary() == "full on all 4 blocks"
+
+
+# --- how much memory, and when -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("room", [0, 3_000, 30_000, 1 << 30])
+def test_a_check_keeps_to_its_room(room, monkeypatch):
+    """By an exact count of what lives at the peak, with and without a check."""
+    monkeypatch.setattr(watching, "_room_bytes", lambda *args: room)
+    batch = tiny_batch("llama")
+    peaks = {}
+    for every in (0, 1):
+        model = watched(check_every=every)
+        step(model, batch)
+        model.zero_grad(set_to_none=True)
+        with LiveBytes(model, batch) as live:
+            model(**without_cache(model, batch)).loss.backward()
+        peaks[every] = live.peak_bytes
+    found = hf_ckpt.describe(model).watched
+    assert peaks[1] - peaks[0] <= room
+    assert (found.checks > 0) == (room > 0)
+    assert (found.left_out > 0) == (0 < room < 1 << 30)
+    assert bool(found.not_checked) == (room == 0)
+    assert peaks[1] > peaks[0] or room < 1 << 30
+
+
+@each_policy
+def test_a_graph_that_is_dropped_frees_everything(policy):
+    """A check is held by the graph of its step alone, without a cycle."""
+    assert_frees_everything(watched(policy), tiny_batch("llama"))
+
+
+def test_every_n_th_forward_and_the_first_of_every_plan():
+    model = watched(check_every=3)
+    checked = []
+    for number in range(9):
+        if number == 7:
+            hf_ckpt.install(model, {**POLICIES["selective"], "check_every": 3})
+            enable(model)
+        step(model, tiny_batch("llama", seed=number))
+        checked.append(hf_ckpt.describe(model).watched.checks)
+    assert checked == [1, 1, 1, 2, 2, 2, 3, 1, 1]
+
+
+# --- nothing is changed --------------------------------------------------------------------------------------------
+
+
+def random_state():
+    state = numpy.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), state[1].tobytes(), state[2]
+
+
+@each_policy
+def test_a_watched_run_is_the_same_run(policy):
+    found = {}
+    for every in (0, 1):
+        model = watched(policy, check_every=every)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            seed(1)
+        steps = []
+        for number in range(LAYERS + 1):
+            model.zero_grad(set_to_none=True)
+            loss = model(**without_cache(model, tiny_batch("llama", seed=number))).loss
+            loss.backward()
+            steps.append((outcome(model, loss), random_state()))
+            optimizer.step()
+        found[every] = steps, model.state_dict()
+    assert hf_ckpt.describe(model).watched.checks == LAYERS + 1
+    for (one, state), (other, other_state) in zip(found[0][0], found[1][0], strict=True):
+        assert_same(one, other)
+        assert state == other_state
+    assert_same(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("whose", ["ours", "theirs"])
+def test_a_run_with_differences_is_the_same_wrong_run(whose, monkeypatch):
+    """To find the cause, a block runs twice more: without a trace in gradients, buffers and random state."""
+
+    def draws(block, hidden, shift):
+        shift = shift + torch.rand(16) + torch.from_numpy(numpy.random.rand(16)) + random.random()
+        return work(block, block.extra(hidden), shift.float())
+
+    monkeypatch.setattr(compat.RandomState, "restored", lambda state: contextlib.nullcontext())
+    found = {}
+    for every in (0, 1):
+        model = exhibit_model(fault=draws)
+        model.layers[1].extra = torch.nn.BatchNorm1d(8)
+        watch = Watch(1)
+        if whose == "ours":
+            hf_ckpt.install(model, {"policy": "full", "check_every": every})
+            enable(model)
+        else:
+            enable(model, {"use_reentrant": False})
+        numpy.random.seed(0)
+        steps = []
+        for number in range(2):  # up to the first difference
+            if whose == "theirs" and every:
+                watch.on_forward(model, None)
+            steps.append((exhibit_step(model, number), random_state()))
+        found[every] = steps, model.state_dict()
+    assert len(watch.differences if whose == "theirs" else differences(model)) == 1
+    for (one, state), (other, other_state) in zip(found[0][0], found[1][0], strict=True):
+        assert_same(one, other)
+        assert state == other_state
+    assert_same(found[0][1], found[1][1])
+
+
+def has_check(model):
+    return any(isinstance(value, Check) for module in model.modules() for value in vars(module).values())
+
+
+@each_policy
+def test_a_model_is_copied_and_taken_off_while_a_check_is_pending(policy):
+    """Before the block's forward its function is the check; afterwards its backward is still to be compared."""
+    model = watched(policy)
+    keys = list(model.state_dict())
+    raises = model.model.embed_tokens.register_forward_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(model, tiny_batch("llama"))
+    raises.remove()
+    assert has_check(model)
+    assert hf_ckpt.describe(model).plan.actions  # which looks for lost blocks
+    assert list(model.state_dict()) == keys
+    batch = tiny_batch("llama")
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not has_check(copied)
+        assert_same(step(watched(policy), batch), step(copied, batch))
+    loss = model(**without_cache(model, batch)).loss  # the one that is pending is put back, and the next block checked
+    assert not has_check(model)
+    copy.deepcopy(model), pickle.dumps(model)
+    hf_ckpt.uninstall(model)
+    loss.backward()
+    assert installation(model) is None
+    assert not any(FUNCTION in vars(module) for module in model.modules())
+    assert_same(step(tiny_model("llama", layers=LAYERS, dropout=0.1), batch), step(model, batch))
+
+
+# --- steps of other shapes -----------------------------------------------------------------------------------------
+
+
+def loss_of(model, seed):
+    torch.manual_seed(seed)
+    return model(**without_cache(model, tiny_batch("llama", seed=seed))).loss
+
+
+def accumulates(model):
+    for seed in range(3):
+        loss_of(model, seed).backward()
+
+
+def two_forwards_and_one_backward(model):
+    (loss_of(model, 0) + 2 * loss_of(model, 1)).backward()
+
+
+def backward_in_another_order(model):
+    losses = [loss_of(model, 0), loss_of(model, 1)]
+    losses[0].backward()
+    losses[1].backward()
+
+
+def keeps_its_graph(model):
+    loss = loss_of(model, 0)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def asks_for_gradients(model):
+    loss = loss_of(model, 0)
+    weights = [model.lm_head.weight, model.model.layers[0].mlp.up_proj.weight]
+    for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+        weight.grad = gradient
+
+
+def evaluates_between(model):
+    loss = loss_of(model, 0)
+    with torch.no_grad():
+        loss_of(model, 1)
+    loss.backward()
+
+
+def drops_a_graph(model):
+    loss_of(model, 0)
+    loss_of(model, 1).backward()
+
+
+def fails_in_forward(model):
+    handle = model.model.layers[2].register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, 0).backward()
+    handle.remove()
+    loss_of(model, 1).backward()
+
+
+def fails_in_backward(model):
+    handle = model.model.layers[1].register_forward_hook(
+        lambda module, args, output: output.register_hook(lambda gradient: 1 / 0) and None
+    )
+    loss = loss_of(model, 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    model.zero_grad(set_to_none=True)
+    loss_of(model, 1).backward()
+
+
+STEPS = {
+    accumulates: 3,
+    two_forwards_and_one_backward: 2,
+    backward_in_another_order: 2,
+    keeps_its_graph: 1,
+    asks_for_gradients: 1,
+    evaluates_between: 1,
+    drops_a_graph: 1,
+    fails_in_forward: 1,
+    fails_in_backward: 1,
+}
+"""A step -> checks that end in it."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "run"),
+    [(policy, run) for policy in POLICIES for run in STEPS if (policy, run) != ("sac", keeps_its_graph)],  # nor has SAC
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
+)
+def test_steps_of_every_shape(policy, run):
+    plain, model = tiny_model("llama", layers=LAYERS, dropout=0.1), watched(policy)
+    for _ in range(2):
+        for each in (plain, model):
+            each.zero_grad(set_to_none=True)
+            run(each)
+        assert_same(gradients(plain), gradients(model))
+    report = hf_ckpt.describe(model).watched
+    assert not report.differences
+    assert report.checks == 2 * STEPS[run]
+    assert report.compared > 0
