@@ -32,6 +32,8 @@ class Rerun(Check):
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `function(fn, *args)` for `fn`, the block's own forward; `args[0]` are the hidden states."""
         self.put_back(self)
+        if not self.is_first_call():
+            return self.function(fn, *args)
         hidden = args[0] if args else None
         if (
             not torch.is_grad_enabled()

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,6 +96,7 @@ class Check:
         """Bytes of the tensors that were kept to be compared, parameters left out."""
         self.room_bytes = room_bytes
         self.put_back, self.on_gradient, self.done = put_back, on_gradient, done
+        self._first_call = threading.Lock()
         self._storages: set[int] = set()
         self._names: dict[int, str] = {}
         self._outer: compat.SavedTensorHooks | None = None
@@ -110,6 +112,8 @@ class Check:
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `function(fn, *args)` for `fn`, the block's own forward."""
         self.put_back(self)
+        if not self.is_first_call():
+            return self.function(fn, *args)
         unusual = compat.is_compiling() or compat.is_capturing() or compat.transforms()
         if not torch.is_grad_enabled() or unusual or any(map(_has_no_values, args)):
             return self.function(fn, *args)
@@ -136,6 +140,10 @@ class Check:
             self._run = None
             self.done(self)
         return output
+
+    def is_first_call(self) -> bool:
+        """Whether this is the first call: another thread may run the same block at the same moment."""
+        return self._first_call.acquire(blocking=False)
 
     # --- the forward ---
 
