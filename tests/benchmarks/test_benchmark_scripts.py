@@ -291,7 +291,7 @@ def test_the_largest_that_fits(config, monkeypatch, tmp_path, capsys):
     def forecast(asked):
         if asked.batch > 7:
             raise InfeasibleError(1, 2, {}, (), "no plan fits")
-        return Found(int(asked.budget[:-1]))
+        return Found(asked.budget)
 
     monkeypatch.setattr(largest, "measured_peak", peak)
     monkeypatch.setattr(largest, "forecast", forecast)
