@@ -39,7 +39,8 @@ NOT_OF_TORCH = {
         "_kwargs",
         "_hooks",
     },
-    "peft": {"_cast_input_dtype", "_disable_adapters"},
+    "peft": {"_active_adapter", "_cast_input_dtype", "_disable_adapters"},
+    "random": {"_inst"},
     "trl": {"_trainer"},
     "operations": {
         "_int_mm",
