@@ -156,7 +156,8 @@ def all_devices() -> list[torch.device]:
 def _is_ready(device: torch.device) -> bool:
     """Whether a device has a random state now: reading it would initialise the device."""
     module = getattr(torch, device.type, None)
-    return device.type != "cpu" and hasattr(module, "get_rng_state") and bool(getattr(module, "_initialized", True))
+    is_initialized = getattr(module, "is_initialized", None)
+    return device.type != "cpu" and hasattr(module, "get_rng_state") and (is_initialized is None or is_initialized())
 
 
 def _of_device(device: torch.device) -> torch.Tensor:
