@@ -160,6 +160,34 @@ def test_after_a_difference_under_selective(monkeypatch):
     assert hf_ckpt.describe(model).plan.summary() == "full on all 4 blocks"
 
 
+CHUNKS = {"head in chunks": {"head": 8}, "feed-forward in chunks": {"mlp": 8}}
+
+
+@pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
+@pytest.mark.parametrize("what", CHUNKS)
+def test_chunks_are_compared_within_rounding(what, precision, monkeypatch):
+    """A fiftieth more than the gradient of plain code is no rounding in float32, and a half more nowhere."""
+
+    def differences_of(factor):
+        dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        model = tiny_model("llama", layers=LAYERS, dtype=dtype)
+        hf_ckpt.install(model, {"policy": "full", "check_every": 1, **CHUNKS[what]})
+        enable(model)
+        compare = watching.Watch._compare_chunks
+        with monkeypatch.context() as patch:
+            patch.setattr(Watch, "_compare_chunks", lambda *args: compare(*args[:-1], args[-1] * factor))
+            for number in range(2):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast"):
+                    loss = model(**without_cache(model, tiny_batch("llama", seed=number))).loss
+                loss.backward()
+        assert hf_ckpt.describe(model).watched.checks == 4  # a block and chunks, in two steps
+        return [found.block for found in differences(model)]
+
+    assert differences_of(1.0) == []
+    assert differences_of(1.5) == [what, what]
+    assert differences_of(1.02) == ([what, what] if precision == "float32" else [])
+
+
 # --- how much memory, and when -------------------------------------------------------------------------------------
 
 

@@ -167,7 +167,8 @@ class Job:
             result = self.of(self.source.logits(given), some)
         down = gradient[some] if gradient.dim() else gradient.to(result.dtype).expand_as(result)
         (expected,) = torch.autograd.grad(result, given, down)
-        report(expected, found[some])
+        with autocast(self.source.device_type, self.source.autocast_dtype):  # how far rounding may go depends on it
+            report(expected, found[some])
 
 
 class Gradients:
