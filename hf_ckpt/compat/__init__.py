@@ -71,6 +71,7 @@ from hf_ckpt.compat.torch import (
     enter_dispatch_mode_below,
     has_global_hooks,
     has_gradient_hooks,
+    inner_saved_tensor_hooks,
     is_any_wrapper,
     is_capturing,
     is_changed_in_place,

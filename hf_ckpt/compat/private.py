@@ -174,6 +174,11 @@ _ROWS = (
         "leaves out of the names of blocks what wrappers add to them",
         without="blocks keep the names that they have",
     ),
+    PrivateName(
+        ("pack_hook._user_hooks",),
+        "shows selective checkpointing the saved-tensor hooks around a block that is checked",
+        without="it does not look for them, until torch 2.13",
+    ),
     PrivateName(("Reducer._get_zeros_like_grad_buckets",), "counts the buckets in which gradients are reduced"),
     PrivateName(("FullyShardedDataParallel._handle",), "counts flat parameters and their gradients"),
 )

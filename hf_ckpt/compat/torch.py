@@ -189,6 +189,23 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     return found
 
 
+@contextlib.contextmanager
+def inner_saved_tensor_hooks(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> Iterator[None]:
+    """Put saved-tensor hooks inside those of a checkpoint, for torch to take them for a part of it.
+
+    Since torch 2.14, what selective checkpointing saves goes to the innermost hooks that are not marked in this way.
+    """
+    marked = functools.partial(pack)
+    vars(marked).update(_checkpoint_internal=True, _user_hooks=top_saved_tensor_hooks())
+    with torch.autograd.graph.saved_tensors_hooks(marked, unpack):
+        try:
+            yield
+        finally:
+            del vars(marked)["_user_hooks"]  # the graph holds the first hook, and must not hold these
+
+
 def registered_hooks() -> int:
     """Return how many hooks were registered in this process so far, on modules, tensors and optimizers alike."""
     return RemovableHandle.next_id

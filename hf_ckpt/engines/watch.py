@@ -316,7 +316,7 @@ class _Forward:
             check._outer = compat.top_saved_tensor_hooks()
             if check._outer is None:
                 return self.function(*args, **kwargs)
-            with torch.autograd.graph.saved_tensors_hooks(check.pack, check.unpack):
+            with compat.inner_saved_tensor_hooks(check.pack, check.unpack):
                 return self.function(*args, **kwargs)
         if self.before is not None and not self.before.running:
             before, self.before = self.before, None
