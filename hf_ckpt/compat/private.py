@@ -179,11 +179,6 @@ _ROWS = (
         "shows selective checkpointing the saved-tensor hooks around a block that is checked",
         without="it does not look for them, until torch 2.13",
     ),
-    PrivateName(
-        ("device_module._initialized",),
-        "leaves devices alone that torch has not initialised when it reads random state",
-        without="they are initialised",
-    ),
     PrivateName(("Reducer._get_zeros_like_grad_buckets",), "counts the buckets in which gradients are reduced"),
     PrivateName(("FullyShardedDataParallel._handle",), "counts flat parameters and their gradients"),
 )
