@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from hf_ckpt import compat
-from hf_ckpt.engines.watch import Check, share_of_difference
+from hf_ckpt.engines.differences import share_of_difference
+from hf_ckpt.engines.watch import Check
 
 Report = Callable[[torch.Tensor, torch.Tensor], None]
 """Called with the gradient of some tokens as plain code computes it, and as chunks have."""

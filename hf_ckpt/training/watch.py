@@ -22,8 +22,9 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import exchange, put_check
 from hf_ckpt.attach.record import FUNCTION, Installation, is_on
+from hf_ckpt.engines.differences import Difference
 from hf_ckpt.engines.rerun import Rerun, beyond_rounding
-from hf_ckpt.engines.watch import Check, Difference
+from hf_ckpt.engines.watch import Check
 from hf_ckpt.errors import MismatchError
 from hf_ckpt.measure.machine import spare_bytes
 from hf_ckpt.models.blocks import find_blocks

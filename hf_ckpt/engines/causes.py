@@ -1,0 +1,278 @@
+"""Why the backward of a block was given other tensors than its forward saved: what was different when it ran again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.engines.differences import Difference, difference_of, is_plain, version_of
+from hf_ckpt.models.blocks import routers
+
+
+class BlockState:
+    """How a block ran for the first time and again, from which the cause of a difference is told.
+
+    Args:
+        module: the block.
+        inputs: what its checkpointing function was given for it.
+    """
+
+    def __init__(self, module: nn.Module, inputs: list[Any]) -> None:
+        self.module, self.inputs = module, inputs
+        self.running = True
+        """Whether the forward is still running."""
+        self.versions = _versions(inputs)
+        self.settings: dict[str, dict[str, Any]] = {}
+        self.parameters = _parameters(module)
+        self.buffers: list[tuple[str, int, int]] = []
+        self.changed: list[tuple[str, str]] = []
+        """What is set otherwise when the backward begins: (setting, qualified name of the module)."""
+        self.replaced = False
+        """Whether other tensors are in the places of the parameters when the backward begins."""
+        self.changes_input = False
+        self.autocast = _autocast()
+        self.given: dict[tuple[int | str, int], tuple[torch.Tensor, int]] = {}
+        """The tensors that the block was given for the first run, with their versions, as far as there was room."""
+        self.names: set[int | str] = set()
+        self.random: compat.RandomState | None = None
+        self.ran_again = False
+        self.missing: list[str] = []
+        """Names of arguments that the block was not given again."""
+        self.given_others: list[str] = []
+        """Arguments that had other values when the block ran again."""
+        self.other_autocast = self.other_random = self.other_host = False
+        """Whether autocast and random state were others when the block ran again."""
+
+    def first_run(
+        self, args: tuple[Any, ...], keywords: dict[str, Any], take_room_for: Callable[[torch.Tensor], bool]
+    ) -> None:
+        """Note what the block is given, and the random state."""
+        given = {key: value for key, value in _tensors(args, keywords).items() if take_room_for(value)}
+        self.given = {key: (value.detach(), version_of(value)) for key, value in given.items()}
+        self.names = {*range(len(args)), *keywords}
+        self.random = compat.RandomState(compat.all_devices())
+
+    def forward_has_ended(self) -> None:
+        self.running = False
+        self.changes_input = _versions(self.inputs) != self.versions
+        self.inputs = []  # their graph may hold what holds this: a cycle
+        self.settings = _settings(self.module)
+
+    def backward_begins(self) -> None:
+        self.buffers = _buffers(self.module)
+        now = _settings(self.module)
+        self.changed = [
+            (key, name)
+            for name, before in self.settings.items()
+            for key, value in before.items()
+            if now.get(name, before).get(key, value) != value
+        ]
+        self.replaced = _parameters(self.module) != self.parameters
+
+    def next_run(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Compare with `first_run`, the first time that the block runs again."""
+        assert self.random is not None
+        self.ran_again = True
+        again = _tensors(args, keywords)
+        self.missing = [str(name) for name in self.names - {*range(len(args)), *keywords}]
+        self.given_others = [
+            f"`{self._name_of(name, args)}`"
+            for (name, place), (value, version) in self.given.items()
+            if (name, place) in again
+            and (version_of(value) != version or difference_of(value, again[name, place]) is not None)
+        ]
+        self.given = {}
+        self.other_autocast = _autocast() != self.autocast
+        self.other_random, self.other_host = self.random.of_torch_has_moved(), self.random.of_host_may_have_moved()
+
+    def _name_of(self, place: int | str, args: tuple[Any, ...]) -> str:
+        """The name of an argument of the block's forward."""
+        if isinstance(place, str):
+            return place
+        names = list(inspect.signature(self.module.forward).parameters)  # without the block itself
+        place -= any(arg is self.module for arg in args)
+        return names[place] if place < len(names) else f"argument {place}"
+
+    def updated_again(self) -> list[str]:
+        """Names of the buffers that were changed during the backward."""
+        now = set(_buffers(self.module))
+        return [name for name, *mark in self.buffers if (name, *mark) not in now]
+
+    def cause(self, run: Callable[[], Any] | None, first: Difference, rebuilds: bool) -> str:
+        """The likely cause of the first difference, and what to do about it.
+
+        `run` runs the block once more, if that is possible. `rebuilds` says whether the engine is one of hf_ckpt that
+        rebuilds single tensors.
+        """
+        known = self._cause_told_by_state(run is not None, first, rebuilds)
+        if known:
+            return known
+        drawn = None if run is None else _draws(self.module, run, self.autocast)
+        if drawn is not None and drawn.differs:
+            return (
+                "Run twice from the same random state, the block gives other results by itself: a nondeterministic "
+                "kernel (torch.use_deterministic_algorithms(True) names it) or a random generator of its own."
+            )
+        experts = " So tokens may go to other experts." if routers(self.module) else ""
+        if self.other_random and (drawn is None or drawn.from_torch):
+            return f"Random numbers are drawn anew: set preserve_rng_state to True.{experts}"
+        if self.other_host and drawn is not None and drawn.from_host:
+            return (
+                "The block draws from Python's `random` or numpy, whose state the recomputation does not restore."
+                f"{experts}"
+            )
+        if first.operation != "buffer" and (updated := self.updated_again()):
+            return f"The block reads `{updated[0]}`, a buffer that it updates itself in every run.{experts}"
+        if self.changed:
+            return f"Unknown; {self._changes()} changed between forward and backward.{experts}"
+        if self.other_random:
+            return f"Unknown: something that the block reads has changed between forward and backward.{experts}"
+        return (
+            "Unknown: the inputs, settings, random state and autocast of the recomputation were those of the forward. "
+            f"The block reads something else, or saves memory that is not written yet.{experts}"
+        )
+
+    def _cause_told_by_state(self, whole: bool, first: Difference, rebuilds: bool) -> str:
+        """The cause, where it can be told without running the block once more; else nothing."""
+        if first.operation == "parameter":
+            return "Change parameters after the backward only (optimizers do), or copy the model for the change."
+        if first.operation == "buffer":
+            return (
+                "The block updates it in every run: hf_ckpt's `full` puts it back, and `selective` runs no block twice."
+            )
+        if first.operation == "gradient":
+            return "Reentrant checkpointing needs an input that requires gradients: set use_reentrant to False."
+        if any(key in SETTINGS for key, _ in self.changed):
+            return f"Between forward and backward {self._changes()} changed. Do that after the backward."
+        if self.replaced and whole:
+            return (
+                "Between forward and backward the parameters were exchanged for others, as `functional_call` does. "
+                "Call backward before it ends, or use hf_ckpt's `full`."
+            )
+        if self.changes_input:
+            return "The block changes its input in place, and is recomputed from the changed input."
+        if rebuilds:
+            return "An operation was rebuilt from wrong inputs. Please report it; `policy: full` recomputes the block."
+        if not self.ran_again:
+            return (
+                "The block did not run again: what stores or moves its tensors has changed them, by a buffer that is "
+                "used again too early, a copy that has not ended, or a smaller type."
+            )
+        if self.missing:
+            return f"The recomputation leaves out {', '.join(f'`{name}`' for name in sorted(self.missing))}."
+        if self.given_others:
+            return (
+                f"The block is recomputed from other inputs than it had: {', '.join(self.given_others[:3])}. They were "
+                "changed in place, or what stores them, such as offloading, has changed them."
+            )
+        if self.other_autocast or "type" in first.what:
+            return "The recomputation ran under another autocast: enter autocast around the forward in the same way."
+        return ""
+
+    def _changes(self) -> str:
+        known = [(SETTINGS[key], name) for key, name in self.changed if key in SETTINGS]
+        of = known or [(f"`{key}`", name) for key, name in self.changed]
+        names = dict.fromkeys(f"{what} of {f'`{name}`' if name else 'the block'}" for what, name in of)
+        return ", ".join(list(names)[:4])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draws:
+    """What two further runs of a block, from the same random state, have shown."""
+
+    differs: bool
+    from_host: bool
+    """Whether numbers were drawn from Python's `random` or from numpy."""
+    from_torch: bool
+
+
+def _draws(module: nn.Module, run: Callable[[], Any], autocast: dict[str, torch.dtype | None]) -> _Draws | None:
+    """Run a block twice without gradients; None where it cannot run. Random state and buffers stay as they are."""
+    state = compat.RandomState(compat.all_devices())
+    outputs: list[list[torch.Tensor]] = []
+    from_host = from_torch = False
+    with contextlib.ExitStack() as around:
+        around.enter_context(torch.no_grad())
+        around.enter_context(compat.unseen_by_modes())
+        for kind, dtype in autocast.items():
+            around.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+        try:
+            for _ in range(2):
+                with state.kept(), _buffers_put_back(module):
+                    outputs.append([v.clone() for v in compat.tree_leaves(run()) if torch.is_tensor(v)])
+                    from_host, from_torch = state.of_host_may_have_moved(), state.of_torch_has_moved()
+        except RuntimeError:  # its inputs were changed, or their memory is in use again
+            return None
+    one, other = outputs
+    differs = len(one) != len(other) or any(difference_of(*pair) for pair in zip(one, other, strict=True))
+    return _Draws(differs, from_host, from_torch)
+
+
+@contextlib.contextmanager
+def _buffers_put_back(module: nn.Module) -> Iterator[None]:
+    copies = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_inference()]
+    try:
+        yield
+    finally:
+        for buffer, copied in copies:
+            if difference_of(buffer, copied) is not None:
+                buffer.copy_(copied)
+
+
+SETTINGS = {
+    "training": "train or eval mode",
+    "_active_adapter": "the active adapter",
+    "_disable_adapters": "whether adapters are on,",
+    "_forward_hooks": "hooks",
+    "_forward_pre_hooks": "hooks",
+}
+"""Attributes of modules that decide how they run -> what to call them."""
+
+
+def _settings(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Of every module below: its mode, adapters and hooks, and other attributes that are plain values."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, inner in module.named_modules():
+        settings: dict[str, Any] = {}
+        for key, value in vars(inner).items():
+            if isinstance(value, bool | int | float | str | None):
+                settings[key] = value
+            elif key in SETTINGS:
+                settings[key] = list(value) if "hooks" in key else str(value)
+        found[name] = settings
+    return found
+
+
+def _buffers(module: nn.Module) -> list[tuple[str, int, int]]:
+    return [(name, id(buffer), version_of(buffer)) for name, buffer in module.named_buffers()]
+
+
+def _parameters(module: nn.Module) -> list[int]:
+    """What is in the places of the parameters of a block, to be compared."""
+    return [id(value) for inner in module.modules() for value in vars(inner)["_parameters"].values()]
+
+
+def _versions(inputs: list[Any]) -> list[int]:
+    return [version_of(leaf) for leaf in compat.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+
+
+def _tensors(args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[tuple[int | str, int], torch.Tensor]:
+    """(place or name of an argument, number of the tensor in it) -> tensor, for those whose values can be compared."""
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *keywords.items()]
+    return {
+        (name, place): leaf
+        for name, value in named
+        for place, leaf in enumerate(compat.tree_leaves(value))
+        if isinstance(leaf, torch.Tensor) and is_plain(leaf)
+    }
+
+
+def _autocast() -> dict[str, torch.dtype | None]:
+    return {kind: compat.autocast_dtype(kind) for kind in {"cpu", compat.accelerator_type() or "cpu"}}
