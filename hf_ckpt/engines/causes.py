@@ -60,12 +60,14 @@ class BlockState:
         self.random = compat.RandomState(compat.all_devices())
 
     def forward_has_ended(self) -> None:
+        """Note how the block is set when its forward has ended."""
         self.running = False
         self.changes_input = _versions(self.inputs) != self.versions
         self.inputs = []  # their graph may hold what holds this: a cycle
         self.settings = _settings(self.module)
 
     def backward_begins(self) -> None:
+        """Compare with how the block is set when its backward begins."""
         self.buffers = _buffers(self.module)
         now = _settings(self.module)
         self.changed = [

@@ -57,10 +57,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def has_no_values(value: Any) -> bool:
+    """Whether a value is a tensor that has a shape and a type only, such as a fake one."""
     return isinstance(value, torch.Tensor) and (compat.is_fake(value) or value.is_meta)
 
 
 def has_graph(value: Any) -> bool:
+    """Whether a value is a tensor that requires gradients."""
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
