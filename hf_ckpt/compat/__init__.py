@@ -6,7 +6,6 @@ room does so. Use it as `from hf_ckpt import compat; compat.is_compiling()`.
 
 from __future__ import annotations
 
-from hf_ckpt.compat.accelerate import accelerate_owns_checkpointing, accelerator_class, accumulated_steps
 from hf_ckpt.compat.compiler import (
     MOST_CHOICES,
     call_parts,
@@ -21,15 +20,28 @@ from hf_ckpt.compat.compiler import (
     keeping,
     missing_compiler,
 )
-from hf_ckpt.compat.ddp import (
+from hf_ckpt.compat.distributed import (
+    FOREIGN_OWNER_SEGMENT,
+    WRAPPER_SEGMENTS,
+    accelerate_owns_checkpointing,
+    accelerator_class,
+    accumulated_steps,
+    counted_by_deepspeed,
     data_parallel,
+    deepspeed_with_empty_shapes,
+    flat_parameters,
     is_distributed,
+    is_sharded,
+    local,
     of_all_ranks,
+    parameters_stay,
+    plain_class,
     rank,
     ranks,
+    ranks_recompute_together,
     reduction_buckets,
+    steps_in_lockstep,
 )
-from hf_ckpt.compat.deepspeed import counted_by_deepspeed, deepspeed_with_empty_shapes
 from hf_ckpt.compat.fakes import run_on_fakes
 from hf_ckpt.compat.frames import (
     PythonCall,
@@ -39,17 +51,6 @@ from hf_ckpt.compat.frames import (
     python_call,
     rebound,
     running_modules,
-)
-from hf_ckpt.compat.fsdp import (
-    FOREIGN_OWNER_SEGMENT,
-    WRAPPER_SEGMENTS,
-    flat_parameters,
-    is_sharded,
-    local,
-    parameters_stay,
-    plain_class,
-    ranks_recompute_together,
-    steps_in_lockstep,
 )
 from hf_ckpt.compat.kernels import accelerator_kernels
 from hf_ckpt.compat.peft import adapters_off, add_lora, merged_adapters

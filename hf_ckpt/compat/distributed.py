@@ -1,0 +1,169 @@
+"""Training on several ranks: torch's DistributedDataParallel and FSDP, DeepSpeed, and what accelerate knows of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_ckpt.versions import LAST_DEEPSPEED_WITH_EMPTY_SHAPES
+
+FOREIGN_OWNER_SEGMENT = "_checkpoint_wrapped_module"
+"""The part that torch's own checkpoint wrapper, which accelerate's FSDP plugin applies, adds to qualified names."""
+WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", FOREIGN_OWNER_SEGMENT})
+"""The parts that wrappers add to qualified names: torch.compile of a block, FSDP1, and torch's checkpoint wrapper."""
+
+
+def steps_in_lockstep(model: nn.Module) -> bool:
+    """Whether ranks wait for each other inside forward and backward (FSDP, DeepSpeed): none can repeat a step alone."""
+    return is_sharded(model) or any(
+        kind.__name__ == "DeepSpeedEngine" for module in model.modules() for kind in type(module).__mro__
+    )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether parameters are split over ranks, by FSDP or by ZeRO-3."""
+    return any(
+        type(module).__name__.startswith(("FSDP", "FullyShardedDataParallel")) for module in model.modules()
+    ) or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def ranks_recompute_together(model: nn.Module) -> bool:
+    """Whether all ranks have to recompute the same blocks: ZeRO-3 gathers the parameters of a module again when it runs
+    again in a recomputation."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def flat_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """Return the flat parts of parameters that FSDP1 leaves to this rank; `parameters()` may give views of them."""
+    handles: list[Any] = [getattr(module, "_handle", None) for module in model.modules()]
+    return [handle.flat_param for handle in handles if hasattr(handle, "flat_param")]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank holds; a tensor that is not split is returned as it is."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module before FSDP2 replaced it by a subclass called `FSDP<name>`."""
+    return next((kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP")), type(module))
+
+
+def parameters_stay(module: nn.Module) -> bool:
+    """Whether all parameters lie whole on their device throughout a step.
+
+    They do not where FSDP, ZeRO-3 or tensor parallelism splits them, or where accelerate's hooks move them in and out.
+    """
+    return not any(
+        type(inner).__name__.startswith(("FSDP", "FullyShardedDataParallel"))
+        or hasattr(inner, "_hf_hook")
+        or any(hasattr(p, "ds_id") or hasattr(p.data, "device_mesh") for p in inner.parameters(recurse=False))
+        for inner in module.modules()
+    )
+
+
+def data_parallel(model: nn.Module) -> Any | None:
+    """Return the DistributedDataParallel that `model` is or compiles, if it has more than one rank; else None."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = getattr(model, "_orig_mod", model)  # torch.compile goes around it
+    if isinstance(model, DistributedDataParallel) and torch.distributed.get_world_size(model.process_group) > 1:
+        return model
+    return None
+
+
+class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the tensors that zeros are to look like, and returns them instead."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.zeros_like.default:
+            return func(*args, **(kwargs or {}))
+        self.tensors.append(args[0])
+        return args[0]
+
+
+def reduction_buckets(model: nn.Module) -> list[torch.Tensor]:
+    """Return the flat tensors in which a DistributedDataParallel reduces gradients; none for any other model.
+
+    torch gives out only zeros that look like them, but it asks for these by an operation that a dispatch mode sees.
+    """
+    wrapped = data_parallel(model)
+    seen = _Seen()
+    if wrapped is not None:
+        with seen:
+            wrapped.reducer._get_zeros_like_grad_buckets()
+    return seen.tensors
+
+
+def rank() -> int:
+    """Return the rank of this process; 0 without torch.distributed."""
+    return torch.distributed.get_rank() if is_distributed() else 0
+
+
+def ranks() -> int:
+    """Return how many processes train together; 1 without torch.distributed."""
+    return torch.distributed.get_world_size() if is_distributed() else 1
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of several ranks."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """Return `value` of every rank, in rank order; `[value]` without torch.distributed. All ranks must call it."""
+    if not is_distributed():
+        return [value]
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, value)
+    return gathered
+
+
+def deepspeed_with_empty_shapes(model: nn.Module) -> str | None:
+    """Return the version of the DeepSpeed in use, if it gives frozen parameters no shape while a block is recomputed.
+
+    Returns None where the model has no frozen parameters under ZeRO-3, or where DeepSpeed is a later one.
+    """
+    if not any(hasattr(parameter, "ds_id") and not parameter.requires_grad for parameter in model.parameters()):
+        return None
+    found = importlib.metadata.version("deepspeed")
+    return found if Version(found) <= Version(LAST_DEEPSPEED_WITH_EMPTY_SHAPES) else None
+
+
+def counted_by_deepspeed(name: str) -> bool:
+    """Whether an attribute of a module is a count or mark of DeepSpeed's, which changes in forward and backward."""
+    return name.startswith("ds_") or name == "applied_pre_backward_ref_cnt"
+
+
+def accelerate_owns_checkpointing() -> bool:
+    """Whether accelerate's FSDP plugin of this process is set to checkpoint activations itself."""
+    state_module = sys.modules.get("accelerate.state")
+    if state_module is None or not state_module.AcceleratorState._shared_state:
+        return False
+    plugin = state_module.AcceleratorState._shared_state.get("fsdp_plugin")
+    return bool(plugin is not None and getattr(plugin, "activation_checkpointing", False))
+
+
+def accelerator_class() -> Any:
+    """Return `accelerate.Accelerator`, which takes a second to import."""
+    from accelerate import Accelerator
+
+    return Accelerator
+
+
+def accumulated_steps() -> int:
+    """Return how many micro-steps of gradient accumulation make a step; 1 where accelerate was not told."""
+    state_module = sys.modules.get("accelerate.state")
+    shared = state_module.GradientState._shared_state if state_module is not None else {}
+    return int((shared.get("plugin_kwargs") or {}).get("num_steps", 1))
