@@ -73,20 +73,20 @@ def parse_fraction(text: str) -> float:
     return share
 
 
-def parse_budget(given: float | str) -> int | float:
+def parse_budget(value: float | str) -> int | float:
     """Read a budget: an int is bytes, a float a share: `parse_budget("20GiB") == 21474836480`.
 
     A share is written as `"80%"` or, as a number or a text, 0.8. Raises `UnitError` for what is neither size nor share.
     """
-    if isinstance(given, str) and given.strip().endswith("%"):
-        return parse_fraction(given)
-    if isinstance(given, str) and _SHARE.fullmatch(given):
-        given = float(given)
-    if not isinstance(given, float):
-        return parse_bytes(given)
-    if not 0 < given <= 1:
-        raise UnitError(f"a share must be above 0 and at most 1, but is {given!r} instead.")
-    return given
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return parse_fraction(value)
+    if isinstance(value, str) and _SHARE.fullmatch(value):
+        value = float(value)
+    if not isinstance(value, float):
+        return parse_bytes(value)
+    if not 0 < value <= 1:
+        raise UnitError(f"a share must be above 0 and at most 1, but is {value!r} instead.")
+    return value
 
 
 def budget_bytes(budget: float | None, memory_bytes: int) -> int:

@@ -52,10 +52,10 @@ class Boundaries:
             if self._mark is not None:
                 self._mark(what, name, has_graph)
 
-    def _begins(self, name: str, given: Any) -> None:
+    def _begins(self, name: str, inputs: Any) -> None:
         if self._inside is None and not self._in_backward and _counts():
             self._inside = name
-            self._note("forward", name, _first_with_graph(given) is not None)
+            self._note("forward", name, _first_with_graph(inputs) is not None)
 
     def _has_ended(self, name: str, output: Any) -> None:
         if self._inside != name:

@@ -89,20 +89,20 @@ class CacheHook:
             return (*args[:place], False, *args[place + 1 :]), kwargs
         return args, {**kwargs, "use_cache": False}
 
-    def _check(self, owner: nn.Module, given: dict[str, Any]) -> bool:
+    def _check(self, owner: nn.Module, caches: dict[str, Any]) -> bool:
         """Return whether a training forward was given caches that are to be left out, all of them empty.
 
         Planned blocks would not write into them, but others would, so that the next forward met a cache that is partly
         filled. Raises `HfCkptError` for a cache that is not empty.
         """
-        if not owner.training or not self.outermost.enter(owner) or not self.functions.active or not given:
+        if not owner.training or not self.outermost.enter(owner) or not self.functions.active or not caches:
             return False
-        filled = next((name for name, cache in given.items() if compat.is_filled(cache)), None)
+        filled = next((name for name, cache in caches.items() if compat.is_filled(cache)), None)
         if filled is None:
             return True
         self.outermost.leave(owner, (), None)
         raise HfCkptError(
-            f"the training forward of {type(owner).__name__} was given {filled}={type(given[filled]).__name__}, a "
+            f"the training forward of {type(owner).__name__} was caches {filled}={type(caches[filled]).__name__}, a "
             "cache that is not empty, which blocks that are recomputed cannot see (prefix tuning works this way). "
             "Train without checkpointing, or use another adapter: `with hf_ckpt.paused(model)` turns the plan off for "
             "a while."
@@ -139,13 +139,13 @@ class StackHook(CacheHook):
         self._checked: weakref.ref[nn.Module] | None = None
         """The module of the last training forward. accelerate makes a second one, which has the hooks of the first."""
 
-    def _check(self, owner: nn.Module, given: dict[str, Any]) -> bool:
+    def _check(self, owner: nn.Module, caches: dict[str, Any]) -> bool:
         """Raise `HfCkptError` for a training forward that cannot be recomputed, too, and warn of eval mode."""
         if not owner.training:
             if self.functions.active and is_trained(owner):
                 _warn_eval_mode(type(owner).__name__)
             return False
-        leave_out = super()._check(owner, given)
+        leave_out = super()._check(owner, caches)
         active = compat.transforms()
         if active:
             _refuse_transforms(owner, active)
@@ -220,14 +220,14 @@ class ModelHook:
     to the copy, and so does a pickled one.
 
     Args:
-        given: the arguments of the hook, of which the first is the model.
+        arguments: of the hook. The first one is the model.
     """
 
-    def __init__(self, *given: Any) -> None:
-        self._given = tuple(weakref.ref(value) if isinstance(value, nn.Module) else value for value in given)
+    def __init__(self, *arguments: Any) -> None:
+        self._held = tuple(weakref.ref(value) if isinstance(value, nn.Module) else value for value in arguments)
 
     def _arguments(self) -> list[Any]:
-        return [value() if isinstance(value, weakref.ref) else value for value in self._given]
+        return [value() if isinstance(value, weakref.ref) else value for value in self._held]
 
     @property
     def base(self) -> Any:

@@ -87,9 +87,9 @@ class DemoResult:
         return found
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> DemoResult:
+    def from_dict(cls, data: Mapping[str, Any]) -> DemoResult:
         """Read the form that `to_dict` returns."""
-        return cls(**{**given, "runs": [DemoRun(**run) for run in given["runs"]]})
+        return cls(**{**data, "runs": [DemoRun(**run) for run in data["runs"]]})
 
 
 def thinned(timeline: Sequence[int], points: int = TIMELINE_POINTS) -> list[int]:

@@ -101,12 +101,12 @@ def _traced(asked: Question, console: Console, *, as_json: bool) -> Forecast | N
             return None
 
 
-def print_forecast(found: Forecast, console: Console, *, frontier: bool = False) -> None:
+def print_forecast(forecast: Forecast, console: Console, *, frontier: bool = False) -> None:
     """Print a forecast, and with `frontier` the plans for other budgets that it holds."""
     from hf_ckpt.forecast.answers import answer_of
     from hf_ckpt.forecast.text import print_answer
 
-    print_answer(answer_of(found, frontier=frontier), console, str(found.plan))
+    print_answer(answer_of(forecast, frontier=frontier), console, str(forecast.plan))
 
 
 def _say_misfit(error: InfeasibleError, forecaster: Any, console: Console, *, as_json: bool) -> None:

@@ -295,10 +295,10 @@ def own_checkpointing(
     count = 0
 
     @contextlib.contextmanager
-    def recomputing(inside: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    def recomputing(context: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
         nonlocal count
         count += 1
-        with inside:
+        with context:
             yield
 
     def contexts() -> Contexts:

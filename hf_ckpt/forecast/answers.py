@@ -45,20 +45,20 @@ class Answer:
     """What fills the memory and what would lower it, where nothing fits, and notes."""
 
 
-def answer_of(found: Forecast, *, frontier: bool = False) -> Answer:
+def answer_of(forecast: Forecast, *, frontier: bool = False) -> Answer:
     """What is said of a forecast.
 
     Args:
-        found: the forecast.
+        forecast: the forecast.
         frontier: whether to list plans for other budgets, where they were found.
     """
     return Answer(
-        found.fits,
-        found.answer,
-        f"{assumed(found.workload, found.device)}, budget {format_bytes(found.budget_bytes)}",
-        (_peak_table(found), comparison_table(found, found.budget_bytes, frontier=frontier)),
-        copies_of(found),
-        (*_remarks(found), *_notes(found.costs.notes)),
+        forecast.fits,
+        forecast.answer,
+        f"{assumed(forecast.workload, forecast.device)}, budget {format_bytes(forecast.budget_bytes)}",
+        (_peak_table(forecast), comparison_table(forecast, forecast.budget_bytes, frontier=frontier)),
+        copies_of(forecast),
+        (*_remarks(forecast), *_notes(forecast.costs.notes)),
     )
 
 
@@ -101,24 +101,24 @@ def nearest_table(settings: Sequence[Setting], budget_bytes: int) -> Table:
     )
 
 
-def comparison_table(found: Forecast, budget_bytes: int, *, plan: bool = True, frontier: bool = False) -> Table:
+def comparison_table(forecast: Forecast, budget_bytes: int, *, plan: bool = True, frontier: bool = False) -> Table:
     """The plan beside other ways to train, with each peak and step over those of no checkpointing.
 
     Args:
-        found: the forecast.
+        forecast: the forecast.
         budget_bytes: the peak that is allowed.
         plan: whether there is a plan for this budget.
         frontier: whether to list plans for other budgets, where they were found.
     """
-    base = found.usual[0]
-    rows = [("this plan", found.peak_bytes, found.step_seconds)] if plan else []
-    rows += [(way.name, way.peak_bytes, way.step_seconds) for way in (*found.usual, *found.further)]
+    base = forecast.usual[0]
+    rows = [("this plan", forecast.peak_bytes, forecast.step_seconds)] if plan else []
+    rows += [(way.name, way.peak_bytes, way.step_seconds) for way in (*forecast.usual, *forecast.further)]
     if frontier:
         rows += [
             (f"planned for {format_bytes(way.budget_bytes)}", way.peak_bytes, way.step_seconds)
-            for way in found.frontier
+            for way in forecast.frontier
         ]
-    prediction = found.plan.prediction
+    prediction = forecast.plan.prediction
     tokens = prediction.tokens if prediction is not None else None
     return Table(
         "ways to train it, compared with no checkpointing (none); all figures are predicted",
@@ -138,17 +138,17 @@ def comparison_table(found: Forecast, budget_bytes: int, *, plan: bool = True, f
     )
 
 
-def copies_of(found: Forecast) -> tuple[tuple[str, str], ...]:
+def copies_of(forecast: Forecast) -> tuple[tuple[str, str], ...]:
     """What to copy into a training script or its YAML."""
     return (
-        ("Training arguments (YAML)", "\n".join(yaml_lines(arguments_of(found.workload, found.spec)))),
-        ("With the model (Python)", "\n".join(model_lines(found.workload, found.spec))),
+        ("Training arguments (YAML)", "\n".join(yaml_lines(arguments_of(forecast.workload, forecast.spec)))),
+        ("With the model (Python)", "\n".join(model_lines(forecast.workload, forecast.spec))),
     )
 
 
-def _peak_table(found: Forecast) -> Table:
+def _peak_table(forecast: Forecast) -> Table:
     """What fills the peak of the plan."""
-    static, worst, prediction = found.costs.static, found.timeline.worst, found.plan.prediction
+    static, worst, prediction = forecast.costs.static, forecast.timeline.worst, forecast.plan.prediction
     assert prediction is not None
     parts = {
         "weights": static.parameters,
@@ -157,14 +157,14 @@ def _peak_table(found: Forecast) -> Table:
         **dict(list(prediction.parts)[1:]),
     }
     rows = tuple((name, format_bytes(size)) for name, size in parts.items())
-    return Table(f"peak: {format_bytes(found.peak_bytes)}, in {worst.label}", ("part", "bytes"), rows)
+    return Table(f"peak: {format_bytes(forecast.peak_bytes)}, in {worst.label}", ("part", "bytes"), rows)
 
 
-def _remarks(found: Forecast) -> Iterator[str]:
+def _remarks(forecast: Forecast) -> Iterator[str]:
     """What else there is to say of a plan."""
-    plan, parts = found.plan, found.timeline.parts()
+    plan, parts = forecast.plan, forecast.timeline.parts()
     of_head = list(parts.values())[-1]
-    if found.timeline.is_heads and plan.head == "full" and of_head > parts["kept for backward"]:
+    if forecast.timeline.is_heads and plan.head == "full" and of_head > parts["kept for backward"]:
         yield (
             f"the head and its loss are the peak, with {format_bytes(of_head)} that no policy on blocks saves: "
             '--head auto ("head": "auto") takes them in chunks'
@@ -172,7 +172,7 @@ def _remarks(found: Forecast) -> Iterator[str]:
     if graphs := plan.graphs():
         each = ", ".join(f"{kind} of {stack} at share {share:g}" for stack, kind, share in graphs)
         yield f"compiles {len(graphs)} graphs with their backward: {each}"
-    for asked, most, unit in (("batch", found.max_batch, "sequences"), ("seq", found.max_tokens, "tokens")):
+    for asked, most, unit in (("batch", forecast.max_batch, "sequences"), ("seq", forecast.max_tokens, "tokens")):
         if most is not None:
             yield f"largest --{asked} within the budget: {most} {unit}"
 

@@ -37,7 +37,7 @@ def load(asked: Question) -> Any:
         return None
 
 
-def save(asked: Question, found: Any) -> None:
+def save(asked: Question, answers: Any) -> None:
     """Keep what was found of a training. Nothing is kept where the folder cannot be written."""
     path = _path(asked)
     if path is None:
@@ -46,7 +46,7 @@ def save(asked: Question, found: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "wb") as file:
-            file.write(zlib.compress(pickle.dumps(found)))
+            file.write(zlib.compress(pickle.dumps(answers)))
         os.replace(name, path)  # other processes see the old file or the new one, and never a part of it
         by_age = sorted(path.parent.iterdir(), key=lambda kept: kept.stat().st_mtime)
         for old in by_age[:-KEPT_FILES]:

@@ -44,9 +44,9 @@ _MARKS = {"square": "&#9632;", "x": "&#10005;", "star": "&#9733;"}
 _HOVER = "%{text}<br>peak %{x:.2f} GiB, step %{y:.4g} s<extra></extra>"
 
 
-def option_named(found: Forecast, name: str) -> Alternative:
+def option_named(forecast: Forecast, name: str) -> Alternative:
     """One of transformers' own options, by its name in tables. Raises `StopIteration` where there is none."""
-    return next(option for option in found.usual if option.name == name)
+    return next(option for option in forecast.usual if option.name == name)
 
 
 def css_colour(colour: str) -> str:
@@ -54,10 +54,10 @@ def css_colour(colour: str) -> str:
     return colour if colour.startswith("#") else "#808080"
 
 
-def levels_of(found: Forecast) -> Iterator[tuple[float, tuple[int, ...]]]:
+def levels_of(forecast: Forecast) -> Iterator[tuple[float, tuple[int, ...]]]:
     """Yield the memory of the step under the plan as (seconds since its begin, bytes of each of `PARTS`)."""
     now = 0.0
-    for moment in found.timeline.moments:
+    for moment in forecast.timeline.moments:
         levels = list(moment.levels()) or [(moment.start_bytes, moment.gradient_bytes)]
         seconds = moment.phase.nanoseconds / 1e9
         for place, (level, gradients) in enumerate(levels):
@@ -67,9 +67,9 @@ def levels_of(found: Forecast) -> Iterator[tuple[float, tuple[int, ...]]]:
         now += seconds
 
 
-def slices_of(found: Forecast, slices: int = SLICES) -> list[tuple[float, tuple[int, ...]]]:
+def slices_of(forecast: Forecast, slices: int = SLICES) -> list[tuple[float, tuple[int, ...]]]:
     """As `levels_of`, but only the moment with the most bytes of each of `slices` equal parts of the step."""
-    places = list(levels_of(found))
+    places = list(levels_of(forecast))
     end = places[-1][0] or 1.0
     most: dict[int, tuple[float, tuple[int, ...]]] = {}
     for seconds, sizes in places:
@@ -79,36 +79,36 @@ def slices_of(found: Forecast, slices: int = SLICES) -> list[tuple[float, tuple[
     return [*most.values(), places[-1]]
 
 
-def runs_of(found: Forecast) -> Iterator[tuple[float, float, str, list[int]]]:
+def runs_of(forecast: Forecast) -> Iterator[tuple[float, float, str, list[int]]]:
     """Yield what blocks get, through the step, as (begin, end, action, positions of blocks), with times in seconds.
 
     Blocks of a stack that run one after the other with the same action are one run.
     """
     known: dict[str | None, Any] = {
-        block.name: ((block.stack, str(action)), block.index) for block, action in found.plan.actions
+        block.name: ((block.stack, str(action)), block.index) for block, action in forecast.plan.actions
     }
     known[None] = (None, 0)
     now = 0.0
-    for key, group in itertools.groupby(found.timeline.moments, key=lambda moment: known[moment.block][0]):
+    for key, group in itertools.groupby(forecast.timeline.moments, key=lambda moment: known[moment.block][0]):
         moments = list(group)
         begin, now = now, now + sum(moment.phase.nanoseconds for moment in moments) / 1e9
         if key is not None:
             yield begin, now, key[1], sorted({known[moment.block][1] for moment in moments})
 
 
-def keeping_all(found: Forecast) -> Line:
+def keeping_all(forecast: Forecast) -> Line:
     """The memory of a step without checkpointing, which every picture of a plan is compared with."""
-    places = slices_of(found.within(max(option_named(found, "none").peak_bytes, found.floor_bytes)))
+    places = slices_of(forecast.within(max(option_named(forecast, "none").peak_bytes, forecast.floor_bytes)))
     return [_rounded(seconds * 1e3) for seconds, _ in places], [_rounded(sum(sizes) / GIB) for _, sizes in places]
 
 
-def timeline_figure(found: Forecast, budget_bytes: int, kept: Line, *, fits: bool = True) -> Figure:
+def timeline_figure(forecast: Forecast, budget_bytes: int, kept: Line, *, fits: bool = True) -> Figure:
     """Bytes alive through a micro-step and the optimizer under the plan, with what blocks do above.
 
     Axes are the same for all budgets, with the memory of no checkpointing as a dotted line.
 
     Args:
-        found: the forecast within the budget; where none fits, any.
+        forecast: the forecast within the budget; where none fits, any.
         budget_bytes: the peak that is allowed.
         kept: as `keeping_all` returns it.
         fits: whether a plan fits into it; without one, only no checkpointing is drawn.
@@ -118,7 +118,7 @@ def timeline_figure(found: Forecast, budget_bytes: int, kept: Line, *, fits: boo
     dotted = {"color": _GREY, "dash": "dot", "width": 1.5}
     whole = _trace("no checkpointing", x=xs, y=ys, mode="lines", line=dotted, hoverinfo="skip")
     layout = {
-        "xaxis": {**_axis("time (ms)"), "range": [0, _longest(found)]},
+        "xaxis": {**_axis("time (ms)"), "range": [0, _longest(forecast)]},
         "yaxis": {**_axis("memory (GiB)"), "range": [0, 1.06 * max(*ys, budget)], "domain": [0, 0.86]},
         "yaxis2": {"range": [0, 1], "domain": [0.9, 1], "visible": False, "fixedrange": True},
         "hovermode": "x unified",
@@ -126,27 +126,29 @@ def timeline_figure(found: Forecast, budget_bytes: int, kept: Line, *, fits: boo
         "shapes": [{**_DASHED, "xref": "paper", "x0": 0, "x1": 1, "y0": budget, "y1": budget}],
         "annotations": [{**_budget_named(budget), "xref": "paper", "x": 1, "y": budget, "xanchor": "right"}],
     }
-    traces = [*_levels(found), *_actions(found)] if fits else []
+    traces = [*_levels(forecast), *_actions(forecast)] if fits else []
     return {"data": [*traces, whole], "layout": {**_LAYOUT, **layout}}
 
 
-def frontier_figure(found: Forecast, budget_bytes: int, *, fits: bool = True) -> Figure:
+def frontier_figure(forecast: Forecast, budget_bytes: int, *, fits: bool = True) -> Figure:
     """Step time against peak: plans for all budgets, the one for this budget, and what transformers offers.
 
     Args:
-        found: the forecast within the budget; where none fits, any. It has a frontier.
+        forecast: the forecast within the budget; where none fits, any. It has a frontier.
         budget_bytes: the peak that is allowed.
         fits: whether a plan fits into it; without one, none is marked.
     """
     budget = budget_bytes / GIB
-    texts = [f"planned for {format_bytes(option.budget_bytes)}" for option in found.frontier]
+    texts = [f"planned for {format_bytes(option.budget_bytes)}" for option in forecast.frontier]
     line = {"color": PLANNED, "width": 1.5}
-    traces = [_points("plans", found.frontier, texts, {"color": PLANNED, "size": 6}, mode="lines+markers", line=line)]
-    for name, mark, colour, options in _others(found):
+    traces = [
+        _points("plans", forecast.frontier, texts, {"color": PLANNED, "size": 6}, mode="lines+markers", line=line)
+    ]
+    for name, mark, colour, options in _others(forecast):
         look = {"color": css_colour(colour), "size": 10, "symbol": mark}
         traces.append(_points(name, options, [option.name for option in options], look))
-    if fits and found.plan.prediction is not None:
-        x, y = found.plan.prediction.peak_bytes / GIB, found.plan.prediction.step_seconds
+    if fits and forecast.plan.prediction is not None:
+        x, y = forecast.plan.prediction.peak_bytes / GIB, forecast.plan.prediction.step_seconds
         star = {"color": PLANNED, "size": 18, "symbol": "star", "line": {"color": "#222", "width": 1}}
         name = "this plan"
         traces.append(_trace(name, x=[x], y=[y], text=[name], mode="markers", marker=star, hovertemplate=_HOVER))
@@ -176,9 +178,9 @@ def legend_html(figure: Figure) -> str:
     return f'<ul class="hf-legend">{items}</ul>'
 
 
-def _levels(found: Forecast) -> list[dict[str, Any]]:
+def _levels(forecast: Forecast) -> list[dict[str, Any]]:
     """What fills memory, stacked from what is always there to the work at hand."""
-    places = slices_of(found)
+    places = slices_of(forecast)
     return [
         _trace(
             name,
@@ -194,10 +196,10 @@ def _levels(found: Forecast) -> list[dict[str, Any]]:
     ]
 
 
-def _actions(found: Forecast) -> list[dict[str, Any]]:
+def _actions(forecast: Forecast) -> list[dict[str, Any]]:
     """Which blocks run when, as bars in the colours of their actions."""
     by_action: dict[str, list[tuple[float, float, list[int]]]] = {}
-    for start, end, action, blocks in runs_of(found):
+    for start, end, action, blocks in runs_of(forecast):
         by_action.setdefault(action, []).append((start * 1e3, end * 1e3, blocks))
     return [
         _trace(
@@ -216,9 +218,9 @@ def _actions(found: Forecast) -> list[dict[str, Any]]:
     ]
 
 
-def _others(found: Forecast) -> Iterator[tuple[str, str, str, list[Alternative]]]:
+def _others(forecast: Forecast) -> Iterator[tuple[str, str, str, list[Alternative]]]:
     """What plans are compared with, as (name, mark, colour, options); without those that are very slow."""
-    slowest = _SLOW * option_named(found, "full").step_seconds
+    slowest = _SLOW * option_named(forecast, "full").step_seconds
     every = tuple(f"every_n_layers: {number}" for number in (2, 3, 4))
     for name, mark, colour, names in (
         ("no checkpointing", "square", colour_of(KEEP), ("none",)),
@@ -233,15 +235,17 @@ def _others(found: Forecast) -> Iterator[tuple[str, str, str, list[Alternative]]
         ),
         ("full, head in chunks", "x", colour_of(FULL), ("full, head in chunks",)),
     ):
-        options = [way for way in (*found.usual, *found.further) if way.name in names and way.step_seconds <= slowest]
+        options = [
+            way for way in (*forecast.usual, *forecast.further) if way.name in names and way.step_seconds <= slowest
+        ]
         if options:
             yield name, mark, colour, options
 
 
-def _longest(found: Forecast) -> float:
+def _longest(forecast: Forecast) -> float:
     """Milliseconds of the micro-step and the optimizer under `full`, or under the plan where that takes longer."""
-    optimizer, count = found.costs.optimizer_nanoseconds / 1e6, found.costs.accumulation
-    steps = (option_named(found, "full").step_seconds * 1e3, found.step_seconds * 1e3)
+    optimizer, count = forecast.costs.optimizer_nanoseconds / 1e6, forecast.costs.accumulation
+    steps = (option_named(forecast, "full").step_seconds * 1e3, forecast.step_seconds * 1e3)
     return max((step - optimizer) / count + optimizer for step in steps)
 
 

@@ -1,4 +1,4 @@
-"""Predicts what a training step needs and takes, and finds the fastest plan for it that fits."""
+"""`hf_ckpt.predict`: predict the memory and time of a training step, and find the fastest plan that fits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hf_ckpt.prediction.workload import DTYPES, on_device, skeleton_of_workload
 from hf_ckpt.units import format_bytes
 
 Progress = Callable[[str], None]
-"""Called with a few words before everything that takes a while."""
+"""Called with a few words at the start of each part that takes a while."""
 _UNTIMED = "what ranks send to each other takes time that is not predicted"
 _MOST_BYTES = 2**60  # of weights and what belongs to them; the solver adds in numbers of 64 bits
 
@@ -46,27 +46,30 @@ def predict(
     on_progress: Progress | None = None,
     **asked: Any,
 ) -> Forecast:
-    """Predict what a training step needs and takes, and find the fastest plan for it that fits: as `hf-ckpt plan` does.
+    """Predict the memory and time of a training step, and find the fastest plan within a budget.
 
         forecast = hf_ckpt.predict("llama-3.1-8b", 4, tokens=4096, lora=16, device="h100", budget="60GiB")
         hf_ckpt.install(model, forecast.plan)
 
-    Args:
-        model: a preset, a folder, a hub id, the path of a `config.json`, a transformers config, or a live model, plain
-            or wrapped. Weights are neither needed nor read.
-        batch: sequences of a micro-step, or one batch of the training: keyword arguments of the forward, of which only
-            the shapes ([sequences, tokens] of `input_ids` and `labels`) and the attention mask count.
-        on_progress: called with a few words before everything that takes a while.
-        asked: further fields of the question, which the options of `hf-ckpt plan` explain. What is trained: `tokens`,
-            `target_tokens`, `lora`, `lora_targets`, `lora_dropout`, `load_in_4bit`, `load_in_8bit`, `dtype`,
-            `autocast`, `optimizer`, `accumulation`, `attention`, `padded`, `packing`, `trainer`, `ranks`, `parallel`.
-            For what: `device` (by default this machine's), `budget` ("20GiB", or a share of the device as "80%" or 0.8;
-            by default 90 %), `host_budget`, `head`, `mlp`, `compiled`. `frontier=True` also finds the fastest plans for
-            other budgets.
+    It runs a few shallow copies of the model on fake tensors, without weights and without a GPU, as `hf-ckpt plan`
+    does.
 
-    Raises `InfeasibleError` where no plan fits into the budget, and `HfCkptError` for a model or device that cannot be
-    found, for a model that cannot be traced, and for adapters or types that are asked of a live model, which has its
-    own.
+    Args:
+        model: a preset, a hub id, a folder, the path of a `config.json`, a transformers config, or a model, plain or
+            wrapped.
+        batch: sequences per micro-step; or a batch of the training, as keyword arguments of the forward. Of a batch,
+            only the attention mask and the shapes of `input_ids` and `labels` ([sequences, tokens]) are used.
+        on_progress: called with a few words at the start of each part that takes a while.
+        asked: options of `hf-ckpt plan`, which explains them. The training: `tokens`, `target_tokens`, `lora`,
+            `lora_targets`, `lora_dropout`, `load_in_4bit`, `load_in_8bit`, `dtype`, `autocast`, `optimizer`,
+            `accumulation`, `attention`, `padded`, `packing`, `trainer`, `ranks`, `parallel`. What to plan for:
+            `device` (default: this machine), `budget` (bytes, "20GiB", "80%" or 0.8; default 90 % of the device),
+            `host_budget`, `head`, `mlp`, `compiled`. `frontier=True` adds the fastest plans for other budgets.
+
+    Raises:
+        InfeasibleError: no plan fits into the budget.
+        HfCkptError: an option is invalid, the model or device is unknown, or the model cannot be traced. Also if
+            options such as `lora` or `dtype` are given for a model instead of a config.
     """
     sizes = sizes_of_batch(batch) if isinstance(batch, Mapping) else {"batch": batch}
     given = {**sizes, **asked}
@@ -87,27 +90,27 @@ _OF_THE_MODEL = {
     *("lora", "lora_targets", "lora_dropout", "load_in_4bit", "load_in_8bit", "double_quant", "kbit_preparation"),
     *("dtype", "attention", "architecture"),
 }
-"""Fields of `Workload` that a live model answers itself."""
+"""Fields of `Workload` that a model determines, other than a config."""
 
 
 def forecast(asked: Question, on_progress: Progress | None = None) -> Forecast:
-    """Answer a question, as `Forecaster.forecast`."""
+    """Return the forecast for a question. Raises the errors of `Forecaster.forecast`."""
     return Forecaster(asked, on_progress).forecast()
 
 
 def device_of(asked: Question) -> Device:
-    """The device that is asked about: a row of the table, or this machine's."""
+    """Return the device of a question: a row of the table, or this machine."""
     return device_named(asked.device) if asked.device else this_device()
 
 
 class Forecaster:
-    """Answers a question, and those with other values that lie near it. No model and shape is traced twice.
+    """Answers a question, and similar ones. It traces each model and shape once.
 
     Args:
         asked: the question.
-        on_progress: called with a few words before everything that takes a while.
-        config: of the model, in place of the one that the question names.
-        skeleton: of a live model, which then has its own types and adapters.
+        on_progress: called with a few words at the start of each part that takes a while.
+        config: the model's config, if the question does not name one that can be loaded.
+        skeleton: of a model that has its own types and adapters.
     """
 
     def __init__(
@@ -127,10 +130,9 @@ class Forecaster:
         self._traces: dict[Any, Costs] = {}
 
     def forecast(self) -> Forecast:
-        """The fastest plan within the budget, what else would fit, and whatever else was asked.
+        """Return the fastest plan within the budget, with what to compare it with.
 
-        Raises `InfeasibleError` where no plan fits into the budget, and `HfCkptError` for a model that cannot be found
-        or traced.
+        Raises `InfeasibleError` if no plan fits, and `HfCkptError` for a model that cannot be found or traced.
         """
         asked, device = self.asked, self.device
         self.tell("reading the model")
@@ -156,14 +158,14 @@ class Forecaster:
         )
 
     def nearest(self) -> list[Setting]:
-        """The settings nearest to the one asked for that fit; empty where none of those that are tried does."""
+        """Return settings similar to the question that fit; empty if none of those that it tries does."""
         asked = self.asked
         whole = vocabulary_head(self._skeleton(asked).base) is not None and asked.trainer is None
         chunks, host = whole and not asked.sharded, self.device.name != "cpu"
         return nearest_settings(asked, self.budget, self.candidates, can_chunk=chunks, can_move=host)
 
     def candidates(self, asked: Question) -> tuple[Costs, ...]:
-        """The costs that a plan for a question is chosen from."""
+        """Return the costs from which the plan for a question is made."""
         return self._in_ways(self._ways(asked), asked)
 
     def _ways(self, asked: Question) -> list[Costs]:
@@ -184,7 +186,7 @@ class Forecaster:
         return self._skeletons[key]
 
     def _traced(self, asked: Question, mlp: int | str) -> Costs:
-        """What a workload costs, with blocks in eager mode or compiled, and feed-forwards run as `mlp` says."""
+        """Return the costs of a workload, with blocks eager or compiled, and feed-forwards run as `mlp` says."""
         key = dataclasses.replace(asked.workload, accumulation=1), asked.compiled, mlp
         if key not in self._traces:
             blocks = "compiled blocks" if asked.compiled else "blocks" if mlp == "full" else "feed-forwards in chunks"
@@ -203,7 +205,7 @@ class Forecaster:
         return dataclasses.replace(self._traces[key], accumulation=asked.accumulation)
 
     def _shared(self, costs: Costs, asked: Question) -> Costs:
-        """The costs on one of the workload's ranks."""
+        """Return the costs on one rank."""
         if asked.ranks == 1:
             return costs
         if asked.parallel == "ddp":  # which copies gradients into buckets of their size, and keeps these
@@ -217,7 +219,7 @@ class Forecaster:
         return dataclasses.replace(with_shards(costs, layout), notes=(*costs.notes, _UNTIMED))
 
     def _largest(self, name: str) -> int:
-        """The largest `batch` or `tokens` that fits into the budget, 0 where none does."""
+        """Return the largest `batch` or `tokens` that fits into the budget; 0 if none does."""
         asked = self.asked
         most = (learned_positions(self._skeleton(asked).base.config) or LARGEST) if name == "tokens" else LARGEST
         beside = asked.batch if name == "tokens" else max(asked.tokens, asked.target_tokens or 0)
@@ -229,9 +231,9 @@ class Forecaster:
         return largest(peak_of, self.budget, getattr(asked, name), min(most, MOST_TOKENS // beside))
 
     def _further(self, costs: Costs, candidates: Sequence[Costs]) -> tuple[Alternative, ...]:
-        """What offloading and a head in chunks would need and take.
+        """Return the peaks and times of offloading and of a head in chunks.
 
-        `costs` have neither; where one of `candidates` has the head in chunks, it is not traced again.
+        `costs` have neither. If one of `candidates` has the head in chunks, that trace is used.
         """
         skeleton, device = self._skeleton(self.asked), self.device
         chunked = next((found for found in candidates if found.head_tokens != "full"), None)
@@ -244,7 +246,7 @@ class Forecaster:
 
 
 def _model_of(asked: Question) -> Workload:
-    """What a skeleton is made from: the workload without its sizes."""
+    """Return what a skeleton depends on: the workload without its sizes."""
     return dataclasses.replace(
         asked.workload, batch=1, tokens=1, target_tokens=None, accumulation=1, optimizer="adamw", padded=False
     )

@@ -49,63 +49,63 @@ def import_plotly(purpose: str) -> Any:
     return plotly
 
 
-def save_report(found: Forecast, path: Path) -> None:
+def save_report(forecast: Forecast, path: Path) -> None:
     """Write a report into a file that holds everything, and loads nothing from elsewhere.
 
     Args:
-        found: the forecast, with a frontier.
+        forecast: the forecast, with a frontier.
         path: of the file, which ends in `.html`.
 
     Raises `MissingDependencyError` without plotly, and `FileError` where the file cannot be written.
     """
     plotly = import_plotly("a report in HTML").offline.get_plotlyjs()
-    write_text(path, report_of(found, f"<script>{plotly}</script>"))
+    write_text(path, report_of(forecast, f"<script>{plotly}</script>"))
 
 
-def report_of(found: Forecast, plotly: str) -> str:
+def report_of(forecast: Forecast, plotly: str) -> str:
     """The fastest plans for budgets from the lowest peak to that of no checkpointing, as a page of HTML.
 
     A frame around the page gets the height that the page needs.
 
     Args:
-        found: the forecast for the budget that the report opens with. It has a frontier.
+        forecast: the forecast for the budget that the report opens with. It has a frontier.
         plotly: a script element with plotly.js.
     """
-    stops = stops_of(found)
-    first = max((stop for stop in stops if stop <= found.budget_bytes), default=stops[0])
-    kept = keeping_all(found)
+    stops = stops_of(forecast)
+    first = max((stop for stop in stops if stop <= forecast.budget_bytes), default=stops[0])
+    kept = keeping_all(forecast)
     return Template(_PAGE).substitute(
-        title=escape(f"Plan for {found.asked.model}"),
-        question=escape(assumed(found.workload, found.device)),
+        title=escape(f"Plan for {forecast.asked.model}"),
+        question=escape(assumed(forecast.workload, forecast.device)),
         style=STYLE + _STYLE,
         plotly=plotly,
-        data=_script([stop_of(found, stop, kept) for stop in stops]),
+        data=_script([stop_of(forecast, stop, kept) for stop in stops]),
         start=stops.index(max(first, stops[1])),
         last=len(stops) - 1,
-        notes="".join(f"<li>{escape(note)}</li>" for note in found.costs.notes),
+        notes="".join(f"<li>{escape(note)}</li>" for note in forecast.costs.notes),
         script=_SCRIPT,
     )
 
 
-def stop_of(found: Forecast, budget_bytes: int, kept: Line) -> dict[str, Any]:
+def stop_of(forecast: Forecast, budget_bytes: int, kept: Line) -> dict[str, Any]:
     """What the page shows at one place of the slider, as values that JSON can hold.
 
     Args:
-        found: the forecast for any budget.
+        forecast: the forecast for any budget.
         budget_bytes: the peak that is allowed.
         kept: as `keeping_all` returns it.
     """
     lines = dict.fromkeys(("spec", "arguments", "model"), "")
     try:
-        drawn, fits = found.within(budget_bytes), True
+        drawn, fits = forecast.within(budget_bytes), True
         answer = answer_of(drawn)
         (_, arguments), (_, model) = answer.copies
         lines = {"spec": json.dumps(drawn.spec), "arguments": arguments, "model": model}
     except InfeasibleError as error:
-        drawn, fits = found, False
-        answer = misfit_of(error, found.workload, found.device)
-        answer = dataclasses.replace(answer, tables=(comparison_table(found, budget_bytes, plan=False),))
-    asked = dataclasses.replace(found.asked, budget=budget_bytes // MIB * MIB, frontier=False)
+        drawn, fits = forecast, False
+        answer = misfit_of(error, forecast.workload, forecast.device)
+        answer = dataclasses.replace(answer, tables=(comparison_table(forecast, budget_bytes, plan=False),))
+    asked = dataclasses.replace(forecast.asked, budget=budget_bytes // MIB * MIB, frontier=False)
     figures = timeline_figure(drawn, budget_bytes, kept, fits=fits), frontier_figure(drawn, budget_bytes, fits=fits)
     return {
         "budget": f"{budget_bytes / GIB:.4g} GiB",
@@ -119,29 +119,29 @@ def stop_of(found: Forecast, budget_bytes: int, kept: Line) -> dict[str, Any]:
     }
 
 
-def range_of(found: Forecast) -> tuple[int, int]:
+def range_of(forecast: Forecast) -> tuple[int, int]:
     """The budgets, in whole MiB as bytes, between which plans differ: from just below the lowest peak, which nothing
     fits into, to that of no checkpointing, or to the memory of the device where that is less."""
-    floor, memory = found.floor_bytes, found.device.memory_bytes
-    high = max(floor, option_named(found, "none").peak_bytes)
+    floor, memory = forecast.floor_bytes, forecast.device.memory_bytes
+    high = max(floor, option_named(forecast, "none").peak_bytes)
     high = -(-high // MIB) * MIB
     high = min(high, memory // MIB * MIB) if memory and memory > floor else high
     low = floor - max((high - floor) // STOPS, floor // 50)
     return max(low // MIB, 1) * MIB, high
 
 
-def stops_of(found: Forecast, count: int = STOPS) -> list[int]:
+def stops_of(forecast: Forecast, count: int = STOPS) -> list[int]:
     """The budgets of a report in bytes, growing: even steps over `range_of`, the lowest that a plan fits into, and the
     budget that was asked for.
 
     Args:
-        found: the forecast for the budget that was asked for.
+        forecast: the forecast for the budget that was asked for.
         count: of even steps.
     """
-    low, high = range_of(found)
-    least = -(-found.floor_bytes // MIB) * MIB
+    low, high = range_of(forecast)
+    least = -(-forecast.floor_bytes // MIB) * MIB
     even = [(least + (high - least) * number // (count - 1)) // MIB * MIB for number in range(1, count)]
-    asked = min(max(found.budget_bytes // MIB * MIB, least), high)
+    asked = min(max(forecast.budget_bytes // MIB * MIB, least), high)
     return sorted({low, least, asked, *even})
 
 
@@ -176,10 +176,10 @@ def table_html(table: Table) -> str:
     return f'<div class="hf-scroll"><table class="hf-table">{caption}<tr>{heads}</tr>{rows}</table></div>'
 
 
-def blocks_html(found: Forecast) -> str:
+def blocks_html(forecast: Forecast) -> str:
     """What each block does: a cell for every block, and below it the actions in words."""
     text = ""
-    for stack, pairs in found.plan.stacks().items():
+    for stack, pairs in forecast.plan.stacks().items():
         chosen: dict[Action, list[int]] = {}
         cells = ""
         for block, action in pairs:
@@ -190,7 +190,7 @@ def blocks_html(found: Forecast) -> str:
         text += f"<h4>{escape(stack)}: {len(pairs)} x {escape(kinds)}, first to last</h4>"
         text += f'<div class="hf-strip" role="img" aria-label="actions of the blocks of {escape(stack)}">{cells}</div>'
         text += '<ul class="hf-actions">' + "".join(_action(*item) for item in chosen.items()) + "</ul>"
-    for name, how in (("head", found.plan.head), ("feed-forward of each block", found.plan.mlp)):
+    for name, how in (("head", forecast.plan.head), ("feed-forward of each block", forecast.plan.mlp)):
         text += f"<p>The {name} runs in chunks.</p>" if how != "full" else ""
     return text
 

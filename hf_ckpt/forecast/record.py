@@ -1,4 +1,4 @@
-"""What is predicted of a training, and its answers from what an earlier process has kept on disk. Free of torch."""
+"""`Forecast`: the predicted memory and time of a training step. This file does not import torch."""
 
 from __future__ import annotations
 
@@ -20,41 +20,47 @@ from hf_ckpt.units import budget_bytes, parse_budget
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """What a training step is predicted to need and to take, and the plan for it."""
+    """The fastest plan within a budget, with its predicted memory and time. `hf_ckpt.predict` returns it.
+
+    forecast = hf_ckpt.predict("llama-3.1-8b", 4, tokens=4096, lora=16, device="h100", budget="60GiB")
+    print(forecast.answer)  # Fits: 59.9 of 79.2 GiB of an NVIDIA H100 80GB, 8,000 tokens a second
+    forecast.plan.save("plan.json")
+    forecast.within("50GiB").step_seconds  # another budget; takes milliseconds
+    """
 
     asked: Question
-    """What was asked, with the types that the device computes in."""
+    """The question. Types that the device cannot compute in are replaced."""
     device: Device
-    """Whose memory and speed are assumed."""
+    """The device whose memory and speed are assumed."""
     budget_bytes: int
-    """The peak that was allowed."""
+    """The peak that is allowed."""
     costs: Costs
     """The costs that the plan was made from."""
     plan: Plan
-    """The fastest plan within the budget."""
+    """The fastest plan whose peak is within the budget."""
     timeline: Timeline
-    """The memory of the step under the plan, for the micro-step with the largest peak."""
+    """Memory over one step under the plan, for the micro-step with the largest peak."""
     usual: tuple[Alternative, ...]
-    """What transformers itself offers, beginning with no checkpointing, and `segments`."""
+    """The options of transformers (`none` first), and `segments`, each with its peak and step time."""
     candidates: tuple[Costs, ...] = ()
-    """The costs that plans for other budgets are made from."""
+    """The costs from which plans for other budgets are made."""
     further: tuple[Alternative, ...] = ()
-    """What offloading and a head in chunks would need and take."""
+    """Offloading and the head in chunks, each with its peak and step time."""
     frontier: tuple[Alternative, ...] = ()
-    """The fastest plans for other budgets, where they were asked for."""
+    """The fastest plans for other budgets; empty unless `frontier=True` was asked for."""
     max_batch: int | None = None
-    """Most sequences of a micro-step that fit into the budget; None where that was not asked."""
+    """The largest number of sequences per micro-step within the budget; None if not asked for."""
     max_tokens: int | None = None
-    """Most tokens of a sequence that fit into the budget; None where that was not asked."""
+    """The largest number of tokens per sequence within the budget; None if not asked for."""
 
     @property
     def workload(self) -> Workload:
-        """What is trained."""
+        """The training, without the device and the budget."""
         return self.asked.workload
 
     @property
     def peak_bytes(self) -> int:
-        """The plan's predicted peak: most bytes of tensors alive at any moment of the step."""
+        """Predicted peak under the plan: the most bytes of tensors alive at any moment of the step."""
         return self.timeline.peak_bytes
 
     @property
@@ -64,34 +70,34 @@ class Forecast:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Predicted speed under the plan."""
+        """Predicted tokens per second under the plan; None if tokens are not counted."""
         return self.plan.prediction.tokens_per_second if self.plan.prediction else None
 
     @property
     def answer(self) -> str:
-        """Whether it fits, in a sentence."""
+        """One sentence that says whether the training fits."""
         task = task_of(self.plan.model)
         return headline(self.peak_bytes, self.budget_bytes, self.device, self.tokens_per_second, task)
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits into the memory of the device, which a budget may be larger than."""
+        """Whether the peak fits into the device's memory. A budget may be larger than that."""
         return self.device.memory_bytes is None or self.peak_bytes <= self.device.memory_bytes
 
     @property
     def floor_bytes(self) -> int:
-        """The lowest peak that any plan has, in bytes."""
+        """The lowest peak of any plan, in bytes."""
         return peak_of_least(self.candidates or self.costs)
 
     def within(self, budget: float | str) -> Forecast:
-        """The forecast for another budget, from the same costs: nothing is traced again, which makes it quick.
+        """Return the forecast for another budget. It uses the same costs, so nothing is traced.
 
-        `max_batch` and `max_tokens`, which would have to be traced, are left out.
+        `max_batch` and `max_tokens` are None in it.
 
         Args:
-            budget: the peak that is allowed: bytes, a text as "20GiB", or a share of the device ("80%" or 0.8).
+            budget: the peak that is allowed: bytes, a text such as "20GiB", or a share of the device ("80%" or 0.8).
 
-        Raises `InfeasibleError` where no plan fits, and `UnitError` for what is not a budget.
+        Raises `InfeasibleError` if no plan fits, and `UnitError` for an invalid budget.
         """
         candidates, limit = self.candidates or (self.costs,), bytes_allowed(parse_budget(budget), self.device)
         return forecast_within(
@@ -100,12 +106,12 @@ class Forecast:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The checkpointing kwargs under which a training makes this plan, as `Spec.parse` reads them."""
+        """The `activation_checkpointing_kwargs` for a training with this budget."""
         compiled = any(action.kind == "compiled" for action in self.costs.actions)
         return spec_of(self.plan, self.budget_bytes, self.asked.host_budget, compiled=compiled)
 
     def to_dict(self) -> dict[str, Any]:
-        """The forecast in numbers, texts, lists and dicts, which JSON can hold; costs and timeline are left out."""
+        """Return a dict that can be written as JSON, without costs and timeline."""
         ways = {name: getattr(self, name) for name in ("usual", "further", "frontier")}
         return {
             "fits": self.fits,
@@ -136,9 +142,9 @@ def forecast_within(
     further: tuple[Alternative, ...],
     **more: Any,
 ) -> Forecast:
-    """The forecast with the fastest plan whose peak is at most `limit` bytes; the other arguments are its fields.
+    """Return the forecast with the fastest plan whose peak is at most `limit` bytes. Other arguments are its fields.
 
-    Raises `InfeasibleError` where no plan fits.
+    Raises `InfeasibleError` if no plan fits.
     """
     costs, chosen = choice_within(candidates, limit)
     plan, timeline = plan_of(costs, chosen, limit, device.name), worst_timeline(costs, chosen)
@@ -146,9 +152,9 @@ def forecast_within(
 
 
 def remembered(asked: Question) -> Forecast | None:
-    """The forecast from what an earlier process kept of the same training, for any budget.
+    """Return the forecast from the costs that an earlier process saved for the same training, for any budget.
 
-    None where nothing was kept, and where no plan fits: what would fit has to be looked for.
+    Returns None if there are none, or if no plan fits: the search for what would fit needs the model.
     """
     found = cache.load(asked)
     if found is None:

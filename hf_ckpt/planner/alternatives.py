@@ -88,8 +88,8 @@ def further_options(costs: Costs, chunked: Costs | None, host_bandwidth: float, 
         launch: nanoseconds to start an operation.
     """
 
-    def offloading(found: Costs) -> Costs:
-        return with_offloading(found, host_bandwidth, launch)[0] if host_bandwidth else found
+    def offloading(costs: Costs) -> Costs:
+        return with_offloading(costs, host_bandwidth, launch)[0] if host_bandwidth else costs
 
     wanted = [("offload", OFFLOADED[FULL], costs), ("selective, saved in host memory", OFFLOADED[SELECTIVE], costs)]
     if chunked is not None:

@@ -318,21 +318,21 @@ FIELDS = {field.name: field for field in dataclasses.fields(Question)}
 """Every field of a question by its name."""
 
 
-def question(given: Mapping[str, Any]) -> Question:
+def question(fields: Mapping[str, Any]) -> Question:
     """The question with these fields. Raises `HfCkptError` without a model, and for a name that is not a field."""
-    for name in given:
+    for name in fields:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=1)
             raise HfCkptError(
                 f"{name!r} cannot be asked"
                 + (f"; did you mean {near[0]!r}?" if near else f": use {', '.join(FIELDS)}.")
             )
-    if not given.get("model"):
+    if not fields.get("model"):
         raise HfCkptError("a model is needed: a preset, a folder, a hub id, or a --config with `model_name_or_path`.")
     for name in ("budget", "host_budget"):
-        if isinstance(given.get(name), int):
-            parse_bytes(given[name])  # refuses a number whose unit was forgotten
-    return Question(**given)
+        if isinstance(fields.get(name), int):
+            parse_bytes(fields[name])  # refuses a number whose unit was forgotten
+    return Question(**fields)
 
 
 def command_of(asked: Question) -> str:

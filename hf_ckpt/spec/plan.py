@@ -279,9 +279,9 @@ def _whole(value: Any, name: str) -> int:
     return value
 
 
-def _read_tokens(given: Mapping[str, Any], key: str) -> int | str:
+def _read_tokens(data: Mapping[str, Any], key: str) -> int | str:
     """Read `Plan.head` or `Plan.mlp` from a saved plan. Raises `ValueError` where it is none."""
-    tokens = given.get(key, "full")
+    tokens = data.get(key, "full")
     if tokens not in ("full", "auto") and not (type(tokens) is int and tokens >= 1):
         raise ValueError(f"its {key} is {shown(tokens)}, which is neither a number of tokens nor `auto` nor `full`")
     return tokens  # type: ignore[no-any-return]
