@@ -102,7 +102,7 @@ class CacheHook:
             return True
         self.outermost.leave(owner, (), None)
         raise HfCkptError(
-            f"the training forward of {type(owner).__name__} was caches {filled}={type(caches[filled]).__name__}, a "
+            f"the training forward of {type(owner).__name__} was given {filled}={type(caches[filled]).__name__}, a "
             "cache that is not empty, which blocks that are recomputed cannot see (prefix tuning works this way). "
             "Train without checkpointing, or use another adapter: `with hf_ckpt.paused(model)` turns the plan off for "
             "a while."
