@@ -36,7 +36,7 @@ class UnitError(HfCkptError, ValueError):
 def parse_bytes(text: str | int) -> int:
     """Read a size in bytes: `parse_bytes("20GiB") == 21474836480`. `"20G"` is the same, and `"20GB"` is decimal.
 
-    A plain number is bytes. Raises `UnitError` when the text is no size or not positive, and for a plain number below
+    A plain number is bytes. Raises `UnitError` if the text is no size or not positive, and for a plain number below
     1 MiB, which nobody means: `20` is asked back.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):

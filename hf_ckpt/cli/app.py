@@ -1,4 +1,4 @@
-"""`hf-ckpt app`: a page on which one asks what fits, moves the budget, and copies what to write. It runs on Gradio."""
+"""`hf-ckpt app`: a page, made with Gradio, that shows what fits, with a slider for the budget and lines to copy."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from hf_ckpt.forecast.nearest import Setting
 
 ASKED = {name: about(field) for name, field in FIELDS.items() if about(field).label}
-"""The fields that the page asks for."""
+"""The fields of a `Question` that are on the page."""
 FIRST = ("model", "batch", "tokens", "lora", "load_in_4bit", "device")
-"""Those that are seen at once."""
+"""The fields outside the accordion."""
 VALUES = {"batch": 16, "tokens": 1024, "device": "4080"}
-"""What the fields hold first, where that is not the default."""
+"""Initial values that differ from the defaults."""
 _tracing = threading.Lock()
-"""Held while a model is traced: what that changes in transformers for the time is there for the whole process."""
+"""Held while a model is traced, because tracing replaces functions of transformers in the whole process."""
 
 
 def question_of(*values: Any, paths: bool = True, **more: Any) -> Question:
-    """The question that the fields of the page ask. Fields that are left empty have their defaults.
+    """Return the question for the values on the page. Empty fields get their defaults.
 
     Args:
         values: of the fields, in the order of `ASKED`.
         paths: whether the model may be a path.
-        more: further fields of the question.
+        more: other fields of the question.
 
-    Raises `HfCkptError` with the message of the command line for what cannot be asked.
+    Raises `HfCkptError` with the message of the command line for invalid values.
     """
     given = {}
     for (name, known), value in zip(ASKED.items(), values, strict=True):
@@ -61,13 +61,13 @@ def question_of(*values: Any, paths: bool = True, **more: Any) -> Question:
 
 
 def _refuse_path(name: str) -> None:
-    """Raise `HfCkptError` for the name of a model that is a path on this machine, or may be one."""
+    """Raise `HfCkptError` if the name of a model is, or may be, a path on this machine."""
     if name not in presets() and (name[0] in "./~\\" or Path(name).exists()):
         raise HfCkptError(f"{shown(name)} is no preset and no hub id, and files of this machine are not read here.")
 
 
 def is_own_address(host: str) -> bool:
-    """Whether only this machine reaches what listens on an address."""
+    """Whether an address can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -76,7 +76,7 @@ def is_own_address(host: str) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def answered(asked: Question, plotly: str) -> tuple[bool, str]:
-    """Whether something fits, and the report, or what would fit, as HTML. It is made once, which takes seconds.
+    """Return (True, report as HTML) if a plan fits, or (False, what would fit as HTML). Takes seconds; cached.
 
     Args:
         asked: the question, with `frontier`.
@@ -98,7 +98,7 @@ def answered(asked: Question, plotly: str) -> tuple[bool, str]:
 
 
 def import_gradio() -> Any:
-    """Return `gradio`, set to send nothing anywhere. Raises `MissingDependencyError` without gradio."""
+    """Import `gradio` with its telemetry off. Raises `MissingDependencyError` if it is not installed."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     try:
         import gradio
@@ -108,7 +108,7 @@ def import_gradio() -> Any:
 
 
 def look(gradio: Any) -> dict[str, Any]:
-    """Arguments of `Blocks.launch` for how the page looks, with letters that every machine has."""
+    """Return arguments of `Blocks.launch` for the look of the page, with fonts that every machine has."""
     theme = gradio.themes.Default(
         font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"], primary_hue="red"
     )
@@ -119,7 +119,7 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
     """Return the page as `gradio.Blocks`, to be launched with the arguments of `look`.
 
     Args:
-        model: that is asked about first.
+        model: initial value of the model's field.
         paths: whether a model may be a path on the machine that the page runs on.
 
     Raises `MissingDependencyError` without gradio or plotly.
@@ -182,7 +182,7 @@ def _field(gradio: Any, name: str, values: dict[str, Any]) -> Any:
 
 
 def _plan(gradio: Any, plotly: str, paths: bool, *values: Any) -> list[Any]:
-    """Answer what the fields ask with a report in a frame of its own, or say what is wrong or what would fit."""
+    """Return updates of the page: the report in a frame, or an error, or what would fit."""
     try:
         fits, text = answered(question_of(*values, paths=paths, frontier=True), plotly)
     except HfCkptError as error:
@@ -219,9 +219,9 @@ def run(arguments: argparse.Namespace, wait: Callable[[Any], None] | None = None
 
     Args:
         arguments: `model`, `host`, `port` and `open`.
-        wait: what to do while it is served; waits for Ctrl+C by default.
+        wait: called while the page is served; by default, it waits for Ctrl+C.
 
-    Raises `MissingDependencyError` without gradio or plotly, and `HfCkptError` where the port is taken.
+    Raises `MissingDependencyError` without gradio or plotly, and `HfCkptError` if the port is in use.
     """
     paths = is_own_address(arguments.host)
     if not paths:  # whoever reaches the page would read files of this machine

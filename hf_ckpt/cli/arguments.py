@@ -1,4 +1,4 @@
-"""What several verbs of the command line share: kinds of arguments, errors, progress, faster and quieter imports."""
+"""Shared by the commands: argument types, errors, progress, faster and quieter imports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_ckpt.units import parse_count
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line: what is wrong, and where the options are listed. It exits with code 2."""
+    """A parser whose errors are one line and exit with code 2."""
 
     def error(self, message: str) -> NoReturn:
         """Print an error and exit with code 2."""
@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"hf-ckpt: {message}{'' if message.endswith('?') else '.'} See {self.prog} --help\n")
 
     def options(self) -> list[str]:
-        """The names of all options of this parser and of its verbs."""
+        """Return the names of all options of this parser and its commands."""
         found: list[str] = []
         for action in self._actions:
             found += action.option_strings
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def refused_in_words(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`read` for argparse: an `HfCkptError` becomes an `ArgumentTypeError` with its message."""
+    """Return `read` as an argparse type: an `HfCkptError` becomes an `ArgumentTypeError` with its message."""
 
     def reader(text: str) -> Any:
         try:
@@ -50,11 +50,11 @@ def refused_in_words(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 positive = refused_in_words(parse_count)
-"""Reads a whole number of at least 1, as `4096` or `4k`, for argparse."""
+"""argparse type for a whole number of at least 1, such as `4096` or `4k`."""
 
 
 def one_of(names: Iterable[str]) -> Callable[[str], str]:
-    """Return a reader of one of some names, in capitals or not, for argparse."""
+    """Return an argparse type that accepts these names, in any case."""
     known = {name.lower(): name for name in names}
 
     def read(text: str) -> str:
@@ -69,7 +69,7 @@ def one_of(names: Iterable[str]) -> Callable[[str], str]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each field of a `Question` but the model. Those that are not given are not set: `asked_of`."""
+    """Add an option for each field of a `Question` except the model. Options without a value are not set."""
     for field in list(FIELDS.values())[1:]:
         known = about(field)
         told = known.help.replace("%", "%%")
@@ -94,13 +94,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def asked_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a `Question` that the command line gives."""
+    """Return the fields of a `Question` that the command line sets."""
     return {name: vars(arguments)[name] for name in FIELDS if name in arguments}
 
 
 @contextlib.contextmanager
 def told_as(what: str) -> Iterator[None]:
-    """Raise an `HfCkptError` that begins with `what` in place of any error, for calls of other libraries."""
+    """Turn errors of other libraries into an `HfCkptError` that begins with `what`."""
     try:
         yield
     except HfCkptError:
@@ -111,7 +111,7 @@ def told_as(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def within_memory(what: str) -> Iterator[None]:
-    """Raise an `HfCkptError` that names `what` where memory runs out for it."""
+    """Turn an out-of-memory error into an `HfCkptError` that names `what`."""
     from hf_ckpt import compat
 
     try:
@@ -124,10 +124,10 @@ def within_memory(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(first: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
-    """Show on standard error what is being done, and for how long, beginning with `first`.
+    """Show progress and elapsed time on stderr, beginning with the text `first`.
 
-    Yields a function to be called with a few words before whatever is done next. With a `total`, a bar counts these
-    calls. Where standard error is no terminal there is no bar, and without a total each text is a line of its own.
+    Yields a function that takes the next text. With a `total`, a bar counts its calls. If stderr is not a terminal,
+    there is no bar, and without a total each text is a line.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -152,16 +152,15 @@ def progress(first: str, total: int | None = None) -> Iterator[Callable[[str], N
 
 
 _NOT_PLANNED = ("bitsandbytes", "scipy", "sklearn")
-"""Packages that transformers and PEFT import where they are installed, and of which a plan runs nothing."""
+"""Packages that transformers and PEFT import if they are installed, and that a plan does not need."""
 
 
 @contextlib.contextmanager
 def importing(*, to_plan: bool = False) -> Iterator[None]:
-    """As a context for imports of large packages: without garbage collection, a sixth of whose time goes into looking
-    through objects that stay. Later collections leave out what was imported.
+    """Context manager for imports of large packages: turns garbage collection off, which takes a sixth of their time.
 
-    With `to_plan`, this process goes without packages that a plan does not need, if it has imported none of them yet.
-    That saves a second or more. It must be a process of the command line, which does nothing but plan.
+    With `to_plan`, packages that a plan does not need look as if they were not installed, unless one has been imported
+    already. This saves a second or more, and is for processes that only plan.
     """
     if to_plan and not {"transformers", "peft", *_NOT_PLANNED} & sys.modules.keys():
         sys.modules.update(dict.fromkeys(_NOT_PLANNED))  # type: ignore[arg-type]  # None: to others, not installed
@@ -176,7 +175,7 @@ def importing(*, to_plan: bool = False) -> Iterator[None]:
 
 
 def quiet_libraries() -> None:
-    """Silence progress bars and warnings of other libraries. To be called before transformers is imported."""
+    """Turn off progress bars and warnings of other libraries. Call it before transformers is imported."""
     # torch logs the traceback of a shape that does not fit, beside raising the error.
     logging.getLogger("torch._subclasses.fake_tensor").disabled = True
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -184,10 +183,10 @@ def quiet_libraries() -> None:
 
 
 def quiet_program(*, plans: bool) -> None:
-    """Silence what libraries say of models without weights, in a process that runs one verb and ends.
+    """Turn off messages of libraries about models without weights, for the rest of the process.
 
     Args:
-        plans: whether the verb plans, which says by itself, once, that a model is of no known family.
+        plans: whether the command plans. It reports an unknown family itself.
     """
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")

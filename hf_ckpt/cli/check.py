@@ -34,7 +34,7 @@ def add(verbs: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify the spec on each model and print a row for it. Returns 1 if anything differs or nothing was recomputed."""
+    """Verify the spec on each model. Prints a row each. Returns 1 if gradients differ or nothing was recomputed."""
     from hf_ckpt.spec.spec import Spec
 
     spec = Spec.parse(arguments.spec)  # before torch is imported, which takes seconds

@@ -1,4 +1,4 @@
-"""Making the models that `hf-ckpt check` verifies: one that is loaded by name, or a small random one of each family."""
+"""Models that `hf-ckpt check` verifies: one by name, or a small random one of each family."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def check_families(
     The models have dropout, unless their blocks are compiled or feed-forwards run in chunks.
 
     Args:
-        spec: what to verify. Families that lack a stack or layers that it names are left out with a warning.
+        spec: what to verify. Families without a stack or layer that it names are skipped with a warning.
         batch: sequences.
-        tokens: tokens of a sequence.
+        tokens: tokens per sequence.
         dtype: type of the weights.
         on_progress: called with a few words before each family.
 
-    Raises `SpecError` when the spec fits no family.
+    Raises `SpecError` if the spec fits no family.
     """
     rows, refused = [], []
     for family in FAMILIES:
@@ -75,7 +75,7 @@ def check_model(
     dtype: torch.dtype = torch.float32,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[str, Verification]:
-    """Verify a spec on a model from a hub id or folder, with random tokens, and return the name and the result.
+    """Verify a spec on a model from the hub or a folder, with random tokens; return its class name and the result.
 
     The model's own head is used where its config names a class. `on_progress` is called before each
     part. Raises `HfCkptError` when the model cannot be loaded.

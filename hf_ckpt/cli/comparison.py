@@ -1,4 +1,4 @@
-"""What `hf-ckpt demo` and the benchmarks share: comparing gradients bit for bit, and tables."""
+"""Shared by `hf-ckpt demo` and the benchmarks: bitwise comparison of gradients, and tables."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> gradient of every parameter that has one."""
+    """Return parameter name -> gradient, for parameters that have one."""
     return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
 
 
 def first_difference(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> str | None:
-    """The first parameter whose gradient is not bit-equal to the reference's, or what is missing; None if all are."""
+    """Return the first parameter whose gradient differs from the reference, or what is missing; None if none."""
     if not gradients:
         return "no parameter has a gradient"
     if gradients.keys() != reference.keys():
@@ -27,7 +27,7 @@ def first_difference(gradients: Mapping[str, Tensor], reference: Mapping[str, Te
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table for the terminal and for Markdown. Columns that `left` names by their place are aligned to the left."""
+    """A table for the terminal and for Markdown. `left` has the positions of left-aligned columns."""
 
     title: str
     columns: Sequence[str]
@@ -35,7 +35,7 @@ class Table:
     left: Collection[int] = (0,)
 
     def show(self, console: Console) -> None:
-        """Print the table. No cell is read as rich's markup."""
+        """Print the table. Cells are plain text."""
         from rich.markup import escape
         from rich.table import Table as Shown
         from rich.text import Text

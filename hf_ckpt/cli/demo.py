@@ -45,7 +45,7 @@ def add(verbs: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo, print its table and save its picture. Returns 1 if a plan gave other gradients."""
+    """Run the demo, print its table and save its picture. Returns 1 if gradients differ under a plan."""
     picture, figures = arguments.out / "demo.png", arguments.out / "demo.json"
     if arguments.show is not None:
         result = _read(arguments.show)
@@ -97,7 +97,7 @@ def _measured(arguments: argparse.Namespace, console: Console) -> DemoResult:
 
 
 def _read(path: Path) -> DemoResult:
-    """The figures of an earlier demo. Raises `HfCkptError` if the file holds none."""
+    """Return the figures of an earlier demo. Raises `HfCkptError` if the file has none."""
     from hf_ckpt.cli.demo_run import DemoResult
 
     try:
@@ -107,7 +107,7 @@ def _read(path: Path) -> DemoResult:
 
 
 def _make_folder(path: Path) -> None:
-    """Make a folder, but not the one that it lies in. Raises `FileError` where that is not possible."""
+    """Create a folder in an existing one. Raises `FileError` if it cannot."""
     try:
         path.mkdir(exist_ok=True)
     except (OSError, ValueError) as error:

@@ -39,36 +39,36 @@ SPECS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 LORA_RANK = 8
 BUDGET_SHARE = 0.4
-"""Where the planned run's budget lies between the lowest peak and the peak without checkpointing."""
+"""The planned run's budget, from 0 for the lowest peak to 1 for the peak without checkpointing."""
 TIMELINE_POINTS = 400
-"""Most numbers of a timeline in the JSON file, from which the picture can be drawn again."""
+"""The most numbers of a timeline in the JSON file."""
 
 
 @dataclasses.dataclass
 class DemoRun:
-    """Figures of one plan."""
+    """Measurements of one plan."""
 
     name: str
     losses: list[float] = dataclasses.field(default_factory=list)
     equal: bool = True
-    """Whether losses and gradients of all steps are bit-equal to the first plan's, and all planned blocks ran again."""
+    """Whether all losses and gradients are bit-equal to the first plan's, and all planned blocks were recomputed."""
     first_difference: str | None = None
     recomputed: int = 0
-    """Blocks recomputed in the backward of one step; under `selective`, operations and modules."""
+    """Recomputations in the backward of one step: of blocks or, under `selective`, of operations and modules."""
     step_seconds: float | None = None
-    """Fastest of the timed steps; None where none was timed."""
+    """Time of the fastest step; None if none was timed."""
     tokens_per_second: float | None = None
     resident_peak_bytes: int | None = None
     live_peak_bytes: int = 0
     start_bytes: int = 0
     timeline: list[int] = dataclasses.field(default_factory=list)
     tightened: list[str] = dataclasses.field(default_factory=list)
-    """What the guard changed after each attempt at the step that ran out of memory, in words."""
+    """The guard's change after each attempt that ran out of memory, in words."""
 
 
 @dataclasses.dataclass
 class DemoResult:
-    """What the demo measured."""
+    """The measurements of a demo."""
 
     model: str
     text: str
@@ -80,7 +80,7 @@ class DemoResult:
     runs: list[DemoRun]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form, with timelines of at most `TIMELINE_POINTS` numbers."""
+        """Return a dict for JSON, with timelines of at most `TIMELINE_POINTS` numbers."""
         found = dataclasses.asdict(self)
         for run in found["runs"]:
             run["timeline"] = thinned(run["timeline"])
@@ -88,12 +88,12 @@ class DemoResult:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DemoResult:
-        """Read the form that `to_dict` returns."""
+        """Read the dict that `to_dict` returns."""
         return cls(**{**data, "runs": [DemoRun(**run) for run in data["runs"]]})
 
 
 def thinned(timeline: Sequence[int], points: int = TIMELINE_POINTS) -> list[int]:
-    """A timeline with at most `points` numbers, each the largest of its part, so that the peak stays."""
+    """Return a timeline with at most `points` numbers. Each is the maximum of its part, so the peak stays."""
     parts = min(points, len(timeline))
     ends = [len(timeline) * (part + 1) // parts for part in range(parts)]
     return [max(timeline[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
@@ -157,10 +157,10 @@ def run_demo(
     tokens: int = 256,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> DemoResult:
-    """Train LoRA adapters for the same steps under every spec, step by step in turn, and count and compare.
+    """Train LoRA adapters for the same steps under every spec, in turns, and measure memory, time and gradients.
 
-    Two more runs have a budget of `BUDGET_SHARE`: a plan made for it, and the guard alone, on a card with that much
-    memory, in the counted step only.
+    Two more runs have a budget of `BUDGET_SHARE`: one with the plan for it, and one with only the guard, on a card with
+    that much memory.
 
     Args:
         model: a causal language model; LoRA adapters are injected into it.
@@ -199,7 +199,7 @@ def run_demo(
 
 
 def step_count(steps: int, specs: Sequence[tuple[str, Any]] = SPECS) -> int:
-    """How often `run_demo` reports progress: once for planning, for every step of every plan, and for the guard."""
+    """Return how often `run_demo` calls `on_progress`."""
     return 2 + (steps + 2) * (len(specs) + 1)
 
 
@@ -215,7 +215,7 @@ def _batches(
 
 
 def _planned(model: nn.Module, batch: dict[str, Any]) -> tuple[Plan, int]:
-    """The fastest plan that is predicted to fit into the budget, and that budget in bytes: whole MiB."""
+    """Return the fastest plan that is predicted to fit into the budget, and the budget in bytes (whole MiB)."""
     found = predict(model, batch, optimizer="adamw", budget="100%", frontier=True)
     none = next(option for option in found.usual if option.name == "none").peak_bytes
     lowest = min(option.peak_bytes for option in found.frontier)
@@ -224,7 +224,7 @@ def _planned(model: nn.Module, batch: dict[str, Any]) -> tuple[Plan, int]:
 
 
 class _Training:
-    """The adapters and the optimizer of one plan, so that all plans train the same model from the same start."""
+    """Adapters and optimizer of one plan. All plans train the same base model from the same start."""
 
     def __init__(self, name: str, spec: Spec | Plan, model: nn.Module, memory_bytes: int | None = None) -> None:
         self.run, self.spec, self.model = DemoRun(name), spec, model
@@ -238,7 +238,7 @@ class _Training:
         """Those of the latest step."""
 
     def guarded(self, memory_bytes: int) -> _Training:
-        """This training as it is now, without a plan and under the guard, on a card with so much memory."""
+        """Run this training without a plan, under the guard, on a card with so much memory."""
         name = f"guard: {memory_bytes >> 20}MiB"
         other = _Training(name, Spec.parse({"policy": "none"}), self.model, memory_bytes)
         other.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
@@ -247,7 +247,7 @@ class _Training:
         return other
 
     def step(self, inputs: dict[str, Any], meter: PeakMeter, *, seed: int, timed: bool, counted: bool) -> None:
-        """One training step under the plan. Without `timed` and `counted` it only warms up."""
+        """Run one training step under the plan. Without `timed` and `counted`, it warms up."""
 
         def forward_and_backward() -> torch.Tensor:
             loss: torch.Tensor = self.model(**inputs).loss
@@ -288,7 +288,7 @@ class _Training:
             run.start_bytes, run.timeline = live.start_bytes, live.timeline
 
     def compare(self, first: _Training) -> None:
-        """Note where the latest step differs from the same step of `first`, if nothing was noted before."""
+        """Store the first difference of the latest step from the same step of `first`."""
         run, loss, expected = self.run, self.run.losses[-1], first.run.losses[-1]
         found = (
             first_difference(self.gradients, first.gradients) if loss == expected else f"loss {loss} against {expected}"
@@ -298,7 +298,7 @@ class _Training:
 
 
 class _Card(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts live bytes, and raises torch's error if they are more than a card has."""
+    """Counts live bytes, and raises torch's out-of-memory error above a limit."""
 
     def __init__(self, memory_bytes: int, *holders: Any) -> None:
         super().__init__(*holders)

@@ -1,4 +1,4 @@
-"""`hf-ckpt doctor` answers: what will go wrong with checkpointing in these configs and versions?"""
+"""`hf-ckpt doctor`: find mistakes of checkpointing in configs and versions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add(verbs: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the files, and print what was found. Returns 1 if there is an error, or a warning with `--strict`."""
+    """Read the files and print the findings. Returns 1 for an error, or with `--strict` for a warning."""
     from hf_ckpt.doctor.facts import gather
     from hf_ckpt.doctor.rules import diagnose, to_dict
 
@@ -96,7 +96,7 @@ def _fit(facts: Facts) -> dict[str, Any] | None:
 
 
 def print_findings(findings: Sequence[Finding], versions: Mapping[str, str], console: Console | None = None) -> None:
-    """Print the versions that were seen, and a table of the findings in the order they are given."""
+    """Print the versions, and a table of the findings."""
     from rich.table import Table
     from rich.text import Text
 

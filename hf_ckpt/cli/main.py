@@ -1,4 +1,4 @@
-"""`hf-ckpt`: the entry of the command line, which parses the arguments and calls the verb."""
+"""`hf-ckpt`: parses the command line and runs a command."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hf_ckpt.errors import HfCkptError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb of the command line, and return its exit code.
+    """Run one command and return its exit code.
 
-    That is 0 if it succeeded, 1 if what it checked does not hold, and 2 for any error of hf_ckpt's, which is printed.
+    0 is success, 1 a failed check, and 2 an error of hf_ckpt, which is printed.
     """
     parser = _parser()
     arguments, unknown = parser.parse_known_args(argv)

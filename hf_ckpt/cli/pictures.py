@@ -1,4 +1,4 @@
-"""The one style of all pictures: sizes, colours of policies, labels that do not overlap, and how figures are saved."""
+"""The style of all pictures: sizes, colours of policies, labels that do not overlap, and how to save figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_ckpt.spec.actions import FULL, KEEP, OFFLOAD, SELECTIVE, Action, colour_
 from hf_ckpt.spec.files import refuse_unwritable, replacing
 
 PICTURES = (".png", ".svg", ".pdf")
-"""What the path of a picture may end in."""
+"""Suffixes of pictures."""
 DPI = 130
 """Pixels of an inch in a saved picture. With letters of `STYLE`'s size it can still be read at half its width."""
 STYLE = {
@@ -50,7 +50,7 @@ _COLOURS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("guard",), "#333333"),
     *((names, colour_of(action)) for names, action in _ACTIONS),
 )
-"""How the name of a way to train may begin -> its colour, that of its action. The first that fits counts."""
+"""Beginning of the name of a policy -> colour of its action. The first match counts."""
 _SIDES = ((1, 1), (1, -1), (-1, 1), (-1, -1), (1.4, 0), (-1.4, 0), (0, 1.4), (0, -1.4))
 """Where a label may lie beside its point: to the right and up."""
 _DISTANCES = (4, 10, 18, 28, 40, 54)
@@ -58,13 +58,13 @@ _DISTANCES = (4, 10, 18, 28, 40, 54)
 
 
 def colour_of_policy(name: str) -> str:
-    """The colour of a way to train, by its name in tables; grey where it has none."""
+    """Return the colour of a policy by its name in tables; grey if it has none."""
     begins = name.lower()
     return next((colour for starts, colour in _COLOURS if begins.startswith(starts)), "0.5")
 
 
 def import_pyplot() -> Any:
-    """Return `matplotlib.pyplot`, set to draw files only. Raises `MissingDependencyError` without matplotlib."""
+    """Import `matplotlib.pyplot` for drawing to files. Raises `MissingDependencyError` without matplotlib."""
     try:
         import matplotlib
     except ImportError as error:
@@ -77,7 +77,7 @@ def import_pyplot() -> Any:
 
 @contextlib.contextmanager
 def drawing() -> Iterator[Any]:
-    """As a context: `matplotlib.pyplot` with the style of all pictures. Raises as `import_pyplot`."""
+    """Context manager that yields `matplotlib.pyplot` with the style. Raises the errors of `import_pyplot`."""
     pyplot = import_pyplot()
     with pyplot.rc_context(STYLE):
         yield pyplot
@@ -86,14 +86,14 @@ def drawing() -> Iterator[Any]:
 def label_points(
     axes: Any, labels: Sequence[tuple[float, float, str]], points: Sequence[tuple[float, float]], size: float = 10
 ) -> None:
-    """Write labels beside their points, where they cover neither a point nor each other, with a line to those far away.
+    """Write labels beside their points so that they cover neither points nor each other.
 
-    To be called last, because the places depend on everything else.
+    Call it last, because the positions depend on everything else.
 
     Args:
         axes: of matplotlib.
         labels: (x, y, text), in the units of the axes.
-        points: what else must stay visible, in the units of the axes.
+        points: other points that must stay visible, in the units of the axes.
         size: of letters, in points.
     """
     from matplotlib.transforms import Bbox
@@ -141,9 +141,9 @@ def common_area(box: Any, other: Any) -> float:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Save a figure, whole or not at all, and close it; no folder is made for it.
+    """Save a figure to an existing folder, and close it. An existing file stays if this fails.
 
-    Raises `FileError` where it cannot be written.
+    Raises `FileError` if it cannot be written.
     """
     refuse_unwritable(path, PICTURES)
     with replacing(path) as beside:

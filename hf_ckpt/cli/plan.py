@@ -1,4 +1,4 @@
-"""`hf-ckpt plan` answers: what is the fastest plan for this training within a memory budget, and what will it cost?"""
+"""`hf-ckpt plan`: find the fastest plan of a training within a memory budget, with its peak and step time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hf_ckpt.forecast.record import Forecast
 
 MODEL_HELP = about(FIELDS["model"]).help
-"""Help for an argument that names a model whose weights are not needed."""
+"""Help of an argument that names a model without weights."""
 
 
 def add(verbs: Any) -> None:
@@ -51,9 +51,9 @@ def add(verbs: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print whether the training fits, what to write, the plan and its costs; save and draw it where that is asked.
+    """Print whether the training fits, what to write, the plan and its costs; with options, write files.
 
-    Returns 0, or 2 where nothing fits into the budget, or the plan not into the device.
+    Returns 2 if no plan fits into the budget, or the plan does not fit into the device.
     """
     if arguments.out is not None:
         refuse_unwritable(arguments.out, SUFFIXES)
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _traced(asked: Question, console: Console, *, as_json: bool) -> Forecast | None:
-    """The forecast by a trace of the model. Where nothing fits, what does is printed instead."""
+    """Return the forecast from a trace of the model. If no plan fits, print what would, and return None."""
     with contextlib.ExitStack() as shown_progress:
         tell = shown_progress.enter_context(progress(f"{asked.model}: loading torch and transformers"))
         with importing(to_plan=True):
@@ -102,7 +102,7 @@ def _traced(asked: Question, console: Console, *, as_json: bool) -> Forecast | N
 
 
 def print_forecast(forecast: Forecast, console: Console, *, frontier: bool = False) -> None:
-    """Print a forecast, and with `frontier` the plans for other budgets that it holds."""
+    """Print a forecast; with `frontier`, also the plans for other budgets in it."""
     from hf_ckpt.forecast.answers import answer_of
     from hf_ckpt.forecast.text import print_answer
 
@@ -110,7 +110,7 @@ def print_forecast(forecast: Forecast, console: Console, *, frontier: bool = Fal
 
 
 def _say_misfit(error: InfeasibleError, forecaster: Any, console: Console, *, as_json: bool) -> None:
-    """Print that nothing fits, then look for what does and print that, too."""
+    """Print that no plan fits, then search for what fits and print it."""
     from hf_ckpt.forecast.answers import misfit_in_numbers, misfit_of, nearest_table
     from hf_ckpt.forecast.text import print_answer, print_table
 
@@ -132,7 +132,7 @@ def _say_misfit(error: InfeasibleError, forecaster: Any, console: Console, *, as
 
 
 def how_to_train_with(plan: Path) -> str:
-    """How a training takes a saved plan, in two lines that can be copied."""
+    """Return two lines to copy: how to train with a saved plan."""
     spec = json.dumps({"plan": str(plan)})
     return (
         f"  in Python:           hf_ckpt.install(model, {spec})\n"
@@ -142,13 +142,13 @@ def how_to_train_with(plan: Path) -> str:
 
 
 def _say_written(console: Console, what: str, path: Path, then: str = "") -> None:
-    """Print that a file was written, and what to do with it."""
+    """Print that a file was written, and how to use it."""
     text = f"wrote {what} to {path}" + (f"; train with it by either of\n{then}" if then else "")
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The fields that a training file says. What it says beside them goes to stderr."""
+    """Return the fields that a training file sets. Remarks on its other keys go to stderr."""
     from hf_ckpt.doctor.facts import gather
     from hf_ckpt.doctor.trainings import remarks, workload_fields
 

@@ -1,7 +1,7 @@
-"""`Facts`: all that the checks of `hf-ckpt doctor` look at, read from training configs, versions and a model's config.
+"""`Facts`: the values that the rules of `hf-ckpt doctor` check, from training configs, versions and a model's config.
 
-`gather` reads the files; the properties of `Facts` answer what the checks ask, and say where each value was written.
-Nothing here imports torch.
+`gather` reads the files. Each property of `Facts` is a value with the place where it is written. This file does not
+import torch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hf_ckpt.spec.files import read_values
 from hf_ckpt.spec.spec import Spec
 
 SEVERITIES = ("error", "warning", "note")
-"""How bad a finding can be, the worst first."""
+"""Severities of findings, the worst first."""
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "trl", "bitsandbytes")
-"""The packages whose versions are looked up."""
+"""Packages whose versions are reported."""
 REQUIRED: dict[str, tuple[str, str | None]] = {
     "torch": ("2.8", None),
     "transformers": ("4.57.1", "6"),
@@ -64,20 +64,20 @@ _SECTIONS_OF_DEEPSPEED = ("activation_checkpointing", "bf16", "fp16")  # mapping
 _DEEPEST = 40  # levels of nesting that are read
 
 FLAGS = ("activation_checkpointing", "gradient_checkpointing")
-"""The training argument that switches checkpointing on: its new name, which wins where both are set, and the old."""
+"""The training argument that enables checkpointing: the new name, which takes precedence, and the old one."""
 KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-"""The training argument that holds the keys of a spec: its new name, which wins where both are set, and the old."""
+"""The training argument with the keys of a spec: the new name, which takes precedence, and the old one."""
 _THEIR_KEYS = {"use_reentrant", "preserve_rng_state", "determinism_check", "every_n_layers", "offload"}
-"""Keys of a spec that transformers or torch understand by themselves."""
+"""Keys of a spec that transformers or torch understand, too."""
 OUR_KEYS = {field.name for field in dataclasses.fields(Spec)} - _THEIR_KEYS
 """Keys of a spec that only hf_ckpt understands."""
 OFFLOADING = ("unsloth", "offload", "offload_disk")
-"""Values of axolotl's flag that mean: on, and blocks' inputs lie in host memory or on a disk."""
+"""Values of axolotl's flag that enable checkpointing with the blocks' inputs in host memory or on disk."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A value, and where it was written."""
+    """A value and the place where it is written."""
 
     value: Any
     """The value as the file has it."""
@@ -87,17 +87,17 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class ConfigFile:
-    """One config file that was read, or a section of another file that is a config of its own."""
+    """A config file, or a section of a file that is a config of its own."""
 
     path: str
-    """Path of the file, and the keys of the section in it."""
+    """Path of the file, with the keys of the section."""
     kind: str
-    """What it configures: `TRAINING`, `ACCELERATE`, `DEEPSPEED`, `ADAPTER` or `FSDP`."""
+    """The kind of config: `TRAINING`, `ACCELERATE`, `DEEPSPEED`, `ADAPTER` or `FSDP`."""
     values: Mapping[str, Any]
-    """The mapping that the file or section holds."""
+    """The mapping in the file or section."""
 
     def setting(self, *keys: str) -> Setting | None:
-        """Return the value below these nested keys; None where there is none."""
+        """Return the value of these nested keys; None if it is not set."""
         value: Any = self.values
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -106,72 +106,72 @@ class ConfigFile:
 
 @dataclasses.dataclass(frozen=True)
 class Fsdp:
-    """What the configs say of FSDP, where it is switched on."""
+    """FSDP, as the configs enable it."""
 
     where: str
-    """`file: key` of the switch."""
+    """`file: key` of the option that enables it."""
     version: str | None
-    """`1` or `2`; None where the configs leave it open."""
+    """`1` or `2`; None if the configs do not say."""
     switch: Setting | None
-    """The setting of FSDP's own activation checkpointing, if that is on."""
+    """The setting that enables FSDP's own activation checkpointing; None if it is off."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """What a model's config says of the model."""
+    """Facts from a model's config."""
 
     name: str
-    """The name that the model was given by: a preset, folder, hub id or file."""
+    """The name that the user gave: a preset, folder, hub id or file."""
     model_type: str
-    """`model_type` of the config; empty where it has none."""
+    """`model_type` of the config; empty if it has none."""
     config: Mapping[str, Any]
     """The config as a dict."""
     stacks: tuple[tuple[str, int], ...] = ()
-    """(stack name, number of blocks) for each stack; empty where the config does not say."""
+    """(stack name, number of blocks) for each stack; empty if the config does not say."""
     named: bool = True
-    """Whether these are the names that hf_ckpt will give the stacks."""
+    """Whether hf_ckpt uses these names for the stacks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """All that the checks look at. Its properties are None where the configs do not say."""
+    """The facts that the rules check. A property is None if the configs do not say."""
 
     files: tuple[ConfigFile, ...] = ()
-    """The config files, in the order they were given."""
+    """The config files in the order of the command line."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Package name -> version, for the packages that are installed."""
+    """Package name -> version of the installed packages."""
     model: ModelFacts | None = None
-    """The model, if one was named."""
+    """The model; None if none is named."""
     device: Device | None = None
-    """The device that is trained on, if one was named."""
+    """The device of the training; None if none is named."""
     batch: int | None = None
-    """Sequences of a micro-step, where they were given and not left to the files."""
+    """Sequences per micro-step from the command line; None if left to the files."""
     tokens: int | None = None
-    """Tokens of a sequence, where they were given and not left to the files."""
+    """Tokens per sequence from the command line; None if left to the files."""
 
     def of(self, *kinds: str) -> list[ConfigFile]:
-        """Return the files of these kinds; the last that was given comes first, because it wins."""
+        """Return the files of these kinds. The last one comes first, because it takes precedence."""
         return [file for file in reversed(self.files) if file.kind in kinds]
 
     def option(self, *names: str) -> Setting | None:
-        """Return a training option by any of its names: the first that has a value."""
+        """Return a training option: the first of these names that has a value."""
         found = (file.setting(name) for file in self.of(TRAINING, ADAPTER) for name in names)
         return next((setting for setting in found if setting is not None), None)
 
     def option_on(self, *names: str) -> Setting | None:
-        """Return a training option by any of its names, if the first that has a value is switched on."""
+        """Return a training option if it is on: the first of these names that has a value."""
         found = self.option(*names)
         return found if found is not None and is_on(found.value) else None
 
     @property
     def checkpointing(self) -> Setting | None:
-        """The training argument that switches checkpointing on; `offload` and `unsloth` are on for axolotl."""
+        """The training argument that enables checkpointing. For axolotl, `offload` and `unsloth` do."""
         found = self.option(*FLAGS)
         return found if found is not None and (is_on(found.value) or found.value in OFFLOADING) else None
 
     @property
     def own_offloading(self) -> Setting | None:
-        """The setting by which TRL, axolotl or LLaMA-Factory itself moves activations to host memory."""
+        """The setting that makes TRL, axolotl or LLaMA-Factory move activations to host memory."""
         moved = self.option("activation_offloading", "use_unsloth_gc")
         flag = self.option(*FLAGS)
         if moved is not None and is_set(moved.value):
@@ -180,24 +180,24 @@ class Facts:
 
     @property
     def given_kwargs(self) -> Setting | None:
-        """The checkpointing kwargs as they were given; JSON text is read, as TrainingArguments does."""
+        """The checkpointing kwargs as written. JSON text is parsed, as TrainingArguments does."""
         found = self.option(*KWARGS)
         return None if found is None else Setting(from_json_text(found.value), found.where)
 
     @property
     def kwargs(self) -> Mapping[str, Any]:
-        """The checkpointing kwargs by key; empty where there are none, or they are no mapping."""
+        """The checkpointing kwargs; empty if there are none, or they are not a mapping."""
         found = self.given_kwargs
         return found.value if found is not None and isinstance(found.value, Mapping) else {}
 
     @property
     def ours(self) -> bool:
-        """Whether the checkpointing kwargs hold keys that only hf_ckpt understands."""
+        """Whether the checkpointing kwargs have keys that only hf_ckpt understands."""
         return bool(OUR_KEYS & self.kwargs.keys())
 
     @property
     def spec(self) -> Spec | None:
-        """What is asked of hf_ckpt; None where checkpointing is not on, or the spec is refused."""
+        """The spec for hf_ckpt; None if checkpointing is off or the spec is invalid."""
         if self.checkpointing is None:
             return None
         try:
@@ -207,13 +207,13 @@ class Facts:
 
     @property
     def policies(self) -> set[str]:
-        """Every policy that the spec names, for all blocks or in its rules."""
+        """All policies in the spec and its rules."""
         spec = self.spec
         return set() if spec is None or spec.plan else {spec.policy, *(rule.policy for rule in spec.rules)}
 
     @property
     def fsdp(self) -> Fsdp | None:
-        """FSDP, switched on by accelerate's config or by the training arguments."""
+        """FSDP, if accelerate's config or the training arguments enable it."""
         for file in self.of(ACCELERATE):
             if str(file.values.get("distributed_type")).upper() == "FSDP":
                 return _fsdp(file, "distributed_type", version="1")  # what the launcher takes where none is given
@@ -224,7 +224,7 @@ class Facts:
 
     @property
     def zero3(self) -> Setting | None:
-        """The setting that asks for ZeRO-3."""
+        """The setting that enables ZeRO-3."""
         stages = [file.setting("zero_optimization", "stage") for file in self.of(DEEPSPEED)]
         for file in self.of(ACCELERATE):
             if str(file.values.get("distributed_type")).upper() == "DEEPSPEED":
@@ -233,13 +233,13 @@ class Facts:
 
     @property
     def sharded(self) -> Setting | None:
-        """The setting by which parameters are split over ranks."""
+        """The setting that shards parameters over ranks."""
         found = self.fsdp
         return self.zero3 or (None if found is None else Setting("FSDP", found.where))
 
     @property
     def adapters(self) -> Setting | None:
-        """The setting that asks for LoRA, or for PEFT in general; most weights are frozen then."""
+        """The setting that enables LoRA or other adapters, which freeze most weights."""
         use = self.option("use_peft")
         if use is not None and not is_on(use.value):
             return None
@@ -256,7 +256,7 @@ class Facts:
 
     @property
     def dropout(self) -> Setting | None:
-        """The setting of a dropout inside the blocks that is not 0, of adapters or of the model."""
+        """The setting of a dropout above 0 inside the blocks, of adapters or of the model."""
         rate = self.option("lora_dropout")
         if rate is not None and self.adapters is not None and is_positive(rate.value):
             return rate
@@ -270,7 +270,7 @@ class Facts:
 
     @property
     def compiled(self) -> Setting | None:
-        """The setting that asks for torch.compile."""
+        """The setting that enables torch.compile."""
         found = self.option("torch_compile_mode", "torch_compile_backend") or self.option_on("torch_compile")
         for file in self.of(ACCELERATE):
             backend = file.setting("dynamo_config", "dynamo_backend")
@@ -290,16 +290,17 @@ def gather(
     batch: int | None = None,
     tokens: int | None = None,
 ) -> Facts:
-    """Read config files, the versions that are installed and, if one is named, a model's config.
+    """Read config files, the installed versions, and the config of a model if one is named.
 
     Args:
-        paths: config files, whose kind is recognised by their keys.
+        paths: config files. Their keys tell their kind.
         model: preset, folder, hub id or `config.json` of a model.
         device: name of a row in the device table.
-        batch: sequences of a micro-step.
-        tokens: tokens of a sequence.
+        batch: sequences per micro-step.
+        tokens: tokens per sequence.
 
-    Raises `HfCkptError` with every file that cannot be read or is of no known kind, or for an unknown device or model.
+    Raises `HfCkptError` that lists all files that cannot be read or have no known keys, or for an unknown device or
+    model.
     """
     return Facts(
         files=read_files(paths),
@@ -312,7 +313,7 @@ def gather(
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of the packages that are installed here, by name. Nothing is imported for it."""
+    """Return package name -> version of the installed packages, without importing them."""
     found: dict[str, str] = {}
     for package in PACKAGES:
         try:
@@ -323,9 +324,9 @@ def installed() -> dict[str, str]:
 
 
 def read_files(paths: Sequence[str | Path]) -> tuple[ConfigFile, ...]:
-    """Read config files; each is followed by the DeepSpeed and FSDP configs that it names or holds.
+    """Read config files, each with the DeepSpeed and FSDP configs that it names or contains.
 
-    Raises `HfCkptError` with every file that cannot be read or is of no known kind.
+    Raises `HfCkptError` that lists all files that cannot be read or have no known keys.
     """
     found: dict[str, ConfigFile] = {}
     problems: list[str] = []
@@ -339,7 +340,7 @@ def read_files(paths: Sequence[str | Path]) -> tuple[ConfigFile, ...]:
 
 
 def _read(path: str, kind: str | None, problems: list[str]) -> ConfigFile | None:
-    """Read a file, whose kind is recognised where it is None. Where that fails, add to `problems` and return None."""
+    """Read a file; a `kind` of None is taken from its keys. On failure, add to `problems` and return None."""
     try:
         values = _load(Path(path))
     except ValueError as error:
@@ -360,7 +361,7 @@ def _read(path: str, kind: str | None, problems: list[str]) -> ConfigFile | None
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON or YAML file. Raises `ValueError` where there is none."""
+    """Return the mapping in a JSON or YAML file. Raises `ValueError` if there is none."""
     loaded = read_values(path)
     if not isinstance(loaded, Mapping):
         found = "empty" if loaded is None else f"{type(loaded).__name__} instead"
@@ -370,7 +371,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Return a value with text for all keys in it. Raises `ValueError` where it is nested too deep."""
+    """Return a value with all its keys as text. Raises `ValueError` if it is nested too deep."""
     if depth > _DEEPEST:
         raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
     if isinstance(value, Mapping):
@@ -379,21 +380,21 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def _kind(values: Mapping[str, Any]) -> str | None:
-    """Return the kind of config with the most of its keys among these; None where no kind has any."""
+    """Return the kind of config that has most keys among these; None if none has any."""
     scores = {kind: sum(_tells(kind, key, values) for key in keys) for kind, keys in _TELLTALES.items()}
     best = max(scores, key=lambda kind: scores[kind])
     return best if scores[best] else None
 
 
 def _tells(kind: str, key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a key among these values speaks for this kind of config."""
+    """Whether these values contain a key of this kind of config."""
     if key in _SECTIONS_OF_DEEPSPEED:
         return key in values and isinstance(values[key], Mapping) == (kind == DEEPSPEED)
     return key in values
 
 
 def _named_by(file: ConfigFile, problems: list[str]) -> Iterator[ConfigFile]:
-    """Yield the configs that a file names by their paths, or holds as sections."""
+    """Yield the configs that a file names or contains."""
     places = {
         ACCELERATE: ((("deepspeed_config", "deepspeed_config_file"), DEEPSPEED),),
         TRAINING: ((("deepspeed",), DEEPSPEED), (("fsdp_config",), FSDP)),
@@ -413,7 +414,7 @@ def _named_by(file: ConfigFile, problems: list[str]) -> Iterator[ConfigFile]:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether there is a file; False, too, for a text that cannot be a path."""
+    """Whether there is a file at a path. False for a text that cannot be a path."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -421,9 +422,9 @@ def is_file(path: Path) -> bool:
 
 
 def read_model(name: str) -> ModelFacts:
-    """Read a model's config, by preset, folder, hub id or file. Transformers is imported for it.
+    """Read a model's config from a preset, folder, hub id or file. This imports transformers.
 
-    Raises `HfCkptError` when there is no such config, or it cannot be read.
+    Raises `HfCkptError` if there is no such config, or it cannot be read.
     """
     from hf_ckpt.models.families import depth_keys, family_of
     from hf_ckpt.prediction.workload import load_config
@@ -448,12 +449,12 @@ def read_model(name: str) -> ModelFacts:
 
 
 def is_on(value: Any) -> bool:
-    """Return whether a value means that a switch is on, in any of the ways that YAML files write it."""
+    """Whether a value means on, in any spelling of YAML files."""
     return value is True or str(value).strip().lower() in ("true", "yes", "on", "1")
 
 
 def is_set(value: Any) -> bool:
-    """Return whether a value is there, and neither is empty nor says no."""
+    """Whether a value is set: not empty, and not a spelling of off."""
     return value not in (None, False, 0, "", [], {}) and str(value).strip().lower() not in (
         "none",
         "false",
@@ -463,7 +464,7 @@ def is_set(value: Any) -> bool:
 
 
 def is_positive(value: Any) -> bool:
-    """Return whether a value is a number above 0."""
+    """Whether a value is a number above 0."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
@@ -473,7 +474,7 @@ def positive_int(setting: Setting | None) -> int | None:
 
 
 def from_json_text(value: Any) -> Any:
-    """Return what the text of a JSON object stands for; every other value as it is."""
+    """Return the value of the text of a JSON object, and every other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
@@ -483,12 +484,12 @@ def from_json_text(value: Any) -> Any:
 
 
 def without_true_reentrant(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return checkpointing kwargs without `use_reentrant: true`, which is a finding of its own."""
+    """Return checkpointing kwargs without `use_reentrant: true`, for which there is a rule."""
     return {key: value for key, value in kwargs.items() if key != "use_reentrant" or value is not True}
 
 
 def _fsdp(file: ConfigFile, key: str, *, version: str | None, beside: Sequence[ConfigFile] = ()) -> Fsdp:
-    """Read the options of FSDP in a file, or in the first of the FSDP configs that it names (`beside`).
+    """Read the options of FSDP from a file, or from the first FSDP config that it names (`beside`).
 
     The options may be written with or without `fsdp_` in front of their names.
     """
@@ -506,7 +507,7 @@ def _fsdp(file: ConfigFile, key: str, *, version: str | None, beside: Sequence[C
 
 
 def walk(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every value in nested mappings that is no mapping itself, with the path of keys that leads to it."""
+    """Yield (path of keys, value) for every value in nested mappings that is not a mapping."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from walk(value, (*path, key))
@@ -525,16 +526,16 @@ def shown(value: Any) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version: `_numbers("2.13.0+cpu") == (2, 13, 0)`. Empty where the text is no version."""
+    """Return the numbers of a version: `_numbers("2.13.0+cpu") == (2, 13, 0)`. Empty if the text is no version."""
     match = re.match(r"\d{1,9}(\.\d{1,9})*", version)
     return tuple(map(int, match.group().split("."))) if match else ()
 
 
 def is_before(version: str | None, other: str) -> bool:
-    """Return whether a version is known and lower than another."""
+    """Whether a version is known and lower than another."""
     return bool(version) and () < _numbers(str(version)) < _numbers(other)
 
 
 def is_at_most(version: str, other: str) -> bool:
-    """Return whether a version is readable, and equal to or lower than another."""
+    """Whether a version can be parsed, and is at most another."""
     return () < _numbers(version) <= _numbers(other)

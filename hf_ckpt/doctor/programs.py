@@ -1,7 +1,7 @@
-"""The programs whose training files are read, a row each: how they are recognised, and what their keys mean.
+"""The programs whose training files can be read, one row each: how to recognise their files, and what keys mean.
 
-The same key means different things: `bf16: true` is autocast over float32 weights for Trainer and TRL, and weights in
-bfloat16 for axolotl and LLaMA-Factory. What is written here was read in TRL 1.16, axolotl 0.19 and LLaMA-Factory 0.9.5.
+The same key can mean different things: `bf16: true` is autocast over float32 weights for Trainer and TRL, and weights
+in bfloat16 for axolotl and LLaMA-Factory. Sources: TRL 1.16, axolotl 0.19, LLaMA-Factory 0.9.5.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hf_ckpt.doctor.facts import ACCELERATE, FLAGS, KWARGS, TRAINING, Facts, is_
 from hf_ckpt.prediction.question import FIELDS, about
 
 KEYS = {name: about(field).keys for name, field in FIELDS.items() if about(field).keys}
-"""Field of `Workload` -> the keys that say it, in any program."""
+"""Field of `Workload` -> its keys in the files of all programs."""
 _BESIDE = {
     *("bf16", "fp16", "pure_bf16", "bfloat16", "float16", "float32", "quantization_bit", "lora_target_linear"),
     *("use_peft", "use_lora", "adapter", "finetuning_type", "flash_attention", "sdp_attention", "eager_attention"),
@@ -31,7 +31,7 @@ _BESIDE = {
         *KWARGS,
     ),
 }
-"""Further keys that are read, or that a plan takes the place of."""
+"""More keys that are read, or that a plan replaces."""
 
 # What does not change the memory of a training step: data, optimization, logs, saving, evaluation, launching.
 _HARMLESS = re.compile(
@@ -57,29 +57,29 @@ _HARMLESS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program that trains, and the rules by which its files are read."""
+    """A training program, and how to read its files."""
 
     name: str
-    """As people call it."""
+    """Its name in messages."""
     types: Callable[[Facts, bool], dict[str, Any]]
-    """(facts, whether weights are frozen below adapters) -> `dtype` and `autocast` of `Workload`."""
+    """(facts, whether adapters freeze the weights) -> `dtype` and `autocast` of `Workload`."""
     telltales: tuple[str, ...] = ()
-    """Keys that only files of this program have."""
+    """Keys that only this program has."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of `Workload` where its files say nothing."""
+    """Its defaults for fields of `Workload`."""
     lora_by_default: bool = False
-    """Whether it trains adapters where its files say nothing."""
+    """Whether it trains adapters by default."""
 
 
 def program_of(facts: Facts) -> Program:
-    """The program that the training files are for: the one with the most telltales among their keys, else Trainer."""
+    """Return the program of the training files: the one with most telltales among their keys, or Trainer."""
     keys = {key for file in facts.of(TRAINING) for key in file.values}
     best = max(PROGRAMS, key=lambda program: len(keys.intersection(program.telltales)))
     return best if keys.intersection(best.telltales) else PROGRAMS[0]
 
 
 def not_understood(facts: Facts) -> list[str]:
-    """The keys of the training files that may matter for memory and are not read, in their order."""
+    """Return the keys of the training files that may affect memory and are not read, in their order."""
     known = _BESIDE.union(*KEYS.values())
     found = []
     for file in facts.of(TRAINING):
@@ -93,7 +93,7 @@ def not_understood(facts: Facts) -> list[str]:
 
 
 def _named(facts: Facts, default: str) -> str:
-    """The type of the weights by its own key."""
+    """The type of the weights from its key."""
     found = facts.option(*KEYS["dtype"])
     name = str(found.value).removeprefix("torch.") if found is not None else default
     name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "auto": "bfloat16"}.get(name, name)
@@ -176,4 +176,4 @@ PROGRAMS = (
         lora_by_default=True,
     ),
 )
-"""Every program; Trainer, whose keys the others share, is the first."""
+"""All programs. Trainer is the first, because the others share its keys."""

@@ -1,8 +1,8 @@
 """The rules of `hf-ckpt doctor`: one row for each kind of mistake, in the table `RULES`.
 
-A row has a code, a severity, a function that looks for the mistake, and the texts that say what will go wrong and what
-to do. The function gets the `Facts`. It returns None, or the values of the placeholders in the texts; `where` is the
-place where the mistake was written. A function that may find several mistakes yields them.
+A row has a code, a severity, a function that looks for the mistake in the `Facts`, and texts: what will go wrong, and
+what to do. The function returns None, or values for the placeholders in the texts. One of them is `where`, the place
+of the mistake. A function that can find several mistakes yields them.
 
 >>> facts = Facts((ConfigFile("args.json", TRAINING, {"gradient_checkpointing_kwargs": {"polcy": "full"}}),))
 >>> [finding.code for finding in diagnose(facts)]
@@ -47,23 +47,23 @@ from hf_ckpt.units import GIB, format_bytes, format_percent
 from hf_ckpt.versions import LAST_DEEPSPEED_WITH_EMPTY_SHAPES, NEW_NAME_SINCE, NON_REENTRANT_SINCE
 
 Values = Mapping[str, Any]
-"""Placeholder -> value; `where` is always among them."""
+"""Placeholder -> value; always with `where`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that will go wrong, or that is worth knowing."""
+    """A mistake, or something worth knowing."""
 
     severity: str
     """`error`, `warning` or `note`."""
     code: str
-    """Short name of the rule, which stays the same from release to release."""
+    """Name of the rule, which is the same in all releases."""
     where: str
-    """Where it was written, as `file: key`, or the name of a package."""
+    """Its place, as `file: key`, or the name of a package."""
     what: str
-    """What will go wrong, in a sentence or two."""
+    """What will go wrong."""
     fix: str
-    """What to do about it."""
+    """What to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Rule:
     fix: str
 
     def findings(self, facts: Facts) -> Iterator[Finding]:
-        """Yield what the rule finds. A value named `severity` takes the place of the rule's own."""
+        """Yield the findings of the rule. A value named `severity` replaces the rule's own."""
         found = self.find(facts)
         for values in () if found is None else (found,) if isinstance(found, Mapping) else found:
             filled = {"last": LAST_DEEPSPEED_WITH_EMPTY_SHAPES, **values}
@@ -86,13 +86,13 @@ class Rule:
 
 
 def diagnose(facts: Facts) -> tuple[Finding, ...]:
-    """Return everything that the rules find, errors first."""
+    """Return the findings of all rules, errors first."""
     found = [finding for rule in RULES for finding in rule.findings(facts)]
     return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
 def to_dict(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return what was looked at and what was found, as a JSON-able dict."""
+    """Return the facts and findings as a dict that can be written as JSON."""
     return {
         "files": {file.path: file.kind for file in facts.files},
         "model": facts.model.name if facts.model else None,

@@ -1,4 +1,4 @@
-"""Reads from training files what `Workload` describes: the model, its batch, adapters, types and optimizer."""
+"""Reads the fields of `Workload` from training files: the model, its batch, adapters, types and optimizer."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from hf_ckpt.units import parse_count
 _ATTENTIONS = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled": "eager", "auto": "sdpa"}
 """LLaMA-Factory's names of attention implementations."""
 _FLAGS = {"flash": "flash_attention_2", "sdp": "sdpa", "eager": "eager", "flex": "flex_attention"}
-"""What stands before `_attention` in axolotl's flags -> the implementation."""
+"""Prefix of `_attention` in axolotl's flags -> attention implementation."""
 _READ_APART = ("attention", "dtype", "double_quant", "lora", "lora_targets", "lora_dropout")
-"""Fields whose values depend on the program, or on adapters."""
+"""Fields that depend on the program or on adapters."""
 
 
 def workload_fields(facts: Facts) -> dict[str, Any]:
-    """The fields of `Workload` that files tell, by their names; what they leave open is left out.
+    """Return field of `Workload` -> value, for the fields that the files set.
 
-    Each program's file is read by the rules of that program, see `programs`. Raises `HfCkptError` for a `device_map`
-    that keeps weights in host memory or on a disk.
+    `programs` has the rules for the files of each program. Raises `HfCkptError` for a `device_map` that keeps weights
+    in host memory or on disk.
     """
     _refuse_moved_weights(facts)
     program = program_of(facts)
@@ -51,7 +51,7 @@ def workload_fields(facts: Facts) -> dict[str, Any]:
 
 
 def remarks(facts: Facts) -> Iterator[str]:
-    """What the training files ask for and a plan leaves out: sentences, for people to read."""
+    """Return sentences about options of the training files that a plan ignores."""
     beside = ("own-offloading", "fsdp-and-deepspeed")
     yield from (f"{finding.where}: {finding.what}" for finding in diagnose(facts) if finding.code in beside)
     left = not_understood(facts)
@@ -101,7 +101,7 @@ def _attention(facts: Facts) -> str | None:
 
 
 def _value(facts: Facts, name: str) -> Any:
-    """The value of a field, by the first of its keys that a file has; None where no file has one that can be read."""
+    """Return the value of a field from the first of its keys that can be read; None if there is none."""
     field = FIELDS[name]
     if isinstance(field.default, bool):
         return any(facts.option_on(key) is not None for key in KEYS[name]) or None

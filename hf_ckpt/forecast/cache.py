@@ -29,7 +29,7 @@ _PACKAGES = ("torch", "transformers", "peft", "trl")
 
 
 def load(asked: Question) -> Any:
-    """What was kept of the training that is asked about; None where nothing was, or it cannot be read."""
+    """What was kept of the training that is asked about; None if nothing was, or it cannot be read."""
     path = _path(asked)
     try:
         return None if path is None else pickle.loads(zlib.decompress(path.read_bytes()))

@@ -45,7 +45,7 @@ _HOVER = "%{text}<br>peak %{x:.2f} GiB, step %{y:.4g} s<extra></extra>"
 
 
 def option_named(forecast: Forecast, name: str) -> Alternative:
-    """One of transformers' own options, by its name in tables. Raises `StopIteration` where there is none."""
+    """One of transformers' own options, by its name in tables. Raises `StopIteration` if there is none."""
     return next(option for option in forecast.usual if option.name == name)
 
 

@@ -43,7 +43,7 @@ class Setting:
 def nearest_settings(
     asked: Question, budget_bytes: int, candidates: Candidates, *, can_chunk: bool, can_move: bool
 ) -> list[Setting]:
-    """The settings that fit, those with the fewest changes first; empty where none of those that are tried does.
+    """The settings that fit, those with the fewest changes first; empty if none of those that are tried does.
 
     Args:
         asked: what does not fit.
@@ -122,7 +122,7 @@ def _largest_batch(
 def _setting(
     asked: Question, words: Sequence[str], changes: Mapping[str, Any], budget_bytes: int, candidates: Candidates
 ) -> Setting:
-    """The setting that some changes make. Raises `InfeasibleError` where it does not fit."""
+    """The setting that some changes make. Raises `InfeasibleError` if it does not fit."""
     changed = _with(asked, changes)
     plan = plan_within(candidates(changed), budget_bytes)
     assert plan.prediction is not None
@@ -137,7 +137,7 @@ def _with(asked: Question, changes: Mapping[str, Any]) -> Question:
 
 
 def largest(peak_of: Callable[[int], int], budget: int, start: int, most: int = LARGEST) -> int:
-    """The largest number whose peak is within the budget, 0 where that of 1 is not.
+    """The largest number whose peak is within the budget, 0 if that of 1 is not.
 
     Peaks grow nearly in proportion with the number, so that the next guess lies on the line through the last two. The
     peaks of plans do not always, since plans fill the budget: where a guess left more than half of the range, the next

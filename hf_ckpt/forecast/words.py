@@ -87,7 +87,7 @@ def headline(
         peak_bytes: of the plan, or the lowest of all plans where none fits.
         budget_bytes: the peak that is allowed.
         device: that is trained on.
-        tokens_per_second: predicted; None where that is not known, or nothing fits.
+        tokens_per_second: predicted; None if that is not known, or nothing fits.
         task: of the model, see `task_of`.
     """
     whole_bytes = device.memory_bytes or budget_bytes

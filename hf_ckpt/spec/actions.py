@@ -1,7 +1,7 @@
-"""The actions: what may happen to the activations of one block, with one record for each.
+"""The actions on the activations of a block, one record each.
 
-A new action is a record here and an engine file that the record names. Specs, plans, the planner, the tables and the
-pictures read these records; nothing else lists the actions.
+A new action is a record here and a file in `engines/` that the record names. Specs, plans, the planner, tables and
+pictures read these records.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 
 SAVE_CLASSES = ("linear", "attention")
-"""Classes of operations whose results `selective` may save; it saves both unless told otherwise."""
+"""Classes of operations whose results `selective` can save. It saves both by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Action:
     kind: str = "keep"
     """`keep`, `selective`, `full`, `full+selective`, `offload` or `compiled`: the name of a record in `ACTIONS`."""
     save: tuple[str, ...] = ()
-    """For `selective`: the classes of operations whose results stay; for `full+selective`, those of the block that is
-    run again in backward."""
+    """For `selective`: the classes of operations whose results are saved. For `full+selective`: those that are saved
+    while the block is recomputed."""
     segment: int | None = None
     """For `full`: neighbouring blocks with the same number are recomputed as one region."""
     moved: bool = False
-    """For `selective`: whether what is saved lies in host memory until backward."""
+    """For `selective`: whether saved tensors are in host memory until backward."""
     share: float | None = None
-    """For `compiled`: how much the compiler keeps, from 0 (the inputs) to 1 (what makes the step fastest)."""
+    """For `compiled`: how much the compiler saves, from 0 (the inputs) to 1 (what makes the step fastest)."""
 
     def __str__(self) -> str:
         if self.share is not None:
@@ -48,33 +48,33 @@ COMPILED = Action("compiled", share=0.0)
 
 @dataclasses.dataclass(frozen=True)
 class ActionKind:
-    """All that hf_ckpt knows of one action, apart from the code of its engine."""
+    """The properties of one action."""
 
     name: str
     """Name of the action in specs and plans."""
     keeps: str
-    """What stays of a block's activations from its forward to its backward, in words."""
+    """What a block saves from its forward to its backward, in words."""
     engine: str = ""
-    """`module:function` that makes a block's checkpointing function from an `engines.region.Request`; empty where the
+    """`module:function` that makes a block's checkpointing function from an `engines.region.Request`; empty if the
     block runs as it is."""
     hooks: str = ""
-    """`module:function` that lists the forward hooks which the engine needs beside the blocks' functions; empty where
+    """`module:function` that lists the forward hooks which the engine needs beside the blocks' functions; empty if
     it needs none."""
     is_policy: bool = True
-    """Whether `policy` in a spec may be its name."""
+    """Whether it can be the `policy` of a spec."""
     options: tuple[str, ...] = ()
-    """Fields of `Action`, beside `kind`, that this action may have."""
+    """Fields of `Action`, beside `kind`, that it uses."""
     candidates: tuple[Action, ...] = ()
-    """The forms of this action that a plan for a budget chooses from. Their costs are found by tracing them."""
+    """Its forms that a plan for a budget chooses from."""
     compiles: bool = False
     """Whether the block is compiled. Either all blocks of a plan for a budget are, or none."""
     offloads: Mapping[Action, Action] = dataclasses.field(default_factory=dict)
     """Form of this action that holds tensors in host memory -> the action that keeps the same tensors on the device.
     The costs of the first are those of the second and the time of the copies."""
     next: Action | None = None
-    """What a block with this action gets when a step has run out of memory; it needs less. None where nothing does."""
+    """What a block with this action gets when a step has run out of memory; it needs less. None if nothing does."""
     next_in_words: str = ""
-    """How messages describe the change to `next`."""
+    """The change to `next`, for messages."""
     colours: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Printed form of the action -> its colour in pictures."""
 
@@ -94,7 +94,7 @@ ACTIONS: dict[str, ActionKind] = {
         ),
         ActionKind(
             "selective",
-            keeps="the results of the operations that `save` names, and what is needed to make the others again",
+            keeps="the results of the operations that `save` names, and what is needed to recompute the others",
             engine="hf_ckpt.engines.rebuild.region:make",
             hooks="hf_ckpt.engines.rebuild.region:hooks",
             options=("save", "moved"),
@@ -122,7 +122,7 @@ ACTIONS: dict[str, ActionKind] = {
         ),
         ActionKind(
             "full+selective",
-            keeps="the block's inputs; of the block that is run again in backward, what `selective` keeps",
+            keeps="the block's inputs; while it is recomputed, what `selective` keeps",
             engine="hf_ckpt.engines.rebuild.full_selective:make",
             options=("save",),
             candidates=(FULL_SELECTIVE,),

@@ -1,4 +1,4 @@
-"""`Description`: the plan that is installed on a model, and what it has done so far. `hf_ckpt.describe` returns it."""
+"""`Description`: the plan on a model, with counts of what it has done. `hf_ckpt.describe` returns it."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class Watched:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A plan that is installed on a model, and what it has done so far. `print` shows it."""
+    """The plan on a model, with counts of what it has done so far. `print` shows it."""
 
     plan: Plan
     """One action for every block."""
     spec: dict[str, Any]
     """The spec that the plan was made from, as `Spec.to_dict`."""
     enabled: bool
-    """Whether the plan is on the blocks now."""
+    """Whether the plan is enabled now."""
     frozen: tuple[str, ...]
-    """Planned blocks below the first trainable parameter: they save nothing and are not recomputed."""
+    """Planned blocks below the first trainable parameter, which save nothing."""
     forwards: dict[str, int]
-    """Block name -> checkpointed forward calls so far."""
+    """Block name -> checkpointed forwards so far."""
     recomputed: dict[str, int]
     """Block name -> recomputations so far, of the whole block or (with `selective`) of operations inside it."""
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -63,9 +63,9 @@ class Description:
     of its bucket; `plan` is that of the last batch."""
     costs: tuple[tuple[str, int, float | None], ...] = ()
     """Under `budget` and `auto`, what measured steps have shown of a block of the most usual kind under each action:
-    (action, bytes kept, time of forward and backward as a share of that under `full`; None where it was not timed)."""
+    (action, bytes kept, time of forward and backward as a share of that under `full`; None if it was not timed)."""
     measured_bytes: int | None = None
-    """Under `budget` and `auto`, the real peak of the first step of the plan; None where it was not measured."""
+    """Under `budget` and `auto`, the real peak of the first step of the plan; None if it was not measured."""
     moved: dict[str, int] = dataclasses.field(default_factory=dict)
     """Block name -> bytes that its last forward moved to host memory."""
     watched: Watched | None = None

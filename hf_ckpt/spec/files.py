@@ -1,4 +1,4 @@
-"""Where files are read and written: of a stated size, as JSON or YAML, whole or not at all."""
+"""Reading JSON and YAML files up to a size, and writing files atomically."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hf_ckpt.errors import FileError, reason_of
 from hf_ckpt.units import format_bytes
 
 LARGEST_BYTES = 16 * 2**20
-"""Size in bytes above which a file is not read."""
+"""Larger files are not read."""
 LARGEST_YAML_BYTES = 2**20
-"""Size in bytes above which a YAML text is not read: reading YAML takes about a hundred times as long as JSON."""
+"""Larger YAML texts are not read: YAML takes about a hundred times as long as JSON."""
 YAML_SUFFIXES = (".yaml", ".yml")
 _DEEPEST_YAML = 100  # levels of nesting; PyYAML's loaders call themselves for each
 
@@ -32,9 +32,9 @@ def read_values(path: str | Path) -> Any:
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """Return what a file holds.
+    """Return the content of a file.
 
-    Raises `ValueError` with the reason for what cannot be read, is no regular file, or is larger than `LARGEST_BYTES`.
+    Raises `ValueError` with the reason if it cannot be read, is not a regular file, or is larger than `LARGEST_BYTES`.
     """
     try:
         mode = os.stat(path).st_mode  # before it is opened: opening a pipe waits for a writer
@@ -52,8 +52,8 @@ def read_bytes(path: str | Path) -> bytes:
 def parse_values(content: bytes, suffix: str = "") -> Any:
     """Return the value of a JSON or YAML text, given as bytes in UTF-8.
 
-    JSON is not read by the YAML parser, which takes very long for it: a text is JSON if it comes from a file with the
-    suffix `.json`, or if it reads as JSON. Raises `ValueError` where it is neither.
+    A text is JSON if its file has the suffix `.json`, or if it parses as JSON; the YAML parser would take very long.
+    Raises `ValueError` if it is neither.
     """
     only_json = suffix.lower() == ".json"
     try:
@@ -75,8 +75,8 @@ def parse_values(content: bytes, suffix: str = "") -> Any:
 def load_yaml(text: str) -> Any:
     """Return the value of a YAML text.
 
-    Raises `ValueError` where the text is not valid YAML, is larger than `LARGEST_YAML_BYTES`, is nested too deep, or
-    uses aliases (`*name`), with which a few bytes can stand for any number of values.
+    Raises `ValueError` if the text is not valid YAML, is larger than `LARGEST_YAML_BYTES`, is nested too deep, or uses
+    aliases (`*name`), with which a few bytes can expand to any number of values.
     """
     import yaml
 
@@ -106,11 +106,11 @@ def _reason(error: Exception) -> str:
 
 
 def refuse_unwritable(path: str | Path, suffixes: Sequence[str] = ()) -> None:
-    """Raise `FileError` where no file can be written at a path, so that no work is done for it in vain.
+    """Raise `FileError` if no file can be written at a path. Call it before work whose result goes there.
 
     Args:
-        path: of the file, which may exist. Its folder must: none is made.
-        suffixes: what the path may end in, in lower case; empty for anything.
+        path: of the file, in an existing folder.
+        suffixes: allowed suffixes in lower case; empty for all.
     """
     path = Path(path)
     if suffixes and path.suffix.lower() not in suffixes:
@@ -133,9 +133,9 @@ def refuse_unwritable(path: str | Path, suffixes: Sequence[str] = ()) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yield a path beside `path` to write a file to, which takes the place of `path` at the end of the block.
+    """Context manager for atomic writing: yields a temporary path, and renames it to `path` at the end.
 
-    Where the block raises, `path` stays as it was. Raises `FileError` where the file cannot be written.
+    If the block raises, `path` is unchanged. Raises `FileError` if the file cannot be written.
     """
     refuse_unwritable(path)
     target = Path(os.path.realpath(path))  # a link stays a link
@@ -151,13 +151,13 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text as UTF-8 to a file, whole or not at all. Raises `FileError` where it cannot be written."""
+    """Write a text to a file atomically, as UTF-8. Raises `FileError` if it cannot be written."""
     with replacing(path) as beside:
         beside.write_text(text, encoding="utf-8")
 
 
 def append_line(path: str | Path, line: str) -> None:
-    """Add a line to the end of a regular file, whole or not at all. Raises `FileError` where it cannot be written."""
+    """Append a line to a regular file, or nothing if that fails. Raises `FileError` then."""
     data = line.encode() + b"\n"
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         # Not opened, because opening a pipe waits for a reader. Opening a directory is an error.

@@ -55,7 +55,7 @@ class Prediction:
     step_seconds: float
     """Seconds of one optimizer step with all its micro-steps."""
     tokens: int
-    """Tokens trained on in one optimizer step; 0 where they are not counted."""
+    """Tokens trained on in one optimizer step; 0 if they are not counted."""
     parts: tuple[tuple[str, int], ...]
     """What fills the peak, as (name, bytes)."""
     budget_bytes: int | None = None
@@ -65,7 +65,7 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens trained on in a second, as predicted; None where tokens are not counted."""
+        """Tokens trained on in a second, as predicted; None if tokens are not counted."""
         return self.tokens / self.step_seconds if self.tokens and self.step_seconds else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -273,14 +273,14 @@ def spans(indices: list[int]) -> str:
 
 
 def _whole(value: Any, name: str) -> int:
-    """Return a value if it is a whole number of at least 0. Raises `ValueError` where it is not."""
+    """Return a value if it is a whole number of at least 0. Raises `ValueError` if it is not."""
     if type(value) is not int or value < 0:
         raise ValueError(f"its {name} must be a whole number of at least 0, but is {shown(value)} instead")
     return value
 
 
 def _read_tokens(data: Mapping[str, Any], key: str) -> int | str:
-    """Read `Plan.head` or `Plan.mlp` from a saved plan. Raises `ValueError` where it is none."""
+    """Read `Plan.head` or `Plan.mlp` from a saved plan. Raises `ValueError` if it is none."""
     tokens = data.get(key, "full")
     if tokens not in ("full", "auto") and not (type(tokens) is int and tokens >= 1):
         raise ValueError(f"its {key} is {shown(tokens)}, which is neither a number of tokens nor `auto` nor `full`")

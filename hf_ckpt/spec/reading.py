@@ -1,7 +1,6 @@
 """Readers of the values in a spec, one for each key; `READERS` lists them.
 
-A reader returns the value as `Spec` holds it, or raises `ValueError` with what was given and what is needed. Its text
-continues a sentence that begins with the name of the key.
+A reader returns the parsed value, or raises `ValueError`. The message continues a sentence that begins with the key.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ log = logging.getLogger(__name__)
 _OTHERS = (record.name for record in ACTIONS.values() if record.is_policy and record.name != "full")
 POLICIES = ("none", "full", *_OTHERS, "budget", "auto")
 SAVING = tuple(record.name for record in ACTIONS.values() if record.is_policy and "save" in record.options)
-"""Policies that `save` goes with."""
+"""Policies with the option `save`."""
 ENGINES = ("auto", "rebuild", "sac")
 CHUNKS = ("full", "auto")
 
@@ -40,21 +39,21 @@ _RANGE = re.compile(r"(-?\d+)(-(-?\d+)?)?")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One exception to the policy of a spec; of several rules that match a block, the last wins."""
+    """One exception to the policy of a spec. If several match a block, the last one counts."""
 
     layers: str
-    """The blocks that the rule is about, as in `Spec.layers`."""
+    """The blocks, as in `Spec.layers`."""
     policy: str
-    """What these blocks get: `none`, `full`, `selective`, `full+selective` or `offload`."""
+    """Their policy: `none`, `full`, `selective`, `full+selective` or `offload`."""
     stack: str | None = None
-    """Name of the stack that the rule is about; None means every stack."""
+    """Name of the stack; None for every stack."""
     save: tuple[str, ...] | None = None
-    """For the policies in `SAVING`: the classes of operations whose results are kept; None means those of the spec."""
+    """As `Spec.save`; None for the spec's own."""
     share: float | None = None
-    """With `compile`: how much these blocks keep; None means what the rule's policy stands for."""
+    """As `Spec.share`; None for the share of the rule's policy."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the rule as a spec writes it."""
+        """Return the rule as a dict, as in a spec."""
         full = {
             "stack": self.stack,
             "layers": self.layers,
@@ -66,15 +65,15 @@ class Rule:
 
 
 def saving_policies() -> str:
-    """Return the policies in `SAVING`, as messages name them."""
+    """Return the policies in `SAVING` as text for messages."""
     return " or ".join(f"`policy: {name}`" for name in SAVING)
 
 
 def parse_layers(text: str) -> tuple[LayerRange, ...]:
     """Read a choice of blocks: `parse_layers("0-15,-1") == ((0, 15), (-1, -1))`.
 
-    Ranges include both ends, negative numbers count from the end, and "2-" goes to the end. Raises `ValueError` where
-    the text is not a list of numbers and ranges.
+    Ranges include both ends, negative numbers count from the end, and "2-" goes to the end. Raises `ValueError` for
+    other texts.
     """
     ranges = []
     for part in text.replace(" ", "").split(","):
@@ -87,7 +86,7 @@ def parse_layers(text: str) -> tuple[LayerRange, ...]:
 
 
 def unknown_key(key: object, known: Sequence[str] | Mapping[str, Any], reasons: Mapping[str, str] | None = None) -> str:
-    """Return a sentence about a key that is not in `known`: its entry in `reasons`, or the most similar known keys."""
+    """Return a sentence about an unknown key: its entry in `reasons`, or the most similar known keys."""
     if reasons and key in reasons:
         return f"`{key}` {reasons[str(key)]}"
     name = shown(key, 60, quoted=False)
@@ -97,12 +96,12 @@ def unknown_key(key: object, known: Sequence[str] | Mapping[str, Any], reasons: 
 
 
 def similar_keys(key: object, known: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    """Return the known keys, two at most, that a key may be a misspelling of, the most similar first."""
+    """Return at most two known keys that a key may be a misspelling of, the most similar first."""
     return difflib.get_close_matches(shown(key, 60, quoted=False), list(known), n=2, cutoff=0.6)
 
 
 def one_of(*allowed: object) -> Callable[[Any], Any]:
-    """Return a reader that accepts these values only; it does not take 0 and 1 for False and True."""
+    """Return a reader that accepts these values only. It does not accept 0 and 1 for False and True."""
 
     def read(value: Any) -> Any:
         for choice in allowed:
@@ -185,7 +184,7 @@ def _parsed(parse: Callable[[Any], float], what: str) -> Callable[[Any], float |
 
 
 def _read_tokens(value: Any) -> int | str:
-    """Read how many tokens a chunk has, or a word in place of it."""
+    """Read the tokens of a chunk: a number, or one of `CHUNKS`."""
     if type(value) is int and value >= 1:
         return value
     return one_of(*CHUNKS, "a number of tokens of at least 1")(value)  # type: ignore[no-any-return]
@@ -222,7 +221,7 @@ def _read_rules(value: Any) -> tuple[Rule, ...]:
 
 
 def _read_rule(number: int, given: Any, problems: list[str]) -> Rule | None:
-    """Read the rule in this place of the list. Where that fails, add to `problems` and return None."""
+    """Read the rule at this position of the list. On failure, add to `problems` and return None."""
     if not isinstance(given, Mapping):
         problems.append(f"[{number}] must be a mapping, but is {shown(given)} instead")
         return None

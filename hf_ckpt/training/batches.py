@@ -1,4 +1,4 @@
-"""What the plan for a batch depends on: the shapes of its tensors, and the state that training is in."""
+"""Batch shapes, and the other state of a training that a plan depends on."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """One training forward of the model, or of a stack where the model's own forward is not called as a module."""
+    """One training forward of the model, or of a stack if the model's own forward is not called."""
 
     stack: str | None
     """Name of the stack; None for the whole model."""
     shapes: Shapes
     padded: bool
-    """Whether the attention mask masks anything."""
+    """Whether the attention mask masks a token."""
 
     def covers(self, other: Forward) -> bool:
         """Whether every tensor is at least as large as in another forward."""
@@ -54,11 +54,11 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The forwards of one step, in their order, and whether there are gradients when it begins."""
+    """The forwards of one step in order, and whether there are gradients at its beginning."""
 
     forwards: tuple[Forward, ...]
     resident: bool
-    """Whether gradients of earlier micro-steps are there."""
+    """Whether there are gradients of earlier micro-steps."""
 
     def covers(self, other: Batch) -> bool:
         """Whether a step with this batch needs at least as much memory as one with another, whatever the plan."""
@@ -75,11 +75,11 @@ class Batch:
 
     @property
     def elements(self) -> int:
-        """Elements of all its tensors, by which batches can be sorted that do not cover each other."""
+        """The number of elements of all tensors, to sort batches by."""
         return sum(math.prod(shape) for forward in self.forwards for _, shape in forward.shapes)
 
     def share_between(self, low: Batch, high: Batch) -> float | None:
-        """How far on the straight way from `low` to `high` a batch lies that covers this one, from 0 to 1; None where
+        """How far on the straight way from `low` to `high` a batch lies that covers this one, from 0 to 1; None if
         `low` does not lie below this batch, or `high` not above it."""
         if not (high.covers(self) and self.covers(low)):
             return None
@@ -103,7 +103,7 @@ class Batch:
 def forward_of(stack: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], padded_before: bool) -> Forward:
     """Describe a forward by its arguments.
 
-    Once padding was met, any attention mask counts as padded: to read its values makes the host wait for the device.
+    After the first padded batch, every attention mask counts as padded: reading one makes the host wait for the device.
     """
     given = itertools.chain(((str(place), value) for place, value in enumerate(args)), kwargs.items())
     shapes = tuple(
@@ -123,10 +123,10 @@ def has_gradients(base: nn.Module) -> bool:
 
 
 def look_of(base: nn.Module, device_type: str, sharded: bool) -> tuple[Any, ...]:
-    """All that a step depends on beside its batch: for each parameter whether it is trained and its bytes, which come
-    and go where it is `sharded`, and the type that autocast computes in.
+    """Return what a step depends on beside its batch: which parameters are trained, their bytes (unless `sharded`), and
+    autocast's type.
 
-    Every batch asks: for 32 blocks of LLaMA this takes 0.1 to 0.2 ms, a quarter of what `base.parameters()` takes.
+    Every batch calls it. For 32 blocks of LLaMA it takes 0.1 to 0.2 ms, a quarter of `base.parameters()`.
     """
     found: list[nn.Parameter | None] = []
     modules = [base]

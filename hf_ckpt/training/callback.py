@@ -58,7 +58,7 @@ HEAD_SHARE = 0.25
 METRICS_FILE = "hf_ckpt_metrics.jsonl"
 """Name of the file in the output folder that the figures are written to, one JSON object a line."""
 Metrics = dict[str, float | None]
-"""Key of the table above -> its value, or None where it is unknown."""
+"""Key of the table above -> its value, or None if it is unknown."""
 
 
 class MemoryTimeCallback(TrainerCallback):
@@ -402,7 +402,7 @@ class _Counts:
 
 
 def _record(model: nn.Module) -> Installation | None:
-    """Return the record on a model; None where nothing is or can be installed."""
+    """Return the record on a model; None if nothing is or can be installed."""
     try:
         return installation(model)
     except NoBlocksError:  # the callback also measures models that hf_ckpt cannot install on
@@ -410,12 +410,12 @@ def _record(model: nn.Module) -> Installation | None:
 
 
 def _enabled_plan(record: Installation | None) -> Plan | None:
-    """Return the plan of a record; None where none is enabled."""
+    """Return the plan of a record; None if none is enabled."""
     return record.plan if record is not None and record.enabled else None
 
 
 def _head(model: nn.Module) -> nn.Module | None:
-    """Return the head of a model; None where it is not known."""
+    """Return the head of a model; None if it is not known."""
     try:
         return head_module(base_model(model), find_blocks(model).family)
     except NoBlocksError:
@@ -427,7 +427,7 @@ def _largest(*values: float | None) -> float | None:
 
 
 def _over(ranks: list[dict[str, float | None]], key: str, combine: Any) -> float | None:
-    """Combine the values that ranks have for a key; None where no rank has one."""
+    """Combine the values that ranks have for a key; None if no rank has one."""
     known = [value for rank in ranks if (value := rank[key]) is not None]
     return combine(known) if known else None
 

@@ -1,4 +1,4 @@
-"""Puts a plan on a model that needs less memory than the one before, after a step that ran out of it or came close."""
+"""Enables a plan that needs less memory, after a step has run out of it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hf_ckpt.training.install import install_one
 
 
 def step_down(model: nn.Module, *, exact: bool = False) -> str | None:
-    """Put the next plan on that needs less memory. To be called between two attempts at a step.
+    """Enable the next plan that needs less memory, between two attempts at a step.
 
-    A plan of `budget` or `auto` is first made again for less. After that, as for every other plan, one action gives way
-    at a time: `keep` to `selective`, that to `full`, and that to `offload`, on a device with host memory beside it; the
-    head runs in chunks where it can. A plan that is installed but not enabled is enabled first. With nothing installed,
-    `selective` comes first, or what follows `full` where transformers' own checkpointing was on.
+    Under `budget` and `auto`, the first change is a lower budget. After that, and for all other plans, one action
+    changes at a time: `keep` to `selective`, `selective` to `full`, `full` to `offload` (not on a CPU), and the head to
+    chunks. A plan that is not enabled is enabled first. On a model without a plan, `selective` comes first, or what
+    follows `full` if transformers' own checkpointing is enabled.
 
     Args:
         model: a PreTrainedModel, plain or wrapped.
-        exact: never run the head in chunks, whose gradients are not bit-equal.
+        exact: do not run the head in chunks, because its gradients are not bit-equal.
 
-    Returns what was changed, in words; None where no plan needs less, so that the present one stays.
+    Returns the change in words; None if no plan needs less.
     """
     base = base_model(model)
     record = installation(base)

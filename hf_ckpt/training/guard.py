@@ -113,7 +113,7 @@ class OomGuard:
         self._running = False
         """Whether a micro-step runs now."""
         self._left: _State | None = None
-        """The gradients as the last micro-step left them; None where the next one begins a new optimizer step."""
+        """The gradients as the last micro-step left them; None if the next one begins a new optimizer step."""
         self._zeroed = False
         """Whether there were gradient tensors before the first micro-step, so that dropping means setting to zero."""
         self._earlier = False
@@ -218,7 +218,7 @@ class OomGuard:
         self._give_up(failure, reason)
 
     def _tighten(self, failure: _Failure) -> None:
-        """Put the next plan on that needs less memory. Raises `OutOfPlansError` when there is none."""
+        """Put the next plan on that needs less memory. Raises `OutOfPlansError` if there is none."""
         try:
             taken = step_down(self.model, exact=self.exact)
         except HfCkptError as error:

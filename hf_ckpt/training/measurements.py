@@ -1,4 +1,4 @@
-"""What the steps of a run have shown of one model: what its blocks need under each action, and how long they take."""
+"""Measurements of one model in a run: the memory and time of its blocks under each action."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ KEPT_AT_MOST = {"keep": 1.0, "selective": 0.8}
 UNLIKE = 0.1
 """Share by which the parameters of two kinds may differ for one to tell of the other."""
 MOST_TRIES = 2
-"""How often a block is tried under an action; it may not be called in a step."""
+"""How often a block is tried under an action. It may not be called in every step."""
 Pair = tuple[int, Action]
 """A kind of block, and an action."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Look:
-    """What calls of one kind have in common."""
+    """What calls of one kind of block have in common."""
 
     name: str
     """Class of the block."""
@@ -61,7 +61,7 @@ def _look_of(module: nn.Module, call: Call, is_last: bool) -> _Look:
 
 
 class Measurements:
-    """Steps under `full`, and what actions change in them.
+    """Measured steps under `full`, and the changes that other actions make to them.
 
     Args:
         base: the model.
@@ -102,14 +102,14 @@ class Measurements:
     # --- what was seen ---
 
     def learn_full(self, batch: Batch, step: Step) -> None:
-        """Remember a step in which all blocks ran under `full`, with blocks that only earlier ones had."""
+        """Store a step in which all blocks ran under `full`. Blocks that it did not call keep their earlier figures."""
         self._sort(step)
         before = self.full.get(batch)
         self.full[batch] = step if before is None else joined(step, before, {}, list(self.blocks)).raised(before)
         self._no_room.clear()
 
     def learn_trial(self, batch: Batch, step: Step, tried: Mapping[str, Action]) -> None:
-        """Learn from a step in which the blocks `tried` had other actions what these change."""
+        """Learn memory from a step in which the blocks `tried` had other actions."""
         known, full = self.reference(batch)
         calls = _calls_of(step, tried)
         seen = changes_of(full, step, calls, known == batch).items()
@@ -125,7 +125,7 @@ class Measurements:
                 self.full[other] = reference.raised(step)
 
     def learn_times(self, batch: Batch, step: Step, tried: Mapping[str, Action]) -> None:
-        """Learn from a step in which the blocks `tried` had other actions how long these take."""
+        """Learn times from a step in which the blocks `tried` had other actions."""
         calls = _calls_of(step, tried)
         fastest = self.fastest[batch.elements]
         for name, (forward, _, backward) in step.times.items():
@@ -147,18 +147,18 @@ class Measurements:
                 self._looks.append(look)
 
     def begins_at(self, level: int, resident: bool) -> None:
-        """Note the bytes alive when a step begins: the state of an optimizer comes after the first one."""
+        """Store the bytes alive when a step begins. After the first step, they include the state of the optimizer."""
         for batch, full in self.full.items():
             if batch.resident == resident:
                 self.full[batch] = dataclasses.replace(full, start_bytes=max(full.start_bytes, level))
 
     def reference(self, batch: Batch) -> tuple[Batch, Step]:
-        """The step under `full` with the smallest batch that covers another one, of which there is one."""
+        """Return the step under `full` with the smallest batch that covers this one. There must be one."""
         found = [(known, step) for known, step in self.full.items() if known.covers(batch)]
         return min(found, key=lambda pair: pair[0].elements)
 
     def covers(self, batch: Batch) -> bool:
-        """Whether a step was measured whose batch covers this one."""
+        """Whether a batch that covers this one was measured."""
         return any(known.covers(batch) for known in self.full)
 
     # --- what to try next ---
@@ -211,7 +211,7 @@ class Measurements:
         return pair not in self.changes and pair not in self._no_room and self._tries[pair] < MOST_TRIES
 
     def try_nothing_more(self) -> None:
-        """Leave everything untried that was not tried yet."""
+        """Stop trying actions."""
         self._no_room.update((kind, action) for kind in self.kinds.values() for action in self.actions)
 
     def _guess(self, full: Step, tried: Mapping[str, Action]) -> int:
@@ -258,7 +258,7 @@ class Measurements:
     # --- what it comes to ---
 
     def costs(self, batch: Batch) -> Costs:
-        """What all plans cost for a batch that a measured one covers."""
+        """Return the costs for a batch that a measured one covers."""
         return self._costs(self._step_for(batch), self.changes, batch.tokens)
 
     def _costs(self, full: Step, changes: Mapping[Pair, Change], tokens: int) -> Costs:
@@ -316,7 +316,7 @@ class Measurements:
         return known
 
     def table(self, batch: Batch) -> list[tuple[Action, int, float | None]]:
-        """What each action costs a block of the most usual kind: (action, bytes kept, time as a share of `full`)."""
+        """Return (action, bytes saved, time as a share of `full`) for the most frequent kind of block."""
         full = self.reference(batch)[1]
         usual = collections.Counter(self.kinds[call.name] for call in full.calls if call.backward).most_common(1)
         calls = [call for call in full.calls if usual and self.kinds[call.name] == usual[0][0]]

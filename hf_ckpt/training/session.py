@@ -1,23 +1,23 @@
-"""What `budget` and `auto` do in a run: the first steps are the measurement, and what they show is planned with.
+"""The policies `budget` and `auto` in a run: measure the first steps, then plan with the measurements.
 
-A session looks at every training batch before it is run, and does the first of these that applies:
+A session sees every training batch before its forward, and does the first of these that applies:
 
-1. A batch that no measured one covers runs with every block under `full`, and its step is measured.
-2. Where a kind of block has not been tried under some action, and there is room for it, one block of each such kind
-   runs under that action and all others under `full`.
-3. Two steps in which blocks have different actions are timed.
-4. The fastest plan that fits is made, and its first step measured: what that needs beyond the limit lowers the limit
-   for good.
+1. If the batch is larger than all measured ones, it runs every block under `full` and measures the step.
+2. If a kind of block has not been tried under some action, and there is room, one block of each such kind runs under
+   that action, and all others under `full`.
+3. It times two steps in which blocks have different actions.
+4. It makes the fastest plan that fits, and measures its first step. If the peak exceeds the limit, the difference is
+   subtracted from the limit of all later plans.
 
-A smaller batch takes the plan of a larger one, until its size has come twice: then its step under `full` is measured,
-too, and batches between two sizes get plans for what lies between. Nothing here ends a run: where no plan fits, the one
-that needs least is taken, with one warning.
+A smaller batch uses the plan of a larger one. When its size comes for the second time, its step is measured under
+`full`, too. Batches between two measured sizes get plans from interpolated costs. No batch ends a run: if no plan fits,
+the session uses the one with the lowest peak, and warns once.
 
-What was measured holds while the model stays as it is. Where parameters are frozen, unfrozen, cast or added, or
-autocast changes, everything is measured again; with another optimizer, the step under `full` is.
+If parameters are frozen, unfrozen, cast or added, or if autocast changes, the session measures everything again. For
+another optimizer, it repeats the step under `full`.
 
-Each rank has a session of its own, because the collective operations of ranks are the same whatever the actions. Under
-ZeRO-3 they are not, so that all ranks take the plan of the one with the largest batch.
+Each rank has its own session, because actions do not change the collective operations. Under ZeRO-3 they do, so all
+ranks use the plan of the rank with the largest batch.
 """
 
 from __future__ import annotations
@@ -56,60 +56,60 @@ from hf_ckpt.units import budget_bytes, format_bytes, format_seconds
 log = logging.getLogger(__name__)
 
 NEAR = 0.8
-"""A plan is good enough for batches of at least this share of the size that it was made for."""
+"""Batches of at least this share of a plan's size use that plan."""
 TIMED_STEPS = 2
 SURE = 0.97
-"""Share of the limit that a timed step may need by what is known, as some of it may be known of other blocks only."""
+"""Share of the limit that a timed step may need. The rest is a margin: its need may be estimated from other blocks."""
 MOST_PLANS = 64
-"""Most plans that a run holds; the oldest goes first."""
+"""The most plans in a run. The oldest is dropped first."""
 MOST_SEEN = 4096
-"""Most sizes of batches that are counted."""
+"""The most batch sizes that are counted."""
 MOST_FAILURES = 8
-"""After so many measured steps in a row that came to nothing, no more are measured."""
+"""After so many failed measurements in a row, the session stops measuring."""
 LOGIT_BYTES = 16
-"""Most bytes that a head as a whole needs for one logit, beside what it needs in chunks."""
+"""The most bytes per logit that a head as a whole needs more than one in chunks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A plan that a session has put on, and what it is for."""
+    """A plan that a session has enabled, and the batch that it is for."""
 
     shape: Batch
     limit_bytes: int
-    """The peak that was allowed."""
+    """The peak that is allowed."""
     plan: Plan
     bias_bytes: int = 0
-    """What a measured step needed more than was predicted. Plans are made for so much less than the limit."""
+    """Measured minus predicted peak. Plans are made for a limit that is lower by this."""
     over: bool = False
-    """Whether no plan fits, so that this is the one that needs least."""
+    """Whether no plan fits. This is the plan with the lowest peak then."""
     measures: bool = False
-    """Whether the session is still measuring, so that the plan is on for one step only."""
+    """Whether the session is still measuring; the plan is enabled for one step then."""
     held: Mapping[Batch, Planned] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """All plans of the run, by what they are for."""
+    """All plans of the run, by their batch."""
     costs: tuple[tuple[str, int, float | None], ...] = dataclasses.field(default=(), compare=False)
-    """For each action: (its name, bytes that a block keeps, its time as a share of that under `full`)."""
+    """For each action: (its name, bytes that a block saves, its time as a share of the time under `full`)."""
     measured_bytes: int | None = dataclasses.field(default=None, compare=False)
-    """The real peak of its first step; None before that, and where steps are not measured."""
+    """The measured peak of its first step; None before that step, and if steps are not measured."""
 
     @property
     def plans(self) -> dict[str, Plan]:
-        """What each plan of the run is for, in words -> the plan; the smallest batch comes first."""
+        """Return batch, in words -> its plan, for all plans of the run; the smallest batch comes first."""
         held = sorted(self.held.values(), key=lambda planned: planned.shape.elements)
         return {str(planned.shape): planned.plan for planned in held}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Measured:
-    """Which step is measured, and why."""
+    """A step that is being measured, and its purpose."""
 
     batch: Batch
     known: Measurements
     tried: Mapping[str, Action] = dataclasses.field(default_factory=dict)
     """Blocks that do not run under `full`, with their actions."""
     times: bool = False
-    """Whether it is the time that is asked for."""
+    """Whether the step is measured for its time."""
     planned: Planned | None = None
-    """The plan that is checked, if one is."""
+    """The plan whose peak is checked, if any."""
 
 
 class Session:
@@ -117,9 +117,9 @@ class Session:
 
     Args:
         base: the model, plain.
-        record: what hf_ckpt keeps on it.
+        record: the record of hf_ckpt on it.
 
-    Raises `InfeasibleError` where the model holds more than the budget before it has run.
+    Raises `InfeasibleError` if the model itself needs more than the budget.
     """
 
     def __init__(self, base: nn.Module, record: Installation) -> None:
@@ -156,7 +156,7 @@ class Session:
         self._passes = 0
         """`Installation.passes` when the last measured step ended."""
         self._level: int | None = None
-        """Bytes alive when the step begins; None where they were not read."""
+        """Bytes alive when the step begins; None if they were not read."""
         self._failures = 0
         self._said: set[str] = set()
         self._optimizers = compat.optimizer_changes()
@@ -167,7 +167,7 @@ class Session:
         self._forget(base)
 
     def _forget(self, base: nn.Module) -> None:
-        """Forget everything that was measured."""
+        """Forget all measurements."""
         self._stop()
         actions = [action for action in candidates() if action != FULL]
         heads = {"full": ("full",), "auto": ("full", "auto")}.get(str(self._spec.head), (self._spec.head,))
@@ -194,7 +194,7 @@ class Session:
         return self._recorder is not None
 
     def on_batch(self, record: Installation, stack: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at a training forward that is about to begin, and put a plan on for it."""
+        """Choose and enable the plan for a training forward that is about to begin."""
         base = self._base()
         assert base is not None
         forward = forward_of(stack, args, kwargs, self._padded)
@@ -219,7 +219,7 @@ class Session:
             self._begin(base, measured, args, kwargs)
 
     def stop(self, record: Installation) -> None:
-        """Measure no longer, after learning from the last step if it has come to its end."""
+        """Stop measuring. If the last step has ended, learn from it first."""
         if self._recorder is not None and self._recorder[0].last == "end":
             self._finish(record)
         self._stop()
@@ -231,9 +231,9 @@ class Session:
             self._meter = None
 
     def lower(self, record: Installation) -> str | None:
-        """Put a plan on that needs a tenth less than the present one, after a step has run out of memory.
+        """After a step has run out of memory, enable a plan that needs a tenth less.
 
-        Returns what was changed, in words; None where there is no other plan.
+        Returns the change in words; None if there is no other plan.
         """
         base, planned = self._base(), record.planned
         if base is None or planned is None:
@@ -257,7 +257,7 @@ class Session:
     # --- the state of the run ---
 
     def _look_at(self, base: nn.Module) -> None:
-        """Forget what no longer holds."""
+        """Forget measurements that no longer apply."""
         look = look_of(base, next(iter(self._devices)).type, self._sharded)
         if look != self._look:
             if self._look is not None:
@@ -286,7 +286,7 @@ class Session:
         return len(known) > len(self._forwards) and known[len(self._forwards)].stack == forward.stack
 
     def _make_room(self, base: nn.Module, record: Installation) -> None:
-        """Put the tightest plan on where what is on was not made for the forward that comes in the same step."""
+        """Enable the tightest plan if another forward of the same step does not fit the present plan."""
         planned: Planned | None = record.planned
         if planned is None or Batch(planned.shape.forwards, True).covers(Batch(tuple(self._forwards), True)):
             return
@@ -299,7 +299,7 @@ class Session:
     # --- what comes next ---
 
     def _next(self, batch: Batch) -> tuple[Planned, _Measured | None]:
-        """The plan for a batch, and how its step is measured; None where it is not."""
+        """Return the plan for a batch, and what to measure in its step; None for nothing."""
         if compat.is_distributed() and self._waited < 2:
             self._waited += 1  # buckets of gradients are made in the first step, and made again in the second
             return self._tightest(batch), None
@@ -320,14 +320,14 @@ class Session:
         return self._plan(batch)
 
     def _optimizer_has_stepped(self) -> bool:
-        """Whether the state of the optimizer is there."""
+        """Whether the optimizer has its state."""
         base = self._base()
         if not self._stepped and base is not None:
             self._stepped = any(optimizer.state for optimizer in compat.optimizers_of(base))
         return self._stepped
 
     def _tried_on(self, known: Measurements, batch: Batch) -> tuple[Planned, _Measured] | None:
-        """A step that tries or times actions; None where all are known."""
+        """Return a step that tries or times actions; None if all are known."""
         tried = known.to_try(batch, self.limit_bytes)
         if tried:
             return self._trying(batch, known, tried), _Measured(batch, known, tried)
@@ -349,7 +349,7 @@ class Session:
         return peak <= self.limit_bytes
 
     def _plan(self, batch: Batch) -> tuple[Planned, _Measured | None]:
-        """The plan for a batch where everything is known that is needed to make it."""
+        """Return the plan for a batch whose costs are known."""
         serving = self._serving(batch)
         known, again = self.ways[-1], batch in self._seen
         if len(self._seen) >= MOST_SEEN:
@@ -367,7 +367,7 @@ class Session:
         return made, _Measured(batch, self._way_of(made.plan), planned=made)
 
     def _by_traces(self, base: nn.Module, batch: Batch) -> Planned:
-        """The plan for a batch where steps are not measured, by a trace of the model."""
+        """Return the plan for a batch from a trace of the model, if steps are not measured."""
         serving = self._serving(batch)
         if serving is not None and (
             batch.elements >= NEAR * serving.shape.elements or _keeps_all(serving.plan) or "untraced" in self._said
@@ -387,7 +387,7 @@ class Session:
         return planned
 
     def _agreed(self, batch: Batch, planned: Planned, measured: _Measured | None) -> tuple[Planned, _Measured | None]:
-        """The plan of the rank with the largest batch, which all ranks take. All of them must call it."""
+        """Return the plan of the rank with the largest batch. All ranks must call it."""
         ranks = compat.of_all_ranks((batch.elements, planned.plan.to_dict()))
         chosen = Plan.from_dict(max(ranks, key=lambda found: found[0])[1])
         if chosen == planned.plan:
@@ -395,14 +395,14 @@ class Session:
         return dataclasses.replace(planned, plan=chosen, measures=True), None
 
     def _serving(self, batch: Batch) -> Planned | None:
-        """The plan of the smallest batch that covers another one."""
+        """Return the plan of the smallest batch that covers this one."""
         found = [planned for known, planned in self._plans.items() if known.covers(batch)]
         return min(found, key=lambda planned: planned.shape.elements, default=None)
 
     # --- measuring ---
 
     def _begin(self, base: nn.Module, measured: _Measured, args: Any, kwargs: Any) -> None:
-        """Begin to measure the step that begins now."""
+        """Start to measure the step that begins now."""
         if measured.times or self._meter is None:
             self._stop()
             batch, optimizers = {"batch": (args, kwargs)}, compat.optimizers_of(base)
@@ -417,7 +417,7 @@ class Session:
         levels.mark("begin")
 
     def _finish(self, record: Installation) -> None:
-        """Learn from the step that has ended, if it was measured and came to its end."""
+        """Learn from the last step, if it was measured and has ended."""
         if self._recorder is None:
             return
         levels, _, measured = self._recorder
@@ -452,7 +452,7 @@ class Session:
             self._recorder = None
 
     def _check(self, measured: _Measured, step: Step) -> None:
-        """Lower the limit where a step of a plan has needed more than it may."""
+        """Lower the limit if the peak of a step exceeded it."""
         planned = measured.planned
         assert planned is not None
         prediction = planned.plan.prediction
@@ -476,12 +476,12 @@ class Session:
     # --- plans ---
 
     def _make(self, batch: Batch) -> Planned:
-        """Make the plan for a batch by what was measured."""
+        """Make the plan for a batch from the measurements."""
         ways = [known.costs(batch) for known in self.ways if known.covers(batch)]
         return self._planned(batch, self._with_more(ways))
 
     def _planned(self, batch: Batch, ways: list[Costs]) -> Planned:
-        """The fastest of several candidates for a batch, or the one that needs least."""
+        """Return the fastest plan for a batch, or the one with the lowest peak."""
         made, over = _best(ways, self.limit_bytes - self.bias_bytes)
         actions = {block.name: action for block, action in made.actions}
         blocks = tuple((block, actions.get(name, FULL)) for name, block in self._blocks.items())
@@ -494,11 +494,11 @@ class Session:
         return planned
 
     def _way_of(self, plan: Plan) -> Measurements:
-        """What is known of a plan's way to run head and feed-forward."""
+        """Return the measurements with the plan's way to run head and feed-forward."""
         return next((way for way in self.ways if (way.head, way.mlp) == (plan.head, plan.mlp)), self.ways[0])
 
     def _with_more(self, ways: list[Costs]) -> list[Costs]:
-        """The candidates, with actions whose costs follow from those of others: in host memory, and in segments."""
+        """Return the candidates, with offloading and segments, whose costs follow from other actions."""
         found = list(with_host_memory(ways, this_device(), self._spec.host_budget))
         base = self._base()
         if base is None or self._sharded or len({block.stack for block in self._blocks.values()}) > 1:
@@ -522,7 +522,7 @@ class Session:
     # --- what is said ---
 
     def _say(self, what: str, text: str) -> None:
-        """Log something the first time."""
+        """Log a text once."""
         if what not in self._said:
             self._said.add(what)
             PLANS.info(text)
@@ -562,10 +562,10 @@ def limit_bytes(spec: Spec, memory: DeviceMemory) -> int:
 
 
 def _best(ways: list[Costs], limit: int) -> tuple[Plan, bool]:
-    """The fastest plan within a limit, or where none fits, the one with the lowest peak; and whether none fits.
+    """Return the fastest plan within a limit and False; if none fits, the one with the lowest peak and True.
 
-    A block that is called several times has one action in all its calls, which only plans have that begin with `full`
-    and go on with one other action: of these, the fastest that fits is taken.
+    A block that is called several times needs the same action in all its calls. The solver does not know that, so the
+    candidates are then `full` on the first blocks and one other action on the rest.
     """
     device = device_name()
     if all(len({block.name for block in stack.blocks}) == len(stack.blocks) for c in ways for stack in c.stacks):

@@ -1,5 +1,5 @@
-"""Costs of a live model from a trace of its next step on fake tensors, where the step cannot be measured: blocks are
-compiled, or the device reports no peaks of memory."""
+"""Costs of a model from a trace of its next step on fake tensors, if the step cannot be measured: blocks are compiled,
+or the device does not report peaks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from hf_ckpt.training.batches import Batch
 
 
 def traced_costs(base: nn.Module, spec: Spec, batch: Batch) -> tuple[Costs, ...]:
-    """The candidates for a plan for a batch of text, by the model's own loss.
+    """Return the costs to plan a batch of text with. The loss is the model's own.
 
     Args:
         base: the model. No plan is enabled on it.
-        spec: what was asked for.
-        batch: whose plan it is to be.
+        spec: the installed spec.
+        batch: the batch to plan for.
 
-    Raises `HfCkptError` where the model cannot be traced, or parameters are split over ranks.
+    Raises `HfCkptError` if the model cannot be traced, or parameters are split over ranks.
     """
     autocast = compat.autocast_dtype(next(base.parameters()).device.type)  # which other threads do not know
     return _in_clean_thread(lambda: _traced(base, spec, batch, autocast))
@@ -65,8 +65,8 @@ def _traced(base: nn.Module, spec: Spec, batch: Batch, autocast: torch.dtype | N
 
 
 def _in_clean_thread(work: Callable[[], tuple[Costs, ...]]) -> tuple[Costs, ...]:
-    """Do work in a thread of its own, so that it runs without the training's autocast, saved-tensor hooks and dispatch
-    modes. Random state is left as it was."""
+    """Run `work` in its own thread, without the training's autocast, saved-tensor hooks and dispatch modes, and restore
+    the random state."""
 
     def run() -> tuple[Costs, ...]:
         with compat.RandomState(compat.all_devices()).kept(), torch.enable_grad():

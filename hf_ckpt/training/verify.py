@@ -128,7 +128,7 @@ class _Step(NamedTuple):
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor | None]
-    """Name of a trainable parameter -> its gradient, or None where it has none."""
+    """Name of a trainable parameter -> its gradient, or None if it has none."""
     buffers: dict[str, torch.Tensor]
 
 
@@ -250,7 +250,7 @@ def _run(
     seed: int,
     buffers: Mapping[str, torch.Tensor],
 ) -> _Step:
-    """Run a forward and backward that begins with these buffers. Raises `HfCkptError` where there is no loss."""
+    """Run a forward and backward that begins with these buffers. Raises `HfCkptError` if there is no loss."""
     _put_back(model, buffers)
     torch.manual_seed(seed)
     model.zero_grad(set_to_none=True)
