@@ -133,9 +133,9 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
         found.append(f"the head and its loss are the peak, with {size}: {chunks}fewer tokens a micro-step")
     kept = parts["kept for backward"]
     kept *= worst.peak_bytes - kept <= budget_bytes  # else moving all of it would not be enough
-    if kept and not any(stack.instead for stack in costs.stacks):
+    if kept and not any(stack.on_device for stack in costs.stacks):
         found.append(f"what blocks keep is {format_bytes(kept)} of it: a `host_budget`, for host memory to hold that")
-    elif kept and any(room < len(stack.blocks) - 1 for stack in costs.stacks for room in stack.movable.values()):
+    elif kept and any(room < len(stack.blocks) - 1 for stack in costs.stacks for room in stack.most_blocks.values()):
         found.append(f"what blocks keep is {format_bytes(kept)} of it: a larger `host_budget`")
     error = InfeasibleError(
         budget_bytes,

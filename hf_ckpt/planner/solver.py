@@ -382,7 +382,7 @@ def _before(costs: Costs, stack: StackCosts, first: int, later: int) -> _Moves:
     `first` and `later` are the bytes that its backward finds in a first micro-step and in one that adds to gradients.
     """
     phase = stack.before
-    backward = phase.net + stack.before_turn_bytes + _backward(costs, stack.before_backward, first, later)
+    backward = phase.net + stack.before_at_backward_bytes + _backward(costs, stack.before_backward, first, later)
     nanoseconds = phase.nanoseconds + stack.before_backward.nanoseconds
     return _moves([(_always(costs) + phase.peak(True), backward, phase.net, 0, nanoseconds)])
 
@@ -393,11 +393,11 @@ def _block(costs: Costs, stack: StackCosts, place: int, first: int, later: int) 
     rows = []
     for action in stack.choices_at(place):
         cost = stack.cost_at(place, action)
-        net = cost.forward.net - cost.lent_bytes
-        turn = net + stack.turn_bytes - cost.output_bytes + shared
+        net = cost.forward.net - cost.forward_only_bytes
+        turn = net + stack.at_backward_bytes - cost.output_bytes + shared
         backward = turn + _backward(costs, cost.backward, first, later)
         nanoseconds = cost.forward.nanoseconds + cost.backward.nanoseconds
-        rows.append((_always(costs) + cost.forward.peak(True), backward, net, cost.lent_bytes, nanoseconds))
+        rows.append((_always(costs) + cost.forward.peak(True), backward, net, cost.forward_only_bytes, nanoseconds))
     return _moves(rows)
 
 
@@ -423,7 +423,11 @@ def _ranks(stack: StackCosts) -> dict[Key, int]:
     """Key -> its place among all keys, those first that keep the least bytes, and of these the fastest."""
     kept: dict[Key, tuple[int, int, int]] = {}
     for key, cost in (*stack.first.items(), *stack.last.items(), *stack.inner.items()):
-        kept[key] = cost.forward.net - cost.lent_bytes, cost.forward.nanoseconds + cost.backward.nanoseconds, key[1]
+        kept[key] = (
+            cost.forward.net - cost.forward_only_bytes,
+            cost.forward.nanoseconds + cost.backward.nanoseconds,
+            key[1],
+        )
     return {key: place for place, key in enumerate(sorted(kept, key=kept.__getitem__))}
 
 

@@ -56,7 +56,7 @@ class BlockCost:
     backward: Phase
     output_bytes: int
     """Bytes of tensors that its forward makes and that are freed in the block or head behind it."""
-    lent_bytes: int = 0
+    forward_only_bytes: int = 0
     """Bytes of tensors that its forward makes and that are freed when the model's forward ends, such as the copies of
     weights that autocast makes."""
 
@@ -83,25 +83,25 @@ class StackCosts:
     """Forward of what runs before this stack: the embedding, or what lies between the stacks."""
     before_backward: Phase
     """Backward of what runs before the stack."""
-    turn_bytes: int
+    at_backward_bytes: int
     """How many bytes more are alive when the backward of the stack begins than after its forward, its output and
     finished gradients not counted."""
     shared_bytes: int
     """Bytes of the gradients of tensors that all its blocks share, alive from the last block's backward on."""
-    before_turn_bytes: int
+    before_at_backward_bytes: int
     """How many bytes more are alive when the backward of what runs before the stack begins than after its forward."""
     held: tuple[int, ...] = ()
     """Kind -> bytes of one block that are held until the backward of the whole model ends, under every action; empty
     for none. Layers of bitsandbytes in 8 bits hold on to their inputs so."""
-    instead: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    on_device: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Action that keeps tensors in host memory -> the action that keeps the same tensors on the device."""
-    movable: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    most_blocks: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Action that keeps tensors in host memory -> how many blocks may be given it, from the first block on."""
 
     def choices_at(self, place: int) -> tuple[int, ...]:
         """The actions to choose from for the block at `place` in the stack."""
         here = self.choices[self.kinds[place]]
-        return tuple(action for action in here if place < self.movable.get(action, len(self.blocks)))
+        return tuple(action for action in here if place < self.most_blocks.get(action, len(self.blocks)))
 
     def cost_at(self, place: int, action: int) -> BlockCost:
         """What the block at `place` costs under an action."""
@@ -180,6 +180,6 @@ class Costs:
 
         def fitting(stack: StackCosts, place: int) -> int:
             here = stack.choices_at(place)
-            return next((found for found in (action, stack.instead.get(action)) if found in here), here[0])
+            return next((found for found in (action, stack.on_device.get(action)) if found in here), here[0])
 
         return tuple(tuple(fitting(stack, place) for place in range(len(stack.kinds))) for stack in self.stacks)

@@ -141,8 +141,8 @@ class _Split:
             gradients=tuple(kind.kept for kind in kinds),
             before=before,
             before_backward=before_backward,
-            turn_bytes=stack.turn_bytes + there,
-            before_turn_bytes=stack.before_turn_bytes + there,
+            at_backward_bytes=stack.at_backward_bytes + there,
+            before_at_backward_bytes=stack.before_at_backward_bytes + there,
         )
 
     def _embedding(self, stack: StackCosts, first: Gathered) -> tuple[Phase, Phase]:

@@ -75,7 +75,7 @@ class Step:
     """What runs before the first block."""
     calls: tuple[Call, ...]
     """In the order of their forwards."""
-    turn_bytes: int
+    at_backward_bytes: int
     """Bytes alive when the first backward of a block begins, above those at the beginning."""
     outside_peak_bytes: int = 0
     """Most bytes alive from the end of its backward to the beginning of the next step."""
@@ -113,8 +113,11 @@ class Step:
             )
             for mine, its in zip(self.calls, other.calls, strict=True)
         )
-        before, turn = self.before.mixed(other.before, share), _mixed(self.turn_bytes, other.turn_bytes, share)
-        return dataclasses.replace(other.raised(self), before=before, calls=calls, turn_bytes=turn)
+        before, turn = (
+            self.before.mixed(other.before, share),
+            _mixed(self.at_backward_bytes, other.at_backward_bytes, share),
+        )
+        return dataclasses.replace(other.raised(self), before=before, calls=calls, at_backward_bytes=turn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +196,7 @@ def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None
         start_bytes=begin,
         before=_part(levels, 0, firsts[0]),
         calls=tuple(calls),
-        turn_bytes=levels[first_backward].bytes - begin,
+        at_backward_bytes=levels[first_backward].bytes - begin,
         outside_peak_bytes=outside_peak_bytes,
         peak_bytes=max(level.peak_bytes for level in levels[1:]),
         times=times,
@@ -242,7 +245,7 @@ def changes_of(full: Step, seen: Step, tried: Mapping[CallName, Action], alike: 
         )
     if alike and found and full.names == seen.names:  # what is kept beside that shows when the backward begins
         kept = sum(change.forward_net for change in found.values())
-        extra = seen.turn_bytes - full.turn_bytes - kept
+        extra = seen.at_backward_bytes - full.at_backward_bytes - kept
         weights = {name: max(0, change.forward_net) for name, change in found.items()}
         whole = sum(weights.values())
         for name, weight in weights.items() if whole else ():
@@ -275,7 +278,7 @@ def joined(full: Step, seen: Step, without: Mapping[CallName, Action], order: Se
     calls.sort(key=lambda call: (call.name[1], order.index(call.name[0])))
     calls[-1] = dataclasses.replace(calls[-1], behind=end)
     kept = sum(call.forward.net for call in added)
-    return dataclasses.replace(full, calls=tuple(calls), turn_bytes=full.turn_bytes + kept)
+    return dataclasses.replace(full, calls=tuple(calls), at_backward_bytes=full.at_backward_bytes + kept)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,9 +378,9 @@ class StepCosts:
             gradients=tuple(drift for _, _, drift in rows),
             before=Phase(((full.before.peak, 0), (full.before.net, 0)), self.times.get(BEFORE, (0, 0, 0))[0]),
             before_backward=Phase(),
-            turn_bytes=full.turn_bytes - levels[-1] + hidden,
+            at_backward_bytes=full.at_backward_bytes - levels[-1] + hidden,
             shared_bytes=0,
-            before_turn_bytes=0,
+            before_at_backward_bytes=0,
         )
         static = Static(
             parameters=full.start_bytes,
@@ -419,7 +422,7 @@ class StepCosts:
     def _gradients(self, levels: Sequence[int]) -> list[int]:
         """For each call, by how much the level when its backward begins exceeds what would be alive if only its forward
         had run: what later backwards have left, such as gradients. The backwards are gone through in time."""
-        begun = self.full.turn_bytes
+        begun = self.full.at_backward_bytes
         found = [0] * len(levels)
         calls = self.full.calls
         last = max(place for place, call in enumerate(calls) if call.backward is not None)
@@ -451,7 +454,7 @@ class StepCosts:
             forward=Phase(points, whole + (self._spent(call)[1] if behind is call.behind else 0)),
             backward=Phase(((needed, 0), (left, 0)), max(0, spent)),
             output_bytes=hidden,
-            lent_bytes=lent - change.later,
+            forward_only_bytes=lent - change.later,
         )
 
 

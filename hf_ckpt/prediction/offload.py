@@ -42,15 +42,15 @@ def with_offloading(
 def _added(costs: Costs, moved: list[Action], bandwidth: float, launch: int, limit: int | None) -> Costs:
     """`costs` with the offloading counterparts of `moved`, all within `limit` bytes of host memory."""
     first = len(costs.actions)
-    instead = {first + number: costs.actions.index(action) for number, action in enumerate(moved)}
+    on_device = {first + number: costs.actions.index(action) for number, action in enumerate(moved)}
     room = limit
     stacks = []
     for stack in costs.stacks:
-        found = _Offloading(costs, stack, instead, bandwidth, launch * _OVERHEAD)
-        movable = {number: found.how_many(number, room) for number in instead}
-        stacks.append(found.stack(movable))
+        found = _Offloading(costs, stack, on_device, bandwidth, launch * _OVERHEAD)
+        most_blocks = {number: found.how_many(number, room) for number in on_device}
+        stacks.append(found.stack(most_blocks))
         if room is not None:
-            room -= max((found.host_bytes(number) * blocks for number, blocks in movable.items()), default=0)
+            room -= max((found.host_bytes(number) * blocks for number, blocks in most_blocks.items()), default=0)
     actions = (*costs.actions, *(OFFLOADED[action] for action in moved))
     return dataclasses.replace(costs, actions=actions, stacks=tuple(stacks))
 
@@ -58,14 +58,14 @@ def _added(costs: Costs, moved: list[Action], bandwidth: float, launch: int, lim
 class _Offloading:
     """The costs of one stack with the actions added that offload.
 
-    `instead` maps each of these actions to the one that keeps the same tensors on the device, as positions in
+    `on_device` maps each of these actions to the one that keeps the same tensors on the device, as positions in
     `Costs.actions`.
     """
 
     def __init__(
-        self, costs: Costs, stack: StackCosts, instead: dict[int, int], bandwidth: float, overhead: int
+        self, costs: Costs, stack: StackCosts, on_device: dict[int, int], bandwidth: float, overhead: int
     ) -> None:
-        self.found, self.instead, self.bandwidth, self.overhead = stack, instead, bandwidth, overhead
+        self.found, self.on_device, self.bandwidth, self.overhead = stack, on_device, bandwidth, overhead
         self.full = costs.actions.index(FULL) if FULL in costs.actions else None
 
     def hidden_bytes(self, kind: int) -> int:
@@ -75,37 +75,38 @@ class _Offloading:
 
     def size(self, key: Key) -> int:
         """Bytes that a block keeps in host memory."""
-        base = key[0], self.instead[key[1]]
+        base = key[0], self.on_device[key[1]]
         if base[1] == self.full:
             return self.hidden_bytes(key[0])
         cost = self.found.inner.get(base)
-        return 0 if cost is None else max(0, cost.forward.net - cost.lent_bytes)
+        return 0 if cost is None else max(0, cost.forward.net - cost.forward_only_bytes)
 
     def host_bytes(self, number: int) -> int:
         """Most bytes of host memory that a block's buffers take under an action that offloads."""
         sizes = [self.size((kind, number)) for kind in set(self.found.kinds)]
         rounded = 1 << max(0, max(sizes) - 1).bit_length()
         # Where a block has several tensors, each is rounded up by itself, to less than its double.
-        return rounded if self.instead[number] == self.full else 2 * max(sizes)
+        return rounded if self.on_device[number] == self.full else 2 * max(sizes)
 
     def how_many(self, number: int, room: int | None) -> int:
         """How many blocks may be given the action: never the last one, whose backward comes at once."""
         most, each = len(self.found.blocks) - 1, self.host_bytes(number)
         return most if room is None else max(0, min(most, room // max(1, each)))
 
-    def stack(self, movable: dict[int, int]) -> StackCosts:
+    def stack(self, most_blocks: dict[int, int]) -> StackCosts:
         """The stack with the new actions."""
         stack = self.found
         choices = tuple(
-            (*choice, *(number for number, base in self.instead.items() if base in choice)) for choice in stack.choices
+            (*choice, *(number for number, base in self.on_device.items() if base in choice))
+            for choice in stack.choices
         )
         return dataclasses.replace(
             stack,
             choices=choices,
             first=self._costs(stack.first, at_begin=True),
             inner=self._costs(stack.inner, at_begin=False),
-            movable=movable,
-            instead=self.instead,
+            most_blocks=most_blocks,
+            on_device=self.on_device,
         )
 
     def _costs(self, found: Mapping[Key, BlockCost], *, at_begin: bool) -> dict[Key, BlockCost]:
@@ -113,7 +114,7 @@ class _Offloading:
         added = {
             (key[0], number): self._moved(cost, (key[0], number), at_begin)
             for key, cost in found.items()
-            for number, base in self.instead.items()
+            for number, base in self.on_device.items()
             if base == key[1]
         }
         return {**found, **added}
@@ -128,7 +129,7 @@ class _Offloading:
         size, forward, backward = self.size(key), cost.forward, cost.backward
         ahead = 0 if at_begin else size
         points = list(forward.points)
-        if ahead and self.instead[key[1]] != self.full:  # the copies of the block before, which end with this one
+        if ahead and self.on_device[key[1]] != self.full:  # the copies of the block before, which end with this one
             points = [*((other + ahead, done) for other, done in points), (forward.net, forward.gradients)]
         # Others may hold the input of the first block, too, so that it is not freed.
         freed = max(0, size - self.hidden_bytes(key[0])) if at_begin else size

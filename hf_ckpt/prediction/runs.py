@@ -100,7 +100,7 @@ def stack_costs(stack: int, runs: Sequence[Run], kinds: int) -> dict[str, Any]:
         if start is not None:
             start -= run.held_behind(stack, -1)
             before_turns.append(start - run.starts["forward", stack, 0][0] + run.lent_before)
-        run.lent_before += sum(cost.lent_bytes for cost in found)
+        run.lent_before += sum(cost.forward_only_bytes for cost in found)
     rows = [run.rows[stack] for run in runs]
     return {
         "first": {row[0]: found[0] for row, found in zip(rows, costs, strict=True)},
@@ -112,9 +112,9 @@ def stack_costs(stack: int, runs: Sequence[Run], kinds: int) -> dict[str, Any]:
         "last": {row[-1]: found[-1] for row, found in zip(rows, costs, strict=True)},
         "before": runs[0].behind("before", stack - 1) if stack else runs[0].phase("before", 0, 0),
         "before_backward": runs[0].phase("before back", stack, 0),
-        "turn_bytes": max(turns, default=0),
+        "at_backward_bytes": max(turns, default=0),
         "shared_bytes": max((*shared, 0)),
-        "before_turn_bytes": max(before_turns, default=0),
+        "before_at_backward_bytes": max(before_turns, default=0),
         "held": tuple(_held(stack, runs, kind) for kind in range(kinds)),
     }
 
@@ -141,7 +141,7 @@ def _costs(stack: int, run: Run) -> list[BlockCost]:
     like = next((cost for key, cost in zip(row[-2::-1], costs[-2::-1], strict=True) if key == row[-1]), None)
     if len(row) > 1:
         costs[-1] = (
-            dataclasses.replace(costs[-1], lent_bytes=0)
+            dataclasses.replace(costs[-1], forward_only_bytes=0)
             if like is None
             else dataclasses.replace(like, backward=costs[-1].backward)
         )
@@ -149,13 +149,13 @@ def _costs(stack: int, run: Run) -> list[BlockCost]:
 
 
 def _at_turn(stack: int, run: Run, costs: Sequence[BlockCost]) -> tuple[list[int], list[int]]:
-    """What a run showed of `StackCosts.turn_bytes` and `StackCosts.shared_bytes`, by each block that tells."""
+    """What a run showed of `StackCosts.at_backward_bytes` and `StackCosts.shared_bytes`, by each block that tells."""
     lasting: list[int] = []
     """Bytes alive after the forward of each block that last longer than the forward of the model."""
     lent = run.lent_before
     for place, cost in enumerate(costs):
         at = ("forward", stack, place)
-        lent += cost.lent_bytes
+        lent += cost.forward_only_bytes
         # A block that the batch did not reach has left everything as it was.
         lasting.append(run.ends[at][0] - lent if at in run.ends else lasting[-1] if lasting else 0)
     turns: list[int] = []

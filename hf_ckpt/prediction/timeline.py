@@ -143,7 +143,7 @@ class _Builder:
                 label = f"forward of {stack.name} {block.index}"
                 self._add(label, cost.forward, self.level, self.resident, block.name)
                 self.level += cost.forward.net
-                self.lent += cost.lent_bytes
+                self.lent += cost.forward_only_bytes
                 self.after[-1].append(self.level - self.lent)
 
     def add_head(self) -> None:
@@ -160,14 +160,14 @@ class _Builder:
             for place in range(len(chosen) - 1, -1, -1):
                 kind, block, cost = stack.kinds[place], stack.blocks[place], stack.cost_at(place, chosen[place])
                 shared = 0 if place == len(chosen) - 1 else stack.shared_bytes
-                start = levels[place + 1] + stack.turn_bytes - cost.output_bytes + shared
+                start = levels[place + 1] + stack.at_backward_bytes - cost.output_bytes + shared
                 new = 0 if self.accumulated else self.done
                 label = f"backward of {stack.name} {block.index}"
                 self._add(label, cost.backward, start + self.held + new, self.resident + new, block.name, True)
                 self.done += stack.gradients[kind]
                 self.held += stack.held_by(kind)
             new = 0 if self.accumulated else self.done
-            start = levels[0] + stack.before_turn_bytes + self.held + new
+            start = levels[0] + stack.before_at_backward_bytes + self.held + new
             label = f"{_before(stack, self.costs)}, backward"
             self._add(label, stack.before_backward, start, self.resident + new, None, True)
             self.done += stack.before_backward.gradients

@@ -120,7 +120,7 @@ def trace_costs(
         for number, stack in enumerate(stacks)
     ]
     forward = runs[0].behind("head", len(stacks) - 1)
-    lent = made[-1].last[runs[0].rows[-1][-1]].lent_bytes
+    lent = made[-1].last[runs[0].rows[-1][-1]].forward_only_bytes
     if lent:
         forward = dataclasses.replace(forward, points=(*forward.points, (forward.net + lent, forward.gradients)))
     if step.reference in ("adapters-off", "model"):

@@ -75,9 +75,9 @@ def made_up(seed, rows, *, frozen=(), actions=4, accumulation=1, largest=9):
                 gradients=gradients,
                 before=work(),
                 before_backward=work(gradients=before_gradients),
-                turn_bytes=rng.randint(-2, largest),
+                at_backward_bytes=rng.randint(-2, largest),
                 shared_bytes=rng.randint(0, largest // 2),
-                before_turn_bytes=rng.randint(-2, largest),
+                before_at_backward_bytes=rng.randint(-2, largest),
             )
         )
         everything += before_gradients + sum(gradients[kind] for kind in row)
@@ -103,11 +103,11 @@ def made_up(seed, rows, *, frozen=(), actions=4, accumulation=1, largest=9):
     )
 
 
-def as_of_real_blocks(costs, rng, *, lent=0, held=0, movable=None):
+def as_of_real_blocks(costs, rng, *, lent=0, held=0, most_blocks=None):
     """The costs, where a block costs the same at every place, and what it keeps less is computed again.
 
     So do those of real models, nearly. `lent`, `held`: most bytes of a block
-    that last until the forward ends, and until the backward ends. `movable`: how many blocks may have the second
+    that last until the forward ends, and until the backward ends. `most_blocks`: how many blocks may have the second
     of three actions or more.
     """
     stacks = []
@@ -121,7 +121,7 @@ def as_of_real_blocks(costs, rng, *, lent=0, held=0, movable=None):
             again = [(other + sizes[0] - net, done) for other, done in cost.backward.points]
             backward = dataclasses.replace(cost.backward, points=tuple(again))
             lends = rng.randint(0, lent)
-            one[kind, action] = dataclasses.replace(cost, forward=forward, backward=backward, lent_bytes=lends)
+            one[kind, action] = dataclasses.replace(cost, forward=forward, backward=backward, forward_only_bytes=lends)
         stacks.append(
             dataclasses.replace(
                 stack,
@@ -129,7 +129,7 @@ def as_of_real_blocks(costs, rng, *, lent=0, held=0, movable=None):
                 inner=one,
                 last=one,
                 held=tuple(rng.randint(0, held) for _ in stack.gradients) if held else (),
-                movable={} if movable is None or len(costs.actions) < 3 else {1: movable},
+                most_blocks={} if most_blocks is None or len(costs.actions) < 3 else {1: most_blocks},
             )
         )
     return dataclasses.replace(costs, stacks=tuple(stacks))
@@ -164,4 +164,4 @@ def some_costs(draw, most=None):
         return costs
     rng = random.Random(draw(st.integers(0, 2**20)))
     lent, held = draw(st.sampled_from([0, 5])), draw(st.sampled_from([0, 5]))
-    return as_of_real_blocks(costs, rng, lent=lent, held=held, movable=draw(st.sampled_from([None, 1])))
+    return as_of_real_blocks(costs, rng, lent=lent, held=held, most_blocks=draw(st.sampled_from([None, 1])))

@@ -94,17 +94,17 @@ def test_a_plan_offloads_only_where_that_lowers_the_peak():
     low, high = plan_of_least(costs).prediction.peak_bytes, plan_within(traced, 2**30).prediction.peak_bytes
     assert low < plan_of_least(traced).prediction.peak_bytes
     numbers = {action: number for number, action in enumerate(costs.actions)}
-    instead = {costs.actions[moving]: costs.actions[base] for moving, base in costs.stacks[0].instead.items()}
+    on_device = {costs.actions[moving]: costs.actions[base] for moving, base in costs.stacks[0].on_device.items()}
     moving = 0
     for place in range(12):
         budget = low + (high - low) * place // 11
         actions = [action for _, action in plan_within(costs, budget).actions]
-        if any(action in instead for action in actions):
+        if any(action in on_device for action in actions):
             moving += 1
-            stayed = (tuple(numbers[instead.get(action, action)] for action in actions),)
+            stayed = (tuple(numbers[on_device.get(action, action)] for action in actions),)
             assert worst_timeline(costs, stayed).peak_bytes > budget
     assert moving > 0
-    assert not any(action in instead for action in actions)  # where everything fits
+    assert not any(action in on_device for action in actions)  # where everything fits
 
 
 @pytest.mark.long

@@ -122,9 +122,9 @@ def test_a_single_block_is_the_last_one():
         gradients=(0,),
         before=Phase(),
         before_backward=Phase(),
-        turn_bytes=0,
+        at_backward_bytes=0,
         shared_bytes=900,
-        before_turn_bytes=0,
+        before_at_backward_bytes=0,
     )
     costs = Costs("llama", "SomeModel", LADDERS[2], (stack,), (Phase(), Phase()), Static(100, 0, 0, 0, 0), tokens=1)
     assert everything(costs) == {((0,),): (2, 157), ((1,),): (10, 121)}
@@ -206,9 +206,9 @@ def alike(
         gradients=(0, gradient) if frozen else (gradient,),
         before=Phase(((INPUT, 0),), 10),
         before_backward=Phase(((1, 0), (-INPUT, 0)), 20),
-        turn_bytes=INPUT,
+        at_backward_bytes=INPUT,
         shared_bytes=0,
-        before_turn_bytes=0,
+        before_at_backward_bytes=0,
     )
     behind = Phase(((head, 0), (head // 2, 0)), 50), Phase(((head, 0), (-head // 2, 0)), 100)
     return Costs(

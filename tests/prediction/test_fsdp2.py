@@ -33,9 +33,9 @@ def two_blocks():
         gradients=(80,),
         before=Phase(((3, 0),)),
         before_backward=Phase(((1, 0), (-3, 20))),
-        turn_bytes=2,
+        at_backward_bytes=2,
         shared_bytes=0,
-        before_turn_bytes=2,
+        before_at_backward_bytes=2,
     )
     head = Phase(((6, 0), (4, 0))), Phase(((8, 0), (0, 10)))
     static = Static(parameters=190, buffers=1, optimizer=380, gradients=190, batch=2)

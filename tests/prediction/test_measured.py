@@ -138,10 +138,10 @@ def test_blocks_that_are_skipped_at_random_count_once_they_were_seen():
     some, others = (
         dataclasses.replace(whole, calls=tuple(whole.calls[n] for n in kept)) for kept in ((0, 3), (1, 2, 3))
     )
-    some = dataclasses.replace(some, turn_bytes=whole.turn_bytes - 2 * machine.hidden)
+    some = dataclasses.replace(some, at_backward_bytes=whole.at_backward_bytes - 2 * machine.hidden)
     found = joined(some, others, {}, ["b0", "b1", "b2", "b3"])
     assert found.names == whole.names
-    assert found.turn_bytes == whole.turn_bytes
+    assert found.at_backward_bytes == whole.at_backward_bytes
     assert found.calls[-1].behind == whole.calls[-1].behind
     assert joined(some, others, dict.fromkeys(others.names, KEEP), ["b0", "b1", "b2", "b3"]) is some
 
@@ -161,7 +161,7 @@ def test_between_two_sizes_every_part_lies_on_the_line():
     middle = step_of(Machine(3, 10, 15, {KEEP: 75, SELECTIVE: 30, FULL: 0}, 6, 12, 0, 2, 45).levels([FULL] * 3))
     found = small.between(large, 0.5)
     assert [call.backward.peak for call in found.calls] == [call.backward.peak for call in middle.calls]
-    assert found.turn_bytes == middle.turn_bytes
+    assert found.at_backward_bytes == middle.at_backward_bytes
     assert small.between(dataclasses.replace(large, calls=large.calls[1:]), 0.5) is None
 
 

@@ -82,7 +82,7 @@ def test_the_host_is_never_asked_for_more_than_it_has(costs, limit):
         used = 0
         for stack, row in zip(found.stacks, smallest(found), strict=True):
             for place, (kind, action) in enumerate(zip(stack.kinds, row, strict=True)):
-                if action not in stack.instead:
+                if action not in stack.on_device:
                     continue
                 assert place < len(stack.blocks) - 1
                 if found.actions[action] == OFFLOAD:
@@ -90,8 +90,8 @@ def test_the_host_is_never_asked_for_more_than_it_has(costs, limit):
                     size = max(cost.output_bytes for key, cost in costs_of if key[0] == kind)
                     used += 1 << max(0, size - 1).bit_length()
                 else:
-                    kept = stack.inner[kind, stack.instead[action]]
-                    used += max(0, kept.forward.net - kept.lent_bytes)
+                    kept = stack.inner[kind, stack.on_device[action]]
+                    used += max(0, kept.forward.net - kept.forward_only_bytes)
         assert used <= limit
         kinds = {action for row in actions_of(found, smallest(found)) for action in row} & {OFFLOAD, SAVED}
         assert len(kinds) <= 1  # each has all of the room

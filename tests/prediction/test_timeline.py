@@ -47,9 +47,9 @@ BY_HAND = Costs(
             gradients=(10,),
             before=Phase(((8, 0), (4, 0)), 10),
             before_backward=Phase(((5, 0), (3, 4)), 11),
-            turn_bytes=5,
+            at_backward_bytes=5,
             shared_bytes=2,
-            before_turn_bytes=3,
+            before_at_backward_bytes=3,
         ),
     ),
     head=(Phase(((30, 0), (16, 0)), 30), Phase(((14, 0), (9, 6)), 50)),
@@ -97,8 +97,10 @@ def test_an_encoder_and_a_decoder_by_hand():
     """Gradients are finished from the back."""
     (decoder,) = BY_HAND.stacks
     between = {"before": Phase(((6, 0), (3, 0))), "before_backward": Phase(((5, 0), (3, 1)), 11)}
-    second = dataclasses.replace(decoder, **between, before_turn_bytes=9)
-    first = dataclasses.replace(decoder, name="encoder", blocks=blocks_of("encoder", 2), turn_bytes=1, shared_bytes=0)
+    second = dataclasses.replace(decoder, **between, before_at_backward_bytes=9)
+    first = dataclasses.replace(
+        decoder, name="encoder", blocks=blocks_of("encoder", 2), at_backward_bytes=1, shared_bytes=0
+    )
     static = dataclasses.replace(BY_HAND.static, gradients=51)
     costs = dataclasses.replace(BY_HAND, stacks=(first, second), static=static)
     rows = [(label, start, gradients) for label, start, gradients, _ in rows_of(timeline(costs, ((1, 0), (1, 0))))]
@@ -238,9 +240,9 @@ def runs_of(*stacks, gradient=0, shared=0, head=1, between=1, accumulation=1):
                 gradients=tuple(length * gradient for length in kinds),
                 before=Phase(((between, 0), (OUTPUT, 0))),
                 before_backward=Phase(((between, 0), (-OUTPUT, 2))),
-                turn_bytes=OUTPUT,
+                at_backward_bytes=OUTPUT,
                 shared_bytes=shared,
-                before_turn_bytes=0,
+                before_at_backward_bytes=0,
             )
         )
     gradients = sum(sum(lengths) * gradient + 2 for lengths in stacks) + 3

@@ -18,7 +18,7 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.engines.forward_state import address_of
 from hf_ckpt.engines.full import changed_by
-from hf_ckpt.engines.rebuild import dora, handed, masks
+from hf_ckpt.engines.rebuild import dora, masks, norm_outputs
 from hf_ckpt.engines.rebuild.names import Names
 from hf_ckpt.engines.rebuild.ops import MASK, VIEW, Op
 from hf_ckpt.engines.rebuild.values import (
@@ -79,7 +79,7 @@ def hand_to_first_block(module: nn.Module, args: tuple[Any, ...], output: Any) -
     if running.tape is None and len(args) == 1 and isinstance(output, torch.Tensor) and output.grad_fn is not None:
         work = Work(type(module).__name__)
         replay = Replay(work, module, Kept(args[0], work.block), args[0], checked=False, whole=True)
-        handed.hand(output, lambda: replay)
+        norm_outputs.remember(output, lambda: replay)
 
 
 class Tape:
@@ -155,7 +155,7 @@ class Tape:
             return
         value: Value | None = None
         if self.region.reaches_back:
-            replay = handed.taken(arg)
+            replay = norm_outputs.forget(arg)
             if replay is not None:
                 value = Rebuilt(self.work, type(replay.module).__name__, replay, [])
             # The indices are read from a node before the block, which would ask the user's hooks for them.
@@ -177,7 +177,7 @@ class Tape:
             if type(rebuilt) is Rebuilt and type(rebuilt.operation) is Replay:
                 replay = rebuilt.operation
                 if type(replay.source.root) is not Rebuilt:
-                    handed.hand(output, weakref.ref(replay))
+                    norm_outputs.remember(output, weakref.ref(replay))
 
     def close(self) -> None:
         """End the tape: tell the region what was dropped and kept, and forget every node.
