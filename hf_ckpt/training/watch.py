@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 RESERVE = 0.02
 """Share of a budget that a check leaves free, because predicted peaks are not exact."""
+MOST_SEEN = 256
+"""Most plans that are remembered."""
 INSTEAD = (SELECTIVE, FULL, KEEP)
 """Actions that take the place of one that was off; the first that was not off itself, and that fits, is taken."""
 
@@ -54,10 +56,12 @@ class Watch:
         """The first difference of each check that found some."""
         self._off: dict[type, set[str]] = {}
         """Class of a block -> names of the actions that were off there."""
-        self._plan: Plan | None = None
-        """The plan of the last forward."""
+        self._seen: dict[int, Plan] = {}
+        """The plans that were on so far, by their ids."""
+        self._without_off: dict[int, tuple[Plan, Plan]] = {}
+        """Id of a plan -> (the plan, the same without actions that were off)."""
         self._forwards = 0
-        """Training forwards under this plan."""
+        """Training forwards so far, but for those that a session measures."""
         self._due = False
         """Whether a check is to come at the next forward that allows one."""
         self._turn = 0
@@ -80,16 +84,20 @@ class Watch:
             running: what runs the forward, if it is not the model: compiled modules may hold its blocks.
             record: what hf_ckpt keeps on it; None for a model that something else checkpoints.
         """
-        if record is not None:
-            self._avoid(base, record)
-            if record.plan is not self._plan:
-                self._plan, self._forwards = record.plan, 0
         waiting = None if self._check is None else self._check()
         if waiting is not None:
             waiting.put_back(waiting)
+        if record is not None:
+            if self._off:
+                self._avoid(base, record)
+            if _is_measured(record):
+                return
+            if id(record.plan) not in self._seen:
+                self._due = True
+                self._seen = {**(self._seen if len(self._seen) < MOST_SEEN else {}), id(record.plan): record.plan}
         self._due |= self._forwards % self.check_every == 0
         self._forwards += 1
-        if not self._due or (record is not None and _is_measured(record)):
+        if not self._due:
             return
         blocks = self._blocks(base, record, running or base)
         room = _room_bytes(base, record, self._forwards == 1)
@@ -172,6 +180,7 @@ class Watch:
         self._kept_bytes = check.kept_bytes
         if action is not None:
             self._off.setdefault(kind, set()).add(action.kind)
+            self._without_off.clear()
         self._tell((kind, action), check.differences[0], len(check.differences), check.compared)
 
     def _tell(self, kind: Any, first: Difference, count: int, compared: int) -> None:
@@ -192,12 +201,20 @@ class Watch:
 
     def _avoid(self, base: nn.Module, record: Installation) -> None:
         """Replace actions that were off on blocks of the same class."""
-        if not self._off or compat.ranks_recompute_together(base):
+        if compat.ranks_recompute_together(base):
             return
+        known = self._without_off.get(id(record.plan))
+        if known is None:
+            known = self._without_off[id(record.plan)] = record.plan, self._replaced(base, record)
+        if known[1] is not record.plan:
+            exchange(base, record, known[1])
+
+    def _replaced(self, base: nn.Module, record: Installation) -> Plan:
+        """The plan of a record without actions that were off; the same plan where nothing is to be replaced."""
         off = {name: self._off.get(type(module), set()) for name, module in record.blocks.items()}
         affected = [block.name for block, action in record.plan.actions if action.kind in off.get(block.name, ())]
         if not affected:
-            return
+            return record.plan
         room = _room_bytes(base, record, False) or 0
         for action in INSTEAD:
             if any(action.kind in off[name] for name in affected):
@@ -206,10 +223,10 @@ class Watch:
                 break
         else:
             self._say_once("blocks", "there is no room for another action on blocks that were found to be wrong")
-            return
+            return record.plan
         rows = tuple((block, action if block.name in affected else old) for block, old in record.plan.actions)
         log.warning("hf_ckpt: %d blocks of this class run under `%s` from now on.", len(affected), action)
-        exchange(base, record, dataclasses.replace(record.plan, actions=rows, prediction=None))
+        return dataclasses.replace(record.plan, actions=rows, prediction=None)
 
     def report(self) -> Watched:
         """Return what was checked so far."""
