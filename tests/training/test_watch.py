@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import pickle
 import random
 
@@ -17,12 +18,14 @@ from helpers.trainers import FLAG, metrics, trainer
 
 import hf_ckpt
 from hf_ckpt import compat
+from hf_ckpt.attach.attach import exchange
 from hf_ckpt.attach.record import FUNCTION, installation
 from hf_ckpt.engines.rebuild import masks
 from hf_ckpt.engines.watch import Check
 from hf_ckpt.errors import MismatchError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.spec.actions import KEEP, SELECTIVE
 from hf_ckpt.training import watch as watching
 from hf_ckpt.training.callback import MemoryTimeCallback
 from hf_ckpt.training.watch import Watch
@@ -228,6 +231,29 @@ def test_every_n_th_forward_and_the_first_of_every_plan():
         step(model, tiny_batch("llama", seed=number))
         checked.append(hf_ckpt.describe(model).watched.checks)
     assert checked == [1, 1, 1, 2, 2, 2, 3, 1, 1]
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["right", "wrong"])
+def test_plans_that_take_turns(fault, monkeypatch, caplog):
+    """As under a budget, where batches of other sizes have other plans: each is checked when it comes for the first
+    time, and each loses an action that was off."""
+    if fault:
+        masks_of_ones(monkeypatch)
+    model = watched("selective", check_every=1000)
+    record = installation(model)
+    blocks = [block for block, _ in record.plan.actions]
+    plans = [
+        dataclasses.replace(record.plan, actions=tuple(zip(blocks, actions, strict=True)))
+        for actions in ([SELECTIVE] * LAYERS, [KEEP] + [SELECTIVE] * (LAYERS - 1))
+    ]
+    for number in range(6):
+        exchange(model, record, plans[number % 2])
+        step(model, tiny_batch("llama", seed=number))
+    assert [action.kind for _, action in record.plan.actions] == ["keep"] + ["full" if fault else "selective"] * 3
+    assert len(differences(model)) == fault
+    # Where an action was off, the plans without it are plans of their own.
+    assert hf_ckpt.describe(model).watched.checks == (3 if fault else 2)
+    assert sum("from now on" in found.message for found in caplog.records) == (2 if fault else 0)
 
 
 # --- nothing is changed --------------------------------------------------------------------------------------------
