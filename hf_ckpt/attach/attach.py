@@ -299,18 +299,6 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decid
                 put_on(found, trying)
 
 
-@contextlib.contextmanager
-def transformers_trial(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Let transformers checkpoint the blocks whose action in `plan` is not `keep`, inside the `with` block.
-
-    It may cost more than `full`, where the switch of transformers does more than recompute blocks. The model must be
-    without a plan of hf_ckpt.
-    """
-    found = find_blocks(model)
-    with compat.own_checkpointing(found.base, only={found.modules[name] for name in plan.active()}):
-        yield
-
-
 def driven_by_the_whole(found: FoundBlocks) -> bool:
     """Return whether the blocks carry functions of hf_ckpt that belong to a larger model, which this one is part of."""
     records: list[Installation] = [vars(module)[RECORD] for module in found.base.modules() if RECORD in vars(module)]

@@ -133,7 +133,6 @@ from hf_ckpt.compat.transformers import (
     layer_types,
     makes_inputs_require_gradients,
     module_of,
-    own_checkpointing,
     quantised_layers,
     set_layer_types,
     trainer_class,

@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -273,46 +273,3 @@ def fake_values_count() -> Iterator[None]:
         yield
     finally:
         setattr(import_utils, name, original)
-
-
-@contextlib.contextmanager
-def own_checkpointing(
-    model: PreTrainedModel,
-    *,
-    context_fn: Callable[[], Contexts] | None = None,
-    only: Container[nn.Module] | None = None,
-    **options: Any,
-) -> Iterator[Callable[[], int]]:
-    """Checkpoint a model by transformers alone, inside this context; its hooks on the embedding are removed, too.
-
-    Args:
-        context_fn: as `torch.utils.checkpoint.checkpoint` takes it.
-        only: the blocks to checkpoint; None for all.
-        options: further arguments of the enable call.
-
-    Yields a function that returns how often a block has been recomputed so far.
-    """
-    count = 0
-
-    @contextlib.contextmanager
-    def recomputing(context: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-        nonlocal count
-        count += 1
-        with context:
-            yield
-
-    def contexts() -> Contexts:
-        first, again = (contextlib.nullcontext(), contextlib.nullcontext()) if context_fn is None else context_fn()
-        return first, recomputing(again)
-
-    arguments = {"use_reentrant": False, "context_fn": contexts}
-    getattr(model, ENABLE_NAMES[-1])(arguments, **options)
-    if only is not None:
-        for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer) and module not in only:
-                module.gradient_checkpointing = False
-    try:
-        yield lambda: count
-    finally:
-        getattr(model, DISABLE_NAMES[-1])()
-        model.disable_input_require_grads()

@@ -78,19 +78,56 @@ def _plain(model: nn.Module, options: None) -> Iterator[Running]:
 
 
 @contextlib.contextmanager
+def own_checkpointing(
+    model: compat.PreTrainedModel,
+    *,
+    context_fn: Callable[[], compat.Contexts] | None = None,
+    **options: Any,
+) -> Iterator[Callable[[], int]]:
+    """Checkpoint a model by transformers alone, inside this context; its hooks on the embedding are removed, too.
+
+    Args:
+        context_fn: as `torch.utils.checkpoint.checkpoint` takes it.
+        options: further arguments of the enable call.
+
+    Yields a function that returns how often a block has been recomputed so far.
+    """
+    count = 0
+
+    @contextlib.contextmanager
+    def recomputing(context: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        nonlocal count
+        count += 1
+        with context:
+            yield
+
+    def contexts() -> compat.Contexts:
+        first, again = (contextlib.nullcontext(), contextlib.nullcontext()) if context_fn is None else context_fn()
+        return first, recomputing(again)
+
+    arguments = {"use_reentrant": False, "context_fn": contexts}
+    getattr(model, compat.ENABLE_NAMES[-1])(arguments, **options)
+    try:
+        yield lambda: count
+    finally:
+        getattr(model, compat.DISABLE_NAMES[-1])()
+        model.disable_input_require_grads()
+
+
+@contextlib.contextmanager
 def _transformers(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
     if "every_n_layers" in options and not compat.HAS_EVERY_N_LAYERS:
         raise HfCkptError("this version of transformers has no every_n_layers")
     if "offload" in options and not compat.HAS_OWN_OFFLOAD:
         raise HfCkptError("this version of transformers has no offload")
-    with compat.own_checkpointing(base_model(model), **options) as count:
+    with own_checkpointing(base_model(model), **options) as count:
         yield Running(model, counts=lambda: {"all blocks": count()})
 
 
 @contextlib.contextmanager
 def _sac(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
     """torch's own, by the `context_fn` that transformers hands on to it."""
-    with compat.own_checkpointing(base_model(model), context_fn=functools.partial(_contexts, **options)) as count:
+    with own_checkpointing(base_model(model), context_fn=functools.partial(_contexts, **options)) as count:
         yield Running(model, counts=lambda: {"all blocks": count()})
 
 
@@ -121,7 +158,7 @@ def _trl(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
     manager = get_act_offloading_ctx_manager(model)  # one for all steps, as TRL's trainers have it
     with contextlib.ExitStack() as checkpointing:
         if options["full"]:
-            checkpointing.enter_context(compat.own_checkpointing(base_model(model)))
+            checkpointing.enter_context(own_checkpointing(base_model(model)))
         yield Running(model, around=lambda: manager)
 
 
