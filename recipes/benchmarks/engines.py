@@ -46,6 +46,7 @@ ENGINES = (
     Way("selective, save attention", OURS, {"policy": "selective", "engine": "rebuild", "save": ["attention"]}),
     Way("sac", OURS, {"policy": "selective", "engine": "sac"}),
     Way("full", OURS, {"policy": "full"}),
+    Way("full (HF)", TRANSFORMERS, {}),
     EVERY_SECOND,
     Way("full, checked", WATCHED, {"policy": "full"}),
     Way("selective, checked", WATCHED, {"policy": "selective", "engine": "rebuild"}),
@@ -274,6 +275,7 @@ def all_engines(results: Results) -> Table:
     cells = []
     for name, case in results.good.items():
         first, *rows = case["rows"]
+        rows = [row for row in rows if row["group"] != WATCHED and row["name"] != "full (HF)"]
         found = {row["name"]: f"{_kept(row, first):.2f}" for row in rows}
         for row in rows:
             if row["step_seconds"]:
