@@ -1,4 +1,4 @@
-"""Warnings that are given once a process, however often their cause comes back; and where plans are told of."""
+"""Warnings that are logged once per process, however often their cause comes back; and the logger of plans."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from hf_ckpt.models.blocks import routers
 
 
 class BlockState:
-    """How a block ran for the first time and again, from which the cause of a difference is told.
+    """How a block ran for the first time and again: the cause of a difference follows from what changed.
 
     Args:
         module: the block.

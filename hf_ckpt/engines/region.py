@@ -77,7 +77,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What an engine is told about the block that it makes a function for."""
+    """What an engine needs to know about the block that it makes a function for."""
 
     block: str
     """Qualified name of the block."""

@@ -52,7 +52,7 @@ class Step:
     optimizer: str = "adamw"
     """Its name, one of `optimizer_names.NAMES`."""
     optimizer_bytes: OptimizerBytes | None = None
-    """What the optimizer needs, where that is known; else it is told by the name."""
+    """What the optimizer needs, if that is known; otherwise it follows from the name."""
     loss: Callable[[Any], torch.Tensor] | None = None
     """Makes the loss from the outputs of a model that computes none itself."""
     forward: types.MethodType | None = None

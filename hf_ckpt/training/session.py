@@ -301,7 +301,7 @@ class Session:
     def _next(self, batch: Batch) -> tuple[Planned, _Measured | None]:
         """Return the plan for a batch, and what to measure in its step; None for nothing."""
         if compat.is_distributed() and self._waited < 2:
-            self._waited += 1  # buckets of gradients are made in the first step, and made again in the second
+            self._waited += 1  # DDP builds its gradient buckets in the first step and rebuilds them in the second
             return self._tightest(batch), None
         if self._accumulates or compat.accumulated_steps() > 1:
             first, batch = not batch.resident, dataclasses.replace(batch, resident=True)

@@ -1,4 +1,4 @@
-"""`selective` by rebuilding: drop every saved tensor that can be made again cheaply from what stays.
+"""`selective` by rebuilding: drop every saved tensor that can be recomputed cheaply from tensors that are kept.
 
 While a block's forward runs, saved-tensor hooks see each tensor that autograd saves, together with the node that made
 it. If `ops.OPS` has a row for that node and its operands are known, a `Rebuilt` value is saved in the tensor's place;
@@ -188,7 +188,7 @@ class RebuildRegion(Region):
         if wrong is not None:
             tape.count_as_kept()
             log.warning(
-                "hf_ckpt: block %r cannot make again what %s made, most likely because it works in place%s. All is "
+                "hf_ckpt: block %r cannot recompute what %s returned, most likely because it works in place%s. All is "
                 "kept there in this step, and the block is recomputed as a whole (`full`) from the next one on.",
                 self.block,
                 wrong.made_by,

@@ -1,7 +1,7 @@
 """The tape of one forward of a block: how to have the tensor of each edge of autograd's graph again.
 
 An edge is an autograd node and the number of one of its outputs. The tape finds a value for each tensor that autograd
-saves, and counts what is dropped and what stays. It ends with the forward.
+saves, and counts what is dropped and what is kept. It ends with the forward.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Tape:
     """What is known about the tensors of one forward of a block, while it runs.
 
     Args:
-        region: the block's function, which is told at the end what was dropped and kept.
+        region: the block's function. It gets the counts of what was dropped and kept at the end.
         fn: the block's own forward.
         args: what the block is given.
     """
@@ -121,7 +121,7 @@ class Tape:
         self.sizes: list[int] = []
         """Bytes of each tensor that was packed; -1 for parameters."""
         self.counts: Counts | None = None
-        """What was dropped and what stays, once it is counted."""
+        """What was dropped and what is kept, once it is counted."""
         self.packed_at: set[int] = set()
         """Sequence numbers that autograd had reached when this tape packed a tensor, which tell whose tensor it was."""
         self.constants: dict[Any, Kept | KeptByUser] = {}
@@ -482,7 +482,7 @@ class Tape:
         return call is not None and shape == tensor.shape and call == compat.python_call()
 
     def _offer(self, tensor: torch.Tensor) -> None:
-        """Note the input of a dropout. Its result can be made again from it, where the input is not known otherwise.
+        """Note the input of a dropout. Its result can be recomputed from it, where the input is not known otherwise.
 
         So it is in the adapter of a frozen linear layer: autograd saves the adapter's dropped-out float32 copy of what
         the layer is given, and nothing else of that.
@@ -565,7 +565,7 @@ class Tape:
         return Inside(replay)
 
     def count(self) -> Counts:
-        """Count what was dropped and what stays."""
+        """Count what was dropped and what is kept."""
         if self.counts is None:
             called = {made: made if type(made) is str else self.called.name_of(made) for made in self.stay.values()}
             self.counts = Counts({value: called[made] for value, made in self.stay.items()})
