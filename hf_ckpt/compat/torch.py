@@ -170,12 +170,17 @@ def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
     ]
 
 
-def call_after_backward(function: Callable[[], None]) -> None:
+def call_after_backward(function: Callable[[], None]) -> bool:
     """Have `function` called when the backward that runs now has ended without an error.
 
-    DDP and FSDP2 end their backward in this way. To be called from a hook of a tensor.
+    DDP and FSDP2 end their backward in this way. To be called from a hook of a tensor. Returns False where no backward
+    runs.
     """
-    private("torch.autograd.Variable._execution_engine").queue_callback(function)
+    try:
+        private("torch.autograd.Variable._execution_engine").queue_callback(function)
+    except RuntimeError:  # saved-tensor hooks are also called by code that looks at a graph, such as torchviz
+        return False
+    return True
 
 
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]

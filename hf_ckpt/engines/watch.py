@@ -112,7 +112,7 @@ class Check:
             self._outer = None
         self._before.forward_has_ended()
         trained = any(parameter.requires_grad for parameter in self.module.parameters())
-        if trained and not any(has_graph(value) for value in compat.tree_leaves(output)):
+        if self._reentrant and trained and not any(has_graph(value) for value in compat.tree_leaves(output)):
             self.note(0, "gradient", (), "none reaches the block, although it is trained", 1.0)
             self._end()
         elif not (self.saved or self._reentrant):
@@ -175,9 +175,9 @@ class Check:
     @compat.untraced
     def unpack(self, held: _Held) -> torch.Tensor:
         """Saved-tensor hook: return what the hooks outside return, after it was compared with the original."""
-        if self._before is None or self._before.running:  # a second backward, or an engine reads what a node has saved
+        # A second backward, or an engine or other code that reads what a node has saved.
+        if self._before is None or self._before.running or not self._end_later():
             return held.load(held.value)
-        self._end_later()
         tensor = held.load(held.value)
         original, held.original = held.original, None
         if original is not None:
@@ -222,13 +222,13 @@ class Check:
             (place, Difference(self.block, more.pop("module", ""), operation, shape, what, share, **more))
         )
 
-    def _end_later(self) -> None:
-        """Have `_end` called when the backward that runs now has ended."""
-        if not self._ends:
+    def _end_later(self) -> bool:
+        """Have `_end` called when the backward that runs now has ended; return False where none runs."""
+        if not self._ends and compat.call_after_backward(self._end):
             self._ends = True
             assert self._before is not None
             self._before.backward_begins()
-            compat.call_after_backward(self._end)
+        return self._ends
 
     def _end(self) -> None:
         """Find the cause of what is different, and tell that the check has ended."""

@@ -64,6 +64,8 @@ class Watch:
         """Training forwards so far, but for those that a session measures."""
         self._due = False
         """Whether a check is to come at the next forward that allows one."""
+        self._in_vain = 0
+        """Blocks in a row that had nothing to compare."""
         self._turn = 0
         self._checks = self._compared = self._left_out = 0
         self._not_checked: dict[str, str] = {}
@@ -123,7 +125,7 @@ class Watch:
             name,
             room_bytes=room,
             whole=self._whole,
-            done=lambda check: self._has_ended(check, type(module), action),
+            done=lambda check: self._has_ended(check, type(module), action, len(blocks)),
         )
         self._check = weakref.ref(check)
 
@@ -164,14 +166,17 @@ class Watch:
             self._not_checked[what] = why
             log.info("hf_ckpt: %s are not checked: %s.", what, why)
 
-    def _has_ended(self, check: Check, kind: type, action: Action | None) -> None:
-        """Count a check that has ended. After one that had nothing to compare, the next block gets its turn at once.
+    def _has_ended(self, check: Check, kind: type, action: Action | None, blocks: int) -> None:
+        """Count a check that has ended. After one that had nothing to compare, the next block gets its turn at once,
+        until each of so many blocks has had one.
 
         Raises `MismatchError` if it found a difference and `on_mismatch` says so.
         """
         if not (check.saved or check.compared or check.differences):
-            self._due = True
+            self._in_vain += 1
+            self._due = self._in_vain < blocks
             return
+        self._in_vain = 0
         self._checks += 1
         self._compared += check.compared
         self._left_out += check.left_out
@@ -201,10 +206,11 @@ class Watch:
 
     def _avoid(self, base: nn.Module, record: Installation) -> None:
         """Replace actions that were off on blocks of the same class."""
-        if compat.ranks_recompute_together(base):
-            return
         known = self._without_off.get(id(record.plan))
         if known is None:
+            if compat.ranks_recompute_together(base):
+                self._off.clear()
+                return
             known = self._without_off[id(record.plan)] = record.plan, self._replaced(base, record)
         if known[1] is not record.plan:
             exchange(base, record, known[1])

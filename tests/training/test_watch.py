@@ -18,7 +18,7 @@ from helpers.trainers import FLAG, metrics, trainer
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import exchange
+from hf_ckpt.attach.attach import exchange, put_check
 from hf_ckpt.attach.record import FUNCTION, installation
 from hf_ckpt.engines.rebuild import masks
 from hf_ckpt.engines.watch import Check
@@ -256,6 +256,31 @@ def test_plans_that_take_turns(fault, monkeypatch, caplog):
     assert sum("from now on" in found.message for found in caplog.records) == (2 if fault else 0)
 
 
+def test_blocks_without_gradients_are_looked_for_once(monkeypatch):
+    """Where only the head is trained no block saves anything, and no forward but every n-th looks for one that does."""
+    model = watched(check_every=20)
+    model.model.requires_grad_(False)
+    turns = []
+    monkeypatch.setattr(
+        watching, "put_check", lambda *args, **options: turns.append(args[2]) or put_check(*args, **options)
+    )
+    for number in range(22):
+        step(model, tiny_batch("llama", seed=number))
+    assert turns == [f"model.layers.{number % LAYERS}" for number in range(LAYERS + 1)]
+
+
+def test_a_trained_block_may_use_none_of_its_parameters():
+    """Below the first block that does, no gradient is due, as without checkpointing."""
+    model = exhibit_model().requires_grad_(False)
+    for layer in model.layers:
+        layer.expert = torch.nn.Linear(16, 16)  # not chosen
+    model.last.requires_grad_(True)
+    hf_ckpt.install(model, {"policy": "full", "check_every": 1, "on_mismatch": "raise"})
+    enable(model)
+    assert exhibit_step(model, 0)["last.weight"].any()
+    assert not differences(model)
+
+
 # --- nothing is changed --------------------------------------------------------------------------------------------
 
 
@@ -418,6 +443,19 @@ def fails_in_backward(model):
     loss_of(model, 1).backward()
 
 
+def looks_at_its_graph(model):
+    """As torchviz does, which reads what autograd has saved."""
+    loss = loss_of(model, 0)
+    nodes = {loss.grad_fn}
+    while nodes:
+        node = nodes.pop()
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                getattr(node, name)
+        nodes |= {below for below, _ in node.next_functions if below is not None}
+    loss.backward()
+
+
 STEPS = {
     accumulates: 3,
     two_forwards_and_one_backward: 2,
@@ -428,13 +466,16 @@ STEPS = {
     drops_a_graph: 1,
     fails_in_forward: 1,
     fails_in_backward: 1,
+    looks_at_its_graph: 1,
 }
 """A step -> checks that end in it."""
+NOT_UNDER_SAC = ("sac", keeps_its_graph), ("sac", looks_at_its_graph)
+"""SAC gives what it has saved once."""
 
 
 @pytest.mark.parametrize(
     ("policy", "run"),
-    [(policy, run) for policy in POLICIES for run in STEPS if (policy, run) != ("sac", keeps_its_graph)],  # nor has SAC
+    [(policy, run) for policy in POLICIES for run in STEPS if (policy, run) not in NOT_UNDER_SAC],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
 def test_steps_of_every_shape(policy, run):
