@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import logging
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +162,7 @@ class MemoryTimeCallback(TrainerCallback):
                     raise PlanLostError(lost)
             record.functions.observe(self._recompute.observer())  # at every step: an enable call may have made others
         elif self._watch is not None:
-            try:
-                self._watch.on_forward(base_model(kwargs["model"]), None, kwargs["model"])
-            except (NoBlocksError, OwnerConflictError):  # nothing there that could be checked
-                self._watch = None
+            self._counts.watch = self._watch_forward
         if not self._clock.running and self._meter is not None:
             self._meter.reset()
             self._clock.resume()
@@ -238,6 +236,14 @@ class MemoryTimeCallback(TrainerCallback):
         flow = [place for place, callback in enumerate(others) if isinstance(callback, DefaultFlowCallback)]
         place = flow[0] + 1 if flow else 0
         handler.callbacks[:] = [*others[:place], self, *others[place:]]
+
+    def _watch_forward(self, running: nn.Module) -> None:
+        """Have the watch see the forward of a model, plain or wrapped, that is about to begin."""
+        try:
+            if self._watch is not None:
+                self._watch.on_forward(base_model(running), None, running)
+        except (NoBlocksError, OwnerConflictError):  # nothing there that could be checked
+            self._watch = None
 
     def _note_plan(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
         """Write a plan that was made for batches to the metrics file, once; warn where torch.compile prevents plans."""
@@ -382,11 +388,19 @@ class _Counts:
     def __init__(self) -> None:
         self.tokens = 0
         self.head_bytes = 0
+        self.watch: Callable[[nn.Module], None] | None = None
+        """Called with the model at the next training forward that torch.compile does not trace."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "watch": None}
 
     def see_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the model: count the tokens of training forwards."""
+        """Forward pre-hook of the model: count the tokens of training forwards, and tell the watch of the first."""
         if compat.is_compiling() or runs_again() or not (model.training and torch.is_grad_enabled()):
             return
+        watch, self.watch = self.watch, None
+        if watch is not None and not compat.is_replica(model):
+            watch(model)
         ids = kwargs.get("input_ids", args[0] if args else None)
         embeddings = kwargs.get("inputs_embeds")
         if isinstance(ids, torch.Tensor):

@@ -107,6 +107,25 @@ def test_a_run_without_differences_logs_none(tmp_path):
     assert all("ckpt/mismatch" not in row for row in metrics(tmp_path / "off"))
 
 
+def compiled_frames(folder, check_every):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    callback = MemoryTimeCallback(summary=False, check_every=check_every)
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    training = trainer(folder, tiny_model("llama", layers=LAYERS), callbacks=[callback], **THEIRS, **compiled)
+    training.train()
+    counters = torch._dynamo.utils.counters
+    return counters["frames"]["ok"], counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+
+def test_a_trainer_that_compiles_its_model_compiles_it_once(tmp_path):
+    """The Trainer gives callbacks the plain model, and compiles it outside: nothing is put on its blocks."""
+    frames, graphs, breaks = compiled_frames(tmp_path / "on", 1)
+    assert (frames, graphs, breaks) == compiled_frames(tmp_path / "off", 0)
+    assert graphs == 1
+    assert not breaks
+
+
 def plain_steps(model, batches):
     return [step(model, batch) for batch in batches]
 
