@@ -86,10 +86,13 @@ def difference_of(one: torch.Tensor, other: torch.Tensor) -> tuple[str, float] |
 
 
 def share_of_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the norm of the difference of two tensors of one shape, over the norm of `one`."""
+    """Return the norm of the difference of two tensors of one shape, over the norm of `one`.
+
+    It is computed in host memory: some devices, such as `mps`, have no float64, and others little memory to spare.
+    """
     wide = torch.complex128 if one.is_complex() else torch.float64
-    exact = one.to(wide)
-    norm, gap = float(exact.norm()), float((other.to(wide) - exact).norm())
+    exact = one.detach().cpu().to(wide)
+    norm, gap = float(exact.norm()), float((other.detach().cpu().to(wide) - exact).norm())
     return gap / norm if norm else (float("inf") if gap else 0.0)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from hf_ckpt import compat
 from hf_ckpt.logs import warn_once
+from hf_ckpt.measure.memory import forgotten_peak_bytes
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def device_memory(held_bytes: int, devices: Collection[torch.device] = ()) -> De
 
 
 def spare_bytes(devices: Collection[torch.device] = ()) -> int:
-    """Return how much more memory than at the last peak the process may take for something it can do without.
+    """Return how much more memory than at the highest peak the process may take for something it can do without.
 
     On accelerators that is all that the peak leaves, on a CPU half of what the machine has to spare now.
     """
@@ -69,7 +70,7 @@ def spare_bytes(devices: Collection[torch.device] = ()) -> int:
         return device_memory(0).available_bytes // 2
     mine: list[torch.device | None] = [device for device in devices if device.type == device_type]
     peak = sum(int(module.max_memory_allocated(device)) for device in mine or [None])
-    return device_memory(0, devices).available_bytes - peak
+    return device_memory(0, devices).available_bytes - peak - forgotten_peak_bytes(module)
 
 
 def _accelerator_memory(devices: Collection[torch.device]) -> DeviceMemory | None:

@@ -45,6 +45,19 @@ def peak_meter() -> PeakMeter:
 _allocator_meters: weakref.WeakSet[AllocatorMeter] = weakref.WeakSet()
 
 
+_highest_bytes = 0
+"""The highest peak of the current device that a meter has seen."""
+
+
+def forgotten_peak_bytes(module: Any) -> int:
+    """Return by how much the allocator's peak was higher before a meter reset it.
+
+    Args:
+        module: see `compat.memory_module`.
+    """
+    return max(0, _highest_bytes - int(module.max_memory_allocated()))
+
+
 def keep_peaks() -> None:
     """Let all meters of the allocator remember its peak, which is about to be reset for another purpose."""
     for meter in list(_allocator_meters):
@@ -88,7 +101,9 @@ class AllocatorMeter:
 
     def keep_peak(self) -> None:
         """Remember the peak of this window so far."""
+        global _highest_bytes
         self._earlier = max(self._earlier, int(self._module.max_memory_allocated()))
+        _highest_bytes = max(_highest_bytes, self._earlier)
 
     def reset(self) -> None:
         keep_peaks()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_ckpt import compat
-from hf_ckpt.measure import clocks, memory
+from hf_ckpt.measure import clocks, machine, memory
 from hf_ckpt.measure.clocks import RecomputeClock, TrainingClock
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -144,6 +144,33 @@ def test_allocator_meter_reads_and_resets_its_module(monkeypatch):
     assert (meter.peak_bytes(), meter.reserved_bytes(), meter.source) == (7, 9, "xpu allocator")
     meter.reset()
     assert meter.peak_bytes() == 1
+
+
+def test_a_peak_counts_after_a_meter_has_reset_it(monkeypatch):
+    """The callback resets it at every log, just before a check asks what is to spare."""
+
+    class Allocator:
+        peak = 700
+
+        def max_memory_allocated(self, device=None):
+            return self.peak
+
+        def reset_peak_memory_stats(self):
+            self.peak = 100
+
+    allocator = Allocator()
+    monkeypatch.setattr(memory, "_highest_bytes", 0)
+    monkeypatch.setattr(compat, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(compat, "memory_module", lambda device_type: allocator)
+    monkeypatch.setattr(machine, "device_memory", lambda *_: machine.DeviceMemory(2000, 1000))
+    assert machine.spare_bytes() == 300
+    meter = memory.peak_meter()
+    for _ in range(2):
+        meter.reset()
+        assert meter.peak_bytes() == 100
+        assert machine.spare_bytes() == 300
+    allocator.peak = 800
+    assert machine.spare_bytes() == 200
 
 
 @pytest.mark.gpu
