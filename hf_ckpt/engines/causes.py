@@ -207,7 +207,7 @@ def _draws(module: nn.Module, run: Callable[[], Any], autocast: dict[str, torch.
             around.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
         try:
             for _ in range(2):
-                with state.kept(), _buffers_put_back(module):
+                with state.kept(), buffers_put_back(module):
                     outputs.append([v.clone() for v in compat.tree_leaves(run()) if torch.is_tensor(v)])
                     from_host, from_torch = state.of_host_may_have_moved(), state.of_torch_has_moved()
         except RuntimeError:  # its inputs were changed, or their memory is in use again
@@ -218,14 +218,16 @@ def _draws(module: nn.Module, run: Callable[[], Any], autocast: dict[str, torch.
 
 
 @contextlib.contextmanager
-def _buffers_put_back(module: nn.Module) -> Iterator[None]:
+def buffers_put_back(module: nn.Module) -> Iterator[None]:
+    """At the end of this context the buffers of a module have the values that they have now."""
     copies = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_inference()]
     try:
         yield
     finally:
-        for buffer, copied in copies:
-            if difference_of(buffer, copied) is not None:
-                buffer.copy_(copied)
+        with torch.no_grad():
+            for buffer, copied in copies:
+                if difference_of(buffer, copied) is not None:
+                    buffer.copy_(copied)
 
 
 SETTINGS = {

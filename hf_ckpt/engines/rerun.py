@@ -8,13 +8,15 @@ the first run by rounding only.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hf_ckpt import compat
-from hf_ckpt.engines.differences import share_of_difference
+from hf_ckpt.engines.causes import buffers_put_back
+from hf_ckpt.engines.differences import has_graph, share_of_difference
 from hf_ckpt.engines.watch import Check
 
 Report = Callable[[torch.Tensor, torch.Tensor], None]
@@ -55,29 +57,37 @@ class Rerun(Check):
         output = self.function(fn, given, *args[1:])
         if not getattr(self.function, "in_graph", False):
             return output  # it has run as plain code, because it does not compile, or carries hooks
-        result = next((v for v in compat.tree_leaves(output) if isinstance(v, torch.Tensor) and v.requires_grad), None)
-        if result is None:
-            return output
-        place = next(n for n, v in enumerate(compat.tree_leaves(output)) if v is result)
-        arrived: list[torch.Tensor] = []
-        self.on_gradient(result, lambda gradient: arrived.append(gradient.detach()))
-        values = result.detach()
+        values = {place: value.detach() for place, value in enumerate(compat.tree_leaves(output)) if has_graph(value)}
+        arrived: dict[int, torch.Tensor] = {}
 
-        def compare(gradient: torch.Tensor) -> None:
+        def arrives(place: int, gradient: torch.Tensor | None) -> None:
+            if gradient is not None:  # it is, where the loss does not depend on this result
+                arrived[place] = gradient.detach()
+
+        for place in values:
+            self.on_gradient(compat.tree_leaves(output)[place], functools.partial(arrives, place))
+
+        def compare(gradient: torch.Tensor | None) -> None:
+            if self._ends or gradient is None:  # a second backward, or one that does not reach the block
+                return
+            self._ends = True
+            self.saved = len(arrived) + 1
             with torch.enable_grad(), compat.unseen_by_modes(), contextlib.ExitStack() as around:
                 state = compat.RandomState(compat.devices_of([given]))
                 around.enter_context(state.kept())
+                around.enter_context(buffers_put_back(self.module))
+                around.enter_context(contextlib.suppress(RuntimeError))  # no memory for it, or its inputs were changed
                 for kind, dtype in autocast.items():
                     around.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
-                self.saved = 2
                 plain = given.detach().requires_grad_()
-                again = compat.tree_leaves(fn(plain, *args[1:]))[place]
-                if state.may_have_moved():  # a graph draws others than plain code
-                    self.left_out += 2
-                elif arrived:
-                    (expected,) = torch.autograd.grad(again, plain, arrived[0])
-                    self._near("output", again.detach(), values)
+                again = compat.tree_leaves(fn(plain, *args[1:]))
+                if not state.may_have_moved():  # a graph draws others than plain code
+                    outputs = [again[place] for place in arrived]
+                    (expected,) = torch.autograd.grad(outputs, plain, list(arrived.values()))
+                    for place in arrived:
+                        self._near("output", again[place].detach(), values[place])
                     self._near("gradient of the input", expected, gradient)
+            self.left_out = self.saved - self.compared
             self.done(self)
 
         self.on_gradient(given, compare)

@@ -12,7 +12,7 @@ import random
 import numpy
 import pytest
 import torch
-from helpers.museum import exhibit_loss, exhibit_model, work
+from helpers.museum import ExhibitBlock, ExhibitConfig, ExhibitModel, exhibit_loss, exhibit_model, work
 from helpers.steps import assert_frees_everything, assert_same, enable, gradients, outcome, step, without_cache
 from helpers.trainers import FLAG, metrics, trainer
 
@@ -208,6 +208,64 @@ def test_chunks_are_compared_within_rounding(what, precision, monkeypatch):
     assert differences_of(1.0) == []
     assert differences_of(1.5) == [what, what]
     assert differences_of(1.02) == ([what, what] if precision == "float32" else [])
+
+
+class TwoResultsBlock(ExhibitBlock):
+    """A block that updates buffers, and returns beside its result what a second loss is computed from."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = torch.nn.BatchNorm1d(8)
+
+    def forward(self, hidden_states, shift=None):
+        return hidden_states + self.work(self, self.extra(hidden_states), shift), hidden_states.square().mean()
+
+
+class TwoResultsModel(ExhibitModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.layers = torch.nn.ModuleList(TwoResultsBlock() for _ in range(3))
+
+    def forward(self, hidden_states, shift):
+        hidden_states, beside = self.first(hidden_states), 0
+        for layer in self.layers:
+            hidden_states, more = layer(hidden_states, shift=shift)
+            beside = beside + more
+        return self.last(hidden_states), beside
+
+
+@pytest.mark.parametrize("case", ["both losses", "one loss after the other", "the second run fails"])
+def test_a_compiled_block_is_compared_and_left_alone(case, monkeypatch):
+    """With two differentiable results, with two backwards, and where there is no memory for the second run."""
+    found = {}
+    for every in (0, 1):
+        torch.manual_seed(0)
+        model = TwoResultsModel(ExhibitConfig()).train()
+        hf_ckpt.install(model, {"policy": "full", "compile": "blocks", "check_every": every})
+        enable(model)
+        if case == "the second run fails":
+            monkeypatch.setattr(torch.autograd, "grad", fails)
+        for _ in range(3):
+            results, beside = model(torch.randn(2, 8, 16), torch.linspace(-1, 1, 16))
+            losses = results.square().mean(), 3 * beside
+            if case == "one loss after the other":
+                losses[0].backward(retain_graph=True)
+                losses[1].backward()
+            else:
+                sum(losses).backward()
+        found[every] = {**gradients(model), **{name: value.clone() for name, value in model.named_buffers()}}
+    assert_same(found[0], found[1])
+    assert hf_ckpt.describe(model).in_graphs
+    watched = hf_ckpt.describe(model).watched
+    assert not watched.differences
+    assert watched.checks == 3
+    assert (watched.compared, watched.left_out) == {"the second run fails": (0, 9)}.get(
+        case, (6, 0) if case == "one loss after the other" else (9, 0)
+    )
+
+
+def fails(*args, **options):
+    raise torch.OutOfMemoryError("out of memory")
 
 
 # --- how much memory, and when -------------------------------------------------------------------------------------
