@@ -190,7 +190,7 @@ class Check:
             if original.is_unchanged_parameter(tensor):
                 self.compared += 1
                 return
-            if original.parameter_has_changed():
+            if original.parameter_has_changed() and not original.was_moved(tensor):
                 name = next((n for n, p in self.module.named_parameters() if p is original.parameter), "")
                 text = "changed in place, or replaced, between the forward and the backward"
                 self.note(original.place, "parameter", original.shape, f"`{name}` was {text}", 1.0)
@@ -340,6 +340,10 @@ class _Original:
     def is_unchanged_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the parameter that was saved, with the same values."""
         return parameter_of(tensor) is self.parameter and not self.parameter_has_changed()
+
+    def was_moved(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the values that the parameter had in another memory, as offloaded weights have."""
+        return not self.has_changed() and difference_of(self.tensor, tensor) is None
 
     def parameter_has_changed(self) -> bool:
         assert self.parameter is not None

@@ -358,6 +358,21 @@ def test_a_trained_block_may_use_none_of_its_parameters():
     assert not differences(model)
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.5], ids=["moved", "changed"])
+def test_parameters_that_are_moved_are_no_difference(factor):
+    """Programs that offload weights put them into other memory between forward and backward."""
+    model, watch = exhibit_model(), Watch(1)
+    enable(model, {"use_reentrant": False})
+    watch.on_forward(model, None)
+    loss = exhibit_loss(model, 0)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * factor
+    loss.backward()
+    assert watch.report().checks == 1
+    assert bool(watch.differences) == (factor > 1)
+    assert all(found.operation == "parameter" for found in watch.differences)
+
+
 # --- nothing is changed --------------------------------------------------------------------------------------------
 
 
