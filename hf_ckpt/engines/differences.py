@@ -53,6 +53,7 @@ def parameter_of(tensor: torch.Tensor) -> nn.Parameter | None:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor has values that can be compared here."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    plain = plain and not (tensor.is_nested or tensor.is_quantized)
     return plain and not has_no_values(tensor) and not compat.is_compiling()
 
 

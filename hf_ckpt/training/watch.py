@@ -99,7 +99,7 @@ class Watch:
                 self._seen = {**(self._seen if len(self._seen) < MOST_SEEN else {}), id(record.plan): record.plan}
         self._due |= self._forwards % self.check_every == 0
         self._forwards += 1
-        if not self._due:
+        if not self._due or compat.is_capturing():  # a check waits for the device, which a CUDA graph cannot
             return
         blocks = self._blocks(base, record, running or base)
         room = _room_bytes(base, record, self._forwards == 1)

@@ -346,6 +346,34 @@ def test_blocks_without_gradients_are_looked_for_once(monkeypatch):
     assert turns == [f"model.layers.{number % LAYERS}" for number in range(LAYERS + 1)]
 
 
+def test_a_nested_tensor_is_left_out():
+    """Its layout is called strided, but it has no shape."""
+
+    def nests(block, hidden, shift):
+        return torch.nested.to_padded_tensor(block.one(torch.nested.as_nested_tensor(list(hidden))), 0.0)
+
+    plain, model = exhibit_model(0, nests), exhibit_model(0, nests)
+    hf_ckpt.install(model, {"policy": "full", "check_every": 1, "determinism_check": "none"})
+    enable(model)
+    assert_same(exhibit_step(plain, 0), exhibit_step(model, 0))
+    watched = hf_ckpt.describe(model).watched
+    assert watched.left_out > 0
+    assert watched.checks == 1
+
+
+def test_nothing_is_checked_in_a_cuda_graph(monkeypatch):
+    """A check waits for the device; the next forward outside is checked."""
+    model = tiny_model("llama", layers=LAYERS)
+    hf_ckpt.install(model, {"policy": "full", "check_every": 100, "preserve_rng_state": False})
+    enable(model)
+    checks = []
+    for captures in (True, True, False, False):
+        monkeypatch.setattr(compat, "is_capturing", lambda captures=captures: captures)
+        step(model, tiny_batch("llama"))
+        checks.append(hf_ckpt.describe(model).watched.checks)
+    assert checks == [0, 0, 1, 1]
+
+
 def test_a_trained_block_may_use_none_of_its_parameters():
     """Below the first block that does, no gradient is due, as without checkpointing."""
     model = exhibit_model().requires_grad_(False)
