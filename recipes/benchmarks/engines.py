@@ -284,6 +284,31 @@ def all_engines(results: Results) -> Table:
     return Table("kept bytes and step time of every engine", ("model", *found), cells)
 
 
+def checks(results: Results) -> Table:
+    """Step time if every step checks a block, over that of the same engine without checks; and host time of engines.
+
+    By default one step in 100 is checked.
+    """
+    cells = []
+    for name, case in results.good.items():
+        rows = {row["name"]: row for row in case["rows"]}
+        checked = [
+            median(ratios(rows[f"{engine}, checked"]["step_seconds"], rows[engine]["step_seconds"]))
+            for engine in ("full", "selective")
+        ]
+        host = {engine: rows[engine]["host_seconds"] for engine in ("selective", "sac", "full", "full (HF)")}
+        cells.append(
+            (
+                name,
+                *map(format_ratio, checked),
+                format_percent(host["selective"] / host["sac"]),
+                format_percent(host["full"] / host["full (HF)"]),
+            )
+        )
+    columns = ("model", "full, checked", "selective, checked", "host: selective of sac", "host: full of full (HF)")
+    return Table("a checked step, and the host's time for a block", columns, cells)
+
+
 def _kept(row: Mapping[str, Any], first: Mapping[str, Any]) -> float | None:
     return row["block_bytes"] / first["block_bytes"] if "block_bytes" in row else None
 

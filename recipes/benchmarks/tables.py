@@ -60,6 +60,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "peers": peers,
     "compiled": lambda: peer_figures.ways_of_all(together("compiled", "compiled-t5", "compiled-bert")),
     "engines": lambda: engines.all_engines(read("engines")),
+    "watch": lambda: engines.checks(read("watch")),
     "dropout": lambda: engines.all_engines(read("dropout")),
     "largest": lambda: largest.largest_table([read("max-batch"), read("max-seq")]),
 }
