@@ -223,6 +223,13 @@ def put_check(kind: type[Check], module: nn.Module, block: str, **options: Any) 
     return check
 
 
+def end_watch(record: Installation) -> None:
+    """Check nothing from now on: a step has run out of memory, so there is no room for checks."""
+    if record.watch is not None:
+        record.watch.stop()
+    record.unchecked = True
+
+
 def lost_blocks(model: nn.Module) -> tuple[str, ...]:
     """Return the names of planned blocks that no longer carry their function, because other code set their flags.
 
@@ -282,7 +289,7 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decid
     base, record = found.base, installation(found.base)
     before = dataclasses.replace(record) if record is not None else None
     trying = attach(found, Spec(plan=GIVEN_PLAN) if spec is None else spec, plan, decider)
-    trying.planned, trying.is_trial = None, True
+    trying.planned, trying.unchecked = None, True
     adopt(found, trying, trying.spec, trying.plan)  # the trial counts for itself, from 0
     try:
         put_on(found, trying)
@@ -293,7 +300,7 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decid
         else:
             take_off(base, trying)
             trying.spec, trying.plan, trying.planned = before.spec, before.plan, before.planned
-            trying.is_trial, trying.watch = before.is_trial, before.watch
+            trying.unchecked, trying.watch = before.unchecked, before.watch
             trying.functions, trying.regions = before.functions, before.regions
             if before.enabled:
                 put_on(found, trying)
@@ -639,7 +646,7 @@ class BatchHook(ModelHook):
                 record.session = record.decider.session(base, record)
             record.session.on_batch(record, self.stack, args, kwargs)
             watch_optimizers(base, record)
-        if record.spec.check_every and not record.is_trial:
+        if record.spec.check_every and not record.unchecked:
             if record.watch is None:
                 record.watch = record.decider.watch(record)
             record.watch.on_forward(base, record, module)

@@ -90,6 +90,9 @@ class Watch(Protocol):
     def on_forward(self, base: nn.Module, record: Installation | None, running: nn.Module | None = None) -> None:
         """Check a block of the training forward of `running` that is about to begin, if it is time to."""
 
+    def stop(self) -> None:
+        """Take a check off that no forward has come to."""
+
     def report(self) -> Watched:
         """Return what was checked so far."""
 
@@ -195,8 +198,8 @@ class Installation:
     """What measures and plans for the batches of this run under `budget` and `auto`; None before the first one."""
     watch: Watch | None = None
     """What checks blocks while they train; None before the first batch, and where nothing is checked."""
-    is_trial: bool = False
-    """Whether the plan is on for a comparison only, so that nothing is watched."""
+    unchecked: bool = False
+    """Whether blocks are not checked: while a plan is on for a comparison only, and once memory has run out."""
     running: Outermost = dataclasses.field(default_factory=Outermost)
     """The forward whose batch was looked at last."""
     passes: int = 0

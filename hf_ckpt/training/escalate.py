@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import adopt, put_on
+from hf_ckpt.attach.attach import adopt, end_watch, put_on
 from hf_ckpt.attach.record import GIVEN_PLAN, Installation, carriers, installation, is_on
 from hf_ckpt.engines.host import lane_of
 from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
@@ -28,16 +28,21 @@ def step_down(model: nn.Module, *, exact: bool = False) -> str | None:
         model: a PreTrainedModel, plain or wrapped.
         exact: do not run the head in chunks, because its gradients are not bit-equal.
 
+    From then on, the watch checks nothing: there is no room.
+
     Returns the change in words; None if no plan needs less.
     """
     base = base_model(model)
     record = installation(base)
+    is_new = record is None
     if record is None:
         kept = not any(is_on(module) for module in carriers(base).values())
         install_one(base, "none" if kept else "full")
         record = installation(base)
         assert record is not None
-    elif not record.enabled and (record.plan.active() or record.plan.head != "full" or record.plan.mlp != "full"):
+    end_watch(record)
+    plan = record.plan
+    if not (record.enabled or is_new) and (plan.active() or plan.head != "full" or plan.mlp != "full"):
         put_on(find_blocks(base), record)
         return f"the installed plan (`{record.spec.policy}`)"
     changed: str | None = None if record.session is None else record.session.lower(record)
@@ -51,7 +56,7 @@ def step_down(model: nn.Module, *, exact: bool = False) -> str | None:
     if tighter is None:
         return None
     plan, name = tighter
-    keys = ("engine", "preserve_rng_state", "determinism_check", "host_budget")
+    keys = ("engine", "preserve_rng_state", "determinism_check", "host_budget", "check_every", "on_mismatch")
     spec = Spec(plan=GIVEN_PLAN, head=plan.head, mlp=plan.mlp, **{key: getattr(record.spec, key) for key in keys})
     found = find_blocks(base)
     adopt(found, record, spec, plan)

@@ -86,9 +86,7 @@ class Watch:
             running: what runs the forward, if it is not the model: compiled modules may hold its blocks.
             record: what hf_ckpt keeps on it; None for a model that something else checkpoints.
         """
-        waiting = None if self._check is None else self._check()
-        if waiting is not None:
-            waiting.put_back(waiting)
+        self.stop()
         if record is not None:
             if self._off:
                 self._avoid(base, record)
@@ -233,6 +231,12 @@ class Watch:
         rows = tuple((block, action if block.name in affected else old) for block, old in record.plan.actions)
         log.warning("hf_ckpt: %d blocks of this class run under `%s` from now on.", len(affected), action)
         return dataclasses.replace(record.plan, actions=rows, prediction=None)
+
+    def stop(self) -> None:
+        """Take a check off that no forward has come to."""
+        waiting = None if self._check is None else self._check()
+        if waiting is not None:
+            waiting.put_back(waiting)
 
     def report(self) -> Watched:
         """Return what was checked so far."""

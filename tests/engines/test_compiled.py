@@ -34,7 +34,7 @@ from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled")
+pytestmark = pytest.mark.usefixtures("nothing_compiled", "unwatched")
 SHARES = (1.0, 0.5, 0.0)
 BLOCKS = {"compile": "blocks"}
 

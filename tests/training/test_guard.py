@@ -169,7 +169,7 @@ def test_a_limit_is_kept_from_the_step_on_that_met_it(family, zeros):
     peaks = {}
     for policy in ("none", "selective", "full"):
         measured = tiny_model(family, dropout=0.1)
-        hf_ckpt.install(measured, policy)
+        hf_ckpt.install(measured, {"policy": policy, "check_every": 0})
         measured.gradient_checkpointing_enable()
         with LiveBytes(measured) as live:
             trajectory(measured, batches)
@@ -192,6 +192,7 @@ def test_a_limit_is_kept_from_the_step_on_that_met_it(family, zeros):
     assert attempts[-1] == attempts[4] == 2, "the plan stays tight"
     assert allocator.peak_bytes > peaks["full"]
     assert min(hf_ckpt.describe(model).recomputed.values()) > 0
+    assert hf_ckpt.describe(model).watched is None, "a check has no room where memory has run out"
 
 
 def test_nothing_of_a_failed_attempt_is_held():
