@@ -247,7 +247,7 @@ def test_a_chunked_head_agrees_to_rounding():
 
 
 @pytest.mark.parametrize("policy", ["budget", "auto"])
-def test_a_planned_policy_is_planned_again_for_less(policy):
+def test_a_planned_policy_is_planned_again_for_less(policy, steady_times):
     model, batch = tiny_model("llama", dropout=0.0), tiny_batch("llama", tokens=64, batch=4)
     reference = copy.deepcopy(model)
     seed()
