@@ -62,12 +62,15 @@ def device_memory(held_bytes: int, devices: Collection[torch.device] = ()) -> De
 def spare_bytes(devices: Collection[torch.device] = ()) -> int:
     """Return how much more memory than at the highest peak the process may take for something it can do without.
 
-    On accelerators that is all that the peak leaves, on a CPU half of what the machine has to spare now.
+    On accelerators that is all that the peak leaves, or nothing if torch does not tell it; on a CPU, half of what the
+    machine has to spare now.
     """
     device_type = compat.accelerator_type()
     module = None if device_type is None else compat.memory_module(device_type)
-    if device_type is None or module is None or compat.shares_host_memory(device_type):
+    if device_type is None or compat.shares_host_memory(device_type):
         return device_memory(0).available_bytes // 2
+    if module is None or compat.memory_readers(device_type) is None:
+        return 0
     mine: list[torch.device | None] = [device for device in devices if device.type == device_type]
     peak = sum(int(module.max_memory_allocated(device)) for device in mine or [None])
     return device_memory(0, devices).available_bytes - peak - forgotten_peak_bytes(module)

@@ -109,7 +109,7 @@ class Watch:
         if not blocks:
             return
         if room <= 0:
-            self._say_once("blocks", "the plan fills the budget, so that there is no room for a check")
+            self._say_once("blocks", "the plan leaves no room for a check, or torch does not tell how much there is")
             return
         if self._whole is None:
             self._whole = compat.parameters_stay(base)

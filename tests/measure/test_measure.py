@@ -162,6 +162,7 @@ def test_a_peak_counts_after_a_meter_has_reset_it(monkeypatch):
     monkeypatch.setattr(memory, "_highest_bytes", 0)
     monkeypatch.setattr(compat, "accelerator_type", lambda: "cuda")
     monkeypatch.setattr(compat, "memory_module", lambda device_type: allocator)
+    monkeypatch.setattr(compat, "memory_readers", lambda device_type: object())
     monkeypatch.setattr(machine, "device_memory", lambda *_: machine.DeviceMemory(2000, 1000))
     assert machine.spare_bytes() == 300
     meter = memory.peak_meter()
@@ -171,6 +172,8 @@ def test_a_peak_counts_after_a_meter_has_reset_it(monkeypatch):
         assert machine.spare_bytes() == 300
     allocator.peak = 800
     assert machine.spare_bytes() == 200
+    monkeypatch.setattr(compat, "memory_readers", lambda device_type: None)
+    assert machine.spare_bytes() == 0, "the memory of the machine is not that of the device"
 
 
 @pytest.mark.gpu
