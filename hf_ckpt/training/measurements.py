@@ -95,7 +95,10 @@ class Measurements:
         self.timed = 0
         """Steps that were timed."""
         self.times: dict[CallName, tuple[int, int, int]] = {}
-        """Those of calls under `full`, in the last step that was timed: they compare actions in batches of any size."""
+        """Those of calls under `full`, the shortest of the timed steps with batches of the last one's size: they compare
+        actions in batches of any size."""
+        self._timed_elements = 0
+        """The size of the batch in the last step that was timed."""
         self._tries: collections.Counter[Pair] = collections.Counter()
         self._no_room: set[Pair] = set()
 
@@ -132,7 +135,12 @@ class Measurements:
             if backward and name in self.kinds:
                 pair = self.kinds[name], calls.get(name, FULL)
                 fastest[pair] = min(forward + backward, fastest.get(pair, forward + backward))
-        self.times |= {name: times for name, times in step.times.items() if name not in calls}
+        before = self.times if batch.elements == self._timed_elements else {}
+        self._timed_elements = batch.elements
+        for name, times in step.times.items():
+            if name not in calls:  # other work only makes a step slower
+                forward, behind, backward = map(min, times, before.get(name, times))
+                self.times[name] = forward, behind, backward
 
     def _sort(self, step: Step) -> None:
         """Find the kind of every new call: calls of one kind are of like modules, at like places, and need as much."""

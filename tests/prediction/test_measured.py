@@ -6,13 +6,15 @@ import dataclasses
 
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from hf_ckpt.measure.levels import Level
 from hf_ckpt.prediction.measured import Change, StepCosts, changes_of, joined, step_of
 from hf_ckpt.prediction.timeline import step_nanoseconds, worst_timeline
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.spec.plan import Block
-from hf_ckpt.training.measurements import choice_of
+from hf_ckpt.training.batches import Batch, Forward
+from hf_ckpt.training.measurements import Measurements, choice_of
 
 ACTIONS = (KEEP, SELECTIVE, FULL)
 SHARES = {KEEP: 0.5, SELECTIVE: 0.75, FULL: 1.0}
@@ -179,3 +181,32 @@ def test_times_are_those_under_full_and_shares_of_them():
     assert spent[FULL] == sum(level.nanoseconds for level in levels[1:])
     assert spent[FULL] - spent[KEEP] == 4 * 200 * (1 - SHARES[KEEP])
     assert spent[FULL] - spent[SELECTIVE] == 4 * 200 * (1 - SHARES[SELECTIVE])
+
+
+def test_of_several_timed_steps_the_shortest_times_count():
+    """A stall of three seconds in one of them, outside of the blocks, is no part of what a step is said to take."""
+    levels = Machine(4, 10, 1, {KEEP: 5, SELECTIVE: 2, FULL: 0}, 1, 1, 0, 1, 1).levels([FULL] * 4)
+    blocks = {f"b{number}": Block(f"b{number}", "decoder", number, "Made") for number in range(4)}
+    base = nn.ModuleDict({name: nn.Identity() for name in blocks})
+    known = Measurements(base, blocks, ACTIONS, "Made")
+    batch, longer = (Batch((Forward("decoder", (("input_ids", (2, tokens)),), False),), False) for tokens in (8, 16))
+
+    def learn(batch, nanoseconds, stalled):
+        step = step_of(
+            [
+                dataclasses.replace(level, nanoseconds=3 * 10**9 if stalled == place else nanoseconds)
+                for place, level in enumerate(levels)
+            ]
+        )
+        if batch not in known.full:
+            known.learn_full(batch, step)
+        known.learn_times(batch, step, {"b2": KEEP})
+        costs = known.costs(batch)
+        return step_nanoseconds(costs, choice_of(costs, dict.fromkeys(blocks, FULL)))
+
+    took = learn(batch, 100, None)
+    assert took == 100 * (len(levels) - 1)
+    ahead_of_blocks, behind_them = 1, len(levels) - 1 - 4
+    assert [learn(batch, 100, place) for place in (ahead_of_blocks, behind_them)] == [took, took]
+    assert learn(batch, 90, behind_them) < took
+    assert learn(longer, 200, None) == 2 * took  # the times of shorter batches are forgotten
