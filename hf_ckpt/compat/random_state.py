@@ -16,21 +16,23 @@ from hf_ckpt.compat.torch import accelerator_type
 _WORDS = ctypes.c_uint32 * 624
 """The words of a Mersenne Twister. Its place among them lies before them in Python's generator, and behind them in
 numpy's."""
+_Window = ctypes.c_char * 20
+"""The place of a generator and the four words beside it, in memory."""
 
 
 class _Host:
     """The generators of Python and numpy. Their states are read only if they may have moved: reading takes 20 to 60 us,
     and every block asks twice in each forward.
 
-    A draw moves the place, up to the last word; then all words are new, as they are after a seed. So the place and a
-    few words tell, except for a normal number that waits to be taken.
+    A draw moves the place, up to the last word; then all words are new, as they are after a seed. So the place and the
+    words beside it tell, except for a normal number that waits to be taken.
     """
 
     def __init__(self) -> None:
         self._python: Any = getattr(random, "_inst", None)
         self._numpy: Any = None
         self._windows: list[Any] = []
-        """Places and first words in memory; empty where a generator is of an unknown kind."""
+        """Of both generators; empty where one is of an unknown kind."""
         self._seen: list[bytes] = []
         """The same when the states were read."""
         self._states: tuple[Any, Any] = None, None
@@ -53,7 +55,7 @@ class _Host:
         bits: Any = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
         if bits is not self._numpy:
             self._numpy, self._windows = bits, [*_windows_of_python(self._python), *_windows_of_numpy(bits)]
-            self._windows = self._windows if len(self._windows) == 4 else []
+            self._windows = self._windows if len(self._windows) == 2 else []
         self._seen = [window.raw for window in self._windows]
         self._states = of_python, of_numpy = random.getstate(), numpy.random.get_state(legacy=False)
         self._normal, self._normal_of_numpy = of_python[2], bool(of_numpy["has_gauss"])
@@ -61,25 +63,21 @@ class _Host:
 
 
 def _windows_of_python(found: Any) -> list[Any]:
-    """Return place and first words of Python's generator. In CPython it lies behind the head of its object."""
+    """Return the window of Python's generator. In CPython its place lies behind the head of its object."""
     head = object.__basicsize__
     if type(found) is not random.Random or random.Random.__basicsize__ < head + 4 + ctypes.sizeof(_WORDS):
         return []
     address = id(found) + head
     there = *_WORDS.from_address(address + 4), ctypes.c_uint32.from_address(address).value
-    return _windows(address, address + 4) if there == random.getstate()[1] else []
+    return [_Window.from_address(address)] if there == random.getstate()[1] else []
 
 
 def _windows_of_numpy(bits: Any) -> list[Any]:
-    """Return place and first words of numpy's generator, in whose place a script may put another one."""
+    """Return the window of numpy's generator, in whose place a script may put another one."""
     if type(bits).__name__ != "MT19937":
         return []
-    address = bits.ctypes.state_address
-    return _windows(address + ctypes.sizeof(_WORDS), address)
-
-
-def _windows(place: int, words: int) -> list[Any]:
-    return [(ctypes.c_char * 4).from_address(place), (ctypes.c_char * 16).from_address(words)]
+    end = bits.ctypes.state_address + ctypes.sizeof(_WORDS) + 4
+    return [_Window.from_address(end - ctypes.sizeof(_Window))]
 
 
 _host = _Host()

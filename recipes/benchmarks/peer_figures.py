@@ -50,7 +50,7 @@ def peak_error(row: Row) -> float | None:
 def seconds_error(case: Case, row: Row) -> float | None:
     """Measured over predicted step time, less 1."""
     taken, predicted = seconds(case, row), row.get("predicted_seconds")
-    return None if taken is None or predicted is None else taken / predicted - 1
+    return taken / predicted - 1 if taken and predicted else None
 
 
 def fault(case: Case, row: Row) -> str | None:
@@ -216,6 +216,7 @@ MARKERS = {
     "none": "s",
     "transformers": "X",
     "torch SAC": "^",
+    "torch_remat": "<",
     "TRL": "v",
     "torch.compile": "D",
     "hf_ckpt": "o",

@@ -1,9 +1,9 @@
 """Every way to train in less memory that a user could pick, against what hf_ckpt does.
 
-Measures peak, step time and gradients of no checkpointing, transformers' own options, torch's SAC, TRL's offloading and
-compiled activation budgets, and of hf_ckpt: fixed specs, and plans for five budgets, with blocks in eager mode and
-compiled, beside what was predicted. Each way has a process of its own. They take turns, step by step; on an
-accelerator, whose memory they would share, they run one after the other. Peaks are those of the allocator. The exit
+Measures peak, step time and gradients of no checkpointing, transformers' own options, torch's SAC, torch_remat, TRL's
+offloading and compiled activation budgets, and of hf_ckpt: fixed specs, and plans for five budgets, with blocks in
+eager mode and compiled, beside what was predicted. Each way has a process of its own. They take turns, step by step; on
+an accelerator, whose memory they would share, they run one after the other. Peaks are those of the allocator. The exit
 code is 1 if a row of hf_ckpt recomputed nothing, or gave other gradients than it promises.
 
     python recipes/benchmarks/peers.py --json peers.json --png peers.png

@@ -1,5 +1,5 @@
-"""Every way to train in less memory that a user could pick, as rows of data: what transformers, torch, TRL and
-torch.compile offer, and what hf_ckpt does."""
+"""Every way to train in less memory that a user could pick, as rows of data: what transformers, torch, torch_remat, TRL
+and torch.compile offer, and what hf_ckpt does."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hf_ckpt import compat
 from hf_ckpt.attach.attach import describe
 from hf_ckpt.engines.sac import looked_up
 from hf_ckpt.errors import HfCkptError, MissingDependencyError
-from hf_ckpt.models.blocks import base_model, vocabulary_head
+from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.training.install import trial
 
 TRANSFORMERS, TORCH_SAC, TRL, COMPILED, OURS = "transformers", "torch SAC", "TRL", "torch.compile", "hf_ckpt"
-OURS_COMPILED, WATCHED = "hf_ckpt compiled", "hf_ckpt watched"
+OURS_COMPILED, WATCHED, REMAT = "hf_ckpt compiled", "hf_ckpt watched", "torch_remat"
 MATMULS = ("aten.mm.default", "aten.addmm.default")
 """torchtitan counts and saves `mm`; `addmm` is the same with a bias, as Transformers' GPT-2 and BERT have it."""
 ATTENTION = (
@@ -149,6 +149,72 @@ def _contexts(save: tuple[str, ...], every: int = 1) -> compat.Contexts:
 
 
 @contextlib.contextmanager
+def _remat(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
+    """Regions are marked in the code of a model: here around whole modules, whose results are kept as well."""
+    try:
+        import torch_remat
+    except ImportError as error:
+        raise MissingDependencyError("torch_remat", "its regions", "pip install torch_remat") from error
+    count = 0
+
+    def checkpointed(name: str, fn: Callable[..., Any], *args: Any) -> Any:
+        runs = itertools.count()
+        is_tensor: list[bool] = []  # of what the block returns; empty if that is one tensor
+
+        def only_tensors(*args: Any) -> tuple[torch.Tensor, ...]:
+            """torch_remat takes nothing else from a block."""
+            nonlocal count
+            count += next(runs) > 0
+            output = fn(*args)
+            if not isinstance(output, tuple):
+                return (output,)
+            is_tensor[:] = [isinstance(value, torch.Tensor) for value in output]
+            return tuple(value for value in output if isinstance(value, torch.Tensor))
+
+        tensors = torch_remat.checkpoint(region_name=name)(only_tensors)(*args)
+        if not is_tensor:
+            return tensors[0]
+        following = iter(tensors)
+        return tuple(next(following) if there else None for there in is_tensor)
+
+    def kept(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = torch_remat.region(forward, name, recompute=False)(*args, **kwargs)
+        for value in output if isinstance(output, tuple) else (output,):
+            if isinstance(value, torch.Tensor):
+                torch_remat.recompute_needs_tensor(value)
+        return output
+
+    found = find_blocks(model)
+    modules = [found.modules[block.name] for block in found.blocks]
+    marked = [part for block in modules for part in block.modules() if options["keep"](part)]
+    with own_checkpointing(base_model(model)):
+        for number, module in enumerate(modules):
+            module._gradient_checkpointing_func = functools.partial(checkpointed, f"block {number}")
+        for number, part in enumerate(marked):
+            vars(part)["forward"] = functools.partial(kept, f"part {number}", part.forward)
+        try:
+            yield Running(model, counts=lambda: {"all blocks": count})
+        finally:
+            for part in marked:
+                del vars(part)["forward"]
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention that holds no other."""
+    named = [type(part).__name__.endswith("Attention") for part in module.modules()]
+    return named[0] and sum(named) == 1
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module is a product with a weight that holds no other, as the layer of an adapter does."""
+    return type(module).__name__ in ("Linear", "Conv1D") and not list(module.children())
+
+
+def _is_nothing(module: nn.Module) -> bool:
+    return False
+
+
+@contextlib.contextmanager
 def _trl(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
     try:
         from trl.models.activation_offloading import get_act_offloading_ctx_manager
@@ -204,6 +270,7 @@ TURN_ON: Mapping[str, Callable[[nn.Module, Any], contextlib.AbstractContextManag
     "none": _plain,
     TRANSFORMERS: _transformers,
     TORCH_SAC: _sac,
+    REMAT: _remat,
     TRL: _trl,
     COMPILED: _compiled,
     OURS: _ours,
@@ -227,6 +294,9 @@ PEERS = (
     Way("SAC, all matmuls + attention", TORCH_SAC, {"save": (*MATMULS, *ATTENTION)}),
     Way("SAC, every 2nd matmul + attention", TORCH_SAC, {"save": (*MATMULS, *ATTENTION), "every": 2}),
     Way("SAC, attention", TORCH_SAC, {"save": ATTENTION}),
+    Way("torch_remat", REMAT, {"keep": _is_nothing}),
+    Way("torch_remat, keep attention", REMAT, {"keep": _is_attention}),
+    Way("torch_remat, keep linear", REMAT, {"keep": _is_linear}),
     Way("activation offloading (TRL)", TRL, {"full": False}, to_host=True),
     Way("full, activation offloading (TRL)", TRL, {"full": True}, to_host=True),
     *(Way(f"compiled, budget {share:g}", COMPILED, {"share": share}) for share in SHARES),
