@@ -1,6 +1,6 @@
-"""How the modules of a block are set: what decides, beside its tensors, what its forward does.
+"""The settings of a block's modules: everything beside its tensors that decides what its forward does.
 
-A recomputation looks at it to find whether the block was changed since its forward, and to put that back.
+A recomputation compares them to find out whether the block has changed since its forward, and restores them if so.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hf_ckpt.models.blocks import routers
 
 _SIMPLE = (bool, int, float, str)
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
-"""Types without a forward, of which only the contents are compared."""
+"""Types without a forward. Only their contents are compared."""
 _INDIFFERENT = (nn.Linear, nn.Identity, *_CONTAINERS)
-"""Types whose forward, if they have one, looks at no plain attribute, so that these are not compared."""
+"""Types whose forward, if any, reads no plain attribute, so their attributes are not compared."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -28,10 +28,10 @@ _ABOUT_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", 
 
 
 class Settings:
-    """How the modules of a block and their configs are set: plain attributes, children and hooks.
+    """The settings of a block's modules and their configs: plain attributes, children and hooks.
 
-    It is found by a walk over the block, holds for as long as nothing of that changes, and is shared by the forwards in
-    between. It refers to everything below the block but not to the block, which refers to the function that has it.
+    They are collected by a walk over the block, and all forwards share them until one of them changes. They refer to
+    everything below the block but not to the block itself, which would be a reference cycle.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -42,37 +42,37 @@ class Settings:
         owners = [vars(owner) for owner in (*looked_at, *configs.values())]
         tests = [_is_plain] * len(looked_at) + [compat.is_implementation] * len(configs)
         self.inner = owners[1:]
-        """Attributes of the modules below the block that are compared, and of configs."""
+        """Attributes of configs, and of those modules below the block that are compared."""
         self.known = [frozenset(owner) for owner in owners]
         """Names of all attributes of each owner."""
         self.attributes = [
             {name: value for name, value in owner.items() if test(name, value)}
             for owner, test in zip(owners, tests, strict=True)
         ]
-        """The plain ones, and what implementations the configs name."""
+        """The plain attributes of modules, and the implementations that configs name."""
         self.getters = [operator.itemgetter(*found) for found in self.attributes]
         self.plain = [getter(owner) for getter, owner in zip(self.getters, owners, strict=True)]
         self.parameters = inside[0]["_parameters"]
-        """The dict of the block's own parameters, which tells the block from others."""
+        """The dict of the block's own parameters, which identifies the block."""
         self.tensors = [box for owner in inside for name in ("_parameters", "_buffers") if (box := owner[name])]
         """Dicts of parameters and of buffers."""
         self.names = [tuple(box) for box in self.tensors]
         self.buffers = [(box, name) for owner in inside for box in [owner["_buffers"]] for name in box]
         self.changing: list[tuple[dict[str, Any], str]] | None = None
-        """The buffers that the forward changes; None until a forward has shown it."""
+        """The buffers that the forward changes; None before the first forward."""
         self.written: set[int] | None = None
-        """Places of the parameters that the forward itself writes to, as PEFT does where it adapts a router: that they
-        were written to tells nothing. None until a forward has shown it."""
+        """Places of the tensors that the forward itself writes to, such as a router's weight that PEFT adapts: a write
+        to them does not count as a change. None before the first forward."""
         hooks = [vars(module)[name] for module in modules for name in _HOOKS if type(module) not in _CONTAINERS]
         boxes = [*hooks, *(owner[name] for owner in inside for name in ("_modules", *_ABOUT_HOOKS))]
         boxes += [value for owner in inside for name, value in owner.items() if _is_box(name, value)]
         self.boxes = [box for box in boxes if box]
-        """Dicts of children, of hooks, and of plain values."""
+        """The dicts of children, of hooks, and of plain values that are not empty."""
         self.contents = [dict(box) for box in self.boxes]
         self.no_hooks = [box for box in hooks if not box]
-        """The same dicts, of the modules without hooks."""
+        """The empty dicts of hooks."""
         self.merged = [merged for owner in inside if (merged := compat.merged_adapters(owner)) is not None]
-        """Lists of the adapters that are merged into a weight."""
+        """Lists of adapters that are merged into a weight."""
         self.merges = [len(merged) for merged in self.merged]
         self.counted = [*self.tensors, *self.merged]
         self.sizes = [*map(len, owners), *map(len, self.counted)]
@@ -80,7 +80,7 @@ class Settings:
         """Whether the block sends tokens to experts."""
 
     def hold(self, block: nn.Module) -> bool:
-        """Whether the block is the one that was looked at, and nothing has changed since."""
+        """Whether `block` is the block of these settings and still has them."""
         own = vars(block)
         owners = [own, *self.inner]
         try:
@@ -91,15 +91,15 @@ class Settings:
                 and self.sizes == [*map(len, owners), *map(len, self.counted)]
                 and self.plain == [getter(owner) for getter, owner in zip(self.getters, owners, strict=True)]
             )
-        except (KeyError, RuntimeError, ValueError):  # another attribute, or a tensor or array in the place of a number
+        except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or is now a tensor or an array
             return False
 
     def all_tensors(self) -> Iterator[Any]:
-        """Yield the parameters and buffers that the block has now; None in the place of one that it lacks."""
+        """Yield the parameters and buffers that the block has now; None for one that is not set."""
         return chain.from_iterable(map(dict.values, self.tensors))
 
     def put_back(self, block: nn.Module, undo: contextlib.ExitStack) -> None:
-        """Set the block as it was found here, until `undo` ends."""
+        """Restore these settings on the block until `undo` ends."""
         for attributes, known, owner in zip(self.attributes, self.known, [vars(block), *self.inner], strict=True):
             changed = {
                 name: value for name, value in attributes.items() if name not in owner or owner[name] is not value
@@ -114,10 +114,10 @@ class Settings:
 
 
 def _is_plain(name: str, value: Any) -> bool:
-    """Whether an attribute is a number, a flag or text, or a list of texts such as names of adapters.
+    """Whether an attribute is a number, a flag or a string, or a list of strings such as names of adapters.
 
-    Others are left alone: to hold what a forward may have stored would keep that forward's activations alive. So are
-    the counts of DeepSpeed, which go on while a block runs again.
+    Other attributes may hold what a forward stored, and to keep them would keep its activations alive. DeepSpeed's
+    counters do not count either: they go on during a recomputation.
     """
     if compat.counted_by_deepspeed(name):
         return False
@@ -125,19 +125,19 @@ def _is_plain(name: str, value: Any) -> bool:
 
 
 def _is_box(name: str, value: Any) -> bool:
-    """Whether an attribute is a dict of plain values, as adapters have for their scaling."""
+    """Whether an attribute is a dict of plain values, such as the scaling of adapters."""
     return type(value) is dict and name not in _OF_MODULES and all(type(item) in _SIMPLE for item in value.values())
 
 
 def lend(box: dict[Any, Any], content: dict[Any, Any], undo: contextlib.ExitStack) -> None:
-    """Give a dict other content until `undo` ends, unless it has that content now."""
+    """Replace the content of a dict until `undo` ends, unless it already has that content."""
     if list(box) != list(content) or not all(map(operator.is_, box.values(), content.values())):
         undo.enter_context(_lent(box, content))
 
 
 @contextlib.contextmanager
 def _lent(box: dict[Any, Any], content: dict[Any, Any]) -> Iterator[None]:
-    """Give a dict other content inside this context."""
+    """Replace the content of a dict inside this context."""
     before = list(box.items())
     box.clear()
     box.update(content)
@@ -150,7 +150,7 @@ def _lent(box: dict[Any, Any], content: dict[Any, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lent_attributes(owner: dict[str, Any], changed: dict[str, Any], added: set[str]) -> Iterator[None]:
-    """Give attributes other values inside this context, and take away those that were `added`."""
+    """Set the `changed` attributes and remove the `added` ones inside this context."""
     before = {name: owner[name] for name in (*changed, *added) if name in owner}
     owner.update(changed)
     for name in added:

@@ -1,14 +1,14 @@
-"""The state in which a block ran forward, so that backward runs it again as it ran then.
+"""The state of a block in its forward, which backward restores to recompute the block in the same way.
 
-Between a forward and its backward a block may be changed: another adapter is set, `eval()` is called, a hook is taken
-off, or `torch.func.functional_call` ends and takes its parameters with it. A `ForwardState` remembers what the
-forward saw. A recomputation looks whether the block is still like that. If not, it runs on the forward's own modes,
-adapters, hooks and tensors, and afterwards the block is as it was found. What cannot be had again, because a parameter
-was overwritten, raises `ChangedBlockError`.
+A block may change between its forward and its backward: the user sets another adapter, calls `eval()` or removes a
+hook, or `torch.func.functional_call` ends and takes its parameters with it. A `ForwardState` records what the forward
+saw. If the block differs when it is recomputed, hf_ckpt restores the modes, adapters, hooks and tensors of the forward
+for the recomputation, and then undoes that. If a value cannot be restored, because a parameter was overwritten, it
+raises `ChangedBlockError`.
 
-Buffers that a forward changes (running statistics) are copied before it. The recomputation changes copies of them, so
-that statistics move once in each forward. Routers of experts choose again what they chose, see `routers`. Random
-numbers of torch, of Python's `random` and of `numpy.random` are drawn again.
+Buffers that a forward changes (running statistics) are copied before the forward. The recomputation updates copies, so
+each forward updates the statistics once. Routers choose the same experts again, see `routers`. torch, Python's `random`
+and `numpy.random` draw the same numbers again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Copied(NamedTuple):
     """Its values before the forward."""
 
     def differs(self) -> bool:
-        """Whether the buffer has other values now. Its version does not tell: a batch norm does not count it up."""
+        """Whether the buffer's values have changed. Its version does not show it: a batch norm does not increase it."""
         return compat.is_fake(self.tensor) or not torch.equal(self.tensor, self.copy)
 
 
@@ -48,11 +48,11 @@ class ForwardState:
 
     Args:
         name: qualified name of the block.
-        block: the block; None if it is not known.
-        settings: how it is set; None if it is not known.
-        whole: whether its parameters lie whole on their device throughout a step. If not, they come and go, and are
-            not compared.
-        keeps_draws: whether torch's random numbers are to be drawn again.
+        block: the block; None if unknown.
+        settings: its settings; None if unknown.
+        whole: whether its parameters stay on their device, unsharded, throughout a step. If not, they come and go, and
+            are not compared.
+        keeps_draws: whether a recomputation draws torch's random numbers again.
     """
 
     __slots__ = ("block", "choices", "copies", "draws", "keeps_draws", "marks", "name", "settings", "tensors")
@@ -63,11 +63,11 @@ class ForwardState:
         self.name, self.block, self.settings, self.keeps_draws = name, block, settings, keeps_draws
         self.tensors = tuple(settings.all_tensors()) if settings is not None and whole else ()
         if self.tensors and self.tensors[0] is not None and compat.is_fake(self.tensors[0]):
-            self.tensors = ()  # a trace on tensors without values may do to them what it likes
+            self.tensors = ()  # a trace on fake tensors may change them freely
         self.marks = _marks(self.tensors)
         self.choices = Choices() if settings is not None and settings.chooses else None
         self.draws: compat.RandomState | None = None
-        """Random state before the forward; None where it has drawn nothing."""
+        """Random state before the forward; None if the forward drew nothing."""
         self.copies: list[_Copied] = []
         if settings is not None and settings.buffers:
             self._copy_buffers(settings)
@@ -80,7 +80,7 @@ class ForwardState:
                 self.copies.append(_Copied(box, name, buffer, buffer.detach().clone()))
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run the block for the first time, and note what is needed to run it again in the same way."""
+        """Run the block for the first time, and record what a recomputation needs to run it in the same way."""
         before = compat.RandomState(compat.devices_of(args), of_torch=self.keeps_draws)
         if self.choices is None:
             output = fn(*args)
@@ -94,7 +94,7 @@ class ForwardState:
         return output
 
     def _ended(self, settings: Settings) -> None:
-        """Note which buffers the forward has changed, now that it has ended."""
+        """Record, after the forward, which parameters and buffers it changed."""
         if settings.written is None:
             settings.written = {
                 place
@@ -107,17 +107,17 @@ class ForwardState:
             self.copies = [copied for copied in self.copies if copied.differs()]
             settings.changing = [(copied.box, copied.name) for copied in self.copies]
         elif self._overwritten(settings):
-            settings.changing = None  # one more than before: the next forward looks at all of them again
+            settings.changing = None  # one more than before: the next forward compares all of them again
 
     def holds(self) -> bool:
-        """Whether the block runs again as in the forward without anything being put back for that."""
+        """Whether the block can be recomputed without restoring anything."""
         return self.draws is None and self.choices is None and self._is_unchanged()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Run the block again inside this context: there, it is as it was in the forward.
+        """Restore the state of the forward inside this context, to recompute the block there.
 
-        Raises `ChangedBlockError`, in the context or when it is entered, for what cannot be had again.
+        Raises `ChangedBlockError`, on entering the context or inside it, for a value that cannot be restored.
         """
         with contextlib.ExitStack() as undo:
             if self.draws is not None:
@@ -129,7 +129,7 @@ class ForwardState:
             yield
 
     def _is_unchanged(self) -> bool:
-        """Whether the block is set as in the forward, and has the tensors that it had then, with the same values."""
+        """Whether the block has the settings and tensors of the forward, and the tensors have the same values."""
         settings = self.settings
         if settings is None or self.block is None:
             return True
@@ -139,7 +139,7 @@ class ForwardState:
         return all(map(operator.is_, self.tensors, found)) and self.marks == _marks(self.tensors)
 
     def _overwritten(self, settings: Settings) -> list[torch.Tensor]:
-        """Return the tensors whose values are others than in the forward, as far as they were not copied."""
+        """Return the tensors that were overwritten since the forward, without those that have a copy."""
         there = [tensor for tensor in self.tensors if tensor is not None]
         copied = {id(copied.tensor) for copied in self.copies}
         return [
@@ -175,9 +175,9 @@ class ForwardState:
 
 
 class _Refused(TorchFunctionMode):
-    """Raises `ChangedBlockError` as soon as an operation is given one of some tensors.
+    """Raises `ChangedBlockError` when an operation uses one of the given tensors.
 
-    A block may hold tensors that it does not use, such as those of adapters that are not active.
+    Only use counts: a block may hold tensors that it does not use, such as those of inactive adapters.
     """
 
     def __init__(self, name: str, block: nn.Module, tensors: dict[int, str]) -> None:
@@ -189,7 +189,7 @@ class _Refused(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if getattr(function, "__name__", "") == "__get__":  # of a type or a shape, or of a tensor, as `.data` is
+        if getattr(function, "__name__", "") == "__get__":  # of a type or a shape, or of a tensor, such as `.data`
             found = function(*args)
             if not isinstance(found, torch.Tensor):
                 return found
@@ -200,9 +200,9 @@ class _Refused(TorchFunctionMode):
 
 
 def _marks(tensors: tuple[torch.Tensor | None, ...]) -> list[tuple[bool, int, int]]:
-    """Return whether each tensor is trained, how often it was changed in place, and where its values lie.
+    """Return (requires gradients, in-place version, address of the values) for each tensor.
 
-    The latter two tell whether it was overwritten. Inference tensors do not count changes.
+    The version and the address show whether a tensor was overwritten. Inference tensors have no version.
     """
     parameter = nn.Parameter
     try:
@@ -220,5 +220,5 @@ def _marks(tensors: tuple[torch.Tensor | None, ...]) -> list[tuple[bool, int, in
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return where the values of a parameter lie; 0 for tensors of other types, some of which have no address."""
+    """Return the address of a parameter's values; 0 for tensors of other types, because some have no address."""
     return tensor.data_ptr() if type(tensor) is nn.Parameter else 0

@@ -1,4 +1,4 @@
-"""`full`: keep the block's inputs and recompute the block in backward, by `torch.utils.checkpoint`, non-reentrant."""
+"""`full`: save only the block's inputs and recompute the block in backward. It uses `torch.utils.checkpoint`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hf_ckpt.errors import GraphCaptureError, InPlaceError
 class FullRegion(Region):
     """The checkpointing function of a block that is recomputed as a whole.
 
-    If the block changes its hidden states in place, which its first forward shows, it is recomputed from a copy.
+    The first forward shows whether the block changes its hidden states in place. If so, it is recomputed from a copy.
     """
 
     may_copy = True
-    """Whether the block may be recomputed from a copy of its hidden states, where it changes them in place."""
+    """Whether the block may be recomputed from a copy of its hidden states if it changes them in place."""
     keeps_choices = True
 
     def __init__(self, block: str, *, preserve_rng_state: bool = True, determinism_check: str = "default") -> None:
@@ -35,24 +35,24 @@ class FullRegion(Region):
         self.in_graph = False
         self.observer: Observer | None = None
         self.changes_input: bool | None = None
-        """Whether the block changes its hidden states in place; None until a forward has shown it."""
+        """Whether the block changes its hidden states in place; None before the first forward."""
         self.whole = True
-        """Whether all parameters lie whole on their device throughout a step."""
+        """Whether every parameter stays on its device, unsharded, throughout a step."""
         self.settings: Settings | None = None
-        """How the block was set in its last forward; None before the first."""
+        """The settings of the block in its last forward; None before the first."""
 
     def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs in the place of the block's own forward `fn`, for the first time and again."""
+        """Return the function to run in place of the block's own forward `fn`, in the forward and when recomputing."""
         return fn
 
     def told_of_parameters(self, stay: bool, owner: str) -> None:
-        """Take note of whether parameters lie whole on their device throughout a step (`stay`), to be compared."""
+        """Note whether parameters stay on their device, unsharded, throughout a step (`stay`), and can be compared."""
         self.whole = stay
 
     def state_for(self, fn: Callable[..., Any]) -> ForwardState:
-        """Note the state of the block whose forward `fn` is about to run; of an unknown one, only what it draws.
+        """Record the state of the block whose forward `fn` is about to run; only random state if the block is unknown.
 
-        A replica of `nn.DataParallel` lives for one forward, so nobody can change it.
+        A replica of `nn.DataParallel` exists for one forward only, so nobody can change it.
         """
         block, settings = compat.module_of(fn), self.settings
         if block is None or compat.is_replica(block):
@@ -65,13 +65,13 @@ class FullRegion(Region):
         """Run `fn(*args)`, the block's own forward, and save its inputs only.
 
         Raises `GraphCaptureError` if random state is preserved while a CUDA graph is captured, and `InPlaceError` if
-        the block has changed an input from which it would be recomputed.
+        the block changes an input that it would be recomputed from.
         """
         if not torch.is_grad_enabled():
             return fn(*args)
         fn, args = compat.without_caches(fn, args)
         if compat.is_compiling():
-            self.in_graph = True  # a count would be read as well, and so compiled anew for every value
+            self.in_graph = True  # counting here would recompile for every value of the count
             return self._checkpoint(fn, *args)
         self.refuse_capturing()
         self.forwards += 1
@@ -81,7 +81,7 @@ class FullRegion(Region):
         given = _Given(counted, args[0])
         if self.changes_input:
             return self._with_inputs(given, (given.copied(), *args[1:]))
-        # The first forward: a copy is held until it is known whether the block changes its hidden states.
+        # The first forward: hold a copy until it is known whether the block changes its hidden states.
         copied, version = given.copied(), args[0]._version
         # An empty tensor stands in for the hidden states: torch preserves the random state of its device.
         output = self._with_inputs(given, (args[0].new_empty(0), *args[1:]))
@@ -96,7 +96,7 @@ class FullRegion(Region):
         return output
 
     def refuse_changes(self, args: tuple[Any, ...], versions: list[int | None], output: Any) -> None:
-        """Raise `InPlaceError` if an input that the block is to be recomputed from has changed since `versions`."""
+        """Raise `InPlaceError` if an input that the block will be recomputed from has changed since `versions`."""
         for arg, version in zip(args, versions, strict=True):
             if version is not None and arg._version != version and needs_gradient(output):
                 raise InPlaceError(self.block, tuple(arg.shape), version, arg._version, changed_by(arg))
@@ -117,7 +117,7 @@ class FullRegion(Region):
             fn,
             *args,
             use_reentrant=False,  # torch is reentrant by default
-            # `ForwardState` does so in less time.
+            # `ForwardState` does it faster.
             preserve_rng_state=self.preserve_rng_state and compat.is_compiling(),
             determinism_check=self.determinism_check,
             **options,
@@ -129,7 +129,7 @@ class FullRegion(Region):
 
 
 class _Counted:
-    """A block's forward, whose further calls count as recomputations and run in the state of the first one."""
+    """A block's forward. All calls after the first count as recomputations and run in the state of the first."""
 
     __slots__ = ("fn", "ran", "region", "state")
 
@@ -152,25 +152,25 @@ class _Counted:
 
 
 class _Given:
-    """A block's forward that changes, or may change, its hidden states in place and is recomputed from a copy."""
+    """The forward of a block that may change its hidden states in place; it is recomputed from a copy."""
 
     def __init__(self, fn: _Counted, hidden: torch.Tensor) -> None:
         self.fn = fn
         self.requires_grad = hidden.requires_grad
         self.hidden: torch.Tensor | None = hidden
-        """The hidden states that the forward takes; None once it has run."""
+        """The hidden states for the forward; None once it has run."""
         self.kept: torch.Tensor | None = None
         """The hidden states to recompute from, if they are not the first argument of the call."""
         self.version = 0
-        """How often `kept` had been changed in place when it was stored."""
+        """The in-place version of `kept` when it was stored."""
 
     def copied(self) -> torch.Tensor:
-        """Return a copy of the hidden states as they are before the forward."""
+        """Return a copy of the hidden states before the forward runs."""
         assert self.hidden is not None
         return self.hidden.detach().clone()
 
     def keep(self, hidden: torch.Tensor) -> None:
-        """Have the block recomputed from these hidden states."""
+        """Recompute the block from these hidden states."""
         self.kept, self.version = hidden.detach(), hidden._version
 
     def __call__(self, given: torch.Tensor, *args: Any) -> Any:
@@ -186,7 +186,7 @@ class _Given:
 
 
 def _is_plain(args: tuple[Any, ...]) -> bool:
-    """Whether the first argument is an ordinary tensor, and no saved-tensor hooks decide how it is kept."""
+    """Whether the first argument is an ordinary tensor that no saved-tensor hooks of the user would store."""
     hidden = args[0] if args else None
     if type(hidden) is not torch.Tensor or hidden.is_inference() or not hidden.numel():
         return False
@@ -199,14 +199,14 @@ def needs_gradient(output: Any) -> bool:
 
 
 def versions_of(values: tuple[Any, ...]) -> list[int | None]:
-    """Return how often each tensor was changed in place; None for other values and for inference tensors."""
+    """Return the in-place version of each tensor; None for other values and for inference tensors."""
     return [
         value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None for value in values
     ]
 
 
 def changed_by(tensor: torch.Tensor) -> str:
-    """Name the operation that last changed a tensor in place, as far as its graph tells."""
+    """Name the operation that last changed a tensor in place, if its graph shows it."""
     base = tensor if tensor._base is None else tensor._base
     if base.grad_fn is not None and base.grad_fn.name().endswith("CopySlices"):
         return "an operation on a view"

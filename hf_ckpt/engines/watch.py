@@ -1,13 +1,13 @@
-"""The watch: compare what the backward of a block is given with what its forward saved, bit for bit.
+"""The watch: compare the tensors that a block's backward gets with those that its forward saved, bit for bit.
 
-For one forward a `Check` takes the place of the block's checkpointing function, which may be one of hf_ckpt or of
-anything else. It calls that function with the block's own forward in a wrapper, whose saved-tensor hooks lie inside
-those of the function. Every tensor that autograd saves goes on to the hooks outside, and a reference to it stays here.
-When backward asks for the tensor, the one that comes from outside (recomputed, rebuilt, unpacked, or copied back from
-host memory) is compared with the reference. The block runs no more often than without the watch.
+For one forward, a `Check` replaces the block's checkpointing function, which may belong to hf_ckpt or to anything else.
+It calls that function with a wrapper of the block's own forward, whose saved-tensor hooks nest inside the function's.
+The inner hooks pass every tensor that autograd saves to the outer hooks, and keep a reference to it. When backward asks
+for the tensor, they compare what the outer hooks return (recomputed, rebuilt, unpacked, or copied back from host
+memory) with the reference. The block runs no more often than without the watch.
 
-Reentrant checkpointing saves nothing in the forward. There, what the block returned is compared with what it returns
-when it runs again.
+Reentrant checkpointing saves nothing in the forward. There, the watch compares the outputs of the forward with the
+outputs of the recomputation.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from hf_ckpt.engines.differences import (
 
 
 class Check:
-    """The check of one forward of one block, and of the backward that belongs to it.
+    """The check of one forward of one block, and of its backward.
 
     Args:
         block: qualified name of the block.
         module: the block.
         function: its checkpointing function, called as `function(fn, *args)`.
-        room_bytes: the most bytes of tensors to keep. Tensors beyond are not compared.
-        put_back: called with the check when the forward begins; gives the block its function again.
-        on_gradient: has a function called with the gradient of a tensor; a check by a second run needs it.
-        whole: whether all parameters lie whole on their device throughout a step. If not, they are not compared.
-        done: called with the check when the backward has ended; or already when the forward has, if that has saved
-            nothing, as the forward of a frozen block does.
+        room_bytes: the most bytes of tensors to keep. Tensors that do not fit are not compared.
+        put_back: called with the check when the forward begins; restores the block's function.
+        on_gradient: calls a function with the gradient of a tensor, for checks that run the block a second time.
+        whole: whether every parameter stays on its device, unsharded, throughout a step. If not, they are not compared.
+        done: called with the check when the backward ends, or when the forward ends if it saved nothing, such as the
+            forward of a frozen block.
     """
 
     def __init__(
@@ -64,32 +64,32 @@ class Check:
         self.block, self.module, self.function = block, module, function
         self.whole = whole
         self.compared = 0
-        """Tensors that were compared."""
+        """Number of tensors that were compared."""
         self.left_out = 0
-        """Tensors that were saved, but could not be compared: there was no room, or they were changed in place."""
+        """Number of saved tensors that could not be compared: there was no room, or they were changed in place."""
         self.saved = 0
-        """Tensors that the forward saved."""
+        """Number of tensors that the forward saved."""
         self.found: list[tuple[int, Difference]] = []
-        """The differences, each with the place of the tensor among those that were saved."""
+        """The differences, each with the position of the tensor among the saved ones."""
         self.kept_bytes = 0
-        """Bytes of the tensors that were kept to be compared, parameters left out."""
+        """Bytes of the tensors that are kept only to be compared, without parameters and inputs."""
         self.room_bytes = room_bytes
         self.put_back, self.on_gradient, self.done = put_back, on_gradient, done
         self._first_call = threading.Lock()
         self._storages: set[int] = set()
         self._names: dict[int, str] = {}
         self._outer: compat.SavedTensorHooks | None = None
-        """The hooks outside while the forward runs. They hold the inputs of the block."""
+        """The outer hooks while the forward runs. They hold the inputs of the block."""
         self._run: Callable[[], Any] | None = None
-        """Runs the block once more, on the same inputs, to find the cause of a difference."""
+        """Runs the block again on the same inputs, to find the cause of a difference."""
         self._reentrant = False
-        """Whether the block ran without gradients, to run again in backward."""
+        """Whether the block ran without gradients, as under reentrant checkpointing."""
         self._ends = False
-        """Whether `_end` was asked for, or has come."""
+        """Whether `_end` is scheduled or has run."""
         self._before: BlockState | None = None
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run `function(fn, *args)` for `fn`, the block's own forward."""
+        """Run `function(fn, *args)`, where `fn` is the block's own forward."""
         self.put_back(self)
         if not self.is_first_call():
             return self.function(fn, *args)
@@ -121,13 +121,13 @@ class Check:
         return output
 
     def is_first_call(self) -> bool:
-        """Whether this is the first call: another thread may run the same block at the same moment."""
+        """Whether this is the first call: another thread may run the same block at the same time."""
         return self._first_call.acquire(blocking=False)
 
     # --- the forward ---
 
     def begins(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> BlockState:
-        """Note how the block is about to run for the first time."""
+        """Record the state of the block before its first run."""
         assert self._before is not None
         with torch.no_grad(), compat.unseen_by_modes():
             self._before.first_run(args, keywords, self._take_room_for)
@@ -135,7 +135,7 @@ class Check:
 
     @compat.untraced  # compiled parts of a block call it
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Saved-tensor hook: pass a tensor on to the hooks outside, and keep a reference to it."""
+        """Saved-tensor hook: pass a tensor to the outer hooks, and keep a reference to it."""
         assert self._outer is not None
         held = _Held(self._outer[0](tensor), self._outer[1])
         self.saved += 1
@@ -154,7 +154,7 @@ class Check:
         return held
 
     def _take_room_for(self, tensor: torch.Tensor, is_input: bool = False) -> bool:
-        """Whether there is room to keep a tensor; if so, it is taken. Inputs are kept by most actions anyway."""
+        """Whether there is room to keep a tensor; if so, reserve it. Most actions keep inputs anyway."""
         if not is_plain(tensor):
             return is_input
         storage = tensor.untyped_storage()
@@ -174,8 +174,8 @@ class Check:
 
     @compat.untraced
     def unpack(self, held: _Held) -> torch.Tensor:
-        """Saved-tensor hook: return what the hooks outside return, after it was compared with the original."""
-        # A second backward, or an engine or other code that reads what a node has saved.
+        """Saved-tensor hook: return what the outer hooks return, after comparing it with the original."""
+        # Not for a second backward, nor where an engine or other code reads what a node has saved.
         if self._before is None or self._before.running or not self._end_later():
             return held.load(held.value)
         tensor = held.load(held.value)
@@ -195,7 +195,7 @@ class Check:
                 text = "changed in place, or replaced, between the forward and the backward"
                 self.note(original.place, "parameter", original.shape, f"`{name}` was {text}", 1.0)
                 return
-        elif original.has_changed():  # without checkpointing torch refuses this backward
+        elif original.has_changed():  # without checkpointing, torch raises an error in this backward
             self.left_out += 1
             return
         self.compared += 1
@@ -204,7 +204,7 @@ class Check:
             self.note(original.place, original.operation, original.shape, *found, module=original.module)
 
     def compare_outputs(self, first: list[torch.Tensor], again: list[torch.Tensor]) -> None:
-        """Compare what the block returned with what it returns when it is run again."""
+        """Compare the outputs of the forward with those of the recomputation."""
         with torch.no_grad(), compat.unseen_by_modes():
             if len(first) != len(again):
                 text = f"{len(again)} tensors come out of the recomputation, {len(first)} came out of the forward"
@@ -217,13 +217,13 @@ class Check:
                     self.note(place, "output", tuple(one.shape), *found)
 
     def note(self, place: int, operation: str, shape: tuple[int, ...], what: str, share: float, **more: str) -> None:
-        """Note a difference of the tensor that was saved at a place; `more` are further fields of `Difference`."""
+        """Record a difference of the tensor that was saved at `place`; `more` are further fields of `Difference`."""
         self.found.append(
             (place, Difference(self.block, more.pop("module", ""), operation, shape, what, share, **more))
         )
 
     def _end_later(self) -> bool:
-        """Have `_end` called when the backward that runs now has ended; return False where none runs."""
+        """Schedule `_end` for the end of the running backward; return False if none is running."""
         if not self._ends and compat.call_after_backward(self._end):
             self._ends = True
             assert self._before is not None
@@ -231,7 +231,7 @@ class Check:
         return self._ends
 
     def _end(self) -> None:
-        """Find the cause of what is different, and tell that the check has ended."""
+        """End the check: find the cause of the differences, and call `done`."""
         self._ends = True
         before, self._before = self._before, None
         assert before is not None
@@ -268,18 +268,18 @@ def _the_same(function: Any) -> Any:
 
 
 class _Forward:
-    """The forward of a block: the first call saves tensors under the hooks of a check, later calls are left alone."""
+    """The forward of a block. Only its first call runs under the saved-tensor hooks of a check."""
 
     def __init__(self, check: Check, function: Callable[..., Any]) -> None:
         self.function = function
         self.check: Check | None = check
-        """None once it is not needed: the hooks outside may hold this forward, and the check holds the hooks."""
+        """None once it is not needed: the outer hooks may hold this forward, and the check holds the hooks."""
         self.before: BlockState | None = None
-        """To be compared with how the block runs again."""
+        """The state of the first run, to compare with the recomputation."""
         self.ran = False
         self.first: list[torch.Tensor] | None = None
-        """What the first call returned, where nothing was saved because gradients were off."""
-        self.__self__ = getattr(function, "__self__", None)  # until transformers 5.17 engines find the block by it
+        """The outputs of the first call, if gradients were off and nothing was saved."""
+        self.__self__ = getattr(function, "__self__", None)  # until transformers 5.17, engines find the block by it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         check = self.check
@@ -311,13 +311,13 @@ class _Forward:
 
 
 class _Held:
-    """What autograd holds in the place of a tensor."""
+    """What autograd holds in place of a tensor."""
 
     __slots__ = ("load", "original", "value")
 
     def __init__(self, value: Any, load: Callable[[Any], torch.Tensor]) -> None:
         self.value, self.load = value, load
-        """What the hooks outside hold in its place, and their function that returns the tensor."""
+        """What the outer hooks packed, and their unpack hook."""
         self.original: _Original | None = None
 
 
@@ -330,7 +330,7 @@ class _Original:
         self.parameter, self.place, self.module = parameter, place, module
         self.operation = "input" if tensor.grad_fn is None else tensor.grad_fn.name()
         self.shape = tuple(tensor.shape)
-        self.tensor = tensor.detach()  # its graph would hold it, and so be a cycle
+        self.tensor = tensor.detach()  # its graph would hold it: a reference cycle
         self.version = version_of(tensor)
         self.address = 0 if parameter is None else parameter.data_ptr()
 
@@ -338,11 +338,11 @@ class _Original:
         return self.version >= 0 and self.tensor._version != self.version
 
     def is_unchanged_parameter(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the parameter that was saved, with the same values."""
+        """Whether a tensor is the saved parameter, with unchanged values."""
         return parameter_of(tensor) is self.parameter and not self.parameter_has_changed()
 
     def was_moved(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has the values that the parameter had in another memory, as offloaded weights have."""
+        """Whether a tensor has the parameter's values at another address, such as an offloaded weight."""
         return not self.has_changed() and difference_of(self.tensor, tensor) is None
 
     def parameter_has_changed(self) -> bool:

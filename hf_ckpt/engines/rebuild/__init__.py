@@ -1,1 +1,1 @@
-"""`selective` by rebuilding: tensors that autograd saves are dropped, and rebuilt in backward from those that stay."""
+"""`selective` by rebuilding: drop tensors that autograd saves, and rebuild them in backward from the tensors kept."""

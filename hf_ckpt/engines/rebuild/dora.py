@@ -1,7 +1,8 @@
-"""What DoRA makes of a frozen linear layer, and autograd does not tell: a cast of its weight, and its bias taken off.
+"""DoRA on a frozen linear layer: recognise the cast of its weight and the subtraction of its bias.
 
-With dropout the adapter runs the layer a second time, on the weight in the type of its own input; without, it takes the
-bias off the layer's result. Neither weight nor bias needs a gradient, so only the running adapter tells what they are.
+With dropout the adapter runs the layer a second time, on the weight cast to the type of its own input. Without, it
+subtracts the bias from the layer's result. Neither weight nor bias requires gradients, so the graph does not name them;
+hf_ckpt identifies them by the running adapter.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from hf_ckpt.engines.rebuild.ops import CAST
 from hf_ckpt.engines.rebuild.values import Kept, Rebuilt, Work
 
 Keep = Callable[[torch.Tensor], Kept]
-"""Makes the value of a parameter that something is rebuilt from."""
+"""Makes the value of a parameter that is an operand of a rebuilt tensor."""
 
 
 def cast_weight(tensor: torch.Tensor, work: Work, keep: Keep) -> Rebuilt | None:
-    """The value of a cast of a frozen weight, which a product saves, as it is or transposed; None of other tensors."""
+    """Return the value of a frozen weight's cast, or of its transpose, that a product saves; None for other tensors."""
     layer = compat.layer_under_dora()
     whole = tensor if tensor._base is None else tensor._base
     if layer is None or whole is not layer.cast or whole._version or tensor.storage_offset():
@@ -31,7 +32,7 @@ def cast_weight(tensor: torch.Tensor, work: Work, keep: Keep) -> Rebuilt | None:
 
 
 def bias_taken_off(node: Any, place: int, keep: Keep) -> Kept | None:
-    """The value of the frozen bias, if operand `place` of a node is that; None of other operands."""
+    """Return the value of the frozen bias, if it is operand `place` of a node; None for other operands."""
     layer = compat.layer_under_dora() if place == 1 and node.name() == "SubBackward0" else None
     if layer is None or layer.bias is None or layer.result is None or layer.result.grad_fn is not node:
         return None

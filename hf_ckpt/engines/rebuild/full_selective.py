@@ -1,11 +1,11 @@
-"""`full+selective`: `full`, but the block that is run again in backward rebuilds its own cheap results.
+"""`full+selective`: `full`, but the recomputation in backward runs under `selective`.
 
-While a block runs again, all that autograd saves of it is alive at once: often that is the peak. Here the block's
-forward runs as `selective` within the checkpoint, both times. In the forward the checkpoint drops what `selective`
-keeps of it, too; in backward it has these tensors again, and the others are rebuilt from them.
+When `full` recomputes a block, everything that autograd saves in it is alive at once: often that is the peak. Here the
+block runs under `selective` inside the checkpoint, in the forward and in the recomputation. The forward saves only the
+block's inputs, as under `full`. In backward the checkpoint recomputes the tensors that `selective` keeps, and the
+others are rebuilt from them.
 
-The two forwards have to give the checkpoint the same tensors in the same order, so nothing may depend on what comes
-before the block.
+Both runs must save the same tensors in the same order, so nothing may depend on what comes before the block.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class _RepeatableTape(Tape):
 
     def __init__(self, region: RebuildRegion, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.leaves: dict[int, Any] = {}
-        """Id of an input that needs a gradient and that no node has made -> its edge."""
+        """Id of an input that requires gradients but has no node -> its edge."""
         super().__init__(region, fn, args)
 
     def _take(self, arg: torch.Tensor) -> None:
-        """Note an input of the block. In a recomputation, hidden states have no node: the checkpoint detaches them."""
+        """Note an input of the block. In a recomputation hidden states have no node: the checkpoint detaches them."""
         if arg.grad_fn is not None or not arg.requires_grad:
             super()._take(arg)
             return
@@ -43,33 +43,33 @@ class _RepeatableTape(Tape):
         self.given[edge] = arg, arg._version
 
     def value_of(self, tensor: torch.Tensor) -> Value:
-        """Return the value of a tensor, as for every tape. One of `leaves` is kept like one that a node has made."""
+        """Return the value of a tensor. One of `leaves` is kept like a tensor that has a node."""
         edge = self.leaves.get(id(tensor))
         return super().value_of(tensor) if edge is None else self.resolve(edge) or self._keep(edge, tensor)
 
     def close(self) -> None:
-        """End the tape, as every tape, and forget the nodes of `leaves`."""
+        """End the tape, and forget the nodes of `leaves`."""
         super().close()
         self.leaves.clear()
 
     def is_here(self, node: Any) -> bool:
-        """Whether a node may be run again: also where it casts a weight for all blocks that share it, for autocast.
+        """Whether a node may be run again. A cast of a weight that autocast shares between blocks may be.
 
-        A recomputation casts such a weight anew.
+        A recomputation casts such a weight again.
         """
         return super().is_here(node) or is_cast_of_parameter(node)
 
 
 class _RepeatableRegion(RebuildRegion):
-    """Rebuilds what the block does not keep, in a forward that comes twice."""
+    """Rebuilds what the block does not keep, for a forward that runs twice."""
 
     tape = _RepeatableTape
 
 
 class FullSelectiveRegion(FullRegion):
-    """The checkpointing function of a block that is recomputed, and whose cheap results are rebuilt after that.
+    """The checkpointing function of a block that is recomputed, and whose cheap results are then rebuilt.
 
-    An observer is entered around the recomputation, but not around rebuilding: one may come within the other.
+    Observers see the recomputation but not the rebuilding, because one may happen inside the other.
 
     Args:
         block: name of the block.
@@ -77,7 +77,7 @@ class FullSelectiveRegion(FullRegion):
         options: keyword arguments for `torch.utils.checkpoint`.
     """
 
-    may_copy = False  # only blocks of known code get this region, and these leave their hidden states as they are
+    may_copy = False  # only blocks of known code get this region, and these do not change their hidden states
     transforms = frozenset()
 
     def __init__(self, block: str, *, save: tuple[str, ...], **options: Any) -> None:
@@ -85,7 +85,7 @@ class FullSelectiveRegion(FullRegion):
         self.rebuilding = _RepeatableRegion(block, save=save)
 
     def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the block's own forward `fn` with values in the graph in the place of its cheap results."""
+        """Return the block's own forward `fn`, run under `selective`."""
         return functools.partial(self.rebuilding, fn)
 
 

@@ -1,7 +1,7 @@
-"""Masks of dropout as bits: 1/8 byte for each element, where autograd keeps one byte, two or four.
+"""Masks of dropout as bits: 1/8 byte for each element, instead of the one, two or four bytes that autograd keeps.
 
-On CUDA, dropout saves truth values. On the CPU it saves the noise that it multiplies by, in the type of its input: 0,
-or one number. Which tensor is a mask is for others to tell, by the operation that has made it.
+On CUDA, dropout saves booleans. On the CPU it saves the noise that it multiplies by, in the type of its input: every
+element is 0 or one other number. The tape recognises masks by the operation that produced them.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from torch.nn import functional
 from hf_ckpt import compat
 
 _GATHER = 0x0102040810204080
-"""Times eight bytes of 0 or 1, it has them as the bits of the highest byte."""
+"""Multiplied by eight bytes of 0 or 1, it collects them as the bits of the highest byte."""
 _HIGHEST = 7
-"""Place of that byte in memory: of all machines that torch runs on, the lowest byte comes first."""
+"""Index of that byte in memory: all machines that torch runs on are little-endian."""
 _COPIES = 0x0101010101010101
-"""Times a byte, it is that byte eight times."""
+"""Multiplied by a byte, it repeats the byte eight times."""
 _ONE_EACH = 0x8040201008040201 - 2**64
-"""One bit of each byte, another one every time."""
+"""One bit of each byte, a different one in every byte."""
 
 
 def can_pack(mask: torch.Tensor) -> bool:
-    """Whether a mask fills its storage, with any strides. One that is a part of something frees nothing."""
+    """Whether a mask fills its storage, with any strides. Packing a part of a storage would free nothing."""
     return mask.dim() > 0 and 0 < mask.nbytes == mask.untyped_storage().nbytes()
 
 
 def pack(mask: torch.Tensor) -> torch.Tensor:
-    """Return whether each element of a mask is other than 0, as bits: uint8 [elements / 8, rounded up].
+    """Return one bit for each element of a mask, set if it is not 0: uint8 [elements / 8, rounded up].
 
-    The elements are taken in the order in which they lie in memory.
+    The bits are in the order of the elements in memory.
     """
     flat = mask.as_strided((mask.numel(),), (1,))
-    truth = flat.to(torch.bool)  # of numbers an eighth of the time that `!= 0` takes on a CPU
+    truth = flat.to(torch.bool)  # on a CPU, an eighth of the time of `!= 0` for numbers
     if len(truth) % 8:
         truth = functional.pad(truth.view(torch.uint8), (0, -len(truth) % 8))
     words = truth.view(torch.int64)
@@ -43,21 +43,21 @@ def pack(mask: torch.Tensor) -> torch.Tensor:
 
 
 def scale_of(mask: torch.Tensor) -> torch.Tensor | None:
-    """Return the one number that a mask of numbers holds beside 0, as a tensor []; None for one of truth values."""
+    """Return the one number beside 0 in a mask of numbers, as a tensor []; None for a mask of booleans."""
     return None if mask.dtype is torch.bool else mask.max()
 
 
 def holds(mask: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether a mask of numbers holds nothing but 0 and `scale`. An accelerator has to be waited for."""
+    """Whether a mask of numbers holds nothing but 0 and `scale`. Waits for an accelerator."""
     return bool((mask.eq(0).logical_or_(mask.eq(scale))).all())
 
 
 def unpack(
     bits: torch.Tensor, *, size: torch.Size, stride: tuple[int, ...], scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the mask that was packed as `bits`, of this size and these strides, with `scale` where a bit is set.
+    """Return the mask that was packed as `bits`, with this size and these strides, and `scale` where a bit is set.
 
-    Without a scale it has truth values.
+    Without a scale, return booleans.
     """
     rows = bits.new_empty((256, 8), dtype=torch.bool) if compat.is_fake(bits) else _rows(bits.device)
     if scale is not None:
@@ -67,6 +67,6 @@ def unpack(
 
 @functools.cache
 def _rows(device: torch.device) -> torch.Tensor:
-    """Return the truth values that each byte stands for, bool [256, 8]; made once for a device."""
+    """Return the eight booleans that each byte stands for, bool [256, 8]. Cached for each device."""
     bytes_ = torch.arange(256, device=device).mul_(_COPIES).bitwise_and_(_ONE_EACH)
     return bytes_.view(torch.uint8).view(256, 8) != 0

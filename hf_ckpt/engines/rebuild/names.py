@@ -1,6 +1,6 @@
-"""What a kept tensor is called: the module or the operation that made it, as `down_proj` or `gate_proj * up_proj`.
+"""Names for kept tensors: the module or operation that produced them, such as `down_proj` or `gate_proj * up_proj`.
 
-A name is looked for once, while the graph of a block's forward is there; later forwards keep the same tensors.
+The first forward of a block looks the names up in its graph; later forwards keep the same tensors.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ _SAME = re.compile(
     "(Unsafe)?View|ReshapeAlias|Transpose|Permute|Expand|Slice|Split|Chunk|Select|Squeeze|Unsqueeze|Clone|ToCopy|Alias|"
     "AsStrided|Unbind|Cat|Neg|T(?=Backward)|Index|Div|NativeDropout"
 )
-"""Beginnings of autograd nodes whose result is called like what they are given."""
+"""Prefixes of autograd nodes whose result has the name of their input."""
 _WORDS = {"Mul": " * ", "Add": " + ", "Sub": " - "}
 _WITHIN = {"base_layer", "default", "weight", "bias", "original_module", "modules_to_save"}
-"""Parts of qualified names that adapters and parameters add to that of a layer."""
+"""Parts that adapters and parameters add to the qualified name of a layer."""
 
 
 class Names:
     """Names the tensors that one forward of a block keeps.
 
     Args:
-        known: of each tensor that the forward before kept, in order: the autograd node that made it, and its name. It
-            is brought up to date.
-        block: whose forward it is, or None.
-        first: sequence number from which on nodes belong to the block.
+        known: (autograd node, name) of each tensor that the previous forward kept, in order. It is updated.
+        block: the block, or None.
+        first: the first sequence number of the block's nodes.
     """
 
     def __init__(self, known: list[tuple[str, str]], block: nn.Module | None, first: int) -> None:
@@ -41,15 +40,15 @@ class Names:
         self._place = 0
         self._layers: dict[int, str] | None = None
         self._weights: dict[int, int] | None = None if known else {}
-        """Sequence number of a node -> id of a parameter that it saved. None where names are known."""
+        """Sequence number of a node -> id of a parameter that it saved. None if names are known."""
 
     def saved(self, parameter: nn.Parameter) -> None:
-        """Note that the node which is being made saves a parameter: graphs do not tell of frozen ones."""
+        """Note that the node being created saves a parameter: the graph does not show frozen ones."""
         if self._weights is not None:
             self._weights[compat.next_autograd_sequence_number() - 1] = id(parameter)
 
     def name_of(self, node: Any) -> str:
-        """Return what the result of a node is called."""
+        """Return the name of a node's result."""
         place, known, kind = self._place, self._known, node.name()
         self._place += 1
         if place < len(known) and known[place][0] == kind:
@@ -62,7 +61,7 @@ class Names:
 
 
 def layer_names(block: nn.Module | None) -> dict[int, str]:
-    """Return the id of each parameter of a block -> the name of its layer, as `q_proj` or `q_proj.lora_A`."""
+    """Return the id of each parameter of a block -> the name of its layer, such as `q_proj` or `q_proj.lora_A`."""
     found: dict[int, str] = {}
     for name, parameter in block.named_parameters() if block is not None else ():
         parts = [part for part in name.split(".") if part not in _WITHIN]
@@ -72,21 +71,21 @@ def layer_names(block: nn.Module | None) -> dict[int, str]:
 
 
 def name_of(node: Any, layers: Mapping[int, str], weights: Mapping[int, int], first: int, depth: int = 2) -> str:
-    """Return what the result of an autograd node is called.
+    """Return the name of an autograd node's result.
 
     Args:
-        node: that made it.
-        layers: as `layer_names`.
+        node: the node.
+        layers: what `layer_names` returns.
         weights: sequence number of a node -> id of a parameter that it has saved.
-        first: sequence number from which on nodes belong to the block.
-        depth: how many operations are written into each other.
+        first: the first sequence number of the block's nodes.
+        depth: how many levels of nested operations the name shows.
     """
     while True:
         if node._sequence_nr() < first:
             return "block input"
         kind = node.name()
         sources = [source for source, _ in node.next_functions if source is not None]
-        own = not kind[-1].isdigit()  # a function of somebody's own, which may do anything with the parameters
+        own = not kind[-1].isdigit()  # a custom autograd function, which may do anything with the parameters
         layer = None if own else weights.get(node._sequence_nr()) or next(filter(None, map(_parameter, sources)), None)
         if layer is not None and layer in layers:
             return layers[layer]
@@ -114,14 +113,14 @@ def name_of(node: Any, layers: Mapping[int, str], weights: Mapping[int, int], fi
 
 
 def _is_linear(node: Any) -> bool:
-    """Whether a node is a linear layer, perhaps with views of its result."""
+    """Whether a node is a linear layer, or a view of its result."""
     while _SAME.match(node.name()) and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     return bool(re.match("(Add)?mm|MatMul(4|8)bit", node.name(), re.IGNORECASE))
 
 
 def _parameter(node: Any) -> int | None:
-    """Return the id of the parameter that a node stands for, through a transposition or a cast; None for another."""
+    """Return the id of the parameter of a node, seen through transposes and casts; None for other nodes."""
     while (
         node.name() in ("TBackward0", "ToCopyBackward0", "TransposeBackward0") and node.next_functions[0][0] is not None
     ):

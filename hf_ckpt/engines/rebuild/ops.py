@@ -1,7 +1,7 @@
-"""The operations that the rebuild engine can run again, as a table: one row for each kind of autograd node.
+"""The operations that the rebuild engine can run again: a table with one row for each kind of autograd node.
 
-The engine finds the operands of a node; the row reads the node's constants, and says how to run the operation again.
-Results of operations without a row are kept, so a row must give the very same bits, or not be there.
+The engine finds the operands of a node; the row reads the node's constants and says how to run the operation again.
+An operation gets a row only if that gives exactly the same bits. Results of operations without a row are kept.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hf_ckpt import compat
 from hf_ckpt.engines.rebuild.values import read
 
 LINEAR, ATTENTION = "linear", "attention"
-"""The classes of operations that `save` may name, and that are expensive to run again."""
+"""The classes of operations that `save` may name. They are expensive to run again."""
 VIEW, CAST = "view", "cast"
-"""The classes of operations that only look at their operand in another way, or in another type."""
+"""The classes of operations that return a view of their operand, or cast it."""
 MASK = "mask"
-"""Stands for the class of a dropout's mask, which is no result of an operation: it stays, as bits."""
+"""The class of dropout masks, which no operation computes: they are kept as bits."""
 
 Function = Callable[..., torch.Tensor]
-"""An operation, to be called with its operands."""
+"""An operation. It is called with its operands."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,25 +33,24 @@ class Op:
     """How the results of one kind of autograd node are rebuilt."""
 
     op_class: str
-    """Its class: `linear` and `attention` may be named by `save`, `view` and `cast` are rebuilt in any case, as
-    are all others."""
+    """Its class. `save` may name `linear` and `attention`; operations of all other classes are always rebuilt."""
     prepare: Callable[..., Function | None]
     """Reads the constants of an operation: (node, metadata of the result) -> the operation on its operands, or None if
-    this one has to be kept. The metadata are shape, dtype and device."""
+    the result has to be kept. The metadata are shape, dtype and device."""
     constants: tuple[str, ...] = ()
     """For each operand, the name under which the node saves it (`_saved_<name>`), for operands without a gradient."""
     saved: tuple[str, ...] = ()
-    """The names under which the node saves further operands, that come behind its inputs."""
+    """The names under which the node saves further operands, which follow its inputs."""
     operands: int | None = None
-    """How many of the node's inputs are operands, where `prepare` reads the others from the node; None for all."""
+    """How many of the node's inputs are operands, if `prepare` reads the others from the node; None for all."""
     reads: bool = False
     """Whether `prepare` reads tensors that the node has saved."""
     several: bool = False
-    """Whether the node has several results; then `prepare` is also given the number of one."""
+    """Whether the node has several results; then `prepare` also gets the number of one."""
     bias_of: str = ""
-    """The name under which the node saves a module's weight, where operand 0 is the bias, which it does not save."""
+    """The name under which the node saves a module's weight, if operand 0 is the bias, which it does not save."""
     seen: str = "cpu, torch 2.13"
-    """Where the row was last seen to give the very same bits. Empty for a row from torch's source that never ran."""
+    """Where the row was last seen to give the same bits. Empty for a row from torch's source that was never run."""
 
 
 def _plainly(operation: Function) -> Callable[[Any, Any], Function]:
@@ -60,7 +59,7 @@ def _plainly(operation: Function) -> Callable[[Any, Any], Function]:
 
 
 def _signed(value: int) -> int:
-    """Return the signed number of an attribute: nodes show negative dimensions as unsigned 64-bit numbers."""
+    """Return an attribute as a signed number: nodes show negative dimensions as unsigned 64-bit numbers."""
     return value - 2**64 if value >= 2**63 else value
 
 
@@ -87,7 +86,7 @@ def _leaky_relu(node: Any, metadata: Any) -> Function:
 
 
 def _scaled(operation: Function) -> Callable[[Any, Any], Function]:
-    """The `prepare` of torch.add and torch.sub, which may have a factor for the second operand."""
+    """The `prepare` of torch.add and torch.sub, which may multiply the second operand by a factor."""
 
     def prepare(node: Any, metadata: Any) -> Function:
         alpha = node._saved_alpha
@@ -97,7 +96,7 @@ def _scaled(operation: Function) -> Callable[[Any, Any], Function]:
 
 
 def _typed(prepare: Callable[[Any, Any], Function]) -> Callable[[Any, Any], Function]:
-    """The `prepare` of an operation that, done in place, keeps the type of what it changes."""
+    """The `prepare` of an operation whose in-place form keeps the type of the tensor that it changes."""
 
     def prepare_typed(node: Any, metadata: Any) -> Function:
         operation, dtype = prepare(node, metadata), metadata.dtype
@@ -138,18 +137,18 @@ def _safe_softmax(node: Any, metadata: Any) -> Function:
 def _native_dropout(node: Any, metadata: Any) -> Function | None:
     """Dropout with the mask that the node saved: nothing is drawn again.
 
-    As torch computes it in aten/src/ATen/native/Dropout.cpp and cuda/Dropout.cu.
+    It computes what torch computes in aten/src/ATen/native/Dropout.cpp and cuda/Dropout.cu.
     """
     kept = 1.0 - node._saved_p
     if not kept:
         return lambda x, mask: x * torch.zeros_like(mask, dtype=x.dtype)
     if metadata.device.type == "cpu":
-        # With `train=False`, which only direct calls pass, nothing is scaled, and the node does not tell.
+        # With `train=False`, which only direct calls pass, nothing is scaled, and the node does not show it.
         mask = read(node, "result1")
         if isinstance(mask, torch.Tensor) and not compat.is_fake(mask) and bool(mask.all()):
             return None
         return lambda x, mask: x * (mask.to(x.dtype) * (1.0 / kept))
-    # CUDA computes x * mask * scale in float32, and the scale as well. Its backward kernel does the same.
+    # CUDA computes x * mask * scale in float32, and the scale, too. Its backward kernel does the same.
     scale = float(1.0 / torch.tensor(kept, dtype=torch.float32))
     return lambda x, mask: torch.ops.aten.native_dropout_backward(x, mask, scale)
 
@@ -168,7 +167,7 @@ def _index(node: Any, metadata: Any) -> Function:
 
 
 def _grouped_mm(node: Any, metadata: Any) -> Function | None:
-    """A product for each group of rows, as experts have them. A bias is not on the node."""
+    """A product for each group of rows, such as the tokens of each expert. The node does not save a bias."""
     operation = getattr(torch.ops.aten, "_grouped_mm", None)
     if operation is None or any(source is not None for source, _ in node.next_functions[2:]):
         return None
@@ -189,12 +188,12 @@ def _addmm(node: Any, metadata: Any) -> Function:
 def _attention(name: str, *, mask: str | None, extra: Sequence[str] = ()) -> Callable[[Any, Any], Function | None]:
     """The `prepare` of a kernel of scaled dot-product attention.
 
-    With dropout its result is kept: rebuilding it would need the kernel's own random state.
+    With dropout its result is kept, because rebuilding it would need the kernel's own random state.
 
     Args:
         name: the kernel's name in `torch.ops.aten`.
-        mask: the keyword of its mask, which the node saves; None for a kernel without one.
-        extra: keywords that are set to True.
+        mask: the keyword of its mask, which the node saves; None for a kernel without a mask.
+        extra: keywords to set to True.
     """
 
     def prepare(node: Any, metadata: Any) -> Function | None:
@@ -261,7 +260,7 @@ def _unbind(node: Any, metadata: Any, number: int) -> Function:
 
 
 # `prepare` by name of the node: activations, pointwise operations of one or two operands, views, and
-# views that are made several at a time.
+# operations that return several views.
 UNARY = {
     "SiluBackward0": _plainly(functional.silu),
     "GeluBackward0": _gelu,
@@ -341,7 +340,7 @@ OPS: dict[str, Op] = {
         _attention("_scaled_dot_product_efficient_attention", mask="attn_bias", extra=("compute_log_sumexp",)),
         ("query", "key", "value"),
         reads=True,
-        operands=3,  # the bias is an input, too, and is saved by the node
+        operands=3,  # the bias is an input, too, and the node saves it
         seen="",
     ),
     "ScaledDotProductCudnnAttentionBackward0": Op(
@@ -352,15 +351,15 @@ OPS: dict[str, Op] = {
         seen="",
     ),
 }
-"""The rows, by name of the autograd node."""
+"""Name of the autograd node -> its row."""
 
 
 def ops_for(save: Collection[str]) -> dict[str, Op]:
-    """Return the rows that may be used when results of the classes in `save` are to be kept."""
+    """Return the rows to use when results of the classes in `save` are kept."""
     return {name: row for name, row in OPS.items() if row.op_class not in save}
 
 
 def is_cast_of_parameter(node: Any) -> bool:
-    """Whether a node is the cast of a parameter, as autocast makes one for all blocks that share it."""
+    """Whether a node is the cast of a parameter, such as autocast makes once for all blocks that share it."""
     source = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
     return source is not None and source.name() == "torch::autograd::AccumulateGrad"

@@ -1,9 +1,9 @@
 """`selective` by rebuilding: drop every saved tensor that can be recomputed cheaply from tensors that are kept.
 
-While a block's forward runs, saved-tensor hooks see each tensor that autograd saves, together with the node that made
-it. If `ops.OPS` has a row for that node and its operands are known, a `Rebuilt` value is saved in the tensor's place;
-otherwise the tensor is kept. Small modules that the family names (norms, activations of several operations) are run
-again as a whole. In backward a dropped tensor is rebuilt once for all who need it, and freed after the last of them.
+Saved-tensor hooks around a block's forward see each tensor that autograd saves, and the node that produced it. If
+`ops.OPS` has a row for that node and its operands are known, the hook drops the tensor and returns a `Rebuilt` value;
+otherwise it keeps the tensor. Small modules that the family names (norms, activations of several operations) run again
+as a whole. Backward rebuilds a dropped tensor when it is first needed, and frees it after its last use.
 
 No random state is saved or restored, because dropout masks are operands.
 """
@@ -40,17 +40,18 @@ class RebuildRegion(Region):
     Args:
         block: name of the block.
         save: classes of operations whose results are kept.
-        compiled: takes over under torch.compile, where there is no graph of autograd nodes; None raises an error there.
-        mover: moves what is kept to host memory; None if it stays on the device.
+        compiled: replaces this function under torch.compile, which has no graph of autograd nodes; if None, raise an
+            error there.
+        mover: moves kept tensors to host memory; if None, they stay on the device.
         fallback: recomputes a block of unknown code as a whole. The first forward of such a block is a trial, which
-            holds all tensors until the block has ended. If one of them cannot be rebuilt, `fallback` takes over from
-            the next forward on. None for a block of known code.
+            holds all tensors until the block has ended. If one of them cannot be rebuilt, `fallback` runs the block
+            from the next forward on. None for a block of known code.
     """
 
     runs_block_again = False
     transforms = frozenset()
     tape: type[Tape] = Tape
-    """What finds the values of the tensors of a forward."""
+    """Class of the tape, which finds the values of a forward's tensors."""
 
     def __init__(
         self,
@@ -79,39 +80,39 @@ class RebuildRegion(Region):
         self.hopeless: set[tuple[int, int, str]] = set()
         """Results that could not be rebuilt so far, see `Tape`; for forwards that save the same number of tensors."""
         self.seen: tuple[list[int], int] = [], 0
-        """Sizes of the tensors that the last forward saved, and how many could stay."""
+        """Sizes of the tensors that the last forward saved, and how many tensors it could keep."""
         self.forwards = 0
         self.dropped: dict[str, int] = {}
         self.kept: dict[str, int] = {}
         self.kept_to_rebuild: dict[str, int] = {}
         self.named: list[tuple[str, str]] = []
-        """Of each tensor that a forward kept, in order: the autograd node that made it, and what it is called."""
+        """(autograd node, name to report) of each tensor that a forward kept, in order."""
         self.biases: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        """Id of the weight of a linear layer -> (weight, bias), as a forward found them. Autograd does not hold a bias
-        that is frozen."""
+        """Id of a linear layer's weight -> (weight, bias), as a forward found them. Autograd does not hold a frozen
+        bias."""
         self.reaches_back = False
-        """Whether the block may rebuild its own input, where that is a norm or an embedding of something that stays. It
-        may not if parameters are sharded: in the backward of this block, those of others are gone."""
+        """Whether the block may rebuild its own input, if that is a norm or an embedding of something that is kept. It
+        may not if parameters are sharded: the parameters of other blocks are gone in the backward of this block."""
 
     def told_of_parameters(self, stay: bool, owner: str) -> None:
-        """Allow the block to rebuild its input from what earlier blocks keep, if all parameters stay (`stay`)."""
+        """Allow the block to rebuild its input from what earlier blocks keep, if parameters stay in place (`stay`)."""
         self.reaches_back = stay
         if self.fallback is not None:
             self.fallback.told_of_parameters(stay, owner)
 
     @property
     def recomputed(self) -> int:  # type: ignore[override]
-        """How often operations and modules, or the whole block, were run again in backward."""
+        """How many times operations and modules, or the whole block, were run again in backward."""
         return self.work.rebuilt + (self.fallback.recomputed if self.fallback is not None else 0)
 
     @property
     def in_graph(self) -> bool:  # type: ignore[override]
-        """Whether the block was called from a graph of torch.compile, where nothing can be counted."""
+        """Whether the block ran in a graph of torch.compile, where nothing can be counted."""
         return self.compiled is not None and self.compiled.in_graph
 
     @property
     def observer(self) -> Observer | None:
-        """Makes a context that is entered around all rebuilding; set by measurements, else None."""
+        """Makes a context to enter around all rebuilding; set by measurements, else None."""
         return self.work.observer
 
     @observer.setter
@@ -121,7 +122,7 @@ class RebuildRegion(Region):
             self.fallback.observer = observer
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run `fn(*args)`, the block's own forward, with values in the graph in the place of its cheap results.
+        """Run `fn(*args)`, the block's own forward, and drop the cheap results that autograd saves.
 
         Raises `HfCkptError` under torch.compile if `engine` is `rebuild`.
         """
@@ -152,7 +153,7 @@ class RebuildRegion(Region):
         return output
 
     def _open_group(self, args: tuple[Any, ...]) -> Group | None:
-        """Make a group for what this forward moves to host memory; None if nothing is to be moved."""
+        """Make a group for the tensors that this forward moves to host memory; None if it moves nothing."""
         if self.mover is None or self.trial or not args or not isinstance(args[0], torch.Tensor):
             return None
         lane = self.mover.lane(args[0])
@@ -173,10 +174,10 @@ class RebuildRegion(Region):
             tape.close()
 
     def _stands(self, tape: Tape) -> bool:
-        """Whether all tensors that the trial dropped can be rebuilt. If not, this forward drops nothing after all."""
+        """Whether all tensors of the trial can be rebuilt. If not, this forward keeps all of them."""
         on_trial = tape.on_trial or []
         wrong = next((held for held in reversed(on_trial) if not self.work.tried(held)), None)
-        # A forward of a frozen block saves nothing and so proves nothing: the trial is still to come.
+        # The forward of a frozen block saves nothing and so proves nothing: try again in the next one.
         counts = tape.count()
         self.trial, self.failed = not (counts.kept or counts.dropped), wrong is not None
         done: set[Any] = set()
@@ -204,7 +205,7 @@ class RebuildRegion(Region):
 
 
 def make(request: Request) -> Region:
-    """The engine of `selective`: rebuilding, or SAC if the spec asks for it; `auto` has SAC under torch.compile."""
+    """The engine of `selective`: rebuilding, or SAC if the spec asks for it. `auto` uses SAC under torch.compile."""
     save = request.action.save
     sac = SacRegion(request.block, save=save, **request.options)
     if request.engine == "sac":
@@ -219,9 +220,9 @@ def make(request: Request) -> Region:
 
 
 def hooks(regions: Collection[Region], found: FoundBlocks, owners: Sequence[nn.Module]) -> Iterator[Hook]:
-    """Yield the hooks on small modules that are run again as a whole.
+    """Yield the hooks on small modules that run again as a whole.
 
-    Where tensors are moved to host memory, there is a hook on each module that runs a stack, too.
+    If tensors are moved to host memory, also yield one for each module that runs a stack.
     """
     found_regions = (getattr(region, "rebuilding", region) for region in regions)
     rebuilding = [region for region in found_regions if isinstance(region, RebuildRegion)]

@@ -1,7 +1,7 @@
-"""The tape of one forward of a block: how to have the tensor of each edge of autograd's graph again.
+"""The tape of one forward of a block: how to recompute the tensor of each edge of autograd's graph.
 
 An edge is an autograd node and the number of one of its outputs. The tape finds a value for each tensor that autograd
-saves, and counts what is dropped and what is kept. It ends with the forward.
+saves, and counts dropped and kept bytes. It ends with the forward.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from hf_ckpt.engines.rebuild.values import (
 )
 from hf_ckpt.models.blocks import biases
 
-_next_sequence_number = compat.next_autograd_sequence_number  # asked for every tensor
+_next_sequence_number = compat.next_autograd_sequence_number  # called for every tensor
 _Edge = tuple[Any, int]
 """An autograd node, and the number of one of its outputs."""
 
 
 class Running(threading.local):
-    """The tape of the block that this thread runs: replicas of a model may run in threads of their own."""
+    """The tape of the block that this thread runs: replicas of a model may run in separate threads."""
 
     tape: Tape | None = None
 
@@ -56,25 +56,25 @@ running = Running()
 
 
 def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a small module that may be run again as a whole: have the tape of the block note its call."""
+    """Forward pre-hook of a small module that may be run again as a whole: record its call on the block's tape."""
     tape = None if compat.is_compiling() else running.tape
     if tape is None or tape.replay or kwargs or len(args) != 1 or not torch.is_grad_enabled():
         return
-    # Another hook may change what goes in or comes out, so operations of such a module are rebuilt one by one.
+    # Another hook may change the input or the output, so operations of such a module are rebuilt one by one.
     if len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1 and isinstance(args[0], torch.Tensor):
         tape.enter(module, args[0])
 
 
 def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Forward hook of a small module that may be run again: its output can be rebuilt from here on."""
+    """Forward hook of a small module that may be run again: from now on its output can be rebuilt."""
     tape = None if compat.is_compiling() else running.tape
     if tape is not None and tape.replay is not None and module is tape.replay.module:
         tape.leave(output)
 
 
 def hand_to_first_block(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Forward hook of an embedding's norm, whose input stays, so that the first block can rebuild the output."""
-    if compat.is_compiling() or compat.top_saved_tensor_hooks() is not None:  # hooks may keep it in another form
+    """Forward hook of an embedding's norm: let the first block rebuild the output from the norm's input."""
+    if compat.is_compiling() or compat.top_saved_tensor_hooks() is not None:  # hooks may store it in another form
         return
     if running.tape is None and len(args) == 1 and isinstance(output, torch.Tensor) and output.grad_fn is not None:
         work = Work(type(module).__name__)
@@ -83,63 +83,62 @@ def hand_to_first_block(module: nn.Module, args: tuple[Any, ...], output: Any) -
 
 
 class Tape:
-    """What is known about the tensors of one forward of a block, while it runs.
+    """Records the tensors of one forward of a block, while it runs.
 
     Args:
-        region: the block's function. It gets the counts of what was dropped and kept at the end.
+        region: the block's function. It gets the counts of dropped and kept bytes at the end.
         fn: the block's own forward.
-        args: what the block is given.
+        args: the block's arguments.
     """
 
     def __init__(self, region: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.region = region
         self.block = compat.module_of(fn)
-        """The block; None once its biases were looked up, and where it is not known."""
+        """The block; None if unknown, or once its biases were looked up."""
         self.work = region.work
         self.rows = region.rows
         self.first = compat.next_autograd_sequence_number()
         """Autograd nodes of this block have this sequence number or a larger one."""
         self.called = Names(region.named, self.block, self.first)
         self.outer = compat.top_saved_tensor_hooks()
-        """The user's saved-tensor hooks around the model, if there are any."""
+        """The user's saved-tensor hooks around the model, if any."""
         self.hopeless: set[tuple[int, int, str]] = region.hopeless if self.outer is None else set()
         """Results that earlier forwards could not rebuild: (place among the block's nodes, number, name of the node).
-        What leads to them is not walked again, which takes long. At worst a tensor is kept for nothing. A checkpoint
+        The graph behind them is not walked again, which is slow. At worst a tensor is kept for nothing. A checkpoint
         around the block needs the same values in the same order both times, so nothing is remembered under hooks."""
         self.values: dict[_Edge, Value | None] = {}
-        """Value of each edge that was met; None if it cannot be rebuilt."""
+        """Value of each edge seen so far; None if it cannot be rebuilt."""
         self.given: dict[_Edge, tuple[torch.Tensor, int]] = {}
-        """The block's inputs that have a graph, and how often each had been changed in place at the beginning."""
+        """The block's inputs that have a graph, with their in-place versions at the beginning."""
         self.offered: dict[_Edge, tuple[weakref.ref[torch.Tensor], int]] = {}
-        """Inputs of dropouts, and how often each had been changed in place: what can be kept while it is alive."""
+        """Inputs of dropouts, with their in-place versions: they can be kept as long as they are alive."""
         self.replay: Replay | None = None
         """The call of the small module that runs now, if any."""
         self.stay: dict[Kept | KeptByUser, Any] = {}
-        """Tensors that stay if anything needs them -> the node that made them, or its name. Parameters are left out."""
+        """Tensors to keep if anything needs them -> the node that made them, or its name. Excludes parameters."""
         self.packed: list[tuple[Any, _Edge | None]] = []
         """What autograd holds: roots of values, and for tensors inside small modules (call of the module, edge)."""
         self.sizes: list[int] = []
-        """Bytes of each tensor that was packed; -1 for parameters."""
+        """Bytes of each packed tensor; -1 for parameters."""
         self.counts: Counts | None = None
-        """What was dropped and what is kept, once it is counted."""
+        """Dropped and kept bytes, once they are counted."""
         self.packed_at: set[int] = set()
-        """Sequence numbers that autograd had reached when this tape packed a tensor, which tell whose tensor it was."""
+        """Autograd's sequence numbers at the times when this tape packed a tensor. They identify the tensor's node."""
         self.constants: dict[Any, Kept | KeptByUser] = {}
-        """Values of tensors without a graph, by what tells these tensors apart; under the user's hooks only."""
+        """Values of tensors without a graph, by a key that identifies the tensor; only under the user's hooks."""
         self.ungraphed: list[tuple[torch.Tensor, Value | None]] = []
-        """Inputs, and outputs of norms, without a graph, because nothing below them is trained. A cast of one of them
-        is found by its values."""
+        """Inputs and outputs of norms that have no graph, because nothing below them is trained. A cast of one of them
+        is recognised by its values."""
         self.softmax: tuple[torch.Size, compat.PythonCall | None] | None = None
-        """Shape of the tensor that was packed last, and the call that saved it, if it is the softmax of torch's own
-        attention."""
+        """Shape of the last packed tensor, and the call that saved it, if it is the softmax of torch's own attention."""
         self.masks_hold: bool | None = None
-        """Whether the masks that were compared are masks; None if none was."""
+        """Whether all compared masks are masks; None if none was compared."""
         self.on_trial: list[TrialValue] | None = None
         """The values packed in a trial; None outside of one."""
         self.seen: list[tuple[torch.Tensor, int]] = []
-        """In a trial: tensors, and how often each had been changed in place when it was first seen."""
+        """In a trial: tensors, with their in-place versions when they were first seen."""
         self.fake = any(map(compat.is_fake, filter(torch.is_tensor, args)))
-        """Whether a step is only tried out, on tensors without values."""
+        """Whether the step runs on fake tensors."""
         if region.trial and self.outer is None and not self.fake:
             self.on_trial = []
         for arg in args:
@@ -147,7 +146,7 @@ class Tape:
                 self._take(arg)
 
     def _take(self, arg: torch.Tensor) -> None:
-        """Note an input of the block, and how to rebuild it if that is possible."""
+        """Record an input of the block, and how to rebuild it if possible."""
         node = arg.grad_fn
         if node is None:
             if arg.is_floating_point() and not arg.is_inference():
@@ -158,7 +157,7 @@ class Tape:
             replay = norm_outputs.forget(arg)
             if replay is not None:
                 value = Rebuilt(self.work, type(replay.module).__name__, replay, [])
-            # The indices are read from a node before the block, which would ask the user's hooks for them.
+            # The indices are read from a node before the block; under the user's hooks that would call them.
             row = self.rows.get("EmbeddingBackward0") if self.outer is None and not arg._version else None
             row = row if node.name() == "EmbeddingBackward0" else None
             if row is not None and type(self.resolve(node.next_functions[0])) is Kept:
@@ -169,7 +168,7 @@ class Tape:
             self.values[node, arg.output_nr] = value
 
     def hand_over(self, outputs: Any) -> None:
-        """Let the next block rebuild this block's output, if that is a norm of something that stays."""
+        """Let the next block rebuild this block's output, if that is a norm of something that is kept."""
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
             if not isinstance(output, torch.Tensor) or output._version:  # changed in place since the norm made it
                 continue
@@ -180,14 +179,14 @@ class Tape:
                     norm_outputs.remember(output, weakref.ref(replay))
 
     def close(self) -> None:
-        """End the tape: tell the region what was dropped and kept, and forget every node.
+        """End the tape: report dropped and kept bytes to the region, and forget every node.
 
         Autograd holds the hooks, and they hold the tape, so a tape with nodes would be a reference cycle.
         """
         region, seen = self.region, (self.sizes, len(self.stay))
-        if len(self.sizes) != len(region.seen[0]) and region.seen[0]:  # another forward than the one before
+        if len(self.sizes) != len(region.seen[0]) and region.seen[0]:  # a different forward than the previous one
             self.hopeless.clear()
-        if seen != region.seen or self.counts is not None:  # else the counts are those of the forward before
+        if seen != region.seen or self.counts is not None:  # else the counts are those of the previous forward
             region.seen = seen
             self.count().tell(region)
             self.counts = None
@@ -207,7 +206,7 @@ class Tape:
 
     @compat.untraced  # compiled parts of a block call it
     def pack(self, tensor: torch.Tensor) -> Value | Inside | TrialValue:
-        """Saved-tensor hook: return what autograd is to hold in the place of `tensor`."""
+        """Saved-tensor hook: return what autograd holds in place of `tensor`."""
         value = self._packed(tensor)
         if self.on_trial is None or type(value) is Kept:
             return value
@@ -219,17 +218,17 @@ class Tape:
         return held
 
     def _look_at(self, tensor: torch.Tensor) -> None:
-        """In a trial, note the tensor and how often it was changed in place so far."""
+        """In a trial, record the tensor and its in-place version."""
         if self.on_trial is not None and not tensor.is_inference():
             self.seen.append((tensor, tensor._version))
 
     def changed_by(self) -> str:
-        """Name the operations that changed tensors in place during a trial, in parentheses; empty if none is known."""
+        """Name the operations that changed tensors in place in a trial, in parentheses; empty if none is known."""
         names = sorted({changed_by(found) for found, version in self.seen if found._version != version})
         return f" ({', '.join(names)})" if names else ""
 
     def count_as_kept(self) -> None:
-        """Count all tensors of a failed trial as kept, because none is dropped after all."""
+        """Count all tensors of a failed trial as kept, because none is dropped."""
         counts = self.count()
         counts.dropped.clear()
         counts.extra.clear()
@@ -263,7 +262,7 @@ class Tape:
         return value
 
     def value_of(self, tensor: torch.Tensor) -> Value:
-        """Return the value of a tensor: a known one, an operation that rebuilds it, or else the tensor itself, kept."""
+        """Return the value of a tensor: a known one, an operation that rebuilds it, or else the kept tensor itself."""
         node, version = tensor.grad_fn, tensor._version
         base = tensor._base
         if base is not None and not version:
@@ -279,18 +278,18 @@ class Tape:
             return self._keep(edge, tensor)
         root = value.root
         if isinstance(root, Rebuilt):
-            if version:  # changed in place: the graph may not tell all that was done to it
+            if version:  # changed in place: the graph may not show all changes
                 return self._keep(edge, tensor)
         elif not root.copied:
             if value is root:
-                if root.version != version:  # changed in place, without a graph, since it was first seen
+                if root.version != version:  # changed in place without a graph since it was first seen
                     return self._keep(edge, tensor)
-            elif type(root) is Kept:  # a view of what stays needs no operation
+            elif type(root) is Kept:  # a view of a kept tensor needs no operation
                 value = self.values[edge] = self._another(root, tensor)
         return value
 
     def _of_base(self, base: torch.Tensor, tensor: torch.Tensor) -> Value | None:
-        """Return the value of a view whose `base` has a value already, without walking the graph; else None."""
+        """Return the value of a view whose `base` already has a value, without walking the graph; else None."""
         node = base.grad_fn
         value = self.values.get((node, base.output_nr)) if node is not None else None
         if type(value) is Kept:
@@ -304,15 +303,15 @@ class Tape:
         return View(value, lambda x: x.as_strided(size, stride, x.storage_offset() + offset))
 
     def _another(self, kept: Kept, tensor: torch.Tensor) -> Kept:
-        """Return the value of another view of a tensor that stays."""
+        """Return the value of another view of a kept tensor."""
         view = Kept(tensor, self.work.block)
         made_by = self.stay.get(kept)
-        if made_by is not None:  # as it is of parameters
+        if made_by is not None:  # it is None for parameters
             self.stay[view] = made_by
         return view
 
     def resolve(self, edge: _Edge) -> Value | None:
-        """Return the value of an edge: a known one, or an operation that rebuilds it; None if there is neither."""
+        """Return the value of an edge: a known one, or an operation that rebuilds it; None if neither exists."""
         values = self.values
         if edge in values:
             return values[edge]
@@ -338,19 +337,19 @@ class Tape:
         return value
 
     def is_here(self, node: Any) -> bool:
-        """Whether a node was made in this forward: nothing from before this block is run again."""
+        """Whether a node belongs to this forward: nothing from before this block is run again."""
         return bool(node._sequence_nr() >= self.first)
 
     def may_read(self, node: Any) -> bool:
-        """Whether this tape has what a node saved, so that it may be read.
+        """Whether this tape packed what a node saved, so that it may be read.
 
-        Other hooks have it where the block's own code runs under them, as a checkpoint inside the block does: to read
-        a tensor would run that checkpoint's function again, in the middle of the forward.
+        If other hooks inside the block packed it, such as those of a checkpoint, reading it would run the checkpoint's
+        function again in the middle of the forward.
         """
         return node._sequence_nr() + 1 in self.packed_at
 
     def _make(self, row: Op, node: Any, number: int) -> Value | None:
-        """Return the value that rebuilds output `number` of a node by its row; None if an operand is not known."""
+        """Return the value that rebuilds output `number` of a node by its row; None if an operand is unknown."""
         values, operands = self.values, []
         sources = node.next_functions
         for place, source in enumerate(sources if row.operands is None else sources[: row.operands]):
@@ -379,13 +378,13 @@ class Tape:
     def _constant_operand(self, row: Op, node: Any, place: int) -> Value | None:
         """Return the value of an operand that needs no gradient, if the node has saved it; else None."""
         name = row.constants[place] if place < len(row.constants) else ""
-        if not name:  # the row knows of no saved operand
+        if not name:  # the row names no saved operand
             return self._frozen_bias(row, node) if row.bias_of and not place else None
         return self._saved_operand(node, name) or dora.bias_taken_off(node, place, self._parameter)
 
     def _saved_operand(self, node: Any, name: str) -> Value | None:
-        """Return the value of a tensor without a graph that a node has saved under a name; None if it has not."""
-        readable = self.may_read(node) or not compat.is_held_by_hooks(node, name)  # which are given no plain numbers
+        """Return the value of a tensor without a graph that a node has saved under a name; None if there is none."""
+        readable = self.may_read(node) or not compat.is_held_by_hooks(node, name)  # hooks do not get plain numbers
         found = read(node, name) if readable else None
         if isinstance(found, (Rebuilt, View)):
             return found
@@ -394,19 +393,19 @@ class Tape:
         return self._constant(found) if found.dim() else Kept(found, self.work.block)  # numbers are not counted
 
     def _frozen_bias(self, row: Op, node: Any) -> Value | None:
-        """Return the value of the bias that belongs to the weight that a node saved; None where that is not known."""
+        """Return the value of the bias that belongs to the weight that a node saved; None if unknown."""
         weight = getattr(node, f"_saved_{row.bias_of}") if self.may_read(node) else None
         if not isinstance(weight, torch.Tensor):  # the node has not saved it: its input needs no gradient
             return None
         whole = weight if weight._base is None else weight._base
         known, bias = self.region.biases.get(id(whole), (None, None))
-        if known is not whole and self.block is not None:  # FSDP2 runs a block on other parameters than it shows
+        if known is not whole and self.block is not None:  # FSDP2 runs a block on other parameters than the block lists
             self.region.biases, self.block = biases(self.block), None
             known, bias = self.region.biases.get(id(whole), (None, None))
         return Kept(bias, self.work.block) if bias is not None and known is whole else None
 
     def _small(self, edge: _Edge, tensor: torch.Tensor) -> Value | None:
-        """Keep a float32 tensor that was cast up from 16 bits as those 16 bits: exact, and half the size. Else None."""
+        """If a float32 tensor was cast up from 16 bits, keep the 16 bits: exact, and half the size. Else return None."""
         node, _ = edge
         if tensor.dtype != torch.float32 or node.name() != "ToCopyBackward0" or not tensor.is_contiguous():
             return None
@@ -436,9 +435,9 @@ class Tape:
         return value
 
     def _stays(self, tensor: torch.Tensor, made_by: Any, *, copied: bool = False) -> Kept | KeptByUser:
-        """Return the value of an activation that stays, in the form that the user's hooks give it, if there are any.
+        """Return the value of a kept activation, packed by the user's hooks if there are any.
 
-        `made_by` is the node that made it, or a name for that.
+        `made_by` is the node that made it, or a name.
         """
         value = (
             Kept(tensor, self.work.block, copied=copied)
@@ -450,12 +449,12 @@ class Tape:
         return value
 
     def _mask(self, tensor: torch.Tensor) -> Value | None:
-        """Return the value of a tensor without a graph that is the mask of a dropout: its bits stay. Else None.
+        """If a tensor without a graph is a dropout mask, keep its bits and return its value. Else return None.
 
-        A mask is recognised by the call that made it: `functional.dropout`, which saves nothing else, or torch's own
-        attention, which saves its softmax and then the mask in one call. The first forward compares its numbers, too.
+        A mask is recognised by the call that produced it: `functional.dropout`, which saves nothing else, or torch's
+        own attention, which saves its softmax and then the mask in one call. The first forward also checks its values.
         """
-        made_by_steps = 0 if tensor.dtype is torch.bool else 2  # noise is drawn, and then divided, in place
+        made_by_steps = 0 if tensor.dtype is torch.bool else 2  # noise is drawn and then divided, in place
         if tensor._version != made_by_steps or not masks.can_pack(tensor):
             return None
         given = compat.input_of_dropout()
@@ -475,17 +474,17 @@ class Tape:
         return Rebuilt(self.work, MASK, unpack, [bits])
 
     def _is_of_attention(self, tensor: torch.Tensor) -> bool:
-        """Whether one call of torch has saved a softmax and then this tensor, which has its shape."""
+        """Whether one call of torch saved a softmax and then this tensor, with the same shape."""
         if self.softmax is None:
             return False
         shape, call = self.softmax
         return call is not None and shape == tensor.shape and call == compat.python_call()
 
     def _offer(self, tensor: torch.Tensor) -> None:
-        """Note the input of a dropout. Its result can be recomputed from it, where the input is not known otherwise.
+        """Record the input of a dropout, if it has no value, so that the dropout's result can be recomputed from it.
 
-        So it is in the adapter of a frozen linear layer: autograd saves the adapter's dropped-out float32 copy of what
-        the layer is given, and nothing else of that.
+        An example is the adapter of a frozen linear layer: of the layer's input, autograd saves only the adapter's
+        float32 copy after dropout.
         """
         edge = tensor.grad_fn, tensor.output_nr
         if tensor.grad_fn is not None and self.values.get(edge) is None:
@@ -493,7 +492,7 @@ class Tape:
             self.offered[edge] = weakref.ref(tensor), tensor._version
 
     def _take_offer(self, edge: _Edge) -> Value | None:
-        """Keep the tensor of an edge that was offered, as 16 bits if it was cast up from them; None if it is gone."""
+        """Keep the recorded dropout input of an edge, as 16 bits if it was cast up from them; None if it is gone."""
         offered, version = self.offered.pop(edge)
         tensor = offered()
         if tensor is None or tensor._version != version:
@@ -503,8 +502,8 @@ class Tape:
     def _from_ungraphed(self, tensor: torch.Tensor) -> Value | None:
         """Return the value of a tensor that is one of `ungraphed`, or the float32 cast of one; else None.
 
-        Such a cast is the input of a LoRA adapter in the first block. Without a graph only its values tell that it is
-        one, so they are compared; on the CPU only, because an accelerator would have to be waited for.
+        Such a cast is the input of a LoRA adapter in the first block. Without a graph, only its values identify it, so
+        they are compared. This happens on the CPU only, because it would have to wait for an accelerator.
         """
         for number, (source, value) in enumerate(self.ungraphed):
             if source.numel() != tensor.numel() or not tensor.is_contiguous() or source._version:
@@ -521,15 +520,15 @@ class Tape:
         return None
 
     def _constant(self, tensor: torch.Tensor) -> Kept | KeptByUser:
-        """Return the value of a tensor without a graph, such as a mask or a parameter, which stays."""
+        """Keep a tensor without a graph, such as a mask or a parameter, and return its value."""
         if tensor.layout is not torch.strided:
             return Kept(tensor, self.work.block)
         whole = tensor if tensor._base is None else tensor._base
-        if type(whole) is not torch.Tensor and isinstance(whole, nn.Parameter):  # to ask for the type takes long
+        if type(whole) is not torch.Tensor and isinstance(whole, nn.Parameter):  # `isinstance` alone is slow
             return self._parameter(tensor)
         if self.outer is None:
             return self._stays(tensor, NO_GRAPH)
-        # A tensor may be saved, and also be read from a node as an operand: it is given to the user's hooks once.
+        # A tensor may be saved, and also be read from a node as an operand: pack it by the user's hooks only once.
         storage = tensor.untyped_storage()._cdata, tensor.storage_offset()
         key = storage, tensor.size(), tensor.stride(), tensor.dtype, tensor._version
         if key not in self.constants:
@@ -537,27 +536,27 @@ class Tape:
         return self.constants[key]
 
     def _parameter(self, tensor: torch.Tensor) -> Kept:
-        """Return the value of a parameter that something is rebuilt from, so that its values must stay the same."""
+        """Return the value of a parameter that is an operand of a rebuilt tensor, and so must not change."""
         return Kept(tensor, self.work.block, address=address_of(tensor) if self.region.reaches_back else 0)
 
     def enter(self, module: nn.Module, tensor: torch.Tensor) -> None:
-        """Note that a small module begins, which is given `tensor`."""
+        """Record that a small module begins, with the input `tensor`."""
         value = self.value_of(tensor)
         self.replay = Replay(self.work, module, value, tensor, whole=self.region.reaches_back)
 
     def leave(self, output: Any) -> None:
-        """Note that the small module has ended with this output, which can be rebuilt from here on."""
+        """Record that the small module has ended with this output, which can be rebuilt from now on."""
         replay, self.replay = self.replay, None
         if replay is None or not isinstance(output, torch.Tensor):
             return
         rebuilt = Rebuilt(self.work, type(replay.module).__name__, replay, [])
         if output.grad_fn is None:
             self.ungraphed.append((output, rebuilt))
-        elif replay.saved:  # else other hooks have what it saved, and it would save more when it is run again
+        elif replay.saved:  # else other hooks packed what it saved, and it would save more when it is run again
             self.values[output.grad_fn, output.output_nr] = rebuilt
 
     def _inside(self, tensor: torch.Tensor, replay: Replay) -> Inside:
-        """Note a tensor that autograd saves inside a small module, and return what stands for it."""
+        """Record a tensor that autograd saves inside a small module, and return what replaces it."""
         node = tensor.grad_fn
         is_parameter = node is None and type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter)
         self.packed.append((replay, (node, tensor.output_nr)))
@@ -565,7 +564,7 @@ class Tape:
         return Inside(replay)
 
     def count(self) -> Counts:
-        """Count what was dropped and what is kept."""
+        """Count dropped and kept bytes."""
         if self.counts is None:
             called = {made: made if type(made) is str else self.called.name_of(made) for made in self.stay.values()}
             self.counts = Counts({value: called[made] for value, made in self.stay.items()})
@@ -582,24 +581,24 @@ class Counts:
     """Bytes that one forward of a block has dropped and kept.
 
     Args:
-        names: tensors that stay if anything needs them -> what they are called.
+        names: tensors to keep if anything needs them -> their names.
     """
 
     def __init__(self, names: dict[Kept | KeptByUser, str]) -> None:
         self.names = names
         self.dropped: dict[str, int] = {}
-        """Bytes that were dropped, by class of the operation or module."""
+        """Dropped bytes, by class of the operation or module."""
         self.kept: dict[str, int] = {}
-        """Bytes that stay, by what made them."""
+        """Kept bytes, by the name of the tensor."""
         self.extra: dict[Any, tuple[str, int]] = {}
-        """Storages that stay only to rebuild from, as autograd has not saved them -> (name, bytes)."""
+        """Storages kept only as operands, because autograd did not save them -> (name, bytes)."""
         self._saved: set[Any] = set()
         """What autograd holds: roots of values, and edges inside small modules."""
         self._needed: set[Any] = set()
-        """Roots that are needed for those, and storages of the tensors that stay among them."""
+        """Roots that those need, and the storages of the kept tensors among them."""
 
     def add(self, root: Kept | KeptByUser | Rebuilt, nbytes: int) -> None:
-        """Note that autograd holds `root` in the place of a tensor of `nbytes` bytes."""
+        """Count that autograd holds `root` in place of a tensor of `nbytes` bytes."""
         if root in self._saved:
             return
         self._saved.add(root)
@@ -610,7 +609,7 @@ class Counts:
             self.extra.pop(root.storage()[0], None)
 
     def add_inside(self, replay: Replay, edge: _Edge, value: Value | None, nbytes: int) -> None:
-        """Note that autograd holds a tensor inside a small module, whose edge has a `value` if it is an input."""
+        """Count a tensor that autograd holds inside a small module; its edge has a `value` if it is an input."""
         self._need(replay.source.root)
         if value is not None and not (type(value) is Rebuilt and value.operation is replay):  # not its output
             self.add(value.root, nbytes)
@@ -620,7 +619,7 @@ class Counts:
             self.dropped[name] = self.dropped.get(name, 0) + nbytes
 
     def _need(self, root: Kept | KeptByUser | Rebuilt) -> None:
-        """Count the tensors that have to stay for `root`: itself, or the operands that it is rebuilt from."""
+        """Count the tensors that must be kept for `root`: itself, or the operands that rebuild it."""
         if root in self._needed:
             return
         self._needed.add(root)
@@ -638,7 +637,7 @@ class Counts:
                 self.extra[storage] = name, nbytes
 
     def tell(self, region: Any) -> None:
-        """Tell the region of the block."""
+        """Write the counts to the region of the block."""
         region.dropped, region.kept, region.kept_to_rebuild = self.dropped, self.kept, {}
         for name, nbytes in self.extra.values():
             region.kept_to_rebuild[name] = region.kept_to_rebuild.get(name, 0) + nbytes

@@ -1,7 +1,7 @@
-"""Values: what the rebuild engine leaves in autograd's graph in the place of saved tensors.
+"""Values: what the rebuild engine stores in autograd's graph in place of saved tensors.
 
-A value is a tensor that stays, or an operation on the values of its operands. It never refers to a node of the graph,
-so no reference cycle arises, and a graph that is dropped without a backward frees everything.
+A value is a kept tensor, or an operation on the values of its operands. It never refers to a node of the graph, so
+there are no reference cycles, and a graph that is dropped without a backward frees everything.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from hf_ckpt.logs import warn_once
 log = logging.getLogger(__name__)
 
 NO_GRAPH = "(no graph)"
-"""Stands for the name of a node in reports, for tensors that no node made: masks, position tables, statistics."""
+"""Replaces the name of a node in reports, for tensors without a node: masks, position tables, statistics."""
 
 
 MASKS = "(masks as bits)"
-"""Stands for the name of a node in reports, for the bits of dropout's masks."""
+"""Replaces the name of a node in reports, for the bits of dropout masks."""
 
 
 class Work:
-    """The count of what a block has rebuilt. All values of the block share it, and it holds nothing of the model."""
+    """Counts what a block has rebuilt. All values of the block share it, and it does not refer to the model."""
 
     def __init__(self, block: str) -> None:
         self.block = block
         self.rebuilt = 0
         """Number of operations and modules that were run again."""
         self.observer: Callable[[], contextlib.AbstractContextManager[None]] | None = None
-        """Makes a context that is entered around all rebuilding; set by measurements, else None."""
+        """Makes a context to enter around all rebuilding; set by measurements, else None."""
 
     def tried(self, held: TrialValue) -> bool:
-        """Whether a value on trial can be rebuilt. The work that this takes is not counted."""
+        """Whether a value on trial can be rebuilt. This rebuilding is not counted."""
         before = self.rebuilt
         try:
             return held.holds()
@@ -53,13 +53,13 @@ class Work:
 
 
 class Kept:
-    """A tensor that stays, without its graph: a view with the same storage and the same version counter.
+    """A kept tensor, without its graph: a view with the same storage and the same version counter.
 
     Args:
         tensor: the tensor.
         block: name of the block, for errors.
-        copied: whether its storage is another one than the forward used.
-        with_graph: whether `tensor` may be held as it is, because its graph leads to nothing but a leaf.
+        copied: whether it is a copy, with a storage that the forward did not use.
+        with_graph: whether to hold `tensor` with its graph, because that leads only to a leaf.
         address: the address that its values must still have when it is needed; 0 for any.
     """
 
@@ -75,29 +75,29 @@ class Kept:
             self.version = tensor._version
         except RuntimeError:  # of an inference tensor
             self.version = -1
-        """How often the tensor had been changed in place; -1 where that is not known."""
+        """The in-place version of the tensor; -1 if unknown."""
         self.tensor = tensor if with_graph or tensor.grad_fn is None else tensor.detach()
 
     @property
     def root(self) -> Kept:
-        """The value that is held or rebuilt for this one: itself, as it is no view."""
+        """The value that is held or rebuilt for this one: itself, because it is not a view."""
         return self
 
     def storage(self) -> tuple[Any, int]:
-        """Return a key that tells its storage from others, and the storage's bytes."""
+        """Return a key that identifies its storage, and the storage's bytes."""
         storage = self.tensor.untyped_storage()
         return storage._cdata, storage.nbytes()
 
     def expect(self) -> None:
-        """Note that one more place will ask for the tensor in a backward."""
+        """Count one more use of the tensor in a backward."""
 
     def asked(self) -> None:
-        """Note that one of these places has the tensor."""
+        """Count one of these uses as done."""
 
     def value(self) -> torch.Tensor:
         """Return the tensor.
 
-        Raises `InPlaceError` if it was changed in place since, and `ChangedBlockError` if it was given other values.
+        Raises `InPlaceError` if it has been changed in place since, and `ChangedBlockError` if it was overwritten.
         """
         tensor = self.tensor
         if self.version >= 0 and tensor._version != self.version:
@@ -108,37 +108,37 @@ class Kept:
 
 
 class _Shared:
-    """A tensor that is fetched or rebuilt once in a backward, for all places that ask for it."""
+    """A tensor that is fetched or rebuilt once in a backward, for all its uses."""
 
     __slots__ = ("cached", "left", "uses")
 
     def __init__(self) -> None:
         self.cached: torch.Tensor | None = None
-        """The tensor, while further places will ask for it."""
+        """The tensor, while it has further uses."""
         self.uses = self.left = 0
-        """Number of places that ask for it in one backward, and how many of them have not asked yet."""
+        """Number of uses in one backward, and how many of them are still to come."""
 
     def expect(self) -> None:
-        """Note that one more place will ask for the tensor in a backward."""
+        """Count one more use of the tensor in a backward."""
         self.uses += 1
         self.left += 1
 
     def asked(self) -> None:
-        """Note that one of these places has the tensor. After the last one it is dropped, and counting begins anew."""
+        """Count one of these uses as done. After the last one, drop the tensor and start counting again."""
         self.left -= 1
         if self.left <= 0:
             self.cached, self.left = None, self.uses
 
 
 class KeptByUser(_Shared):
-    """A tensor that stays in the form that the user's saved-tensor hooks around the model give it (`save_on_cpu`).
+    """A kept tensor, packed by the user's saved-tensor hooks around the model (such as `save_on_cpu`).
 
-    Whether it is changed in place is for those hooks to find. They may be able to unpack it once only.
+    Those hooks have to detect in-place changes. They may be able to unpack the tensor only once.
 
     Args:
         tensor: the tensor.
         hooks: the user's hooks.
-        copied: whether its storage is another one than the forward used.
+        copied: whether it is a copy, with a storage that the forward did not use.
     """
 
     __slots__ = ("copied", "nbytes", "original", "packed", "restore", "version")
@@ -149,21 +149,21 @@ class KeptByUser(_Shared):
         self.version = -1 if tensor.is_inference() else tensor._version
         self.nbytes = tensor.nbytes
         self.original: torch.Tensor | None = tensor
-        """The tensor itself, while the forward of its block runs; then None."""
+        """The tensor itself while the forward of its block runs; then None."""
         pack, self.restore = hooks
         self.packed = pack(tensor)
 
     @property
     def root(self) -> KeptByUser:
-        """The value that is held or rebuilt for this one: itself, as it is no view."""
+        """The value that is held or rebuilt for this one: itself, because it is not a view."""
         return self
 
     def storage(self) -> tuple[Any, int]:
-        """Return a key of its own, since the hooks may have copied the tensor, and the bytes that the tensor had."""
+        """Return a key of its own, because the hooks may have copied the tensor, and the tensor's bytes."""
         return (self,), self.nbytes  # not `self`: sets of these keys hold values as well
 
     def value(self) -> torch.Tensor:
-        """Return the tensor that the hooks give back."""
+        """Return the tensor that the hooks unpack."""
         if self.cached is None:
             self.cached = self.restore(self.packed)
         return self.cached
@@ -183,18 +183,18 @@ def is_cast(tensor: torch.Tensor, source: torch.Tensor) -> bool:
     if tensor.device.type != "cpu" or tensor.dtype != torch.float32 or source.dtype.itemsize != 2:
         return False
     found, wanted = tensor.reshape(-1), source.detach().reshape(-1)
-    few = slice(0, 64)  # most tensors that are no cast differ in these
+    few = slice(0, 64)  # most tensors that are not a cast differ in these
     return torch.equal(found[few], wanted[few].float()) and torch.equal(found, wanted.float())
 
 
 class Rebuilt(_Shared):
-    """A tensor that is rebuilt when it is needed, by an operation on the values of its operands.
+    """A dropped tensor that an operation rebuilds from the values of its operands when it is needed.
 
     Args:
-        work: counts it.
+        work: counts the rebuilding.
         op_class: class of the operation, or name of the module that is run again.
-        operation: makes the tensor from the operands' tensors.
-        operands: their values.
+        operation: computes the tensor from the operands' tensors.
+        operands: values of the operands.
     """
 
     __slots__ = ("layout", "op_class", "operands", "operation", "work")
@@ -208,20 +208,20 @@ class Rebuilt(_Shared):
         self.operation = operation
         self.operands = operands
         self.layout: Layout | None = None
-        """What the tensor must be like; None if that is not known."""
+        """Shape, strides and type that the tensor must have; None if unknown."""
         for operand in operands:
             if type(operand) is not Kept:
                 operand.root.expect()
 
     @property
     def root(self) -> Rebuilt:
-        """The value that is held or rebuilt for this one: itself, as it is no view."""
+        """The value that is held or rebuilt for this one: itself, because it is not a view."""
         return self
 
     def value(self) -> torch.Tensor:
-        """Return the tensor: rebuild it, or take it from the cache while further places wait for it.
+        """Return the tensor: rebuild it, or take it from the cache. Cache it while it has further uses.
 
-        Raises `RebuildError` if it has another shape or type than in the forward.
+        Raises `RebuildError` if its shape or type differs from the forward.
         """
         cached = self.cached
         if cached is not None:
@@ -261,19 +261,19 @@ class View:
 
 
 Value = Kept | KeptByUser | Rebuilt | View
-"""How to have a tensor of the forward again."""
+"""What provides a tensor of the forward in backward."""
 
 
 class Replay:
     """One call of a small module that is run again as a whole, for its output and for what autograd saved inside.
 
     Args:
-        work: counts it.
+        work: counts the run.
         module: the module.
         source: the value of its input.
         given: its input in the forward.
-        checked: whether the number of tensors that it saves is counted, and must be the same when it runs again.
-        whole: whether its parameters lie whole on their device throughout a step, and so must keep their addresses.
+        checked: whether to count the tensors that it saves, and require the same number when it runs again.
+        whole: whether its parameters stay on their device, unsharded, throughout a step, and so keep their addresses.
     """
 
     __slots__ = (
@@ -304,20 +304,20 @@ class Replay:
         self.saved = 0
         """Number of tensors that autograd saved inside the module in the forward."""
         self.inside: list[torch.Tensor | None] = []
-        """The same tensors after the module was run again; None for one that was handed out."""
+        """The same tensors after the module was run again; None for one that was already returned."""
         self.parameters = [
             (name, parameter, parameter._version, address_of(parameter) if whole else 0, parameter.requires_grad)
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
-        """(name, parameter, version, address or 0, whether it is trained) of those that the module ran with."""
+        """(name, parameter, version, address or 0, whether it requires gradients) in the module's forward."""
         source.root.expect()
 
     def __call__(self) -> torch.Tensor:
         """Run the module again and fill `inside`. Returns its output without a graph.
 
-        Raises `InPlaceError` or `ChangedBlockError` if one of its parameters has other values than in the forward, and
-        `ReplayError` if it saves another number of tensors than then.
+        Raises `InPlaceError` or `ChangedBlockError` if one of its parameters has changed since the forward, and
+        `ReplayError` if it saves a different number of tensors.
         """
         current = self.module._parameters
         run: Callable[..., Any] = self.module.forward
@@ -326,7 +326,7 @@ class Replay:
                 raise InPlaceError(self.work.block, tuple(parameter.shape), version, parameter._version)
             if address and parameter.data_ptr() != address:
                 raise ChangedBlockError(self.work.block, f"`{name}` of {type(self.module).__name__} was overwritten")
-            # torch.func.functional_call replaced it in the forward, or it was frozen or unfrozen since.
+            # torch.func.functional_call replaced it in the forward, or it has been frozen or unfrozen since.
             if current.get(name) is not parameter or parameter.requires_grad != trained:
                 run = self._with_its_own
         inside: list[torch.Tensor | None] = []
@@ -337,7 +337,7 @@ class Replay:
         self.source.root.asked()
         self.work.rebuilt += 1
         made = inside.copy()
-        inside.clear()  # else a cycle: the graph of this run holds the list by its hook, and the tensors hold the graph
+        inside.clear()  # else a cycle: this run's graph holds the list through its hook, and the tensors hold the graph
         if not self.checked:
             return output.detach()
         if len(made) != self.saved:
@@ -346,12 +346,12 @@ class Replay:
         return output.detach()
 
     def _with_its_own(self, source: torch.Tensor) -> Any:
-        """Run the module on the parameters of the forward, which are trained or frozen as they were then."""
+        """Run the module on the parameters of the forward, with the `requires_grad` that they had then."""
         lent = {name: parameter.detach().requires_grad_(trained) for name, parameter, *_, trained in self.parameters}
         return torch.func.functional_call(self.module, lent, source)
 
     def take(self, index: int) -> torch.Tensor:
-        """Hand out the tensor that was saved as number `index` inside; the module is run again if need be."""
+        """Return the tensor that was saved as number `index` inside; run the module again if necessary."""
         found = self.inside[index] if self.inside else None
         if found is None:
             self()
@@ -362,7 +362,7 @@ class Replay:
 
 
 class Inside:
-    """Stands for a tensor that autograd saved inside a module that is run again: the next one of `replay`."""
+    """Replaces a tensor that autograd saved inside a module that is run again: the next one of `replay`."""
 
     __slots__ = ("index", "replay")
 
@@ -373,9 +373,9 @@ class Inside:
 
 
 class TrialValue:
-    """A value on trial, together with its tensor, until that was rebuilt and found to be the same.
+    """A value and its tensor, kept until the tensor is rebuilt and found equal.
 
-    Blocks whose code is not known are tried in this way in their first forward.
+    hf_ckpt tries blocks of unknown code in this way in their first forward.
     """
 
     __slots__ = ("made_by", "tensor", "value")
@@ -386,12 +386,12 @@ class TrialValue:
         self.made_by = NO_GRAPH if tensor.grad_fn is None else tensor.grad_fn.name()
 
     def holds(self) -> bool:
-        """Whether the value gives the same tensor, bit for bit. Values must be asked in the order of a backward."""
+        """Whether the value rebuilds the same tensor, bit for bit. Call this in the order of a backward."""
         assert self.tensor is not None
         with torch.no_grad(), compat.autocast_off():
             try:
                 found, wanted = _hand_out(self.value), self.tensor.value()
-            except (RuntimeError, HfCkptError) as error:  # something that cannot be run again
+            except (RuntimeError, HfCkptError) as error:  # it cannot be run again
                 if compat.is_out_of_memory(error):
                     raise
                 return False
@@ -400,17 +400,17 @@ class TrialValue:
             return torch.equal(found, wanted) or bool(((found == wanted) | (found != found) & (wanted != wanted)).all())
 
     def storage(self) -> tuple[Any, int]:
-        """Return a key that tells the tensor's storage from others, and the storage's bytes."""
+        """Return a key that identifies the tensor's storage, and the storage's bytes."""
         assert self.tensor is not None
         return self.tensor.storage()
 
     def believe(self, done: set[Any]) -> None:
-        """Rely on the value from now on, and free what the trial has made; `done` are values where this was done."""
+        """Drop the tensor and free what the trial computed for the value; `done` are values already handled."""
         self.tensor = None
         _let_go(self.value, done)
 
     def keep(self) -> None:
-        """Keep the tensor itself in place of the value, because some value of the block is wrong."""
+        """Keep the tensor itself instead of the value, because some value of the block is wrong."""
         assert self.tensor is not None
         self.value = self.tensor
 
@@ -435,7 +435,7 @@ def _let_go(value: Value | Inside, done: set[Any]) -> None:
 
 
 class _Reading(threading.local):
-    """Whether this thread reads what a node has saved, and the value that was found in the place of a tensor."""
+    """Whether this thread is reading what a node has saved, and the value found in place of a tensor."""
 
     on = False
     found: Rebuilt | View | None = None
@@ -446,11 +446,11 @@ _NOTHING = torch.empty(0, device="cpu")
 
 
 def read(node: Any, name: str) -> Any:
-    """Return what an autograd node has saved, or, without rebuilding it, the value of a tensor that is to be rebuilt.
+    """Return what an autograd node has saved under a name. For a dropped tensor, return its value without rebuilding.
 
     Args:
         node: the node.
-        name: the name that it saves something under. None is returned for a name that the node does not have.
+        name: the name. Returns None if the node has saved nothing under it.
     """
     _reading.on, _reading.found = True, None
     try:
@@ -473,7 +473,7 @@ def unpack(value: Value | Inside | TrialValue) -> torch.Tensor:
         return _NOTHING
     if type(value) is KeptByUser and value.original is not None:  # read from a node during the forward
         return value.original
-    work: Work | None = None  # of the value, if it has to be rebuilt now
+    work: Work | None = None  # set if the value has to be rebuilt now
     if type(value) is Inside:
         ready = value.replay.inside
         if not ready or ready[value.index] is None:
@@ -494,7 +494,7 @@ def unpack(value: Value | Inside | TrialValue) -> torch.Tensor:
 
 
 def _hand_out(value: Value | Inside) -> torch.Tensor:
-    """Return the tensor of a value for one of the places that ask for it."""
+    """Return the tensor of a value, and count one use as done."""
     if type(value) is Inside:
         return value.replay.take(value.index)
     assert not isinstance(value, Inside)
@@ -504,12 +504,12 @@ def _hand_out(value: Value | Inside) -> torch.Tensor:
 
 
 def never(value: Any) -> torch.Tensor:
-    """Stands for `unpack` where no backward will come. Raises `AssertionError`."""
+    """Replaces `unpack` in a graph that no backward uses. Raises `AssertionError`."""
     raise AssertionError("a replayed module's own graph was asked for a saved tensor")
 
 
 def warn_nothing_dropped(save: tuple[str, ...], compiled: bool) -> None:
-    """Warn once of a block in which nothing is rebuilt; `compiled` says whether it is compiled in itself."""
+    """Warn once about a block in which nothing is rebuilt; `compiled` says whether parts of it are compiled."""
     warn_once(
         log,
         "`selective` with save %s found nothing in a block that can be rebuilt, so every activation is kept there. %s",
