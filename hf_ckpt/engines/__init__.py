@@ -1,3 +1,3 @@
-"""The engines, which carry out actions. An engine makes the function that a block calls in place of its own forward."""
+"""The engines carry out actions. An engine makes the function that a block calls instead of its own forward."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why the backward of a block was given other tensors than its forward saved: what was different when it ran again."""
+"""Why the backward of a block got other tensors than its forward saved: what differed in the recomputation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hf_ckpt.models.blocks import routers
 
 
 class BlockState:
-    """How a block ran for the first time and again: the cause of a difference follows from what changed.
+    """The state of a block in its forward and in its recomputation. What changed shows the cause of a difference.
 
     Args:
         module: the block.
-        inputs: what its checkpointing function was given for it.
+        inputs: the arguments that its checkpointing function got for it.
     """
 
     def __init__(self, module: nn.Module, inputs: list[Any]) -> None:
@@ -33,41 +33,41 @@ class BlockState:
         self.parameters = _parameters(module)
         self.buffers: list[tuple[str, int, int]] = []
         self.changed: list[tuple[str, str]] = []
-        """What is set otherwise when the backward begins: (setting, qualified name of the module)."""
+        """Settings that differ when the backward begins: (setting, qualified name of the module)."""
         self.replaced = False
-        """Whether other tensors are in the places of the parameters when the backward begins."""
+        """Whether parameters have been replaced by other tensors when the backward begins."""
         self.changes_input = False
         self.autocast = _autocast()
         self.given: dict[tuple[int | str, int], tuple[torch.Tensor, int]] = {}
-        """The tensors that the block was given for the first run, with their versions, as far as there was room."""
+        """The block's input tensors in the first run, with their versions, as far as there was room."""
         self.names: set[int | str] = set()
         self.random: compat.RandomState | None = None
         self.ran_again = False
         self.missing: list[str] = []
-        """Names of arguments that the block was not given again."""
+        """Names of arguments that the recomputation left out."""
         self.given_others: list[str] = []
-        """Arguments that had other values when the block ran again."""
+        """Arguments that had other values in the recomputation."""
         self.other_autocast = self.other_random = self.other_host = False
-        """Whether autocast and random state were others when the block ran again."""
+        """Whether autocast, torch's and the host's random state differed in the recomputation."""
 
     def first_run(
         self, args: tuple[Any, ...], keywords: dict[str, Any], take_room_for: Callable[[torch.Tensor], bool]
     ) -> None:
-        """Note what the block is given, and the random state."""
+        """Record the block's inputs and the random state."""
         given = {key: value for key, value in _tensors(args, keywords).items() if take_room_for(value)}
         self.given = {key: (value.detach(), version_of(value)) for key, value in given.items()}
         self.names = {*range(len(args)), *keywords}
         self.random = compat.RandomState(compat.all_devices())
 
     def forward_has_ended(self) -> None:
-        """Note how the block is set when its forward has ended."""
+        """Record the block's settings at the end of its forward."""
         self.running = False
         self.changes_input = _versions(self.inputs) != self.versions
-        self.inputs = []  # their graph may hold what holds this: a cycle
+        self.inputs = []  # their graph may refer back to this: a cycle
         self.settings = _settings(self.module)
 
     def backward_begins(self) -> None:
-        """Compare with how the block is set when its backward begins."""
+        """Compare with the block's settings at the beginning of its backward."""
         self.buffers = _buffers(self.module)
         now = _settings(self.module)
         self.changed = [
@@ -79,7 +79,7 @@ class BlockState:
         self.replaced = _parameters(self.module) != self.parameters
 
     def next_run(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Compare with `first_run`, the first time that the block runs again."""
+        """Compare the first recomputation of the block with `first_run`."""
         assert self.random is not None
         self.ran_again = True
         again = _tensors(args, keywords)
@@ -95,7 +95,7 @@ class BlockState:
         self.other_random, self.other_host = self.random.of_torch_has_moved(), self.random.of_host_may_have_moved()
 
     def _name_of(self, place: int | str, args: tuple[Any, ...]) -> str:
-        """The name of an argument of the block's forward."""
+        """Return the name of an argument of the block's forward."""
         if isinstance(place, str):
             return place
         names = list(inspect.signature(self.module.forward).parameters)  # without the block itself
@@ -103,15 +103,15 @@ class BlockState:
         return names[place] if place < len(names) else f"argument {place}"
 
     def updated_again(self) -> list[str]:
-        """Names of the buffers that were changed during the backward."""
+        """Return the names of the buffers that changed during the backward."""
         now = set(_buffers(self.module))
         return [name for name, *mark in self.buffers if (name, *mark) not in now]
 
     def cause(self, run: Callable[[], Any] | None, first: Difference, rebuilds: bool) -> str:
-        """The likely cause of the first difference, and what to do about it.
+        """Return the likely cause of the first difference, and what to do about it.
 
-        `run` runs the block once more, if that is possible. `rebuilds` says whether the engine is one of hf_ckpt that
-        rebuilds single tensors.
+        `run` runs the block again; None if that is not possible. `rebuilds` says whether the block has an engine of
+        hf_ckpt that rebuilds single tensors.
         """
         known = self._cause_told_by_state(run is not None, first, rebuilds)
         if known:
@@ -142,7 +142,7 @@ class BlockState:
         )
 
     def _cause_told_by_state(self, whole: bool, first: Difference, rebuilds: bool) -> str:
-        """The cause, where it can be told without running the block once more; else nothing."""
+        """Return the cause if it is clear without running the block again; else an empty string."""
         if first.operation == "parameter":
             return "Change parameters after the backward only (optimizers do), or copy the model for the change."
         if first.operation == "buffer":
@@ -187,7 +187,7 @@ class BlockState:
 
 @dataclasses.dataclass(frozen=True)
 class _Draws:
-    """What two further runs of a block, from the same random state, have shown."""
+    """The result of two further runs of a block from the same random state."""
 
     differs: bool
     from_host: bool
@@ -196,7 +196,7 @@ class _Draws:
 
 
 def _draws(module: nn.Module, run: Callable[[], Any], autocast: dict[str, torch.dtype | None]) -> _Draws | None:
-    """Run a block twice without gradients; None where it cannot run. Random state and buffers stay as they are."""
+    """Run a block twice without gradients; None if it cannot run. Random state and buffers are restored."""
     state = compat.RandomState(compat.all_devices())
     outputs: list[list[torch.Tensor]] = []
     from_host = from_torch = False
@@ -210,7 +210,7 @@ def _draws(module: nn.Module, run: Callable[[], Any], autocast: dict[str, torch.
                 with state.kept(), buffers_put_back(module):
                     outputs.append([v.clone() for v in compat.tree_leaves(run()) if torch.is_tensor(v)])
                     from_host, from_torch = state.of_host_may_have_moved(), state.of_torch_has_moved()
-        except RuntimeError:  # its inputs were changed, or their memory is in use again
+        except RuntimeError:  # its inputs were changed, or their memory is in use again already
             return None
     one, other = outputs
     differs = len(one) != len(other) or any(difference_of(*pair) for pair in zip(one, other, strict=True))
@@ -219,7 +219,7 @@ def _draws(module: nn.Module, run: Callable[[], Any], autocast: dict[str, torch.
 
 @contextlib.contextmanager
 def buffers_put_back(module: nn.Module) -> Iterator[None]:
-    """At the end of this context the buffers of a module have the values that they have now."""
+    """Restore the buffers of a module to their current values at the end of this context."""
     copies = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_inference()]
     try:
         yield
@@ -237,11 +237,11 @@ SETTINGS = {
     "_forward_hooks": "hooks",
     "_forward_pre_hooks": "hooks",
 }
-"""Attributes of modules that decide how they run -> what to call them."""
+"""Attributes that decide how a module runs -> their names in messages."""
 
 
 def _settings(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Of every module below: its mode, adapters and hooks, and other attributes that are plain values."""
+    """Return the mode, adapters, hooks and other plain attributes of every module below."""
     found: dict[str, dict[str, Any]] = {}
     for name, inner in module.named_modules():
         settings: dict[str, Any] = {}
@@ -259,7 +259,7 @@ def _buffers(module: nn.Module) -> list[tuple[str, int, int]]:
 
 
 def _parameters(module: nn.Module) -> list[int]:
-    """What is in the places of the parameters of a block, to be compared."""
+    """Return the ids of a block's parameters, to compare them."""
     return [id(value) for inner in module.modules() for value in vars(inner)["_parameters"].values()]
 
 
@@ -268,7 +268,7 @@ def _versions(inputs: list[Any]) -> list[int]:
 
 
 def _tensors(args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[tuple[int | str, int], torch.Tensor]:
-    """(place or name of an argument, number of the tensor in it) -> tensor, for those whose values can be compared."""
+    """Return (place or name of an argument, number of the tensor in it) -> tensor, for tensors that can be compared."""
     named: list[tuple[int | str, Any]] = [*enumerate(args), *keywords.items()]
     return {
         (name, place): leaf

@@ -1,15 +1,16 @@
-"""`compiled`: torch.compile runs the block, and keeps of it what its partitioner takes within a share.
+"""`compiled`: torch.compile runs the block, and its partitioner keeps as many results as a share allows.
 
 Blocks of one class in one stack share their graphs, so that the time to compile does not grow with depth. The share is
-the partitioner's `activation_memory_budget`: 0 keeps the inputs, 1 what makes the step fastest.
+the partitioner's `activation_memory_budget`: 0 keeps only the inputs, 1 keeps whatever makes the step fastest.
 https://docs.pytorch.org/docs/stable/torch.compiler.html
 
-A graph has the hooks that modules inside the block had when it was compiled: torch does not look whether one was added
-or taken off since, and other blocks have others. So a block runs in eager mode for as long as there are some.
+A graph contains the hooks that modules inside the block had when it was compiled. torch does not check whether hooks
+were added or removed later, and blocks that share a graph may have different hooks. So a block runs in eager mode while
+it has any.
 
-By itself the partitioner may run an operation that draws random numbers once more in backward, where it draws others:
-with a share below 1 gradients of a block with dropout were those of another mask (seen in torch 2.8, 2.13 and 2.15).
-Here random draws, or the seeds that they come from, are always kept. So is what routers of experts choose.
+By default the partitioner may run an operation that draws random numbers again in backward, where it draws different
+ones: with a share below 1, a block with dropout got the gradients of another mask (seen in torch 2.8, 2.13 and 2.15).
+hf_ckpt always keeps random draws, or their seeds, and the experts that routers choose.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _Run = Callable[..., Any]
 class CompiledRegion(Region):
     """The function of a block that is compiled by itself.
 
-    A block that does not compile runs as it would without the compiler, with a warning: as it is for a share of 1, as
-    `full` for 0, and as `selective` in between. So it does, without a warning, while a dispatch mode has to see every
-    operation, such as torch's counter of operations.
+    If a block does not compile, hf_ckpt warns and runs it in eager mode: as is for a share of 1, as `full` for 0, and as
+    `selective` in between. It does the same, without a warning, while a dispatch mode has to see every operation, such
+    as torch's counter of operations.
     """
 
     transforms = frozenset()
@@ -58,26 +59,26 @@ class CompiledRegion(Region):
         self.in_graph = False
         self.observer = None
         self.compiles = True
-        """Whether the block compiles, as far as is known."""
+        """Whether the block compiles, as far as known."""
         self.without_hooks = -1
-        """How many hooks had been registered in this process when the block had none inside."""
+        """The process's count of registered hooks when the block was last seen to have none inside."""
         self.eager = _eager(block, share, options)
-        """What runs the block in eager mode; None where it runs as it is."""
+        """Runs the block in eager mode; None to run it as is."""
 
     @property
     def recomputed(self) -> int:  # type: ignore[override]
-        """How often the block was run again in eager mode; what happens inside graphs is not counted."""
+        """How often the block was recomputed in eager mode. Recomputation inside graphs is not counted."""
         return 0 if self.eager is None else self.eager.recomputed
 
     @property
     def keeps_choices(self) -> bool:  # type: ignore[override]
-        """Whether routers choose the same again, should the block not compile."""
+        """Whether routers choose the same experts again if the block does not compile."""
         return self.eager is not None and self.eager.keeps_choices
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, compiled.
 
-        Raises `HfCkptError` where there is no compiler for the device.
+        Raises `HfCkptError` if there is no compiler for the device.
         """
         if not torch.is_grad_enabled():
             return fn(*args)
@@ -86,7 +87,7 @@ class CompiledRegion(Region):
             return fn(*args)
         fn, args = compat.without_caches(fn, args)
         fake = next((arg for arg in args if isinstance(arg, torch.Tensor) and compat.is_fake(arg)), None)
-        if not self.compiles or (fake is None and compat.is_seen_by_modes()):  # as by a count of all operations
+        if not self.compiles or (fake is None and compat.is_seen_by_modes()):  # such as a count of all operations
             return self._run_eagerly(fn, args)
         module = compat.module_of(fn)
         if fake is None and module is not None and self._is_hooked(fn, module):
@@ -107,7 +108,7 @@ class CompiledRegion(Region):
         return output
 
     def _is_hooked(self, fn: Callable[..., Any], module: nn.Module) -> bool:
-        """Whether a hook would be called inside the block. It is looked for when some hook was registered since."""
+        """Whether a hook would be called inside the block. Searched again only after some hook was registered."""
         registered = compat.registered_hooks()
         if registered == self.without_hooks:
             return False
@@ -141,7 +142,7 @@ class CompiledRegion(Region):
         return self.eager(fn, *args)
 
     def _fall_back(self, error: Exception) -> None:
-        """Run the block in eager mode from now on. Raises `HfCkptError` where there is no compiler."""
+        """Run the block in eager mode from now on. Raises `HfCkptError` if there is no compiler."""
         missing = compat.missing_compiler(error)
         if missing:
             raise HfCkptError(
@@ -164,7 +165,7 @@ class CompiledRegion(Region):
 
 
 def _eager(block: str, share: float, options: dict[str, Any]) -> Region | None:
-    """Make what runs a block in eager mode, as the policy that its share is nearest to; None for `none`."""
+    """Make the region that runs a block in eager mode under the policy nearest to its share; None for `none`."""
     if share == 1:
         return None
     return FullRegion(block, **options) if share == 0 else SacRegion(block, save=SAVE_CLASSES, **options)
@@ -178,7 +179,7 @@ def make(request: Request) -> Region:
 
 
 class _Kind(NamedTuple):
-    """Blocks that share their graphs. Stacks have their own: those of an encoder and a decoder run other lengths."""
+    """Blocks that share their graphs. Each stack has its own, because encoders and decoders run different lengths."""
 
     stack: str
     module: type | None
@@ -186,15 +187,15 @@ class _Kind(NamedTuple):
     share: float
 
     def __str__(self) -> str:
-        """Name of its function, by which torch knows lengths that have changed before: no two kinds have one name."""
+        """Return a unique name for its function: torch remembers by name which lengths have changed."""
         return f"{self.stack}: {'block' if self.module is None else self.module.__name__} at {self.share:g}"
 
 
 @functools.cache
 def _compiled(kind: _Kind) -> _Run:
-    """The compiled function for all blocks of a kind, with a cache of graphs of its own.
+    """Return the compiled function for all blocks of a kind. It has its own cache of graphs.
 
-    Its results, beside the graph's inputs, are kept within the share.
+    The share limits which results it keeps beside the graph's inputs.
     """
     return compat.compiled_copy(_run, str(kind), functools.partial(_compile, kind.share, compat.compile_graph))
 
@@ -204,10 +205,10 @@ _imitations: weakref.WeakKeyDictionary[Any, dict[_Kind, _Run]] = weakref.WeakKey
 
 
 def _imitated(kind: _Kind, fake: Any) -> _Run:
-    """As `_compiled`, for tensors without values: nothing is compiled, memory is taken as compiled code would take it.
+    """Return the counterpart of `_compiled` for fake tensors: compile nothing, but allocate what compiled code would.
 
-    The compiler's own parts, down to its partitioner, make the graphs; see `fused`. They run without dispatch modes,
-    whose operations they would otherwise take for the block's.
+    The compiler's own front end, down to its partitioner, makes the graphs; see `fused`. It runs without dispatch modes,
+    because it would trace their operations as the block's.
     """
     known = _imitations.get(fake.fake_mode)
     if known is None:
@@ -230,6 +231,6 @@ def _run(function: Callable[..., Any], first: Sequence[Any], kwargs: dict[str, A
 
 
 def _compile(share: float, compiler: Callable[..., Any], graph: Any, inputs: Any) -> Any:
-    """Compile a graph with this share of kept bytes, and with random draws and choices kept."""
+    """Compile a graph with this share, and keep random draws and the experts that routers choose."""
     with compat.keeping(share):
         return compiler(graph, inputs)

@@ -1,4 +1,4 @@
-"""Two tensors bit for bit: whether they differ, where, and by how much."""
+"""Compare two tensors bit for bit: whether they differ, where, and by how much."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A tensor that backward was given, and that is not the one that the forward saved."""
+    """A tensor that backward got, and that differs from the one that the forward saved."""
 
     block: str
-    """Qualified name of the block; or the head, or a feed-forward, in chunks."""
+    """Qualified name of the block, or of a head or feed-forward in chunks."""
     module: str
-    """Name of the module inside the block that made the tensor, or that saved it; empty for the block itself."""
+    """Name of the module inside the block that produced or saved the tensor; empty for the block itself."""
     operation: str
-    """What made the tensor: an operation of autograd (`MulBackward0`), `parameter`, `buffer`, `output`, or `input` for
-    a tensor without a graph."""
+    """What produced the tensor: an autograd node (`MulBackward0`), `parameter`, `buffer`, `output`, or `input` for a
+    tensor without a graph."""
     shape: tuple[int, ...]
     what: str
     """What is different, in words."""
     share: float
-    """Norm of the difference over the norm of the original; infinite where they cannot be subtracted."""
+    """Norm of the difference over the norm of the original; infinite if they cannot be subtracted."""
     cause: str = ""
     """The likely cause and what to do about it."""
 
@@ -40,25 +40,25 @@ class Difference:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place; -1 for an inference tensor, which does not count that."""
+    """Return the in-place version of a tensor; -1 for an inference tensor, which has none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def parameter_of(tensor: torch.Tensor) -> nn.Parameter | None:
-    """The parameter that a tensor is, or is a view of."""
+    """Return the parameter that a tensor is, or is a view of; None if neither."""
     leaf = tensor if isinstance(tensor, nn.Parameter) else tensor._base
     return leaf if isinstance(leaf, nn.Parameter) and leaf.is_leaf else None
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values that can be compared here."""
+    """Whether this module can compare the values of a tensor."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     plain = plain and not (tensor.is_nested or tensor.is_quantized)
     return plain and not has_no_values(tensor) and not compat.is_compiling()
 
 
 def has_no_values(value: Any) -> bool:
-    """Whether a value is a tensor that has a shape and a type only, such as a fake one."""
+    """Whether a value is a tensor without values, such as a fake or a meta tensor."""
     return isinstance(value, torch.Tensor) and (compat.is_fake(value) or value.is_meta)
 
 
@@ -68,9 +68,9 @@ def has_graph(value: Any) -> bool:
 
 
 def difference_of(one: torch.Tensor, other: torch.Tensor) -> tuple[str, float] | None:
-    """What is different between two tensors, in words, and the norm of the difference over that of `one`.
+    """Return what differs between two tensors, in words, and the norm of the difference over that of `one`.
 
-    None where they have the same shape, type and bits.
+    None if they have the same shape, type and bits.
     """
     if one.shape != other.shape:
         return f"shape {tuple(other.shape)} instead of {tuple(one.shape)}", float("inf")
@@ -87,9 +87,9 @@ def difference_of(one: torch.Tensor, other: torch.Tensor) -> tuple[str, float] |
 
 
 def share_of_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the norm of the difference of two tensors of one shape, over the norm of `one`.
+    """Return the norm of the difference of two tensors of the same shape, over the norm of `one`.
 
-    It is computed in host memory: some devices, such as `mps`, have no float64, and others little memory to spare.
+    It is computed in host memory: some devices, such as `mps`, have no float64, and others have little free memory.
     """
     wide = torch.complex128 if one.is_complex() else torch.float64
     exact = one.detach().cpu().to(wide)
@@ -98,7 +98,7 @@ def share_of_difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor as integers of the same bits, conjugate and negative views resolved."""
+    """Return the bits of a tensor's numbers as integers, with conjugate and negative views resolved."""
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

@@ -1,6 +1,6 @@
-"""What every engine provides: the function that a block calls in place of its forward, and hooks beside it.
+"""The interface of every engine: the function that a block calls instead of its forward, and hooks.
 
-`make` and `hooks_for` find the engine of an action by the names in its record in `spec.actions.ACTIONS`.
+`make` and `hooks_for` look up the engine of an action in `spec.actions.ACTIONS`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.spec.actions import ACTIONS, Action
 
 Observer = Callable[[], contextlib.AbstractContextManager[None]]
-"""Makes a context that is entered around everything that is run again in backward; measurements set it."""
+"""Makes a context to enter around everything that is run again in backward; measurements set it."""
 
 
 class Region:
     """The checkpointing function of one block, called as `region(fn, *args)` with the block's own forward `fn`.
 
-    It counts what it did. It holds neither the block nor the model.
+    It counts its work. It refers to neither the block nor the model.
     """
 
     block: str
@@ -36,13 +36,13 @@ class Region:
     in_graph: bool
     """Whether it was called from a graph of torch.compile, where nothing can be counted."""
     keeps_choices: bool = False
-    """Whether routers of experts are to choose in a recomputation what they chose in the forward."""
+    """Whether routers choose the same experts in a recomputation as in the forward."""
     compiles_block: bool = False
-    """Whether it is to compile the block, by itself."""
+    """Whether it compiles the block by itself."""
     left_to_others: bool = False
-    """Whether it was to be compiled, but lies in a graph that something else compiles."""
+    """Whether it should compile the block, but something else compiles a graph around it."""
     observer: Observer | None
-    """Makes a context that is entered around every recomputation; set by measurements, else None."""
+    """Makes a context to enter around every recomputation; set by measurements, else None."""
     runs_block_again: bool = True
     """Whether backward runs the block's own forward again."""
     transforms: frozenset[str] = frozenset({"jvp", "vmap"})
@@ -50,26 +50,26 @@ class Region:
     moved_bytes: int = 0
     """Bytes that the last forward moved to host memory."""
     dropped: Mapping[str, int] = {}
-    """Bytes that the last forward dropped, by class of the operations or modules that made them."""
+    """Bytes that the last forward dropped, by class of the operation or module that produced them."""
     kept: Mapping[str, int] = {}
-    """Bytes that the last forward kept, by the module or operation that made them; parameters are left out."""
+    """Bytes that the last forward kept, by the module or operation that produced them, without parameters."""
     kept_to_rebuild: Mapping[str, int] = {}
-    """The part of `kept` that is there only to rebuild other tensors from: autograd itself would not hold it."""
+    """The part of `kept` that exists only to rebuild other tensors: autograd itself would not hold it."""
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run `fn(*args)`, the block's own forward, and return its outputs. Every engine has its own way to do so."""
+        """Run `fn(*args)`, the block's own forward, and return its outputs. Every engine implements this."""
         raise TypeError(f"{type(self).__name__} is no engine: it has no __call__ of its own.")
 
     def told_of_parameters(self, stay: bool, owner: str) -> None:
-        """Take note of how parameters are held; called at the first forward of the stack.
+        """Note where parameters are; called at the first forward of the stack.
 
-        `stay` says whether all parameters lie whole on their device throughout a step, and `owner` is the class name of
-        the module that runs the stack.
+        `stay` says whether every parameter stays on its device, unsharded, throughout a step. `owner` is the class name
+        of the module that runs the stack.
         """
 
 
 class Segment:
-    """Names of neighbouring blocks of one stack that are recomputed together, in their order."""
+    """The names of neighbouring blocks of one stack that are recomputed together, in order."""
 
     def __init__(self, blocks: tuple[str, ...]) -> None:
         self.blocks = blocks
@@ -77,28 +77,28 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What an engine needs to know about the block that it makes a function for."""
+    """What an engine needs to know to make the function of a block."""
 
     block: str
     """Qualified name of the block."""
     action: Action
-    """What is to happen to its activations."""
+    """What to do with its activations."""
     engine: str = "auto"
     """`Spec.engine`: `auto`, `rebuild` or `sac`."""
     preserve_rng_state: bool = True
-    """Whether a recomputation draws the same random numbers; `torch.utils.checkpoint` has the argument."""
+    """Whether a recomputation draws the same random numbers; an argument of `torch.utils.checkpoint`."""
     determinism_check: str = "default"
-    """How a recomputation is compared with the forward; `torch.utils.checkpoint` has the argument."""
+    """How to compare a recomputation with the forward; an argument of `torch.utils.checkpoint`."""
     segment: Segment | None = None
     """The neighbouring blocks that the block is recomputed with, if its action names a segment."""
     mover: Mover | None = None
-    """Moves tensors to host memory and back. None for the last block of a stack, whose backward comes at once."""
+    """Moves tensors to host memory and back. None for the last block of a stack, whose backward comes first."""
     known: bool = True
     """Whether it is known what the block changes in place; see `models.blocks.blocks_of_known_code`."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments that are handed on to `torch.utils.checkpoint`."""
+        """The keyword arguments for `torch.utils.checkpoint`."""
         return {"preserve_rng_state": self.preserve_rng_state, "determinism_check": self.determinism_check}
 
 
@@ -106,17 +106,17 @@ class Hook(NamedTuple):
     """A forward hook that an engine needs on a module."""
 
     module: nn.Module
-    """The module that the hook is registered on."""
+    """The module to register the hook on."""
     function: Callable[..., Any]
     """The hook itself."""
     when: str
     """`before` the forward, `after` it, or `always` after it, even if it raises an error."""
     with_kwargs: bool = False
-    """Whether the hook is given the keyword arguments of the forward, too."""
+    """Whether the hook also gets the keyword arguments of the forward."""
 
 
 def make(request: Request) -> Region:
-    """Make the checkpointing function of a block, with the engine that the record of its action names."""
+    """Make the checkpointing function of a block, with the engine of its action."""
     made: Region = pkgutil.resolve_name(ACTIONS[request.action.kind].engine)(request)
     return made
 
@@ -124,7 +124,7 @@ def make(request: Request) -> Region:
 def hooks_for(regions: Collection[Region], found: FoundBlocks) -> Iterator[Hook]:
     """Yield the hooks that the engines of these regions need on the modules of a model.
 
-    A block may have several regions, of plans that take turns. Hooks of one that is not on its block do nothing."""
+    A block may have several regions, of alternating plans. Hooks of a region that is not on its block do nothing."""
     owners = list({id(owner): owner for owner in found.owners}.values())
     for record in ACTIONS.values():
         if record.hooks:

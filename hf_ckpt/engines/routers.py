@@ -1,11 +1,11 @@
-"""Mixtures of experts: a block that runs again sends every token to the experts that its forward chose.
+"""Mixtures of experts: a recomputed block sends every token to the experts that its forward chose.
 
-A router takes the experts with the largest scores (`topk`). Where two scores tie, or differ in the last bit from one
-run to the next, as with kernels that add up in any order, a recomputation would choose others: its tensors have other
-shapes, or the gradients are of experts that never saw the token. So the indices of the first forward are kept, a byte
-each for up to 256 experts, and given again. Values are taken from the scores of the recomputation, at those indices.
+A router chooses the experts with the largest scores (`topk`). Scores may tie, or differ in the last bit between two
+runs, for example if a kernel adds in arbitrary order. A recomputation would then choose other experts: its tensors would
+have other shapes, or gradients would go to experts that never saw the token. So hf_ckpt keeps the indices of the first
+forward, one byte each for up to 256 experts, and returns them again. Values are the recomputed scores at those indices.
 
-Hooks on the routers see their calls of `topk`, and nothing else is looked at. Blocks without a router have no hooks.
+Hooks on the routers intercept calls of `topk` and nothing else. Blocks without a router have no hooks.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ _TOP_K = (torch.topk, torch.Tensor.topk)
 
 
 class Choices:
-    """What the routers of a block choose in one forward, and choose again whenever that forward is run again."""
+    """The experts that a block's routers choose in one forward, and choose again in every recomputation of it."""
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor | None] = []
-        """The indices of every call of `topk`, in their order; None for one that is no choice of experts."""
+        """The indices of every call of `topk`, in order; None for a call that does not choose experts."""
         self._next: int | None = None
-        """Place of the next call in a recomputation; None in the first forward."""
+        """Number of the next call in a recomputation; None in the first forward."""
         self._seeing: contextlib.ExitStack | None = None
-        """Ends what sees the calls of the router that runs now; None between routers."""
+        """Stops intercepting the calls of the running router; None between routers."""
 
     @contextlib.contextmanager
     def running(self, *, again: bool = False) -> Iterator[None]:
-        """Keep what is chosen inside this context, or choose the same `again`."""
+        """Record the choices made inside this context, or make the same ones `again`."""
         before, _running.choices, self._next = _running.choices, self, 0 if again else None
         try:
             yield
         finally:
             _running.choices = before
-            self.leave()  # after an interrupt (Ctrl-C) inside of a router
+            self.leave()  # after an interrupt (Ctrl-C) inside a router
 
     def enter(self) -> None:
-        """See what is chosen from now on."""
+        """Start to intercept `topk`."""
         if self._seeing is None:
             self._seeing = contextlib.ExitStack()
             self._seeing.enter_context(_SeesTopK(self))
 
     def leave(self) -> None:
-        """See nothing any more."""
+        """Stop intercepting `topk`."""
         seeing, self._seeing = self._seeing, None
         if seeing is not None:
             seeing.close()
 
     def top_k(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `torch.topk` in the first forward; afterwards return the same indices, with values at their places."""
+        """Call `torch.topk` in the first forward; later return the same indices, and the scores at those indices."""
         scores = args[0] if args else kwargs["input"]
         dim = int(args[2] if len(args) > 2 else kwargs.get("dim", -1))
         if self._next is None:
@@ -74,7 +74,7 @@ class Choices:
 
 
 class _Running(threading.local):
-    """The block with routers that this thread runs, if any."""
+    """The choices of the block with routers that this thread runs, if any."""
 
     choices: Choices | None = None
 
@@ -83,19 +83,19 @@ _running = _Running()
 
 
 def enter_router(router: nn.Module, args: tuple[Any, ...]) -> None:
-    """Forward pre-hook of a router: in blocks that are checkpointed, see what it chooses."""
+    """Forward pre-hook of a router: in a checkpointed block, start to intercept `topk`."""
     if not compat.is_compiling() and _running.choices is not None and not compat.transforms():
         _running.choices.enter()
 
 
 def leave_router(router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Forward hook of a router that is always called: see no more."""
+    """Forward hook of a router, called even after an error: stop intercepting `topk`."""
     if not compat.is_compiling() and _running.choices is not None:
         _running.choices.leave()
 
 
 class _SeesTopK(TorchFunctionMode):
-    """Hands calls of `topk` to the choices of the block."""
+    """Passes calls of `topk` to the choices of the block."""
 
     def __init__(self, choices: Choices) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _SeesTopK(TorchFunctionMode):
 
 
 class _Chosen(torch.autograd.Function):
-    """The scores at given indices. It saves what `topk` saves, so that a recomputation fits to its forward."""
+    """The scores at given indices. It saves what `topk` saves, so that a recomputation matches its forward."""
 
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor, indices: torch.Tensor, dim: int) -> torch.Tensor:
@@ -126,7 +126,7 @@ class _Chosen(torch.autograd.Function):
 
 
 def _small(indices: torch.Tensor, scores: torch.Tensor, dim: int) -> torch.Tensor | None:
-    """Return indices into `scores` in as few bytes as they need; None where they are too many for a router."""
+    """Return indices into `scores` in the smallest type that holds them; None if they are too many for a router."""
     experts = scores.shape[dim]
     if indices.shape[dim] > compat.MOST_CHOICES:
         return None
@@ -134,7 +134,7 @@ def _small(indices: torch.Tensor, scores: torch.Tensor, dim: int) -> torch.Tenso
 
 
 def _fits(kept: torch.Tensor, scores: torch.Tensor, dim: int) -> bool:
-    """Whether indices can be taken from these scores."""
+    """Whether the indices fit the shape and device of these scores."""
     shape = list(scores.shape)
     shape[dim] = kept.shape[dim]
     return shape == list(kept.shape) and kept.device == scores.device

@@ -1,7 +1,7 @@
 """`selective` by PyTorch's selective activation checkpointing (SAC), which keeps the results of named operations.
 
-Two dispatch modes run over every operation of the block, in the forward and again in backward, which costs host time.
-torch.compile understands it, so `engine: auto` uses it there.
+A dispatch mode sees every operation of the block in the forward, and another one in backward, which costs host time.
+torch.compile supports SAC, so `engine: auto` uses it there.
 https://docs.pytorch.org/docs/stable/checkpoint.html#torch.utils.checkpoint.create_selective_checkpoint_contexts
 """
 
@@ -41,8 +41,8 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
         "flash_attn._flash_attn_varlen_forward.default",
     ),
 }
-"""Names of the operations of each class that SAC saves. Which of them exist depends on torch's build, so they are
-looked up when they are first needed."""
+"""Names of the operations of each class that SAC saves. torch's build decides which of them exist, so they are looked
+up when first needed."""
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def operations(save: tuple[str, ...]) -> frozenset[Any]:
 
 
 def looked_up(names: Iterable[str]) -> frozenset[Any]:
-    """Return those of the named operations (such as `aten.mm.default`) that this build of torch has."""
+    """Return the named operations (such as `aten.mm.default`) that this build of torch has."""
     return frozenset(operation for name in names if (operation := _lookup(name)) is not None)
 
 
@@ -65,8 +65,8 @@ def _lookup(name: str) -> Any | None:
 class SacRegion(FullRegion):
     """The checkpointing function of a block that is recomputed, except for the results of the operations in `save`."""
 
-    may_copy = False  # the copy would be an operation in backward that the dispatch modes have not seen in the forward
-    keeps_choices = False  # and so would be what takes the place of `topk`
+    may_copy = False  # the copy would be an operation in backward that the dispatch modes did not see in the forward
+    keeps_choices = False  # the replacement of `topk` would be another such operation
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class SacRegion(FullRegion):
         super().__init__(block, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check)
         self.save = tuple(save)
         self.matched = 0
-        """Number of operations whose results were kept, in all forwards together."""
+        """Number of operations whose results were kept, over all forwards."""
 
     def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run the block under SAC.
@@ -102,7 +102,7 @@ class SacRegion(FullRegion):
 
 
 class _Told:
-    """A block's forward, which turns torch's error about a result changed in place into one that names the block."""
+    """A block's forward. It replaces torch's error about a result changed in place by one that names the block."""
 
     def __init__(self, fn: Callable[..., Any], block: str) -> None:
         self.fn, self.block = fn, block
@@ -120,12 +120,12 @@ _made: Callable[..., Any] = create_selective_checkpoint_contexts
 
 
 def _contexts(save: tuple[str, ...]) -> Any:
-    """The two contexts of SAC, without counting. Called by torch, where Dynamo does not trace the cached look-up."""
+    """Return the two contexts of SAC, without counting. torch calls this where Dynamo does not trace the look-up."""
     return _made(list(operations(save)))
 
 
 def _counting_contexts(region: SacRegion) -> Any:
-    """The two contexts of SAC, which count the operations whose results are kept, in `region.matched`."""
+    """Return the two contexts of SAC, and count the operations whose results are kept in `region.matched`."""
     kept = operations(region.save)
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -130,7 +130,7 @@ class Tape:
         """Inputs and outputs of norms that have no graph, because nothing below them is trained. A cast of one of them
         is recognised by its values."""
         self.softmax: tuple[torch.Size, compat.PythonCall | None] | None = None
-        """Shape of the last packed tensor, and the call that saved it, if it is the softmax of torch's own attention."""
+        """Shape of the last packed tensor, and the call that saved it, if it is the softmax of torch's attention."""
         self.masks_hold: bool | None = None
         """Whether all compared masks are masks; None if none was compared."""
         self.on_trial: list[TrialValue] | None = None
@@ -405,7 +405,7 @@ class Tape:
         return Kept(bias, self.work.block) if bias is not None and known is whole else None
 
     def _small(self, edge: _Edge, tensor: torch.Tensor) -> Value | None:
-        """If a float32 tensor was cast up from 16 bits, keep the 16 bits: exact, and half the size. Else return None."""
+        """If a float32 tensor was cast up from 16 bits, keep those bits: exact, and half the size. Else return None."""
         node, _ = edge
         if tensor.dtype != torch.float32 or node.name() != "ToCopyBackward0" or not tensor.is_contiguous():
             return None
