@@ -42,9 +42,9 @@ _Run = Callable[..., Any]
 class CompiledRegion(Region):
     """The function of a block that is compiled by itself.
 
-    If a block does not compile, hf_ckpt warns and runs it in eager mode: as is for a share of 1, as `full` for 0, and as
-    `selective` in between. It does the same, without a warning, while a dispatch mode has to see every operation, such
-    as torch's counter of operations.
+    If a block does not compile, hf_ckpt warns and runs it in eager mode: as is for a share of 1, as `full` for 0, and
+    as `selective` in between. It does the same, without a warning, while a dispatch mode has to see every operation,
+    such as torch's counter of operations.
     """
 
     transforms = frozenset()
@@ -207,8 +207,8 @@ _imitations: weakref.WeakKeyDictionary[Any, dict[_Kind, _Run]] = weakref.WeakKey
 def _imitated(kind: _Kind, fake: Any) -> _Run:
     """Return the counterpart of `_compiled` for fake tensors: compile nothing, but allocate what compiled code would.
 
-    The compiler's own front end, down to its partitioner, makes the graphs; see `fused`. It runs without dispatch modes,
-    because it would trace their operations as the block's.
+    The compiler's own parts, down to its partitioner, make the graphs; see `fused`. They run without dispatch modes,
+    because they would take the modes' operations for the block's.
     """
     known = _imitations.get(fake.fake_mode)
     if known is None:

@@ -1,10 +1,11 @@
-"""What compiled graphs allocate, read and write, shown on fake tensors by groups of operations that are fused.
+"""Imitate on fake tensors what compiled graphs allocate, read and write, with fused groups of operations.
 
-Nothing is compiled. torch's compiler hands over the graphs of a forward and its backward as its partitioner has cut
-them; here each runs on fake tensors, so that whoever counts live bytes and time sees what compiled code would do. What
-is written to memory follows the rules of the compiler's lowering, simplified: kernels of libraries, such as products
-of matrices, read and write tensors; what lies between two of them is one group, of which only those results are
-written that are read outside it; other results are computed again by each group that reads them.
+Nothing is compiled. torch's compiler passes the graphs of a forward and its backward as its partitioner has cut them.
+Each graph runs on fake tensors, so that counters of live bytes and time see what compiled code would do.
+
+Memory follows simplified rules of the compiler's lowering. Library kernels, such as matrix products, read and write
+tensors. The operations between two of them form one group, which writes only the results that are read outside it.
+Other results are recomputed by each group that reads them.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ def seen_by(modes: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iter
 
 
 def stand_in(graph: fx.GraphModule, inputs: Any, **options: Any) -> Callable[[list[Any]], list[Any]]:
-    """Take the place of torch's compiler for one graph: see `FakeGraph`."""
+    """Replace torch's compiler for one graph; see `FakeGraph`."""
     return FakeGraph(graph)
 
 
 class FakeGraph:
-    """Runs a graph of a forward or backward on fake tensors, and takes memory as its compiled form would.
+    """Runs the graph of a forward or backward on fake tensors, and allocates what its compiled form would.
 
     Args:
-        graph: of ATen operations, with the value of every node in its `meta["val"]`.
+        graph: ATen operations, with the value of every node in its `meta["val"]`.
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
-        self._boxed_call = True  # tells torch that the arguments come as one list, which is emptied
+        self._boxed_call = True  # tells torch to pass the arguments as one list, which this empties
         self._graph = graph
         self._inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
         (self._output,) = (node for node in graph.graph.nodes if node.op == "output")
@@ -92,22 +93,22 @@ class FakeGraph:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unit:
-    """What runs at once: one operation by itself, or a group of fused ones."""
+    """One operation by itself, or a group of fused ones."""
 
     place: int
-    """Where it comes in the graph."""
+    """Its position in the graph."""
     operation: fx.Node | None
-    """None for a group."""
+    """The operation; None for a group."""
     reads: tuple[fx.Node, ...]
     """Inputs and results in memory that it reads."""
     writes: tuple[fx.Node, ...]
     """Results that it writes to memory."""
     over: dict[fx.Node, fx.Node]
-    """Result of a group -> the tensor that no other of them reads, in whose memory it may be written."""
+    """Result of a group -> a tensor that only this result reads, and whose memory it may overwrite."""
 
 
 def units_of(graph: fx.Graph) -> Iterator[Unit]:
-    """The units of a graph, in the order of their operations."""
+    """Yield the units of a graph, in the order of their operations."""
     found = _Lowered(graph)
     group = _Fusion(found).groups()
     members: dict[fx.Node, list[fx.Node]] = {}
@@ -130,16 +131,16 @@ def units_of(graph: fx.Graph) -> Iterator[Unit]:
 
 
 class _Lowered:
-    """What of a graph is computed into a tensor of its own; other operations are computed by each that reads them."""
+    """Which operations of a graph get a tensor of their own. Others are recomputed by each operation that reads them."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.reads: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        """Operation with a tensor of its own -> the tensors that it reads, which are inputs or have an entry, too."""
+        """Operation with a tensor of its own -> the tensors that it reads: inputs, or other operations listed here."""
         nodes = [node for node in graph.nodes if node.op in ("call_function", "output") and not _is_view(node)]
         self.demanded = {
             source for node in nodes if not is_fused(node) and not _is_part(node) for source in _memory_of(node)
         }
-        """Results that must lie in memory, because a kernel of a library reads them or the graph gives them back."""
+        """Results that must be in memory, because a library kernel reads them or the graph returns them."""
         self._within: dict[fx.Node, tuple[fx.Node, ...]] = {}
         for node in nodes:
             if node.op == "output":
@@ -161,8 +162,8 @@ class _Lowered:
 class _Fusion:
     """Joins operations to groups that are computed at once.
 
-    An operation joins the group of what it reads, or of what reads the same, unless something that is run apart lies
-    between them. Sums over tokens go through memory in another order than what they sum up, and are computed apart.
+    An operation joins the group of its inputs, or of operations with the same inputs, unless an operation outside the
+    groups lies between them. Sums over tokens read memory in another order than their inputs, and are computed apart.
     """
 
     def __init__(self, lowered: _Lowered) -> None:
@@ -175,7 +176,7 @@ class _Fusion:
                 self._readers.setdefault(_parent(source) if _is_alone_part(source) else source, []).append(node)
 
     def groups(self) -> dict[fx.Node, fx.Node]:
-        """Operation -> the operation that stands for its group."""
+        """Return operation -> the operation that represents its group."""
         for node in list(self._group):
             for source in self._reads[node]:
                 if source in self._group and not _sums_tokens(node) and not _sums_tokens(source):
@@ -195,7 +196,7 @@ class _Fusion:
         self._group |= dict.fromkeys(self._members[new], new)
 
     def _follows(self, first: fx.Node, second: fx.Node) -> bool:
-        """Whether the second group needs something from outside of both that needs the first."""
+        """Whether the second group depends on the first through an operation outside both."""
         both = {first, second}
         left = [user for user in self._after(first) if self._group.get(user, user) not in both]
         seen = set(left)
@@ -210,13 +211,13 @@ class _Fusion:
         return False
 
     def _after(self, node: fx.Node) -> Iterator[fx.Node]:
-        """What reads a result of the operation, or of the group that it is in."""
+        """Yield the operations that read a result of this operation, or of its group."""
         for member in self._members.get(self._group.get(node, node), [node]):
             yield from self._readers.get(member, ())
 
 
 def in_order(units: Sequence[Unit]) -> list[Unit]:
-    """The units in the order of the graph, as far as groups that come together allow it."""
+    """Return the units in the order of the graph, but each after the units that it reads from."""
     made_by = {node: unit for unit in units for node in unit.writes}
     done: dict[Unit, None] = {}
 
@@ -254,7 +255,7 @@ def _run_fused(unit: Unit, values: dict[fx.Node, Any], freed: Sequence[fx.Node])
 
 
 def _fits(old: Any, like: torch.Tensor) -> bool:
-    """Whether a tensor's memory is just what another one needs."""
+    """Whether a tensor's memory has the type and size that another one needs."""
     same = isinstance(old, torch.Tensor) and old.dtype == like.dtype
     return same and old.untyped_storage().nbytes() == like.untyped_storage().nbytes()
 
@@ -266,7 +267,7 @@ def _empty(like: Any) -> Any:
 
 
 def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """The value of a node; views are made from what they show."""
+    """Return the value of a node. Views are computed from their base."""
     if not _is_view(node):
         return values[node]
     args, kwargs = fx.map_arg((node.args, node.kwargs), functools.partial(_value, values=values))
@@ -277,14 +278,14 @@ def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 
 
 def is_fused(node: fx.Node) -> bool:
-    """Whether an operation is computed in a group with others, rather than by a kernel of its own."""
+    """Whether an operation is computed in a group, rather than by a kernel of its own."""
     if _is_part(node):
         return is_fused(_parent(node))
     return node.op == "call_function" and not _is_view(node) and compat.is_fusible(node.target)
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether a node is one of several results of an operation, each with memory of its own."""
+    """Whether a node is one of several results of an operation, each with its own memory."""
     return node.target is operator.getitem and not _is_view(_parent(node))
 
 
@@ -303,14 +304,14 @@ def _is_view_of_input(operation: Any) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a result lies in the memory of what it was made from."""
+    """Whether a result shares memory with its input."""
     if node.target is operator.getitem:
         return _is_view(_parent(node))
     return node.op == "call_function" and _is_view_of_input(node.target)
 
 
 def _is_alone_part(node: fx.Node) -> bool:
-    """Whether a node is a result of a kernel that gives several."""
+    """Whether a node is one of several results of a kernel."""
     return _is_part(node) and not is_fused(node)
 
 
@@ -319,7 +320,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _is_apart(node: fx.Node) -> bool:
-    """Whether an operation always has a tensor of its own, as one has that gives one number for many."""
+    """Whether an operation always has its own tensor, such as a reduction."""
     schema = getattr(node.target, "_schema", None)
     arguments = () if schema is None else schema.arguments
     return _is_part(node) or _name(node) in _OWN or any(argument.name == "keepdim" for argument in arguments)
@@ -331,7 +332,7 @@ _OWN = frozenset(
 
 
 def _sums_tokens(node: fx.Node) -> bool:
-    """Whether an operation reduces other dimensions than the last one."""
+    """Whether an operation reduces dimensions other than the last."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not any(argument.name == "keepdim" for argument in schema.arguments):
         return False
@@ -341,7 +342,7 @@ def _sums_tokens(node: fx.Node) -> bool:
 
 
 def _memory_of(node: fx.Node) -> list[fx.Node]:
-    """The inputs and results in whose memory a node's arguments lie, seen through views."""
+    """Return the inputs and results that hold the memory of a node's arguments, seen through views."""
     found: list[fx.Node] = []
     for source in node.all_input_nodes:
         found += _memory_of(source) if _is_view(source) else [source]

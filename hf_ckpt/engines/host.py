@@ -1,4 +1,4 @@
-"""Pinned host memory, and the streams that copy to and from it. `Mover` has both, for one installed plan."""
+"""Pinned host memory, and the streams that copy to and from it. A `Mover` has both, for one installed plan."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from hf_ckpt.units import format_bytes
 log = logging.getLogger("hf_ckpt.engines.offload")  # all warnings of the engine come from one logger
 
 LEAST_BYTES = 2**18
-"""Tensors that `selective` keeps are moved from this size on: every copy has a fixed cost, too."""
+"""The smallest tensor that `selective` moves, in bytes: every copy also has a fixed cost."""
 
 
 class Lane(Protocol):
     """Copies between one device and the host, one after another, while the device computes."""
 
     def out(self, tensor: torch.Tensor, host: torch.Tensor) -> Any:
-        """Start copying `tensor` into `host`; returns the copy, for `wait`. The caller holds `tensor` until then."""
+        """Start copying `tensor` into `host`. Returns the copy, for `wait`. The caller holds `tensor` until then."""
 
     def back(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Start copying `host` to the device; returns (tensor, copy). The tensor may be used after `wait(copy)`."""
+        """Start copying `host` to the device. Returns (tensor, copy). Use the tensor only after `wait(copy)`."""
 
     def wait(self, copy: Any) -> None:
-        """Have everything that is computed from here on come after that copy."""
+        """Make all later computation wait for the copy."""
 
     def drop(self, copy: Any) -> None:
-        """Called before a tensor of `back` is freed, since perhaps nobody has waited for its copy."""
+        """Called before a tensor of `back` is freed, because nobody may have waited for its copy."""
 
 
 class _Copy(NamedTuple):
@@ -42,7 +42,7 @@ class _Copy(NamedTuple):
     event: Any
     """Recorded on the copying stream at the end of the copy."""
     stream: Any
-    """The stream that computed when the copy was started, on which its target was allocated."""
+    """The computing stream when the copy was started. The target was allocated on it."""
     made: torch.Tensor | None
     """The target of a copy to the device; None for a copy to the host."""
 
@@ -50,9 +50,9 @@ class _Copy(NamedTuple):
 class StreamLane:
     """A `Lane` that copies on a stream of the accelerator.
 
-    `record_stream` is avoided where possible. The allocator takes memory that was recorded back only once the device
-    has come that far, and Python, which runs ahead of the device, would allocate new memory for every block. Instead
-    the stream that the memory belongs to waits for the copy before the memory is freed.
+    It avoids `record_stream` where possible. The allocator reuses recorded memory only once the device has reached that
+    point, and Python, which runs ahead of the device, would allocate new memory for every block. Instead the stream
+    that the memory belongs to waits for the copy before the memory is freed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class StreamLane:
 
     def back(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
         made = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self._device)
-        return made, self._begin(host, made, made)  # it waits for what the computing stream still does in that memory
+        return made, self._begin(host, made, made)  # waits until the computing stream is done with that memory
 
     def _begin(self, source: torch.Tensor, target: torch.Tensor, made: torch.Tensor | None) -> _Copy:
         computing = self._module.current_stream(self._device)
@@ -85,7 +85,7 @@ class StreamLane:
 
 
 def lane_of(device: torch.device) -> Lane | None:
-    """Make the lane of a device; None for one without streams: the CPU, or `mps`, which shares the host's memory."""
+    """Make the lane of a device; None for a device without streams: the CPU, or `mps`, which shares host memory."""
     if device.type in ("cpu", "meta") or not hasattr(torch.get_device_module(device), "Stream"):
         return None
     return StreamLane(device)
@@ -95,8 +95,8 @@ class Mover:
     """The pinned host memory of one installed plan, and the lanes that copy to and from it.
 
     Args:
-        limit_bytes: the most host memory to take, in bytes; None for no limit.
-        make_lane: makes the lane of a device, or returns None if nothing is to be moved from it; `lane_of` by default.
+        limit_bytes: the most host memory to allocate, in bytes; None for no limit.
+        make_lane: makes the lane of a device, or returns None to move nothing from it; `lane_of` by default.
     """
 
     def __init__(
@@ -105,21 +105,21 @@ class Mover:
         self.limit_bytes = limit_bytes
         self.least_bytes = LEAST_BYTES
         self.held_bytes = 0
-        """Bytes of host memory that were taken, rounded up to powers of two."""
-        self.lock = threading.RLock()  # buffers come back whenever a graph is freed, even in the middle of `take`
+        """Bytes of allocated host memory, rounded up to powers of two."""
+        self.lock = threading.RLock()  # freeing a graph returns buffers at any time, even in the middle of `take`
         self._make_lane = make_lane or lane_of
         self._lanes: dict[torch.device, Lane | None] = {}
         self._free: dict[tuple[Lane, int], list[torch.Tensor]] = {}
-        """Free buffers by lane and size. A free buffer may still be read from, and only copies of its own lane are sure
-        to come later than that."""
+        """Free buffers by lane and size. A free buffer may still be read, and only copies on its own lane are sure to
+        come later."""
         self._in_use = 0
         """Number of buffers that are not free."""
         self._can_pin = True
-        """Whether host memory could be pinned so far."""
+        """Whether pinning host memory has always worked so far."""
         self._last = _LastGroup()
 
     def lane(self, tensor: torch.Tensor) -> Lane | None:
-        """Return the lane of a tensor's device; None if nothing is moved from there, of which a warning tells once."""
+        """Return the lane of a tensor's device; None, with one warning, if nothing is moved from there."""
         device = tensor.device
         if device not in self._lanes:
             if compat.is_fake(tensor):
@@ -132,21 +132,21 @@ class Mover:
         return self._lanes[device]
 
     def follow(self, group: Any) -> weakref.ref[Any] | None:
-        """Note that a `moved.Group` moves its first tensor; returns the group that did so before it in this thread."""
+        """Record that a `moved.Group` moves its first tensor. Returns the previous such group of this thread."""
         before, self._last.group = self._last.group, weakref.ref(group)
         return before
 
     def end_of_block(self, group: Any) -> None:
-        """End the block of `group`, whose copies may still be under way, and wait for those of the block before."""
+        """End the block of `group`, whose copies may still be running, and wait for the copies of the previous block."""
         before, self._last.open = self._last.open, group
         if before is not None:
             before.close()
 
     def take(self, lane: Lane, size: int) -> torch.Tensor | None:
-        """Return a buffer of `size` bytes or more; None if that exceeds the limit, of which a warning tells once."""
+        """Return a buffer of at least `size` bytes; None, with one warning, if that exceeds the limit."""
         rounded = 1 << max(0, size - 1).bit_length()  # torch's pinned allocator rounds up to powers of two
         with self.lock:
-            free = self._free.setdefault((lane, rounded), [])  # so that `give` adds no key while others look
+            free = self._free.setdefault((lane, rounded), [])  # `give` must not add keys while others iterate
             buffer = free.pop() if free else self._new(rounded)
             if buffer is None:
                 buffer = self._larger(lane, rounded)
@@ -158,7 +158,7 @@ class Mover:
         return buffer
 
     def give(self, lane: Lane, buffer: torch.Tensor) -> None:
-        """Take back a buffer of `take` that is not needed any more."""
+        """Return a buffer of `take` that is no longer needed."""
         with self.lock:
             self._in_use -= 1
             self._free[lane, buffer.numel()].append(buffer)
@@ -177,7 +177,7 @@ class Mover:
         return self._free[lane, min(sizes)].pop() if sizes else None
 
     def _anew(self, size: int) -> torch.Tensor | None:
-        """Free all buffers, if none is in use, and allocate one of a new size: batches have become larger."""
+        """Free all buffers, if none is in use, and allocate one of a new size, because batches have become larger."""
         if self._in_use or self.limit_bytes is None or size > self.limit_bytes:
             return None
         for buffers in self._free.values():
@@ -205,12 +205,12 @@ class Mover:
 
 
 class _LastGroup(threading.local):
-    """What a thread has moved last."""
+    """The groups that a thread has used last."""
 
     group: weakref.ref[Any] | None = None
     """The last group that moved anything."""
     open: Any = None
-    """The group whose block has ended and whose copies have not been waited for."""
+    """The group whose block has ended but whose copies nobody has waited for."""
 
 
 def _tell_no_lane(device_type: str) -> None:

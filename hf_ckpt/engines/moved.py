@@ -1,7 +1,7 @@
-"""The tensors that one forward of a block has moved to host memory.
+"""The tensors that one forward of a block moves to host memory.
 
-A `Slot` is one such tensor, and a `Group` holds the slots of one forward. The buffers and the lane that they use belong
-to a `host.Mover`.
+A `Slot` is one such tensor, and a `Group` holds the slots of one forward. Their buffers and their lane belong to a
+`host.Mover`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ log = logging.getLogger("hf_ckpt.engines.offload")  # all warnings of the engine
 class Group:
     """The tensors that one forward of a block moves to host memory.
 
-    When backward fetches the first of them, the copies of the group before are started as well, one block ahead of
-    their use. `pack` and `unpack` are the saved-tensor hooks that move what a block saves.
+    When backward fetches the first of them, it also starts the copies of the previous group, one block ahead of their
+    use. `pack` and `unpack` are the saved-tensor hooks that move what a block saves.
 
     Args:
         mover: has the host memory.
@@ -49,10 +49,10 @@ class Group:
         self._input: torch.Tensor | None = hidden
         """The only input of the block that may be moved; None once the block has ended."""
         self._outer = compat.top_saved_tensor_hooks()
-        """The user's saved-tensor hooks around the model, if there are any."""
+        """The user's saved-tensor hooks around the model, if any."""
 
     def send(self, tensor: torch.Tensor) -> Slot | None:
-        """Start moving a tensor whose values lie side by side in memory; None if there is no host memory for it."""
+        """Start moving a tensor without gaps in memory; None if there is no host memory for it."""
         buffer = self.mover.take(self.lane, tensor.nbytes)
         if buffer is None:
             return None
@@ -65,16 +65,16 @@ class Group:
         return slot
 
     def close(self) -> None:
-        """End the forward of the block: from here on its tensors are in host memory only.
+        """End the forward of the block: from now on its tensors are only in host memory.
 
-        Raises `InPlaceError` if one of them was changed while it was copied.
+        Raises `InPlaceError` if one of them was changed during its copy.
         """
         self._raise_first([slot.leave_device() for slot in self._forget()])
 
     def close_late(self) -> None:
-        """End the forward of the block, but wait for its copies only at the end of the next one: some have just begun.
+        """End the forward of the block. Its last copies have just begun, so wait for them at the end of the next block.
 
-        Raises `InPlaceError` if one of the tensors was changed while it was copied.
+        Raises `InPlaceError` if one of the tensors was changed during its copy.
         """
         errors = [slot.changed() for slot in self._open]
         if any(errors):
@@ -89,36 +89,36 @@ class Group:
             raise error
 
     def abandon(self) -> None:
-        """Free the tensors of a block that has raised an error, or of which backward needs nothing."""
+        """Free the tensors of a block that raised an error, or that backward does not need."""
         for slot in self._forget():
             slot.leave_device()
 
     def _forget(self) -> list[Slot]:
-        """Take the slots whose tensors are still on the device, and let go of all tensors of the forward."""
+        """Return the slots whose tensors are still on the device, and forget all tensors of the forward."""
         opened, self._open = self._open, []
         self._by_storage.clear()
         self._input = None
         return opened
 
     def send_back(self) -> None:
-        """Start copying back all tensors that are not back yet, in the order in which backward needs them."""
+        """Start copying back all tensors that are still on the host, in the order in which backward needs them."""
         for found in reversed(self.slots):
             slot = found()
             if slot is not None:
                 slot.send_back()
 
     def send_back_before(self) -> None:
-        """Start copying back the tensors of the group before this one."""
+        """Start copying back the tensors of the previous group."""
         before = self._before() if self._before is not None else None
         if before is not None and before.lane is self.lane:
             before.send_back()
 
     @compat.untraced
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Saved-tensor hook: move a tensor that this block made, or its hidden states.
+        """Saved-tensor hook: move a tensor that this block computed, or its hidden states.
 
-        Everything else (masks, parameters, what several blocks share) stays. Where the user has saved-tensor hooks
-        around the model, they are given the tensor instead, and nothing is moved.
+        Everything else (masks, parameters, tensors that several blocks share) stays on the device. If the user has
+        saved-tensor hooks around the model, they get the tensor instead, and nothing is moved.
         """
         if self._outer is not None:
             _tell_hooks()
@@ -138,7 +138,7 @@ class Group:
         return _InSlot(slot, tensor.size(), tensor.stride(), tensor.storage_offset() - base.storage_offset())
 
     def _staying(self, tensor: torch.Tensor) -> Kept:
-        """Keep a tensor without its graph: a node that held its own result would not be freed without a backward."""
+        """Keep a tensor without its graph. A node that holds its own result would not be freed without a backward."""
         return Kept(tensor, self.block)
 
     def _is_wanted(self, tensor: torch.Tensor, base: torch.Tensor) -> bool:
@@ -154,7 +154,7 @@ class Group:
         )
 
     def _made_here(self, tensor: torch.Tensor) -> bool:
-        """Whether an operation of this block made the tensor. A cast parameter does not count: autocast shares it."""
+        """Whether this block computed the tensor. A cast parameter does not count: autocast shares it."""
         node = tensor.grad_fn
         if node is None or node._sequence_nr() < self.first:
             return False
@@ -163,7 +163,7 @@ class Group:
     @staticmethod
     @compat.untraced
     def unpack(packed: Any) -> torch.Tensor:
-        """Saved-tensor hook: return the tensor that `pack` was given. Raises `InPlaceError` if it was changed."""
+        """Saved-tensor hook: return the tensor that `pack` got. Raises `InPlaceError` if it was changed."""
         if isinstance(packed, Kept):
             return packed.value()
         if isinstance(packed, _ByUser):
@@ -176,24 +176,24 @@ class Group:
 
 
 class _InSlot(NamedTuple):
-    """Stands for a saved tensor: a view of the moved tensor in a slot."""
+    """Replaces a saved tensor: a view of the moved tensor in a slot."""
 
     slot: Slot
     size: torch.Size
     stride: tuple[int, ...]
     offset: Any
-    """Where the view begins, in elements from the beginning of the moved tensor."""
+    """Offset of the view in the moved tensor, in elements."""
 
 
 class _ByUser(NamedTuple):
-    """Stands for a saved tensor that was given to the user's hooks."""
+    """Replaces a saved tensor that the user's hooks packed."""
 
     packed: Any
     restore: Callable[[Any], torch.Tensor]
 
 
 class Slot:
-    """One tensor that is on its way to host memory, there, or on its way back."""
+    """One tensor on its way to host memory, there, or on its way back."""
 
     def __init__(self, group: Group, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
         self.group, self.buffer = group, buffer
@@ -201,17 +201,17 @@ class Slot:
         self.uses = 0
         """How often one backward fetches it, as counted by `Group.pack`; 0 if nobody counts, which means once."""
         self._left = 0
-        """How often the backward under way will fetch it still."""
+        """How often the current backward will still fetch it."""
         self._arriving: tuple[torch.Tensor, Any] | None = None
-        """(tensor, copy) once the copy back was started; else None."""
+        """(tensor, copy) once the copy back has started; else None."""
         flat = buffer[: tensor.nbytes].view(tensor.dtype)
         self.host = flat.as_strided(tensor.size(), tensor.stride())
         self._tensor: torch.Tensor | None = tensor
-        """The tensor on the device; None once its copy was waited for."""
+        """The tensor on the device; None after the wait for its copy."""
         self._copy = group.lane.out(tensor, self.host)
 
     def leave_device(self) -> InPlaceError | None:
-        """Wait for the copy and free the tensor. Returns the error to raise if it was changed while it was copied."""
+        """Wait for the copy and free the tensor. Returns the error to raise if it was changed during the copy."""
         tensor, self._tensor = self._tensor, None
         if tensor is None:
             return None
@@ -228,14 +228,14 @@ class Slot:
         return InPlaceError(self.group.block, tuple(tensor.shape), self.version, tensor._version)
 
     def send_back(self) -> None:
-        """Start copying the tensor back, unless it is there or on its way. The caller holds the mover's lock."""
+        """Start copying the tensor back, unless it is back or on its way. The caller holds the mover's lock."""
         if self._tensor is None and self._arriving is None:
             self._arriving = self.group.lane.back(self.host)
 
     def fetch(self) -> torch.Tensor:
-        """Return the tensor on its device, and start copying back the group before.
+        """Return the tensor on its device, and start copying back the previous group.
 
-        Raises `InPlaceError` if the tensor has not left the device yet and was changed there.
+        Raises `InPlaceError` if the tensor is still on the device and was changed there.
         """
         tensor = self._tensor
         if tensor is not None:  # its block has only just run
@@ -265,7 +265,7 @@ class Slot:
 
 
 def can_move(value: Any) -> TypeGuard[torch.Tensor]:
-    """Whether moving a value frees memory and gives the same tensor back. Leaves stay: autograd holds them anyway."""
+    """Whether moving a value frees memory and restores the same tensor. Leaves stay: autograd holds them anyway."""
     if type(value) is not torch.Tensor or not value.is_floating_point() or value.is_neg() or value.is_inference():
         return False
     base = value if value._base is None else value._base
@@ -278,7 +278,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the values of a tensor lie side by side in memory, in any order of its dimensions."""
+    """Whether the values of a tensor have no gaps in memory, in any order of its dimensions."""
     if tensor.is_contiguous():
         return True
     length = 1

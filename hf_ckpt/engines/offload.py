@@ -1,9 +1,9 @@
-"""`offload`: what a block keeps lies in pinned host memory between its forward and its backward.
+"""`offload`: move what a block keeps to pinned host memory between its forward and its backward.
 
-Copies run on a stream of their own: out while blocks compute, and back one block ahead of the backward. Hidden states
-exist from the beginning of a block, so its forward ends by making the computing stream wait for their copy, and their
-memory is free when the next block begins. Results that `selective` keeps are produced up to the end of a block, so
-their copies are waited for one block later. At no time are the copies of more than two blocks under way.
+Copies run on their own stream: to the host while blocks compute, and back one block ahead of the backward. Hidden states
+exist when a block begins. So at the end of the block's forward the computing stream waits for their copy, and their
+memory is free when the next block begins. Results that `selective` keeps are computed until the end of a block, so the
+computing stream waits for their copies one block later. Copies of at most two blocks run at any time.
 
 `OffloadRegion` moves the hidden states that `full` keeps. The saved-tensor hooks of `moved.Group` move the tensors that
 `selective` keeps. A `Mover` has the host memory and the streams of both. Without an accelerator nothing is moved.
@@ -25,7 +25,7 @@ from hf_ckpt.engines.region import Region, Request
 
 
 class EndOfStack:
-    """Forward hook of a module that runs a stack: no further block waits for the copies of the last one."""
+    """Forward hook of a module that runs a stack: wait for the copies of its last block, as no block follows."""
 
     def __init__(self, mover: Mover) -> None:
         self.mover = mover
@@ -46,12 +46,12 @@ class OffloadRegion(FullRegion):
         """Whether it is known what the block changes in place. If not, its first forward moves nothing."""
         self.moved_bytes = 0
         self._is_frozen = False
-        """Whether the last output needed no gradient, so that nothing was kept and there is nothing to move."""
+        """Whether the last output required no gradient, so that there was nothing to keep or move."""
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward; `args[0]` are the hidden states, [batch, tokens, hidden size].
 
-        Raises `InPlaceError` if the block changes hidden states while they are copied, and `GraphCaptureError` if
+        Raises `InPlaceError` if the block changes hidden states during their copy, and `GraphCaptureError` if
         random state is preserved while a CUDA graph is captured.
         """
         if not torch.is_grad_enabled() or compat.is_compiling():
@@ -74,11 +74,11 @@ class OffloadRegion(FullRegion):
         return output
 
     def state_for(self, fn: Callable[..., Any]) -> ForwardState:
-        """Note the state of the block, as `full` does."""
+        """Record the state of the block, as `full` does."""
         return super().state_for(fn.fn if isinstance(fn, _WithMoved) else fn)
 
     def _open_group(self, args: tuple[Any, ...]) -> Group | None:
-        """Make a group for the hidden states; None if they are not to be moved."""
+        """Make a group for the hidden states; None if they are not moved."""
         hidden = args[0] if args else None
         if self.changes_input or not (self.known or self.changes_input is False):
             return None
@@ -96,14 +96,14 @@ class OffloadRegion(FullRegion):
 
 
 def make(request: Request) -> Region:
-    """The engine of `offload`: `full` for the last block of a stack, whose backward comes at once."""
+    """The engine of `offload`. The last block of a stack gets `full`, because its backward comes first."""
     if request.mover is None:
         return FullRegion(request.block, **request.options)
     return OffloadRegion(request.block, request.mover, known=request.known, **request.options)
 
 
 class _WithMoved:
-    """A block's forward, which takes its hidden states from host memory when it is recomputed."""
+    """A block's forward, which fetches its hidden states from host memory when it is recomputed."""
 
     def __init__(self, fn: Callable[..., Any], hidden: torch.Tensor, slot: Slot) -> None:
         self.fn, self.slot = fn, slot

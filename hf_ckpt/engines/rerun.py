@@ -1,8 +1,8 @@
-"""The watch, where a block hides what its backward is given: compare its result and its gradient with a second run.
+"""The watch for blocks that hide what their backward gets: compare their outputs and gradients with a second run.
 
-A compiled block keeps and recomputes inside its graph, and feed-forwards in chunks are differentiated as they run. Here
-the block runs once more, in backward, as plain code; what it returns, and the gradient of its input, may differ from
-the first run by rounding only.
+A compiled block keeps and recomputes tensors inside its graph, and feed-forwards in chunks are differentiated as they
+run. For such blocks, the watch runs the block again in backward, as plain code. Its outputs and the gradient of its
+input may differ from the first run only by rounding.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from hf_ckpt.engines.differences import has_graph, share_of_difference
 from hf_ckpt.engines.watch import Check
 
 Report = Callable[[torch.Tensor, torch.Tensor], None]
-"""Called with the gradient of some tokens as plain code computes it, and as chunks have."""
+"""Called with the gradient of some tokens, as plain code computes it and as chunks compute it."""
 
 ROUNDING, ROUNDING_16 = 1e-4, 5e-2
-"""What results and gradients may differ by, in float32 and in 16-bit types, as the norm of the difference over the
-norm; a 16-bit result is as far from the exact one as that of plain code."""
+"""Tolerated difference of results and gradients, in float32 and in 16-bit types: the norm of the difference over the
+norm. In 16 bits, plain code deviates from the exact result by as much."""
 MOST_HIDDEN = 48
-"""Bytes that a plain block holds at most, in sizes of its hidden states."""
+"""The most bytes that a plain block holds, in multiples of the size of its hidden states."""
 
 
 class Rerun(Check):
     """The check of one forward of a block by a second run; see `Check` for the arguments."""
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run `function(fn, *args)` for `fn`, the block's own forward; `args[0]` are the hidden states."""
+        """Run `function(fn, *args)`, where `fn` is the block's own forward and `args[0]` are the hidden states."""
         self.put_back(self)
         if not self.is_first_call():
             return self.function(fn, *args)
@@ -53,15 +53,15 @@ class Rerun(Check):
             self.done(self)
             return self.function(fn, *args)
         autocast = {kind: compat.autocast_dtype(kind) for kind in {"cpu", compat.accelerator_type() or "cpu"}}
-        given = hidden.clone()  # its gradient is that of this block alone
+        given = hidden.clone()  # its gradient comes from this block alone
         output = self.function(fn, given, *args[1:])
         if not getattr(self.function, "in_graph", False):
-            return output  # it has run as plain code, because it does not compile, or carries hooks
+            return output  # it ran as plain code, because it does not compile or has hooks
         values = {place: value.detach() for place, value in enumerate(compat.tree_leaves(output)) if has_graph(value)}
         arrived: dict[int, torch.Tensor] = {}
 
         def arrives(place: int, gradient: torch.Tensor | None) -> None:
-            if gradient is not None:  # it is, where the loss does not depend on this result
+            if gradient is not None:  # it is None if the loss does not depend on this result
                 arrived[place] = gradient.detach()
 
         for place in values:
@@ -81,7 +81,7 @@ class Rerun(Check):
                     around.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
                 plain = given.detach().requires_grad_()
                 again = compat.tree_leaves(fn(plain, *args[1:]))
-                if not state.may_have_moved():  # a graph draws others than plain code
+                if not state.may_have_moved():  # a graph draws other numbers than plain code
                     outputs = [again[place] for place in arrived]
                     (expected,) = torch.autograd.grad(outputs, plain, list(arrived.values()))
                     for place in arrived:
@@ -103,12 +103,12 @@ class Rerun(Check):
 
 
 def beyond_rounding(expected: torch.Tensor, found: torch.Tensor) -> float | None:
-    """Return the norm of the difference over the norm of `expected`; None where rounding explains it."""
+    """Return the norm of the difference over the norm of `expected`; None if rounding explains it."""
     share = share_of_difference(expected, found)
     small = expected.element_size() < 4 or compat.autocast_is_on()
     return share if share > (ROUNDING_16 if small else ROUNDING) else None
 
 
 def across_chunks(rows: int, chunk: int, most: int = 64) -> slice:
-    """Return some of so many rows, around the border between the first two chunks."""
+    """Return up to `most` of `rows` rows, around the border between the first two chunks."""
     return slice(max(0, chunk - most // 2), min(rows, chunk + most // 2))

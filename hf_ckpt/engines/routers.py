@@ -1,9 +1,10 @@
 """Mixtures of experts: a recomputed block sends every token to the experts that its forward chose.
 
 A router chooses the experts with the largest scores (`topk`). Scores may tie, or differ in the last bit between two
-runs, for example if a kernel adds in arbitrary order. A recomputation would then choose other experts: its tensors would
-have other shapes, or gradients would go to experts that never saw the token. So hf_ckpt keeps the indices of the first
-forward, one byte each for up to 256 experts, and returns them again. Values are the recomputed scores at those indices.
+runs, for example if a kernel adds in arbitrary order. A recomputation would then choose other experts: its tensors
+would have other shapes, or gradients would go to experts that never saw the token. So hf_ckpt keeps the indices of the
+first forward, one byte each for up to 256 experts, and returns them again. Values are the recomputed scores at those
+indices.
 
 Hooks on the routers intercept calls of `topk` and nothing else. Blocks without a router have no hooks.
 """

@@ -1,8 +1,8 @@
 """`full` over several neighbouring blocks: keep the input of the first one, and recompute all of them in backward.
 
-The model runs its blocks one by one, so a segment is opened at its first block and closed at its last, or wherever the
-stack ends before that. What each block was given is noted. In backward they run again one after another, each on the
-output of the one before. Chen et al., 2016, https://arxiv.org/abs/1604.06174
+The model runs its blocks one by one, so a segment opens at its first block and closes at its last, or at the end of the
+stack. It records the arguments of each block. Backward runs the blocks again one after another, each on the output of
+the previous one. Chen et al., 2016, https://arxiv.org/abs/1604.06174
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SegmentRegion(FullRegion):
         self.segment = segment
 
     def told_of_parameters(self, stay: bool, owner: str) -> None:
-        """Raise `HfCkptError` unless all parameters lie on their device throughout a step (`stay`)."""
+        """Raise `HfCkptError` unless parameters stay on their device, unsharded, throughout a step (`stay`)."""
         if not stay:
             raise HfCkptError(
                 f"`segments` recompute several blocks of {owner} at once, but its parameters are sharded or moved "
@@ -46,7 +46,7 @@ class SegmentRegion(FullRegion):
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, as a part of its segment.
 
-        Raises `HfCkptError` if the block is not given what the one before it returned, and `GraphCaptureError` if
+        Raises `HfCkptError` if the block's input is not the output of the previous block, and `GraphCaptureError` if
         random state is preserved while a CUDA graph is captured.
         """
         if not torch.is_grad_enabled() or compat.is_compiling():  # compiled blocks are recomputed one by one
@@ -67,14 +67,14 @@ class SegmentRegion(FullRegion):
         except BaseException:
             run.abandon()
             raise
-        # Below the first trainable parameter nothing is saved, so there is nothing to run again for.
+        # Below the first trainable parameter nothing is saved, so there is nothing to recompute.
         if self.block == self.segment.blocks[-1] or not needs_gradient(output):
             run.close()
         return output
 
 
 def make(request: Request) -> Region:
-    """The engine of `full`: for a block by itself or, if its action names a segment, together with its neighbours."""
+    """The engine of `full`, for a block by itself or, if its action names a segment, together with its neighbours."""
     if request.segment is None:
         return FullRegion(request.block, **request.options)
     return SegmentRegion(request.block, request.segment, **request.options)
@@ -83,7 +83,7 @@ def make(request: Request) -> Region:
 def hooks(regions: Collection[Region], found: FoundBlocks, owners: Sequence[nn.Module]) -> Iterator[Hook]:
     """Yield hooks on the modules that run the stacks, so that no segment stays open beyond its stack.
 
-    Beside them there are hooks on the routers of all blocks that are run again as a whole.
+    Also yield hooks on the routers of all blocks that are recomputed as a whole.
     """
     segments = {region.segment for region in regions if isinstance(region, SegmentRegion)}
     for owner in owners if segments else ():
@@ -109,9 +109,9 @@ class StartOfStack:
 
 
 def end_of_stack(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Forward hook of a module that runs a stack: its last blocks may have been skipped, or one has raised an error.
+    """Forward hook of a module that runs a stack: close a segment that is still open, or abandon it after an error.
 
-    Closes a segment that is still open, or abandons it if there was an error.
+    The last blocks of the stack may have been skipped, or one may have raised an error.
     """
     run = _open.run
     if run is not None and not compat.is_compiling():
@@ -122,23 +122,23 @@ def end_of_stack(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 class _Made:
-    """Stands for a tensor that an earlier block of the segment returned."""
+    """Replaces a tensor that an earlier block of the segment returned."""
 
     def __init__(self, call: int, place: int) -> None:
         self.call = call
         """Number of the block's call within the segment."""
         self.place = place
-        """Place of the tensor among the leaves of that call's output."""
+        """Index of the tensor among the leaves of that call's output."""
 
 
 class _Call:
-    """One call of a block, as it is to be repeated in backward."""
+    """One call of a block, to repeat in backward."""
 
     def __init__(self, region: SegmentRegion, fn: Callable[..., Any], given: Any, state: ForwardState) -> None:
         self.region = region
         self.fn = fn
         self.given = given
-        """(positional, keyword arguments), with `_Made` in the place of tensors that earlier blocks returned."""
+        """(positional, keyword arguments), with `_Made` in place of tensors that earlier blocks returned."""
         self.state = state
 
 
@@ -149,12 +149,12 @@ class _Run:
         self.segment = first.segment
         self.calls: list[_Call] = []
         self.made: dict[int, tuple[weakref.ref[torch.Tensor], _Made]] = {}
-        """Outputs so far, by id, while the segment is open. Ids are used again, so each comes with its tensor."""
+        """Outputs so far, by id, while the segment is open. Ids are reused, so each comes with its tensor."""
         self.frame: Generator[None, None, None] | None = compat.checkpoint_frame(
             self.again, args, determinism_check=first.determinism_check
         )
         self._resume: Callable[[], None] | None = None
-        """Goes on with the segment; None while one of its blocks runs."""
+        """Resumes the segment; None while one of its blocks runs."""
         next(self.frame)
 
     def suspend(self) -> None:
@@ -162,15 +162,15 @@ class _Run:
         self._resume = compat.suspend_saved_tensor_hooks()
 
     def resume(self) -> None:
-        """Go on with the segment, if it was left."""
+        """Resume the segment, if it was left."""
         resume, self._resume = self._resume, None
         if resume is not None:
             resume()
 
     def call(self, region: SegmentRegion, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a block, and note how to run it again.
+        """Run a block, and record how to run it again.
 
-        Raises `HfCkptError` if the block is not given what the one before it returned.
+        Raises `HfCkptError` if the block's input is not the output of the previous block.
         """
         keywords: dict[str, Any] = {}
         bare = fn
@@ -187,7 +187,7 @@ class _Run:
         hidden = (_hidden_states(args, keywords),)
         versions = versions_of(hidden)
         output = call.state.run(fn, args)
-        if not number:  # the others are recomputed from what the ones before return then
+        if not number:  # the others are recomputed from recomputed outputs
             region.refuse_changes(hidden, versions, output)
         for place, value in enumerate(compat.tree_leaves(output)):
             if isinstance(value, torch.Tensor):
@@ -196,12 +196,12 @@ class _Run:
         return output
 
     def _by_origin(self, value: Any) -> Any:
-        """`_Made` for a tensor that an earlier block returned, and any other value as it is."""
+        """Return `_Made` for a tensor that an earlier block returned, and any other value as it is."""
         found = self.made.get(id(value))
         return found[1] if found is not None and found[0]() is value else value
 
     def again(self, *args: Any) -> None:
-        """Run all blocks once more, for backward. `args` are the arguments of the first one."""
+        """Recompute all blocks for backward. `args` are the arguments of the first one."""
         outputs: list[list[Any]] = []
 
         def fetch(value: Any) -> Any:
@@ -215,14 +215,14 @@ class _Run:
                 outputs.append(compat.tree_leaves(call.fn(*(positional if outputs else args), **keywords)))
 
     def close(self) -> None:
-        """End the segment: from here on it can be recomputed in backward."""
+        """End the segment: from now on it can be recomputed in backward."""
         frame = self._forget()
         if frame is not None:
             with contextlib.suppress(StopIteration):
                 next(frame)
 
     def abandon(self) -> None:
-        """Give the segment up, because a block raised an error."""
+        """Discard the segment, because a block raised an error."""
         frame = self._forget()
         if frame is not None:
             frame.close()
@@ -237,7 +237,7 @@ class _Run:
 
 
 def _hidden_states(args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """Return the first argument of a block; blocks may be given their hidden states by keyword."""
+    """Return the first argument of a block; hidden states may be passed by keyword."""
     return args[0] if args else next(iter(keywords.values()), None)
 
 

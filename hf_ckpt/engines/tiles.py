@@ -1,14 +1,14 @@
 """The feed-forward in chunks of tokens: its intermediate results never exist for the whole sequence.
 
-A feed-forward works on each token by itself. So its forward runs chunk by chunk without a graph, and only its input
-stays. In backward each chunk runs again and is differentiated at once. Gradients of the weights add up chunk by chunk
-in one tensor each, so that they agree with those of the whole up to rounding. Prior work: Arctic Long Sequence Training
+A feed-forward treats each token independently. So its forward runs chunk by chunk without a graph, and only its input
+is kept. Backward runs each chunk again and differentiates it at once. The gradient of each weight is summed over chunks
+in one tensor, so it equals the gradient without chunks up to rounding. Prior work: Arctic Long Sequence Training
 (Bekman et al., 2025, https://arxiv.org/abs/2506.13996) and the tiled MLP of Liger Kernel.
 
-The input is kept before the first chunk runs. Where the block is recomputed (`full`), torch stops the recomputation as
-soon as it has all that backward needs, which is there unless something behind the feed-forward keeps its output. So no
-feed-forward is run three times. The last product of a feed-forward, whose result backward does not need, is run again
-with the others of its chunk; a plain recomputation stops before it.
+The input is saved before the first chunk runs. If the block is recomputed (`full`), torch stops the recomputation once
+it has everything that backward needs. That is before the first chunk, unless something after the feed-forward saves its
+output, so no feed-forward runs three times. Backward does not need the result of a feed-forward's last product. A plain
+recomputation stops before it, but a chunk runs it again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from hf_ckpt.engines.rerun import Report, across_chunks
 
 AUTO_PIECES = 8
 AUTO_LEAST, AUTO_MOST_FROZEN, AUTO_MOST = 512, 2048, 4096
-"""Chunks of `auto`, in tokens: an eighth of the batch, which leaves intermediate results smaller than the block's other
-tensors, but enough to keep a device busy, and not more than that takes. Each chunk of trained weights reads and writes
-their whole gradients, so those chunks may be larger."""
+"""Chunks of `auto`, in tokens: an eighth of the batch, which makes intermediate results smaller than the block's other
+tensors, with a minimum that keeps a device busy and a maximum. Each chunk of trained weights reads and writes their
+whole gradients, so those chunks may be larger."""
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 """The plain feed-forward: [..., tokens, hidden size] -> the same shape."""
@@ -39,15 +39,15 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 
 standing_for: contextvars.ContextVar[Callable[[int], contextlib.AbstractContextManager[None]] | None]
 standing_for = contextvars.ContextVar("hf_ckpt: one chunk stands for many", default=None)
-"""Set by traces on fake tensors, where the chunks between the first and the last are all alike: makes a context in
-which one of them is run in the place of so many."""
+"""Set by traces on fake tensors, where all chunks between the first and the last are alike: makes a context in which
+one chunk runs in place of the given number of chunks."""
 
 
 def tokens_per_tile(asked: int | str, tokens: int, *, trained: bool) -> int:
-    """Return how many tokens the feed-forward takes at a time.
+    """Return the number of tokens in a chunk of the feed-forward.
 
     Args:
-        asked: that number, or `auto`.
+        asked: the number that the user set, or `auto`.
         tokens: number of tokens of the batch.
         trained: whether its weights are trained, and not only those of adapters.
     """
@@ -58,23 +58,23 @@ def tokens_per_tile(asked: int | str, tokens: int, *, trained: bool) -> int:
 
 
 def mostly_trained(parts: Iterable[nn.Module]) -> bool:
-    """Whether most of the weights of these modules are trained, which they are not where adapters are."""
+    """Whether most of the weights of these modules are trained, which is not the case with adapters."""
     sizes = [(parameter.numel(), parameter.requires_grad) for part in parts for parameter in part.parameters()]
     return 2 * sum(size for size, trained in sizes if trained) > sum(size for size, _ in sizes)
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a hook that is not one of hf_ckpt is called whenever this module is, or its gradients come."""
+    """Whether a module has forward or backward hooks that do not belong to hf_ckpt."""
     boxes = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     hooks = (hook for box in boxes if box for hook in box.values())
     return any(not str(getattr(hook, "__module__", "")).startswith("hf_ckpt.") for hook in hooks)
 
 
 class Tiles:
-    """One call of a feed-forward in chunks, and what is needed to run each chunk again.
+    """One call of a feed-forward in chunks, with what is needed to run each chunk again.
 
     Args:
-        state: of the module that owns the feed-forward.
+        state: the state of the module that owns the feed-forward.
         parts: the modules that compute it.
         run: the plain feed-forward.
         tokens: number of tokens a chunk.
@@ -93,7 +93,7 @@ class Tiles:
         self.input: Any = None
         """The node that keeps the input."""
         self.report: Report | None = None
-        """Told of the gradient of some tokens, if the watch checks this call."""
+        """Called with the gradient of some tokens, if the watch checks this call."""
 
     def chunks(self, rows: int) -> Iterator[slice]:
         """Yield the rows of each chunk; one empty chunk if there are no rows."""
@@ -108,7 +108,7 @@ class Tiles:
         yield found[-1]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run all chunks, without a graph, and return the output [..., tokens, hidden size]."""
+        """Run all chunks without a graph, and return the output [..., tokens, hidden size]."""
         self.device_type = hidden.device.type
         self.autocast_dtype = compat.autocast_dtype(self.device_type)
         with torch.no_grad(), autocast(self.device_type, self.autocast_dtype):
@@ -134,7 +134,7 @@ class Tiles:
         Args:
             hidden: the input of the forward.
             gradient: the gradient of its output.
-            wants_input: whether the gradient of the input is wanted.
+            wants_input: whether to compute the gradient of the input.
 
         Returns the gradient of the input, and that of each of `parameters`; None for one without.
         """
@@ -148,13 +148,13 @@ class Tiles:
                     torch.autograd.backward(made, down[:, chunk])
                 if found is not None:
                     found[:, chunk] = 0.0 if given.grad is None else given.grad
-                del given, made  # or the next chunk would run beside them
+                del given, made  # free them before the next chunk runs
         return None if found is None else found.view(hidden.shape), [stand_in.grad for stand_in in stand_ins]
 
     def compare(self, hidden: torch.Tensor, gradient: torch.Tensor, found: torch.Tensor) -> None:
-        """Report the gradient of some tokens as plain code computes it, beside `found`, that of all.
+        """Compute the gradient of some tokens by plain code, and report it with theirs in `found`.
 
-        Not where random numbers are drawn: chunks draw their own.
+        Nothing is reported if random numbers are drawn, because chunks draw different ones.
         """
         report, self.report = self.report, None
         rows = _as_rows(hidden)
@@ -169,10 +169,10 @@ class Tiles:
 
     @contextlib.contextmanager
     def _as_in_forward(self) -> Iterator[list[nn.Parameter]]:
-        """Make the context for running chunks again, with gradients on and with the draws of the forward.
+        """Make the context to run chunks again, with gradients on and with the random numbers of the forward.
 
-        Other parameters with the same values stand in for the trained ones, so that torch adds up their gradients in
-        place, chunk by chunk, and hooks of the real ones see only the sum. Yields these parameters.
+        Stand-in parameters with the same values replace the trained ones, so that torch sums their gradients in place,
+        chunk by chunk, and hooks of the real parameters see only the sum. Yields the stand-ins.
         """
         with contextlib.ExitStack() as around:
             around.enter_context(self.state.again())
@@ -185,20 +185,20 @@ class Tiles:
             for box in self.boxes:
                 lend(box, contents[id(box)], around)
             around.enter_context(torch.enable_grad())
-            # Weights are cast once for all chunks; inside another autocast, the casts would stay until that one ends.
+            # Cast weights once for all chunks; inside another autocast, the casts would be held until that one ends.
             dtype, alone = self.autocast_dtype, not compat.autocast_is_on()
             around.enter_context(torch.autocast(self.device_type, dtype, dtype is not None, cache_enabled=alone))
             yield [stand_ins[number] for number in range(len(self.parameters))]
 
 
 def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of all sequences as those of one: [1, tokens, hidden size]."""
+    """Return the tokens of all sequences as one sequence: [1, tokens, hidden size]."""
     return tensor.reshape(1, -1, tensor.shape[-1])
 
 
 def tiled(tiles: Tiles, hidden: torch.Tensor) -> torch.Tensor:
-    """Run a feed-forward in chunks on hidden states [..., tokens, hidden size]; returns what the plain one would."""
-    if not (tiles.parameters or hidden.requires_grad):  # frozen, as all before it: nothing is kept
+    """Run a feed-forward in chunks on hidden states [..., tokens, hidden size]. Returns the output of the plain one."""
+    if not (tiles.parameters or hidden.requires_grad):  # it and everything before it is frozen: keep nothing
         return tiles.forward(hidden)
     token = torch.empty(0, device=hidden.device, requires_grad=True)
     kept = _Input.apply(token, hidden)  # type: ignore[no-untyped-call]
@@ -208,7 +208,7 @@ def tiled(tiles: Tiles, hidden: torch.Tensor) -> torch.Tensor:
 
 
 class _Input(torch.autograd.Function):
-    """Keeps the input of a feed-forward, before it is run. What it returns ties it to the graph, and is empty."""
+    """Saves the input of a feed-forward before it runs. Its empty output connects it to the graph."""
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""The head and its loss in chunks of tokens, so that the logits of the whole batch never exist."""
+"""The head and its loss in chunks of tokens: the logits of the whole batch never exist."""

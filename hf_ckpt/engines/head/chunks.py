@@ -1,4 +1,4 @@
-"""Forward and backward of the head, and of what is done with its logits, a few tokens at a time."""
+"""Forward and backward of the head, and of operations on its logits, a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_ckpt.engines.rerun import Report, across_chunks
 from hf_ckpt.errors import DoubleBackwardError, HfCkptError
 
 RowOperation = Callable[[torch.Tensor], torch.Tensor]
-"""An operation on logits [tokens, vocabulary] that works on each row by itself."""
+"""An operation on logits [tokens, vocabulary] that treats each row independently."""
 
 
 class Source:
@@ -35,23 +35,23 @@ class Source:
         self.tokens = tokens
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.versions = [(p, version_of(p)) for p in module.parameters()]
-        """All parameters, and how often each had been changed in place at the call."""
+        """All parameters, with their in-place versions at the call."""
         self.report: Report | None = None
-        """Told of the gradient of some tokens, if the watch checks this call."""
+        """Called with the gradient of some tokens, if the watch checks this call."""
         self.taken = False
-        """Whether a result was made from the logits whose graph they are no part of, so that their gradient is lost."""
+        """Whether a result was computed from the logits without them in its graph, so that their gradient is lost."""
         self.linear = _plain_projection(module)
         """The head, if it is a plain linear layer."""
         self.device_type = like.device.type
         self.autocast_dtype = compat.autocast_dtype(self.device_type)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the plain head on `hidden`, under the autocast that it was called under."""
+        """Run the plain head on `hidden`, under the autocast of its call."""
         with autocast(self.device_type, self.autocast_dtype):
             return self.run(hidden)
 
     def check(self) -> None:
-        """Raise `HfCkptError` if a parameter of the head was changed since it was called."""
+        """Raise `HfCkptError` if a parameter of the head has changed since its call."""
         if any(version_of(parameter) != version for parameter, version in self.versions):
             raise HfCkptError(
                 "logits of a training forward were asked for after the parameters of the head had changed (by an "
@@ -61,7 +61,7 @@ class Source:
 
 
 def _plain_projection(module: nn.Module) -> nn.Linear | None:
-    """Return the module if it is a linear layer that is neither reparametrised nor quantised; else None."""
+    """Return the module if it is a linear layer without reparametrisation or quantisation; else None."""
     if type(module) is not nn.Linear or {name for name, _ in module.named_parameters()} - {"weight", "bias"}:
         return None
     plain = isinstance(module._parameters.get("weight"), nn.Parameter) and type(module.weight.data) is torch.Tensor
@@ -69,9 +69,9 @@ def _plain_projection(module: nn.Module) -> nn.Linear | None:
 
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Make a context with autocast to `dtype` on this type of device; None for autocast off.
+    """Make a context with autocast to `dtype` on this type of device; None turns autocast off.
 
-    Casts of weights are cached only where gradients are recorded: others would have no gradient when used later.
+    Casts of weights are cached only while gradients are recorded: others would have no gradient when used later.
     """
     return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=torch.is_grad_enabled())
 
@@ -80,7 +80,7 @@ def differentiable_once(key: str) -> Callable[[Callable[..., Any]], Callable[...
     """Decorate the backward of an autograd Function that returns gradients without a graph.
 
     It raises `DoubleBackwardError` under `create_graph=True`, which turns gradients on inside a backward. torch's own
-    `once_differentiable` lets that pass in silence where the incoming gradient is a constant, as that of a loss is. The
+    `once_differentiable` raises nothing if the incoming gradient is a constant, such as that of a loss. The returned
     gradients then count as constants, too, and second derivatives are wrong.
 
     Args:
@@ -100,25 +100,25 @@ def differentiable_once(key: str) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor, or what it is a view of, was changed in place; 0 for inference tensors."""
+    """Return the in-place version of a tensor, which its views share; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def applied(operations: Sequence[RowOperation], values: torch.Tensor) -> torch.Tensor:
-    """Return what the operations, one after another, make of `values`."""
+    """Apply the operations to `values`, one after another."""
     for operation in operations:
         values = operation(values)
     return values
 
 
 class Job:
-    """What is done with the logits of each chunk.
+    """The work on the logits of each chunk.
 
     Args:
-        source: the call of the head that makes them.
-        operations: what is done with each row first.
-        work: what is done then: (logits, rows of `beside`) -> a row of results for each token.
-        beside: one row for each token, such as its label; None without any.
+        source: the call of the head that computes them.
+        operations: operations on each row, which come first.
+        work: the function to call then: (logits, rows of `beside`) -> a row of results for each token.
+        beside: one row for each token, such as its label; None if there is none.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Job:
         self.result: torch.dtype | None = None
         """Type of the results; None before the first chunk."""
         self.needs_scale = source.dtype == torch.float16
-        """Whether gradients can be taken only once the scale of the loss is known: in float16 they would underflow."""
+        """Whether to compute gradients only once the scale of the loss is known: in float16 they would underflow."""
 
     def chunks(self, rows: int) -> Iterator[slice]:
         """Yield the rows of each chunk; one empty chunk if there are no rows."""
@@ -144,14 +144,14 @@ class Job:
             yield slice(start, min(start + self.source.tokens, rows))
 
     def of(self, logits: torch.Tensor, chunk: slice) -> torch.Tensor:
-        """Do the work on the logits of one chunk, under the autocast that it was asked for under."""
+        """Do the work on the logits of one chunk, under the autocast of the user's call."""
         with autocast(self.source.device_type, self.autocast_dtype):
             found = self.work(applied(self.operations, logits), None if self.beside is None else self.beside[chunk])
         self.result = found.dtype
         return found
 
     def compare(self, hidden: torch.Tensor, gradient: torch.Tensor, found: torch.Tensor | None) -> None:
-        """Report the gradient of some tokens as plain code computes it, beside `found`, that of all.
+        """Compute the gradient of some tokens by plain code, and report it with theirs in `found`.
 
         Args:
             hidden: the head's input, [tokens, hidden size].
@@ -167,14 +167,14 @@ class Job:
             result = self.of(self.source.logits(given), some)
         down = gradient[some] if gradient.dim() else gradient.to(result.dtype).expand_as(result)
         (expected,) = torch.autograd.grad(result, given, down)
-        with autocast(self.source.device_type, self.source.autocast_dtype):  # how far rounding may go depends on it
+        with autocast(self.source.device_type, self.source.autocast_dtype):  # the tolerance for rounding depends on it
             report(expected, found[some])
 
 
 class Gradients:
-    """Gradients of the head's input and parameters, the latter summed over chunks, in float32 at least.
+    """Gradients of the head's input and parameters, the latter summed over chunks in at least float32.
 
-    Raises `HfCkptError` if a parameter was changed since the head was called.
+    Raises `HfCkptError` if a parameter has changed since the head was called.
     """
 
     def __init__(self, job: Job, hidden: torch.Tensor, wants_input: bool) -> None:
@@ -184,18 +184,18 @@ class Gradients:
         self.sums: dict[int, torch.Tensor] = {}
         """Gradients by number of the parameter in `Source.parameters`."""
         self.weights: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        """(weight, bias) of a plain linear layer, in the type that it computes in; None for other heads."""
+        """(weight, bias) of a plain linear layer, in its computing type; None for other heads."""
         linear = job.source.linear
         if linear is not None:
             dtype = job.source.autocast_dtype or linear.weight.dtype
             self.weights = linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
 
     def add(self, rows: torch.Tensor, chunk: slice, gradient: torch.Tensor | None) -> torch.Tensor:
-        """Run a chunk and add its gradients; returns the results of its rows.
+        """Run a chunk and add its gradients. Returns the results of its rows.
 
         Args:
             rows: the head's input for the chunk, [tokens, hidden size].
-            chunk: the place of these rows among all rows.
+            chunk: the position of these rows among all rows.
             gradient: the gradient of the results: one number for all of them, or one for each; None for 1.
         """
         source = self.job.source
@@ -226,7 +226,7 @@ class Gradients:
         return result.detach()
 
     def _through(self, rows: torch.Tensor, chunk: slice, gradient: torch.Tensor) -> None:
-        """Backward through a plain linear layer; the gradient of its weight is summed in place."""
+        """Run backward through a plain linear layer, and sum the gradient of its weight in place."""
         linear, weights = self.job.source.linear, self.weights
         assert linear is not None
         assert weights is not None
@@ -252,16 +252,16 @@ class Gradients:
             self.sums[number] = value.float() if value.dtype.itemsize < 4 else value
 
     def done(self) -> None:
-        """End the sums: no more chunks come, so the weights in the computing type are let go."""
+        """Free the weights in the computing type, after the last chunk."""
         self.weights = None
 
     def of_parameters(self) -> list[torch.Tensor | None]:
-        """Return the gradient of each of `Source.parameters`, in their order; None for one without."""
+        """Return the gradient of each of `Source.parameters`, in order; None for one without."""
         return [self.sums.get(number) for number in range(len(self.job.source.parameters))]
 
 
 def _scaled(gradient: torch.Tensor | None, by: torch.Tensor, wanted: torch.dtype) -> torch.Tensor | None:
-    """Return `gradient * by` in type `wanted`: in place if it has that type already, and else made piece by piece."""
+    """Return `gradient * by` in type `wanted`: in place if it has that type already, else computed piece by piece."""
     if gradient is None:
         return None
     if gradient.dtype == wanted:
@@ -279,7 +279,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[slice]:
 
 
 class Total(torch.autograd.Function):
-    """The sum of the losses of all rows, in float32 at least. Gradients are taken while each chunk exists."""
+    """The sum of the losses of all rows, in at least float32. Gradients are computed while each chunk exists."""
 
     @staticmethod
     def forward(ctx: Any, job: Job, hidden: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -295,7 +295,7 @@ class Total(torch.autograd.Function):
     @differentiable_once("head")
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, *parameters = ctx.saved_tensors
-        # If no token has a label, the mean is 0 / 0, so its gradient is no number. The plain head's is 0 then.
+        # If no token has a label, the mean is 0 / 0, so its gradient is NaN. The plain head's is 0 then.
         gradient = torch.where(gradient.isfinite(), gradient, 0.0) if not len(hidden) else gradient
         gradients, ctx.gradients = ctx.gradients, None
         scale = gradient

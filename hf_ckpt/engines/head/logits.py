@@ -1,13 +1,13 @@
 """The head in chunks: logits of the whole batch never exist.
 
-The head returns `Logits`, a tensor that knows its shape and how its values are computed. A loss turns each token's row
-of logits into one number, so the functions that do this (`cross_entropy`, and `gather`, `sum` and `logsumexp` over the
-vocabulary) work through a few tokens at a time, by the rules in `rules.py`, which are those that the losses of
-transformers and TRL need. Any other function computes all values, once, with the plain head and its ordinary graph.
+The head returns `Logits`, a tensor that knows its shape and how to compute its values. A loss turns each token's row of
+logits into one number. The functions that do this (`cross_entropy`, and `gather`, `sum` and `logsumexp` over the
+vocabulary) process a few tokens at a time. `rules.py` has their rules, which cover the losses of transformers and TRL.
+Any other function computes all values, once, with the plain head and its ordinary graph.
 
-If the loss ends in one number, the gradients of each chunk are taken while the chunk exists and scaled in backward, so
-that no product is computed twice (Hsu et al., 2024, https://arxiv.org/abs/2410.10989). Otherwise chunks are recomputed
-in backward.
+If the loss ends in one number, the gradients of each chunk are computed while the chunk exists and scaled in backward,
+so no product is computed twice (Hsu et al., 2024, https://arxiv.org/abs/2410.10989). Otherwise backward recomputes the
+chunks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hf_ckpt.logs import warn_once
 log = logging.getLogger(__name__)
 
 RULES: dict[Any, Callable[..., Any]] = {}
-"""Function, as `__torch_function__` receives it -> its rule; `rules.py` fills it."""
+"""Function, as `__torch_function__` receives it -> its rule. `rules.py` fills it."""
 _GETTERS = (
     *("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "is_leaf", "layout", "output_nr", "names"),
     *("is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mps", "is_xpu"),
@@ -56,11 +56,11 @@ DESCRIBING = frozenset(
 )
 """Functions and attributes that need a tensor's shape, type, device or graph, but no values."""
 WATCHING = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
-"""Functions by which a user watches the gradient of a tensor."""
+"""Functions with which a user watches the gradient of a tensor."""
 
 
 def is_alias(func: Any, logits: Logits, args: Any) -> bool:
-    """Whether an operation only makes an alias of its input, as autograd does where a function returns its input."""
+    """Whether an operation only makes an alias of its input, as autograd does if a function returns its input."""
     aten = torch.ops.aten
     return func in (aten.detach.default, aten.alias.default) or (
         func is aten.view.default and list(args[1]) == list(logits.shape)
@@ -69,7 +69,7 @@ def is_alias(func: Any, logits: Logits, args: Any) -> bool:
 
 def name_of(func: Any) -> str:
     """Return the name of a function, or of the attribute that it reads."""
-    of = func.__self__ if getattr(func, "__name__", "") == "__get__" else func  # as `torch.Tensor.data.__get__`
+    of = func.__self__ if getattr(func, "__name__", "") == "__get__" else func  # such as `torch.Tensor.data.__get__`
     return str(getattr(of, "__name__", func))
 
 
@@ -79,26 +79,26 @@ def _signature(rule: Callable[..., Any]) -> inspect.Signature:
 
 
 def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what the rule of a function makes of its arguments; `NotImplemented` without a rule that takes them."""
+    """Apply the rule of a function to its arguments. Returns `NotImplemented` if no rule accepts them."""
     rule = RULES.get(func)
     if rule is None:
         return NotImplemented
     try:
         _signature(rule).bind(func, *args, **kwargs)
-    except TypeError:  # a keyword that the rule has under another name, or not at all
+    except TypeError:  # a keyword that the rule does not have
         return NotImplemented
     return rule(func, *args, **kwargs)
 
 
 class Alias:
-    """Logits that would share memory if they were plain ones, so that changing one in place would change the others."""
+    """Logits that would share memory if they were plain, so that changing one in place would change the others."""
 
     def __init__(self) -> None:
         self.made: list[tuple[weakref.ref[torch.Tensor], int]] = []
-        """Values that were computed, and how often each had been changed in place then."""
+        """Computed values, with their in-place versions at that time."""
 
     def add(self, values: torch.Tensor) -> None:
-        """Note values that were computed just now."""
+        """Record values that were just computed."""
         self.made.append((weakref.ref(values), version_of(values)))
 
     def check(self, own: torch.Tensor | None) -> None:
@@ -113,9 +113,9 @@ class Alias:
 
 
 class Logits(torch.Tensor):
-    """Logits that are not computed yet, perhaps with some operations done on each token's row, such as a cast.
+    """Logits that are not computed yet, possibly with operations on each token's row, such as a cast.
 
-    Shape [..., vocabulary]. In autograd's graph they stand where plain logits would.
+    Shape [..., vocabulary]. They have the place of plain logits in autograd's graph.
     """
 
     source: Source
@@ -123,15 +123,15 @@ class Logits(torch.Tensor):
     hidden: torch.Tensor
     """The head's input for these tokens, [..., hidden size]."""
     version: int
-    """How often `hidden` had been changed in place when they were made."""
+    """The in-place version of `hidden` when they were made."""
     operations: tuple[RowOperation, ...]
-    """What is done with each row after the head, in this order."""
+    """The operations on each row after the head, in order."""
     alias: Alias
     """The logits that would share memory with these."""
     node: Any
     """Their `grad_fn` when they were made; None without a graph."""
     computed: torch.Tensor | None
-    """All values, once something needed them; else None."""
+    """All values, once something has needed them; else None."""
 
     @staticmethod
     def __new__(
@@ -157,19 +157,19 @@ class Logits(torch.Tensor):
         return min(self.source.tokens, self.shape[:-1].numel()) * self.shape[-1] * self.element_size()
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        """Return what the gradient of a result of these logits goes to: hidden states and parameters of the head."""
+        """Return the tensors that get gradients from these logits: hidden states and parameters of the head."""
         if self.node is None or not torch.is_grad_enabled():
             return (self.hidden.detach(),)
         self.source.taken = True
         return (self.hidden, *self.source.parameters)
 
     def in_its_place(self) -> bool:
-        """Whether gradients go straight to `hidden`, not first through an autograd function that was put between."""
+        """Whether gradients go straight to `hidden`, without another autograd function in between."""
         with compat.without_torch_function():
             return self.grad_fn is self.node
 
     def check(self) -> None:
-        """Raise `HfCkptError` if the values would no longer be those of plain logits, because something has changed."""
+        """Raise `HfCkptError` if something has changed so that the values would differ from those of plain logits."""
         self.alias.check(self.computed)
         if self.computed is None:
             self.source.check()
@@ -177,7 +177,7 @@ class Logits(torch.Tensor):
                 raise HfCkptError('the input of the chunked head was changed in place after it. Use "head": "full".')
 
     def values(self) -> torch.Tensor:
-        """Return all values, which the plain head computes at the first call, with its ordinary graph.
+        """Return all values. The plain head computes them at the first call, with its ordinary graph.
 
         Raises `HfCkptError` if something has changed since the head was called; see `check`.
         """
@@ -192,7 +192,7 @@ class Logits(torch.Tensor):
         return self.computed
 
     def bare_values(self) -> torch.Tensor:
-        """Return all values without a graph, for where none can be made. Raises `HfCkptError` as `values` does."""
+        """Return all values without a graph. Raises `HfCkptError` as `values` does."""
         self.check()
         return self._compute() if self.computed is None else self.computed.detach()
 
@@ -200,14 +200,14 @@ class Logits(torch.Tensor):
         return applied(self.operations, self.source.logits(self.hidden))
 
     def derived(self, hidden: torch.Tensor, *operations: RowOperation, copied: bool = False) -> Logits:
-        """Make logits of other tokens (`hidden`), or with more operations done on each row.
+        """Make logits of other tokens (`hidden`), or with more operations on each row.
 
-        `copied` says whether plain logits would then have memory of their own.
+        `copied` says whether plain logits would then have their own memory.
         """
         chain = (*self.operations, *operations)
         empty = self._no_tokens(operations)
         alias = Alias() if copied else self.alias
-        self.inputs()  # notes that something was made from these logits
+        self.inputs()  # records that these logits were used
         return lazily(self.source, hidden, chain, empty, alias, graph=self.node is not None)
 
     def without_graph(self) -> Logits:
@@ -215,7 +215,7 @@ class Logits(torch.Tensor):
         return lazily(self.source, self.hidden, self.operations, self._no_tokens(()), self.alias, graph=False)
 
     def _no_tokens(self, operations: Sequence[RowOperation]) -> torch.Tensor:
-        """Return what the operations make of a batch without tokens, for its type, device and last dimension."""
+        """Apply the operations to a batch without tokens, to get the type, device and last dimension."""
         with torch.no_grad():
             empty = torch.empty(0, self.shape[-1], dtype=self.dtype, device=self.device)
             return applied(operations, empty)
@@ -242,7 +242,7 @@ class Logits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # Only what bypasses `__torch_function__` comes here: autograd's own functions, C++. The graph is known already.
+        # Only calls that bypass `__torch_function__` come here: autograd's own functions, C++. The graph already exists.
         first = args[0] if args else None
         with torch.no_grad():
             if isinstance(first, Logits) and first.computed is None and is_alias(func, first, args):
@@ -253,7 +253,7 @@ class Logits(torch.Tensor):
 
 
 class _Attached(torch.autograd.Function):
-    """Gives computed values the place in the graph that their logits have."""
+    """Gives computed values the place of their logits in the graph."""
 
     @staticmethod
     def forward(ctx: Any, logits: Logits, values: torch.Tensor) -> torch.Tensor:
@@ -265,7 +265,7 @@ class _Attached(torch.autograd.Function):
 
 
 def _on_real_ones(func: Any, args: Any, kwargs: Any, values: Callable[[Logits], torch.Tensor]) -> Any:
-    """Call `func` with `values(logits)` in the place of all logits among its arguments."""
+    """Call `func` with `values(logits)` in place of all logits among its arguments."""
 
     def real(value: Any) -> Any:
         if isinstance(value, Logits):
@@ -297,7 +297,7 @@ def lazily(
     *,
     graph: bool = True,
 ) -> Logits:
-    """Make `Logits` that stand in the graph where plain ones would; in none without `graph`, or under `no_grad`."""
+    """Make `Logits` with the graph of plain logits; without one if `graph` is false, or under `no_grad`."""
     if not (graph and torch.is_grad_enabled()):
         return Logits(source, hidden.detach(), operations, like, alias)
     made: Logits = _Promise.apply(source, operations, like, alias, hidden, *source.parameters)  # type: ignore[no-untyped-call]
@@ -306,7 +306,7 @@ def lazily(
 
 
 class _Promise(torch.autograd.Function):
-    """Gives `Logits` their place in the graph. Its backward serves what uses them past `__torch_function__`."""
+    """Gives `Logits` their place in the graph. Its backward serves uses that bypass `__torch_function__`."""
 
     @staticmethod
     def forward(

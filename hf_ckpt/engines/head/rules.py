@@ -1,7 +1,7 @@
-"""How torch's functions act on logits that are not computed yet: a rule in `logits.RULES` for each such function.
+"""How torch's functions act on logits that are not computed yet: `logits.RULES` has a rule for each such function.
 
-A rule is called as `rule(func, logits, *args, **kwargs)` in place of `func(logits, *args, **kwargs)`. It returns what
-`func` would return without making all values of the logits, or `NotImplemented` for arguments with which it cannot.
+`rule(func, logits, *args, **kwargs)` replaces `func(logits, *args, **kwargs)`. It returns what `func` would return,
+without computing all logits, or `NotImplemented` if it cannot do so with these arguments.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _flattened(func: Any, logits: Logits, start_dim: int = 0, end_dim: int = -1)
 
 
 def _indexed(func: Any, logits: Logits, index: Any) -> Any:
-    """Indexing that selects tokens, and takes the whole vocabulary of each."""
+    """Indexing that selects tokens, with the whole vocabulary of each."""
     parts = index if isinstance(index, tuple) else (index,)
     plain = [part for part in parts if not isinstance(part, torch.Tensor)]
     if not all(type(part) in (int, slice, type(Ellipsis)) for part in plain):
@@ -72,7 +72,7 @@ def _same(func: Any, logits: Logits) -> Any:
 
 
 def _cloned(func: Any, logits: Logits) -> Any:
-    """`clone`, as DDP does with what a model returns: the same logits, which share no memory with these."""
+    """`clone`, which DDP applies to a model's outputs: the same logits, which share no memory with these."""
     return logits.derived(logits.hidden, copied=True)
 
 
@@ -82,7 +82,7 @@ def _detached(func: Any, logits: Logits) -> Logits:
 
 
 def _pointwise(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Casts, scaling, capping: what is done to each value by itself, or with one number for each word (BART's bias)."""
+    """Casts, scaling, capping: operations on each value by itself, or with one number for each word (BART's bias)."""
     args = tuple(_row_for_all(value, logits) for value in args) if func not in _CASTING else args
     if any(value is None for value in args) or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
         return NotImplemented
@@ -98,9 +98,9 @@ def _pointwise(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _row_for_all(value: Any, logits: Logits) -> Any:
-    """Return an operand as it can be used with any chunk of tokens; None if it cannot.
+    """Return an operand in a form that works with any chunk of tokens; None if there is none.
 
-    A tensor can if it is one number, or a row with one number for each word, and needs no gradient. It is copied.
+    A tensor works if it is one number, or a row with one number for each word, and requires no gradient. It is copied.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -166,7 +166,7 @@ def _loss(
 
 def _labelled(hidden: torch.Tensor, target: torch.Tensor, ignore: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Return hidden states, labels and number of the tokens that have a label: others add nothing to the loss."""
-    if compat.is_fake(target):  # without values: as if all but a few had a label, the most that can be taken out
+    if compat.is_fake(target):  # without values: select all tokens, the most that can be selected
         places = torch.arange(len(target), device=target.device)
         return hidden.index_select(0, places), target.index_select(0, places), len(target)
     if compat.is_capturing():  # the graph is used again, with other labels
@@ -180,7 +180,7 @@ def _labelled(hidden: torch.Tensor, target: torch.Tensor, ignore: int) -> tuple[
 
 
 def _gathered(func: Any, logits: Logits, dim: int, index: torch.Tensor, **kwargs: Any) -> Any:
-    """`gather` of some words' values for each token."""
+    """`gather` of the values of some words for each token."""
     if kwargs or dim not in (-1, logits.dim() - 1) or index.shape[:-1] != logits.shape[:-1]:
         return NotImplemented
     return _row_by_row(logits, lambda values, places: values.gather(-1, places), index)
@@ -197,7 +197,7 @@ def _reduced(
 
 
 def _row_by_row(logits: Logits, work: Callable[..., torch.Tensor], beside: torch.Tensor | None) -> torch.Tensor:
-    """Return what `work(values, beside)` makes of each token's values, usually one number, with a graph."""
+    """Return the results of `work(values, beside)` for each token, usually one number, with a graph."""
     lead = logits.shape[:-1]
     hidden, *parameters = logits.inputs()
     hidden = hidden.reshape(-1, hidden.shape[-1])
