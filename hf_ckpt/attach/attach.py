@@ -1,9 +1,9 @@
-"""Putting plans on one model and taking them off.
+"""Enable and disable plans on one model.
 
-`attach` leaves a small record and callable hooks on the base PreTrainedModel. The hooks put the plan on the blocks at
-every enable call (`put_on`) and take it off at every disable call (`take_off`). Where an enable call or a batch needs
-another plan, they ask the record's decider for it. All that is put on a model pickles, is copied with it by `deepcopy`,
-and comes off again with `detach`.
+`attach` puts a small record and callable hooks on the base PreTrainedModel. The hooks enable the plan at every enable
+call (`put_on`) and disable it at every disable call (`take_off`). If an enable call or a batch needs another plan, they
+get it from the record's decider. Everything on the model can be pickled, is copied by `deepcopy`, and is removed by
+`detach`.
 """
 
 from __future__ import annotations
@@ -75,29 +75,29 @@ from hf_ckpt.spec.spec import Spec
 log = logging.getLogger(__name__)
 
 _INPUT_GRADIENT_NAMES = ("enable_input_require_grads", "disable_input_require_grads")
-"""Methods of PreTrainedModel that put the embedding hook on and take it off; see `_drop_input_gradients`."""
+"""Methods of PreTrainedModel that add and remove the embedding hook; see `_drop_input_gradients`."""
 
 
 def attach(model: nn.Module | FoundBlocks, spec: Spec, plan: Plan, decider: Decider | None = None) -> Installation:
     """Make `plan` the one that a model's enable calls apply, and return the model's record.
 
-    Where checkpointing was on already, the plan takes over at once; otherwise nothing is enabled yet. A model inside
-    this one that had a plan of its own loses it.
+    If checkpointing is already on, the plan takes effect at once; otherwise nothing is enabled yet. A model inside this
+    one loses its own plan.
 
     Args:
-        model: a PreTrainedModel, plain or wrapped by PEFT, DDP or torch.compile; or what `find_blocks` found in it.
-        spec: what was asked for.
+        model: a PreTrainedModel, plain or wrapped by PEFT, DDP or torch.compile; or what `find_blocks` returned for it.
+        spec: the user's spec.
         plan: one action for every block of the model.
-        decider: asked for the plan at enable calls, and for batches under `budget` and `auto`. It is used only where
-            the model has no record yet.
+        decider: returns the plan at enable calls, and for batches under `budget` and `auto`. It is used only if the
+            model has no record yet.
 
-    Raises `OwnerConflictError` where the blocks belong to a larger model whose plan is enabled, and `NoBlocksError`
-    where `find_blocks` does.
+    Raises `OwnerConflictError` if the blocks belong to a larger model whose plan is enabled, and `NoBlocksError` as
+    `find_blocks` does.
     """
     found = model if isinstance(model, FoundBlocks) else find_blocks(model)
     record = installation(found.base)
     refuse_parts(found)
-    # Blocks have one owner: an inner model that was enabled by itself gives way.
+    # Blocks have one owner: an inner model that was enabled by itself loses its plan.
     inner = [module for module in found.base.modules() if module is not found.base and RECORD in vars(module)]
     was_on = any(vars(module)[RECORD].enabled for module in inner)
     for module in inner:
@@ -114,7 +114,7 @@ def attach(model: nn.Module | FoundBlocks, spec: Spec, plan: Plan, decider: Deci
 
 
 def _first_record(found: FoundBlocks, spec: Spec, plan: Plan, decider: Decider | None) -> Installation:
-    """Put a record, and hooks in place of the enable and disable methods, on a model that has none."""
+    """Put a record on a model that has none, and replace its enable and disable methods by hooks."""
     if found.family == GENERIC:
         log.warning(
             "%s is of no known family; %d checkpointable blocks found, used as family `generic`.",
@@ -131,9 +131,9 @@ def _first_record(found: FoundBlocks, spec: Spec, plan: Plan, decider: Decider |
 
 
 def detach(model: nn.Module) -> None:
-    """Take everything off a model: attributes, hooks and flags are exactly as before `attach`.
+    """Remove everything from a model: attributes, hooks and flags are exactly as before `attach`.
 
-    A model on which nothing lies is left alone.
+    Without a record on the model, do nothing.
     """
     base = base_model(model)
     record = installation(base)
@@ -167,7 +167,7 @@ def describe(model: nn.Module) -> Description:
 
 
 def description(model: nn.Module, found: FoundBlocks, record: Installation) -> Description:
-    """Return the plan of a record and what it has done so far."""
+    """Return the plan of a record, with counts of what it has done so far."""
     planned = record.plan.active()
     regions = record.regions.values()
     return Description(
@@ -203,10 +203,10 @@ def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def put_check(kind: type[Check], module: nn.Module, block: str, **options: Any) -> Check:
-    """Have the next forward of a block checked by a kind of `engines.watch.Check`, which the options are for.
+    """Check the next forward of a block with a kind of `engines.watch.Check`, made with these options.
 
-    The block must carry a checkpointing function, of hf_ckpt or of anything else. It gets it back when that forward
-    begins.
+    The block must have a checkpointing function, of hf_ckpt or of anything else. The check restores it when that
+    forward begins.
     """
     function = getattr(module, FUNCTION)
     before = vars(module).get(FUNCTION, Absent.ABSENT)
@@ -224,16 +224,16 @@ def put_check(kind: type[Check], module: nn.Module, block: str, **options: Any) 
 
 
 def end_watch(record: Installation) -> None:
-    """Check nothing from now on: a step has run out of memory, so there is no room for checks."""
+    """Stop all checks: a step has run out of memory, so there is no room for them."""
     if record.watch is not None:
         record.watch.stop()
     record.unchecked = True
 
 
 def lost_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of planned blocks that no longer carry their function, because other code set their flags.
+    """Return the names of planned blocks that no longer have their function, because other code set their flags.
 
-    Where no plan is enabled there are none. Raises `OwnerConflictError` where torch's checkpoint wrapper has been put
+    Without an enabled plan there are none. Raises `OwnerConflictError` if torch's checkpoint wrapper has been put
     around a block since.
     """
     record = installation(model)
@@ -275,12 +275,12 @@ def paused(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decider | None = None) -> Iterator[None]:
-    """Enable a plan inside the `with` block; afterwards the model, its installation and its counts are as before.
+    """Enable a plan inside the `with` block, and restore the model, its installation and its counts afterwards.
 
     Args:
         model: as for `attach`.
         plan: one action for every block of the model.
-        spec: what the plan was made from; None where it was given as it is.
+        spec: the spec of the plan; None if the plan was passed as an object.
         decider: as for `attach`.
 
     Raises what `attach` raises, before anything changes.
@@ -290,7 +290,7 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decid
     before = dataclasses.replace(record) if record is not None else None
     trying = attach(found, Spec(plan=GIVEN_PLAN) if spec is None else spec, plan, decider)
     trying.planned, trying.unchecked = None, True
-    adopt(found, trying, trying.spec, trying.plan)  # the trial counts for itself, from 0
+    adopt(found, trying, trying.spec, trying.plan)  # the trial has its own counts, from 0
     try:
         put_on(found, trying)
         yield
@@ -307,7 +307,7 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decid
 
 
 def driven_by_the_whole(found: FoundBlocks) -> bool:
-    """Return whether the blocks carry functions of hf_ckpt that belong to a larger model, which this one is part of."""
+    """Return whether the blocks have functions of hf_ckpt that belong to a larger model, which contains this one."""
     records: list[Installation] = [vars(module)[RECORD] for module in found.base.modules() if RECORD in vars(module)]
     owned = {id(region) for record in records for region in record.regions.values()}
     functions = [function_of(module) for module in found.modules.values()]
@@ -315,7 +315,7 @@ def driven_by_the_whole(found: FoundBlocks) -> bool:
 
 
 def refuse_parts(found: FoundBlocks) -> None:
-    """Raise `OwnerConflictError` where the blocks belong to a larger model whose plan is enabled."""
+    """Raise `OwnerConflictError` if the blocks belong to a larger model whose plan is enabled."""
     if driven_by_the_whole(found):
         raise OwnerConflictError(
             f"{found.model} is part (or a copy of a part) of a larger model whose plan is enabled on the same blocks; "
@@ -324,9 +324,9 @@ def refuse_parts(found: FoundBlocks) -> None:
 
 
 def adopt(found: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> None:
-    """Make `plan` the one that the record will put on next, with new functions that count from 0.
+    """Make `plan` the one that the record will enable next, with new functions that count from 0.
 
-    A plan that is on the blocks now is taken off first.
+    First disable the current plan, if it is enabled.
     """
     if record.enabled:
         take_off(found.base, record)
@@ -341,7 +341,7 @@ def adopt(found: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> N
 
 
 def watch_optimizers(base: nn.Module, record: Installation) -> None:
-    """Remember every optimizer that steps from now on, until `forget_optimizers` or until the model is gone."""
+    """Record every optimizer that steps from now on, until `forget_optimizers` or until the model is gone."""
     if record.optimizer_watch is None:
         record.optimizer_watch = weakref.finalize(base, compat.remember_optimizers_that_step().remove)
 
@@ -354,7 +354,7 @@ def forget_optimizers(record: Installation) -> None:
 
 
 def pause_session(record: Installation) -> None:
-    """End what the session of a record measures now, if it has one."""
+    """End the current measurement of a record's session, if it has one."""
     if record.session is not None:
         record.session.stop(record)
 
@@ -366,26 +366,26 @@ def forget_session(record: Installation) -> None:
 
 
 def exchange(base: nn.Module, record: Installation, plan: Plan, planned: Any = None) -> None:
-    """Put another plan of the same spec on in the middle of a training; functions that there are go on counting.
+    """Switch to another plan of the same spec during training. Existing functions keep their counts.
 
-    Where only functions on blocks differ, these are exchanged, and no hook changes.
+    If only functions on blocks differ, exchange these and leave the hooks alone.
 
     Args:
         base: the model.
-        record: what hf_ckpt keeps on it.
-        plan: the plan to put on. One with the same actions only takes the place of the present one in the record.
-        planned: what a session notes beside it; see `Installation.planned`.
+        record: the record on it.
+        plan: the plan to switch to. If it has the same actions, only the record changes.
+        planned: what a session records with it; see `Installation.planned`.
     """
     if planned is not None:
         record.planned = planned
     if record.enabled and plan == record.plan:
-        record.plan = plan  # with what it is predicted to cost
+        record.plan = plan  # for its predicted costs
         return
     regions = record.functions.of(plan)
     chunks = (plan.head, plan.mlp) == (record.plan.head, record.plan.mlp)
     same = record.enabled and chunks and record.hooked.issuperset(regions.values())
     if not same:
-        take_off(base, record)  # by the plan that is on
+        take_off(base, record)  # by the current plan
     before, record.plan, record.regions = record.regions, plan, regions
     record.heads.in_graph = record.tiles.in_graph = False
     record.functions.active = bool(regions)
@@ -398,7 +398,7 @@ def exchange(base: nn.Module, record: Installation, plan: Plan, planned: Any = N
 
 
 def _switch(module: nn.Module, region: Region | None, before: Mapping[str, Any]) -> None:
-    """Let a block call `region`; without one, let it run as it did before the installation, but never checkpointed."""
+    """Let a block call `region`; without one, restore its state before the installation, but never checkpointed."""
     if region is None:
         switch_off(module, before)
     else:
@@ -406,7 +406,7 @@ def _switch(module: nn.Module, region: Region | None, before: Mapping[str, Any])
 
 
 def put_on(found: FoundBlocks, record: Installation) -> None:
-    """Enable the record's plan: put functions and flags on the blocks, and register the hooks that engines need."""
+    """Enable the record's plan: set functions and flags on the blocks, and register the hooks that engines need."""
     base = found.base
     if record.enabled:
         take_off(base, record)
@@ -422,7 +422,7 @@ def put_on(found: FoundBlocks, record: Installation) -> None:
     if record.plan.mlp != "full":
         _put_on_tiles(found, record)
     _put_on_parts(found)
-    if made or record.spec.is_planned:  # a plan may come when a cache is made already
+    if made or record.spec.is_planned:  # a plan may come after a cache was made
         _put_on_caches(found, record)
     if made:
         _drop_input_gradients(base, record)
@@ -437,7 +437,7 @@ def put_on(found: FoundBlocks, record: Installation) -> None:
 
 
 def _put_on_caches(found: FoundBlocks, record: Installation) -> None:
-    """Keep caches from what runs the stacks, and from the models around it, which may make them."""
+    """Keep caches away from the modules that run the stacks, and from the models around them, which may make caches."""
     owners, outermost, functions = set(found.owners), record.outermost, record.functions
     for module in found.base.modules():
         hook: CacheHook | None = None
@@ -453,10 +453,10 @@ def _put_on_caches(found: FoundBlocks, record: Installation) -> None:
 
 
 def _put_on_batch_hooks(found: FoundBlocks, record: Installation) -> None:
-    """Let the session, under `budget` and `auto`, and the watch see every training batch.
+    """Show every training batch to the session, under `budget` and `auto`, and to the watch.
 
-    The hook goes on the model, which sees the inputs of all stacks at once, and also on what runs each stack, because
-    PEFT calls the model's `forward` method directly, past its hooks.
+    The hook is on the model, which sees the inputs of all stacks at once. It is also on each module that runs a stack,
+    because PEFT calls the model's `forward` method directly, past its hooks.
     """
     for module, stack in found.runners():
         hook = BatchHook(found.base, stack)
@@ -471,13 +471,13 @@ def _always_after(module: nn.Module, hook: Callable[..., Any]) -> Any:
 
 
 def take_off(base: compat.PreTrainedModel, record: Installation) -> None:
-    """Disable the record's plan. The record, and the hooks in place of the enable and disable methods, stay."""
+    """Disable the record's plan. The record, and the hooks that replace the enable and disable methods, remain."""
     for name, module in carriers(base).items():
         switch_off(module, record.before.get(name, {}))
     for handle in record.handles:
         handle.remove()
     record.handles = []
-    for module in base.modules():  # not only the head as it is now: adapters may have wrapped it since
+    for module in base.modules():  # not only the current head: adapters may have wrapped it since
         for name in [key for key, value in vars(module).items() if isinstance(value, (HeadForward, TiledForward))]:
             del vars(module)[name]
         for name in compat.ENABLE_NAMES:
@@ -494,7 +494,7 @@ def take_off(base: compat.PreTrainedModel, record: Installation) -> None:
 
 
 def _put_on_parts(found: FoundBlocks) -> None:
-    """Let models inside this one that hold blocks of it leave the plan alone when they are enabled by themselves."""
+    """Protect the plan when models inside this one, which hold some of its blocks, are enabled by themselves."""
     blocks = set(found.modules.values())
     for part in found.base.modules():
         inner = isinstance(part, compat.PreTrainedModel) and part is not found.base
@@ -503,7 +503,7 @@ def _put_on_parts(found: FoundBlocks) -> None:
 
 
 def _put_on_head(found: FoundBlocks, record: Installation) -> None:
-    """Let the head run in chunks, or warn why it cannot."""
+    """Make the head run in chunks, or warn why it cannot."""
     base = found.base
     head = vocabulary_head(base)
     if head is None:
@@ -517,7 +517,7 @@ def _put_on_head(found: FoundBlocks, record: Installation) -> None:
 
 
 def _put_on_tiles(found: FoundBlocks, record: Installation) -> None:
-    """Let the feed-forward of every block run in chunks, or warn why one cannot."""
+    """Make the feed-forward of every block run in chunks, or warn why one cannot."""
     keeps_draws = record.spec.preserve_rng_state
     for found_one in feed_forwards(found):
         owner, (name, method, _) = found_one.owner, found_one.where
@@ -530,7 +530,7 @@ def _put_on_tiles(found: FoundBlocks, record: Installation) -> None:
 
 
 def _drop_input_gradients(base: compat.PreTrainedModel, record: Installation) -> None:
-    """Take off the hook that makes the embeddings' output require gradients, and keep PEFT and TRL from adding it.
+    """Remove the hook that makes the embeddings' output require gradients, and keep PEFT and TRL from adding it.
 
     The hook exists for reentrant checkpointing. Non-reentrant checkpointing needs no input that requires gradients, and
     the hook makes frozen blocks below the first adapter save, recompute and run backward.
@@ -538,7 +538,7 @@ def _drop_input_gradients(base: compat.PreTrainedModel, record: Installation) ->
     """
     for module in base.modules():
         found = [key for key, hook in module._forward_hooks.items() if compat.makes_inputs_require_gradients(hook)]
-        for key in found:  # not by handle: a second enable call loses the handle of the first
+        for key in found:  # not by handle: a second enable call loses the first one's handle
             del module._forward_hooks[key]
         record.input_gradient_hooks = max(record.input_gradient_hooks, len(found))
     for name in _INPUT_GRADIENT_NAMES:
@@ -558,7 +558,7 @@ class EnableHook(ModelHook):
         *,
         activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Enable the plan, or another one where the keyword arguments ask for it.
+        """Enable the plan, or another one if the arguments ask for it.
 
         Args:
             gradient_checkpointing_kwargs: keys of a spec. Keys that choose blocks or a policy replace the plan; None,
@@ -567,8 +567,8 @@ class EnableHook(ModelHook):
             offload: transformers' own option, read as the key of the spec with this name.
             activation_checkpointing_kwargs: the new name of `gradient_checkpointing_kwargs`.
 
-        Raises `SpecError` for keys that are refused, and `OwnerConflictError` where accelerate's FSDP plugin is set to
-        checkpoint as well.
+        Raises `SpecError` for invalid keys, and `OwnerConflictError` if accelerate's FSDP plugin is also set to
+        checkpoint.
         """
         asked = gradient_checkpointing_kwargs or activation_checkpointing_kwargs or {}
         if not isinstance(asked, Mapping):
@@ -581,7 +581,7 @@ class EnableHook(ModelHook):
         base = self.base
         record = installation(base)
         assert record is not None, "the hook outlived its record"
-        # transformers takes these two out of the kwargs and passes them beside.
+        # transformers takes these two out of the kwargs and passes them separately.
         asked = {"every_n_layers": every_n_layers, "offload": offload, **asked}
         found = find_blocks(base)
         decided = None if record.decider is None else record.decider.asked(found, record, asked)
@@ -594,7 +594,7 @@ class EnableHook(ModelHook):
 
 
 def _tell(base: nn.Module, record: Installation) -> None:
-    """Log what a model got, once for each plan. A plan that is made for a batch is logged when it is made."""
+    """Log a model's plan, once for each plan. A plan for a batch is logged when it is made."""
     if record.told == (record.spec, record.plan):
         return
     spec, plan = record.told = record.spec, record.plan
@@ -606,7 +606,7 @@ class DisableHook(ModelHook):
     """`model.gradient_checkpointing_disable` and `model.activation_checkpointing_disable` of an installed model."""
 
     def __call__(self) -> None:
-        """Take the plan off the blocks. The record keeps it, so that an enable call puts it on again."""
+        """Disable the plan. The record keeps it, so that an enable call can enable it again."""
         record = installation(self.base)
         assert record is not None, "the hook outlived its record"
         pause_session(record)
@@ -614,10 +614,10 @@ class DisableHook(ModelHook):
 
 
 class BatchHook(ModelHook):
-    """Forward pre-hook on the model and on what runs each of its stacks, for the session and for the watch.
+    """Forward pre-hook on the model and on the modules that run its stacks, for the session and the watch.
 
-    Both see every training batch before it is run. The session, which there is under `budget` and `auto`, may put
-    another plan on for it; the watch may have a block checked. Of forwards inside each other they see the outermost.
+    Both see every training batch before it runs. The session (under `budget` and `auto`) may switch to another plan for
+    it; the watch may check a block. Of nested forwards they see only the outermost.
     """
 
     def __init__(self, base: nn.Module, stack: str | None) -> None:
@@ -625,9 +625,9 @@ class BatchHook(ModelHook):
         self.stack = stack
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Tell the session and the watch of a training forward.
+        """Report a training forward to the session and the watch.
 
-        Returns the inputs as the hooks of the new plan leave them, or None where the plan stays.
+        Returns the inputs as changed by the hooks of the new plan, or None if the hooks on the model are the same.
         """
         if compat.is_compiling():
             return None
@@ -652,7 +652,7 @@ class BatchHook(ModelHook):
             record.watch.on_forward(base, record, module)
         if record.handles is handles:
             return None
-        # torch goes on with the hooks that this module had when its forward began, which are off by now.
+        # torch continues with the hooks that this module had when its forward began, which are now removed.
         for hook in list(module._forward_pre_hooks.values()):
             if isinstance(hook, CacheHook):
                 args, kwargs = hook(module, args, kwargs) or (args, kwargs)

@@ -1,5 +1,5 @@
-"""Hooks that note where a training step is, while it is measured: at the begin and end of every block's forward, when
-the gradient of its output arrives, and when the backward has ended."""
+"""Hooks that mark the progress of a training step while it is measured: the begin and end of every block's forward,
+the arrival of its output's gradient, and the end of the backward."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from torch import nn
 from hf_ckpt import compat
 
 Mark = Callable[[str, str, bool], None]
-"""Called at each boundary with (`forward`, `forwarded`, `backward` or `end`; name of the block; whether what the block
-is given, or what it returns, requires gradients)."""
+"""Called at each boundary with (`forward`, `forwarded`, `backward` or `end`; name of the block; whether the block's
+input, or its output, requires gradients)."""
 
 
 class Boundaries:
-    """Calls `mark` at the boundaries of all `blocks`, from when it was made until `remove`.
+    """Calls `mark` at the boundaries of all `blocks`, until `remove` is called.
 
-    Only forwards that record gradients count, and none of those that run again in backward. Within a block that runs,
-    other blocks are no boundaries.
+    Only forwards that record gradients count; recomputations do not. Blocks inside a running block have no boundaries.
 
     Args:
         blocks: name -> module.
@@ -41,7 +40,7 @@ class Boundaries:
             self._handles.append(module.register_forward_hook(_Boundary(self, name, True)))
 
     def remove(self) -> None:
-        """Take all hooks off; those on tensors of the step do nothing from now on."""
+        """Remove all hooks. Hooks on tensors of the step do nothing from now on."""
         self._mark = None
         for handle in self._handles:
             handle.remove()
@@ -80,7 +79,7 @@ class Boundaries:
 
 
 class _Boundary:
-    """A hook of one block; on a copy of the model it does nothing."""
+    """A hook of one block. On a copy of the model it does nothing."""
 
     def __init__(self, owner: Boundaries | None, name: str, after: bool) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
@@ -102,6 +101,6 @@ def _counts() -> bool:
 
 
 def _first_with_graph(values: Any) -> torch.Tensor | None:
-    """The first tensor that requires gradients; of a block's output, that is its hidden states."""
+    """Return the first tensor that requires gradients; in a block's output, this is its hidden states."""
     leaves = (value for value in compat.tree_leaves(values) if isinstance(value, torch.Tensor))
     return next((value for value in leaves if value.requires_grad), None)

@@ -1,7 +1,7 @@
-"""The functions that plans put on blocks: made once, and shared by all plans of a spec that treat a block alike.
+"""The functions that plans put on blocks. All plans of a spec that treat a block alike share one function.
 
-Under `budget` and `auto` a model has a plan for each bucket of batch shapes. To go from one to another, only the
-functions on those blocks change that the two treat differently.
+Under `budget` and `auto` a model has a plan for each bucket of batch shapes. Switching plans changes only the functions
+of blocks that the two plans treat differently.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ Regions = dict[str, Region]
 
 
 class Functions:
-    """The checkpointing functions that were made for the plans of one spec, which count from 0.
+    """The checkpointing functions of the plans of one spec. Their counts start at 0.
 
     Args:
-        spec: what was asked for.
-        known: names of the blocks of which it is known what they change in place.
-        observer: entered around every recomputation; set by measurements.
+        spec: the user's spec.
+        known: names of the blocks whose in-place changes are known.
+        observer: makes a context to enter around every recomputation; set by measurements.
     """
 
     def __init__(self, spec: Spec, known: Collection[str] = (), observer: Observer | None = None) -> None:
         self.spec, self.known, self.observer = spec, known, observer
         self.active = False
-        """Whether the plan that is on has a function on any block."""
+        """Whether the current plan has a function on any block."""
         self.made: dict[_Key, Region] = {}
         """Every function that a plan has needed so far."""
         self._segments: dict[tuple[str, ...], Segment] = {}
         self._mover = Mover(spec.host_budget)
 
     def of(self, plan: Plan) -> Regions:
-        """Return the function of every block whose action is not `keep`; those that there are not yet are made."""
+        """Return the function of every block whose action is not `keep`, and make those that do not exist yet."""
         runs = {name: tuple(names) for _, names in plan.segments() for name in names}
-        # Backward begins with the last block of a stack, so nothing would be gained by moving what that block needs.
+        # Backward begins with the last block of a stack, so moving what that block keeps would gain nothing.
         last = {pairs[-1][0].name for pairs in plan.stacks().values()}
         regions: Regions = {}
         for name, action in plan.active().items():
@@ -70,15 +70,15 @@ class Functions:
         )
 
     def observe(self, observer: Observer | None) -> None:
-        """Let `observer` be entered around every recomputation, also of functions that are made later."""
+        """Enter `observer` around every recomputation, including those of functions that are made later."""
         self.observer = observer
         for region in self.made.values():
             region.observer = observer
 
     def counts(self, what: str, regions: Regions) -> dict[str, int]:
-        """Return a count (`forwards` or `recomputed`) of every block over all the functions that it has had.
+        """Return a count (`forwards` or `recomputed`) of every block over all functions that it has had.
 
-        Blocks without a function in `regions` are left out where there is nothing to count.
+        Blocks without a function in `regions` are left out if their count is 0.
         """
         found = dict.fromkeys(regions, 0)
         for (name, *_), region in self.made.items():

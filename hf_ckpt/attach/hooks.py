@@ -1,6 +1,7 @@
-"""The hooks and replaced methods that stay on a model while a plan is enabled.
+"""The hooks and replaced methods on a model while a plan is enabled.
 
-They are classes and not closures, so that they pickle, and refer to the copy after a model was copied by `deepcopy`.
+They are classes, not closures, so that they can be pickled, and so that `deepcopy` of a model makes them refer to the
+copy.
 """
 
 from __future__ import annotations
@@ -50,19 +51,19 @@ def hook_calls(
 
 
 def warn_plain_head(model: str, reason: str) -> None:
-    """Warn once that the head of a model (by class name) runs as a whole, although the plan has it run in chunks."""
+    """Warn once that the head of a model (by class name) runs as a whole, although the plan says chunks."""
     warn_once(log, "hf_ckpt: the head of %s is not run in chunks, because %s.", model, reason)
 
 
 class CacheHook:
-    """Forward pre-hook of a model that holds stacks: its training forwards build no cache, for this call only.
+    """Forward pre-hook of a model that holds stacks: its training forwards build no cache.
 
-    Blocks that are recomputed would write into a cache twice. The config keeps what the user wrote.
+    A recomputed block would write into a cache twice. The hook changes the call, not the user's config.
 
     Args:
         owner: the module.
         outermost: shared by all such hooks of a model.
-        functions: of the installation. Where blocks are recomputed, a cache of the caller that holds tokens is refused.
+        functions: of the installation. If they recompute blocks, a caller's cache that holds tokens is an error.
     """
 
     def __init__(self, owner: nn.Module, outermost: Outermost, functions: Functions) -> None:
@@ -71,9 +72,9 @@ class CacheHook:
         self.functions = functions
 
     def __call__(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        """Return the arguments without a cache; None where they stay as they are.
+        """Return the arguments without a cache; None to leave them unchanged.
 
-        Raises `HfCkptError` where the caller gives a cache that is not empty.
+        Raises `HfCkptError` if the caller passes a cache that is not empty.
         """
         # Without keywords torch calls a hook that was removed after this forward began: see `BatchHook`.
         if kwargs is None or not torch.is_grad_enabled():
@@ -90,10 +91,10 @@ class CacheHook:
         return args, {**kwargs, "use_cache": False}
 
     def _check(self, owner: nn.Module, caches: dict[str, Any]) -> bool:
-        """Return whether a training forward was given caches that are to be left out, all of them empty.
+        """Return whether to leave out the caches of a training forward, all of which are empty.
 
-        Planned blocks would not write into them, but others would, so that the next forward met a cache that is partly
-        filled. Raises `HfCkptError` for a cache that is not empty.
+        Planned blocks would not write into them, but others would, so that the next forward would get a partly filled
+        cache. Raises `HfCkptError` for a cache that is not empty.
         """
         if not owner.training or not self.outermost.enter(owner) or not self.functions.active or not caches:
             return False
@@ -112,17 +113,17 @@ class CacheHook:
 class StackHook(CacheHook):
     """Forward pre-hook of a module that runs a stack.
 
-    Beside what a `CacheHook` does, it warns when the plan cannot act because the module is in eval mode. At the first
-    training forward of a module it refuses another owner of checkpointing that came after the plan was enabled, and a
-    DeepSpeed that cannot recompute, and another compiler of blocks, and tells all functions of the stack how parameters
-    are held.
+    Like a `CacheHook`, and it warns if the plan has no effect because the module is in eval mode. At the first training
+    forward of a module it also tells all functions of the stack where parameters are, and raises an error for another
+    owner of checkpointing that came after the plan was enabled, a DeepSpeed that cannot recompute, or another compiler
+    of blocks.
 
     Args:
         owner: the module.
         outermost: as for `CacheHook`.
         functions: as for `CacheHook`.
         blocks: names of the blocks in the stack.
-        asked_reentrant: whether reentrant checkpointing was asked for.
+        asked_reentrant: whether the user asked for reentrant checkpointing.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class StackHook(CacheHook):
         """The module of the last training forward. accelerate makes a second one, which has the hooks of the first."""
 
     def _check(self, owner: nn.Module, caches: dict[str, Any]) -> bool:
-        """Raise `HfCkptError` for a training forward that cannot be recomputed, too, and warn of eval mode."""
+        """Also raise `HfCkptError` for a training forward that cannot be recomputed, and warn about eval mode."""
         if not owner.training:
             if self.functions.active and is_trained(owner):
                 _warn_eval_mode(type(owner).__name__)
@@ -153,7 +154,7 @@ class StackHook(CacheHook):
             refuse_other_owner(owner)
             stay = compat.parameters_stay(owner)
             empty = None if stay else compat.deepspeed_with_empty_shapes(owner)
-            for region in self.functions.made.values():  # also those of plans that take turns with this one
+            for region in self.functions.made.values():  # also those of alternating plans
                 if region.block not in self.blocks:
                     continue
                 if empty is not None and region.runs_block_again:
@@ -180,7 +181,7 @@ def _refuse_deepspeed(version: str, asked_reentrant: bool) -> None:
 
 
 def _refuse_other_compiler(owner: nn.Module) -> None:
-    """Raise `OwnerConflictError` for a block that hf_ckpt is to compile and something else compiles by itself."""
+    """Raise `OwnerConflictError` for a block that hf_ckpt should compile, but that something else compiles."""
     for name, module in owner.named_modules():
         region = function_of(getattr(module, "_orig_mod", module))
         if isinstance(region, Region) and region.compiles_block and compat.is_compiled(module):
@@ -216,11 +217,11 @@ def _warn_eval_mode(owner: str) -> None:
 class ModelHook:
     """Base of the callables that are attributes or hooks of a model.
 
-    It refers to modules weakly, so that the model can be freed. A copy of the model gets a copy of the hook that refers
-    to the copy, and so does a pickled one.
+    It refers to modules weakly, so that the model can be freed. A copied or unpickled model gets a copy of the hook
+    that refers to the new model.
 
     Args:
-        arguments: of the hook. The first one is the model.
+        arguments: arguments of the hook. The first one is the model.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -231,7 +232,7 @@ class ModelHook:
 
     @property
     def base(self) -> Any:
-        """The model. Raises `HfCkptError` when it no longer exists."""
+        """The model. Raises `HfCkptError` if it no longer exists."""
         base = self._arguments()[0]
         if base is None:
             raise HfCkptError("the model this hook belonged to no longer exists.")
@@ -249,8 +250,8 @@ class ModelHook:
 class PartHook(ModelHook):
     """The enable methods of a model that is part of another one, whose plan is enabled.
 
-    They leave that plan alone. Without this, transformers would take the blocks over: sentence-transformers, for one,
-    calls the enable method of every module of a model.
+    They leave that plan alone. Otherwise transformers would replace hf_ckpt's functions on the blocks:
+    sentence-transformers, for example, calls the enable method of every module of a model.
     """
 
     def __init__(self, part: nn.Module, whole: nn.Module | None, name: str) -> None:
@@ -282,7 +283,7 @@ def say_part(part: nn.Module) -> None:
 
 
 class _Replica(threading.local):
-    """The copy of a head by `nn.DataParallel` that this thread calls now, if any."""
+    """The copy of a head by `nn.DataParallel` that this thread is calling, if any."""
 
     head: nn.Module | None = None
 
@@ -291,23 +292,23 @@ _replica = _Replica()
 
 
 def note_replica(head: nn.Module, args: tuple[Any, ...]) -> None:
-    """Forward pre-hook of the head. A copy by `nn.DataParallel` has the `HeadForward` of the original among its
-    attributes, which cannot tell by itself that it is called for the copy."""
+    """Forward pre-hook of the head: record a copy by `nn.DataParallel`. The copy has the `HeadForward` of the original,
+    which does not know that it is called for the copy."""
     if compat.is_replica(head):
         _replica.head = head
 
 
 class HeadForward(ModelHook):
-    """The `forward` of the head while a plan is enabled that has it run in chunks.
+    """The `forward` of the head while a plan that chunks it is enabled.
 
-    In training forwards it runs the head in chunks; elsewhere, and where chunks are not possible, as a whole.
+    It runs the head in chunks in training forwards. Otherwise, and if chunks are not possible, it runs it as a whole.
     """
 
     def __init__(self, base: nn.Module, head: nn.Module, asked: int | str, counter: ChunkCalls) -> None:
         super().__init__(base, head, asked, counter)
         self.asked, self.counter = asked, counter
         self.plain: str | None = None
-        """Why the head cannot run in chunks; None where nothing is against it."""
+        """Why the head cannot run in chunks; None if it can."""
         self.checked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -341,7 +342,7 @@ class HeadForward(ModelHook):
 class MissedHead(ModelHook):
     """Forward pre-hook of the module that runs the last stack.
 
-    It warns when the head is planned to run in chunks, but no training forward calls it.
+    It warns if the head is planned to run in chunks, but training forwards do not call it.
     """
 
     def __init__(self, base: nn.Module, counter: ChunkCalls) -> None:
@@ -360,12 +361,12 @@ class MissedHead(ModelHook):
 
 
 def warn_plain_mlp(name: str, reason: str) -> None:
-    """Warn once that a feed-forward runs as a whole, although the plan has it run in chunks."""
+    """Warn once that a feed-forward runs as a whole, although the plan says chunks."""
     warn_once(log, "hf_ckpt: the feed-forward %s is not run in chunks, because %s.", name, reason)
 
 
 def refuse_replica(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Forward pre-hook of a module with a `TiledForward`, which would run the original in the place of a copy.
+    """Forward pre-hook of a module with a `TiledForward`, which would run the original instead of a copy.
 
     Raises `HfCkptError` in a copy by `nn.DataParallel`.
     """
@@ -378,17 +379,17 @@ def refuse_replica(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 class TiledForward(ModelHook):
-    """The method that computes a feed-forward, while a plan is enabled that has it run in chunks.
+    """The method that computes a feed-forward, while a plan that chunks it is enabled.
 
-    In training forwards it runs in chunks; elsewhere, and where chunks are not possible, as a whole.
+    It runs in chunks in training forwards. Otherwise, and if chunks are not possible, it runs as a whole.
 
     Args:
         base: the model.
         owner: the module whose method it is.
         where: qualified name of the owner, name of the method, and names inside the owner of the modules that it uses.
-        asked: how many tokens a chunk has, or `auto`.
-        counter: told of each call.
-        keeps_draws: whether backward is to draw the random numbers of the forward again.
+        asked: tokens a chunk, or `auto`.
+        counter: counts the calls.
+        keeps_draws: whether backward draws the random numbers of the forward again.
     """
 
     def __init__(
@@ -406,9 +407,9 @@ class TiledForward(ModelHook):
         self.__signature__ = inspect.signature(functools.partial(getattr(type(owner), where[1]), owner))
         self.asked, self.counter, self.keeps_draws = asked, counter, keeps_draws
         self.whole: bool | None = None
-        """Whether all parameters of the model lie whole on their device; None before the first training forward."""
+        """Whether the model's parameters stay on their device, unsharded; None before the first training forward."""
         self.settings: Settings | None = None
-        """How the owner was set in its last forward; None before the first."""
+        """The settings of the owner in its last forward; None before the first."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the feed-forward for hidden states [sequences, tokens, hidden size]."""
@@ -438,7 +439,7 @@ class TiledForward(ModelHook):
         return output
 
     def _reason(self, owner: nn.Module, parts: list[nn.Module]) -> str | None:
-        """Say why the feed-forward cannot run in chunks now; None where nothing is against it."""
+        """Return why the feed-forward cannot run in chunks now; None if it can."""
         if not all(any(True for _ in part.parameters()) and compat.parameters_stay(part) for part in parts):
             return "its parameters are sharded or moved (FSDP1, ZeRO-3, tensor parallelism, device maps)"
         if compat.transforms():
@@ -451,13 +452,13 @@ class TiledForward(ModelHook):
 
 
 class SkippedHook:
-    """Does nothing in place of `enable_input_require_grads` and its undoing, while a plan is enabled."""
+    """Replaces `enable_input_require_grads` and its counterpart while a plan is enabled, and does nothing."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __call__(self) -> None:
-        """Log that nothing is done; warn where a script asks, because libraries ask for checkpointing only."""
+        """Log that nothing is done, and warn if a script called it: libraries call it only for checkpointing."""
         log.info("%s skipped: non-reentrant checkpointing needs no input that requires gradients.", self.name)
         if self.name.startswith("enable") and not compat.is_called_by_a_library():
             warn_once(

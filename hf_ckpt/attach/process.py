@@ -3,7 +3,7 @@
 They are the enable methods of PreTrainedModel, its constructor and its calls, `Accelerator.prepare`, and
 `Trainer.training_step`.
 
-`hf_ckpt.install()` without a model sets them, and `hf_ckpt.uninstall()` gives every class its own methods back.
+`hf_ckpt.install()` without a model replaces them, and `hf_ckpt.uninstall()` restores them.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ log = logging.getLogger(__name__)
 
 
 class ProcessHooks:
-    """The methods of other packages' classes that were replaced, and the models that were enabled through them."""
+    """The replaced methods of other packages' classes, and the models that were enabled through them."""
 
     def __init__(self, install: Callable[[nn.Module], object]) -> None:
         self.install = install
-        """Puts a record on a model that has none, so that hf_ckpt answers its enable calls."""
+        """Puts a record on a model that has none, so that hf_ckpt handles its enable calls."""
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Base models that were enabled through these hooks."""
         self.calls_before = enable_calls()
-        """How many enable calls had been answered in this process before."""
+        """How many enable calls hf_ckpt had handled in this process before."""
         self.replaced: list[tuple[type, str, Any]] = []
-        """(class, method name, the class's own method or `Absent.ABSENT`) in the order of replacing."""
+        """(class, method name, the class's own method or `Absent.ABSENT`) in the order of replacement."""
         self.built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Every PreTrainedModel that was built since, those inside other models included."""
+        """Every PreTrainedModel built since, including those inside other models."""
         self.met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Models that have run a training forward: it is settled whether a plan is enabled on them."""
+        """Models that have run a training forward, for which it is decided whether a plan is enabled."""
         self.missed: str | None = None
-        """Why a model that looked like a training was left alone, and what to do about it."""
+        """Why a model that seemed to train was left alone, and what to do about it."""
 
     def replace(self, owner: type, name: str, function: Callable[..., Any]) -> None:
-        """Put `function` in the place of a class's method, until `undo`."""
+        """Replace a class's method by `function`, until `undo`."""
         self.replaced.append((owner, name, vars(owner).get(name, Absent.ABSENT)))
         setattr(owner, name, function)
 
     def undo(self) -> None:
-        """Put every method back, and take hf_ckpt off every model that was enabled through these hooks."""
+        """Restore every method, and remove hf_ckpt from every model that was enabled through these hooks."""
         for owner, name, original in reversed(self.replaced):
             if original is Absent.ABSENT:
                 delattr(owner, name)
@@ -63,16 +63,16 @@ class ProcessHooks:
             detach(model)
 
     def enable(self, base: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Answer an enable call of a model: install on it if nothing is installed, then call its own enable hook.
+        """Handle an enable call of a model: install on it if nothing is installed, then call its enable hook.
 
-        A part of a model whose plan is enabled is left alone. Raises what `install` and the enable hook raise
-        (`SpecError`, for one); a model that had no record is then left without one.
+        A part of a model whose plan is enabled is left alone. Raises what `install` and the enable hook raise (such as
+        `SpecError`); a model that had no record then has none.
         """
         if driven_by_the_whole(find_blocks(base)):
             say_part(base)
             return
         fresh = installation(base) is None
-        if fresh:  # a record that is there already is the newer request
+        if fresh:  # an existing record is the newer request
             self.install(base)
         try:
             vars(base_model(base))[compat.ENABLE_NAMES[0]](*args, **kwargs)
@@ -83,7 +83,7 @@ class ProcessHooks:
         self.models.add(base)
 
     def enable_unasked(self, model: nn.Module) -> None:
-        """Enable every Hugging Face model in `model`, except one that is enabled already or has no blocks.
+        """Enable every Hugging Face model in `model`, except those that are already enabled or have no blocks.
 
         Raises as `enable` does.
         """
@@ -93,7 +93,7 @@ class ProcessHooks:
                 continue
             try:
                 self.enable(base)
-            except NoBlocksError as error:  # no reason to end the training of other models
+            except NoBlocksError as error:  # not a reason to end the training of other models
                 warn_once(log, "%s is trained without checkpointing: %s", type(base).__name__, error)
 
     def meet(self, module: nn.Module, inputs: Iterable[Any]) -> None:
@@ -101,7 +101,7 @@ class ProcessHooks:
 
         Args:
             module: a PreTrainedModel, or a model that torch.compile has wrapped.
-            inputs: of the forward. One that requires gradients is a training, too: of prompts, for example.
+            inputs: of the forward. If one requires gradients, that is training, too: of prompts, for example.
         """
         bases = [self._whole(inner) for inner in outermost_models(module)]
         if not bases:  # a part of a model, which is compiled by itself
@@ -124,7 +124,7 @@ class ProcessHooks:
             self.met.update([module, *bases])
 
     def _whole(self, model: nn.Module) -> nn.Module:
-        """Return the outermost model that holds `model`: PEFT calls the `forward` of the whole, which nothing sees."""
+        """Return the outermost model that holds `model`: PEFT calls that model's `forward` past all hooks."""
         around = [other for other in list(self.built) if any(part is model for part in other.modules())]
         return max(around, key=lambda other: sum(1 for _ in other.modules()), default=model)
 
@@ -138,14 +138,14 @@ def hook_process(
     enable_when_trained: bool = False,
     around_training_step: Callable[..., Any] | None = None,
 ) -> None:
-    """Let hf_ckpt answer the enable calls of every model of the process, until `unhook_process`.
+    """Let hf_ckpt handle the enable calls of every model of the process, until `unhook_process`.
 
     Args:
-        install: puts a record on the model that it is given; called at the first enable call of each model.
+        install: puts a record on a model; called at the first enable call of each model.
         enable_when_trained: also enable every trainable model that `Accelerator.prepare` gets, and every other one when
             its first training forward begins.
-        around_training_step: what every Trainer runs in the place of its `training_step`, called with the trainer, that
-            method, and the arguments.
+        around_training_step: replaces every Trainer's `training_step`. It is called with the trainer, that method, and
+            the arguments.
     """
     global _everywhere
     unhook_process()
@@ -184,7 +184,7 @@ def hook_process(
 
 
 def unhook_process() -> None:
-    """Undo `hook_process`: give every class its methods back, and take hf_ckpt off the models enabled through them."""
+    """Undo `hook_process`: restore the methods of every class, and remove hf_ckpt from models enabled through them."""
     global _everywhere
     if _everywhere is not None:
         _everywhere.undo()
@@ -192,7 +192,7 @@ def unhook_process() -> None:
 
 
 def enable_calls_since_hooked() -> int:
-    """Return how many enable calls hf_ckpt has answered, on any model, since `hook_process`; 0 without it."""
+    """Return how many enable calls hf_ckpt has handled, on any model, since `hook_process`; 0 without it."""
     return 0 if _everywhere is None else enable_calls() - _everywhere.calls_before
 
 
@@ -217,7 +217,7 @@ def _enabling(hooks: ProcessHooks, prepare: Callable[..., Any]) -> Callable[...,
 
 
 def _noting(hooks: ProcessHooks, build: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor of models that notes each, after it has called `build`."""
+    """Return a constructor of models that calls `build` and then records the model."""
 
     @functools.wraps(build)
     def build_and_note(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -228,7 +228,7 @@ def _noting(hooks: ProcessHooks, build: Callable[..., None]) -> Callable[..., No
 
 
 def _meeting(hooks: ProcessHooks, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `__call__` of models that looks at forwards with gradients until a model was met in training."""
+    """Return a `__call__` of models that passes forwards with gradients to `meet` until a model was met in training."""
 
     def meet_and_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not compat.is_compiling() and torch.is_grad_enabled() and self not in hooks.met:

@@ -1,6 +1,6 @@
-"""The record that hf_ckpt keeps on a model, and the two attributes by which transformers switches checkpointing.
+"""The record that hf_ckpt keeps on a model, and the two attributes with which transformers switches checkpointing.
 
-Every module of transformers that can be checkpointed carries a flag and a function. A planned block gets hf_ckpt's own
+Every module of transformers that can be checkpointed has a flag and a function. hf_ckpt gives a planned block its own
 function, and a flag that is on while gradients are recorded.
 """
 
@@ -29,15 +29,15 @@ from hf_ckpt.spec.spec import Spec
 RECORD = "_hf_ckpt"
 """Name of the attribute of the base model that holds its `Installation`."""
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
-"""Names of the two attributes that transformers' modules look at: whether to checkpoint, and the function to call."""
+"""Names of the two attributes that transformers' modules read: whether to checkpoint, and the function to call."""
 
 
 class _Gate(enum.Enum):
     """The value of a planned block's flag. It is true while gradients are recorded, and false under `no_grad`.
 
-    Under `no_grad` a block must run as if it were not checkpointed, or `generate()` in train mode loses its cache and
-    returns other tokens. The layer drops the cache before it calls hf_ckpt's function, so the function cannot decide
-    this; the flag has to.
+    Under `no_grad` a block must run without checkpointing, or `generate()` in train mode loses its cache and returns
+    other tokens. The layer drops the cache before it calls hf_ckpt's function, so the flag has to decide this, not the
+    function.
     """
 
     WHILE_GRADIENTS_ARE_ON = "on while gradients are recorded"
@@ -47,24 +47,24 @@ class _Gate(enum.Enum):
 
 
 class Absent(enum.Enum):
-    """Stands for the value of an attribute that an object does not have itself."""
+    """Marks an attribute that an object does not have itself."""
 
     ABSENT = "no such attribute"
 
 
 GATE = _Gate.WHILE_GRADIENTS_ARE_ON
-"""The only value of `_Gate`, which is put on every planned block."""
+"""The only value of `_Gate`: the flag of every planned block."""
 Saved = dict[str, dict[str, Any]]
 """Module name -> attribute name -> its value, or `Absent.ABSENT`."""
 GIVEN_PLAN = "(given as a Plan object)"
-"""What `Spec.plan` says where the plan was given as an object, and so has no path."""
+"""The value of `Spec.plan` for a plan that was passed as an object, and so has no path."""
 
 
 class Session(Protocol):
     """Measures the batches of one run under `budget` and `auto`, and plans for them."""
 
     def on_batch(self, record: Installation, stack: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Put the plan on for the batch that a forward is given, unless the present one will do.
+        """Apply the plan for the batch of a forward, unless the current plan fits.
 
         `stack` names the stack whose forward is called with `args` and `kwargs`; it is None for the forward of the
         whole model.
@@ -72,65 +72,65 @@ class Session(Protocol):
 
     @property
     def is_measuring(self) -> bool:
-        """Whether the step that runs is measured."""
+        """Whether the running step is measured."""
 
     def stop(self, record: Installation) -> None:
-        """End the measurement that is under way, if one is."""
+        """End the current measurement, if any."""
 
     def lower(self, record: Installation) -> str | None:
-        """Plan for less memory, after a step has run out of it. Returns what was changed; None where nothing can be."""
+        """Plan for less memory after a step has run out of it. Returns what was changed; None if nothing can be."""
 
 
 class Watch(Protocol):
-    """Checks one block at a time while a model trains: see `training.watch`."""
+    """Checks one block at a time while a model trains; see `training.watch`."""
 
     differences: list[Difference]
-    """The first difference of each check that found some."""
+    """The first difference of each check that found any."""
 
     def on_forward(self, base: nn.Module, record: Installation | None, running: nn.Module | None = None) -> None:
-        """Check a block of the training forward of `running` that is about to begin, if it is time to."""
+        """Check a block in the training forward of `running` that is about to begin, if a check is due."""
 
     def stop(self) -> None:
-        """Take a check off that no forward has come to."""
+        """Remove a check that no forward has reached."""
 
     def report(self) -> Watched:
-        """Return what was checked so far."""
+        """Return what has been checked so far."""
 
 
 class Decider(Protocol):
-    """Decides which plan a model gets. The hooks on the model ask it, and it is pickled with them.
+    """Decides which plan a model gets. The hooks on the model call it, and it is pickled with them.
 
-    `training.install` has the one implementation; this room knows only what it is asked.
+    `training.install` has the only implementation; `attach` knows only this interface.
     """
 
     def asked(self, found: FoundBlocks, record: Installation, asked: Mapping[str, Any]) -> tuple[Spec, Plan] | None:
-        """Return the spec and the plan after an enable call with the arguments `asked`; None keeps both as they are."""
+        """Return the spec and the plan after an enable call with the arguments `asked`; None to keep both."""
 
     def session(self, base: nn.Module, record: Installation) -> Session:
         """Begin a session, at the first training batch under `budget` and `auto`."""
 
     def watch(self, record: Installation) -> Watch:
-        """Begin to watch, at the first training batch under a plan with `check_every`."""
+        """Begin to watch, at the first training batch under a spec with `check_every`."""
 
 
 class Outermost(threading.local):
-    """The outermost module of a model whose training forward this thread runs, of those that carry a `CacheHook`.
+    """The outermost module with a `CacheHook` whose training forward this thread runs.
 
-    Only what that one is given comes from the caller. Caches that inner modules are given may be the model's own.
+    Only its arguments come from the caller. Caches that inner modules get may be the model's own.
     """
 
     module: weakref.ref[nn.Module] | None = None
 
     def enter(self, module: nn.Module) -> bool:
-        """Note that the forward of `module` begins; return whether it is the outermost."""
+        """Record that the forward of `module` begins. Returns whether it is the outermost."""
         running = None if self.module is None else self.module()
-        if running is None or running is module:  # itself, where an interrupt (Ctrl-C) has ended its last forward
+        if running is None or running is module:  # itself, if an interrupt (Ctrl-C) ended its last forward
             self.module = weakref.ref(module)
             return True
         return False
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook that is always called: note that the forward of `module` has ended."""
+        """Forward hook, called even after an error: record that the forward of `module` has ended."""
         if self.module is not None and self.module() is module:
             self.module = None
 
@@ -140,19 +140,19 @@ class Outermost(threading.local):
 
 @dataclasses.dataclass
 class ChunkCalls:
-    """What has become of a head, or of feed-forwards, that are planned to run in chunks."""
+    """How a head or feed-forwards ran that are planned to run in chunks."""
 
     calls: int = 0
-    """Forward calls that ran in chunks, those in recomputations included."""
+    """Forward calls that ran in chunks, including those in recomputations."""
     in_graph: bool = False
     """Whether one ran as a whole in a graph of torch.compile."""
     missed: int = 0
-    """Training forwards of the stack below the head since the head was called last."""
+    """Training forwards of the stack below the head since the last call of the head."""
     report: Report | None = None
-    """What the next call tells of the gradient of some tokens, if the watch checks it."""
+    """Gets the gradient of some tokens from the next call, if the watch checks it."""
 
     def take_report(self) -> Report | None:
-        """Return `report`, for one call."""
+        """Return `report` and clear it, because it is for one call."""
         report, self.report = self.report, None
         return report
 
@@ -162,10 +162,10 @@ class ChunkCalls:
 
 @dataclasses.dataclass
 class Installation:
-    """The record that hf_ckpt keeps on a model: what was asked, what is planned, and how to undo it."""
+    """The record that hf_ckpt keeps on a model: the spec, the plan, and how to undo it."""
 
     spec: Spec
-    """What was asked for."""
+    """The user's spec."""
     plan: Plan
     """The plan that is applied, or will be when checkpointing is enabled."""
     enabled: bool = False
@@ -175,47 +175,47 @@ class Installation:
     regions: Regions = dataclasses.field(default_factory=dict)
     """Block name -> its checkpointing function, for every block whose action is not `keep`."""
     blocks: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
-    """Block name -> the module that the plan was put on; empty while nothing is enabled."""
+    """Block name -> the module that the plan is on; empty while nothing is enabled."""
     hooked: set[Region] = dataclasses.field(default_factory=set)
-    """The functions whose hooks are on the model; a plan that needs no others goes on without further ones."""
+    """The functions whose hooks are on the model. A plan with only these functions needs no further hooks."""
     asked_reentrant: bool = False
     """Whether the last enable call asked for `use_reentrant=True`, which changes nothing."""
     before: Saved = dataclasses.field(default_factory=dict)
     """Module name -> the values of `FLAG` and `FUNCTION` before installation."""
     input_gradient_hooks: int = 0
-    """How many hooks that make the embeddings' output require gradients were taken off when the plan was enabled."""
+    """How many hooks that make the embeddings' output require gradients were removed when the plan was enabled."""
     handles: list[Any] = dataclasses.field(default_factory=list)
     """Handles of the hooks that were registered with torch when the plan was enabled."""
     decider: Decider | None = None
-    """Asked by enable calls, and by forwards under `budget` and `auto`; None where the plan is fixed."""
+    """Called by enable calls, and by forwards under `budget` and `auto`; None if the plan is fixed."""
     planned: Any = None
-    """The decider's own record of the batch it has planned for, once it has seen one. It has the attributes `plan`;
-    `plans`, which has every plan by what it was made for, in words; `costs`, what each action costs; and
-    `measured_bytes`, the real peak of a step under the plan."""
+    """The decider's own record of the batch that it last planned for; None before the first. Its attributes are `plan`;
+    `plans`, every plan by a description of its batch; `costs`, the cost of each action; and `measured_bytes`, the real
+    peak of a step under the plan."""
     optimizer_watch: Any = None
-    """Call it to no longer remember optimizers that step, which plans for batches need; None while nobody does."""
+    """Call it to stop recording optimizers that step, which plans for batches need; None while nothing is recorded."""
     session: Session | None = None
-    """What measures and plans for the batches of this run under `budget` and `auto`; None before the first one."""
+    """Measures and plans for the batches of this run under `budget` and `auto`; None before the first batch."""
     watch: Watch | None = None
-    """What checks blocks while they train; None before the first batch, and where nothing is checked."""
+    """Checks blocks while they train; None before the first batch, and if nothing is checked."""
     unchecked: bool = False
-    """Whether blocks are not checked: while a plan is on for a comparison only, and once memory has run out."""
+    """Whether blocks are not checked: while a plan is enabled only for a comparison, and once memory has run out."""
     running: Outermost = dataclasses.field(default_factory=Outermost)
-    """The forward whose batch was looked at last."""
+    """The running forward that the session and the watch have seen."""
     passes: int = 0
-    """How many forwards the model has run that were no training."""
+    """How many forwards the model has run outside training."""
     heads: ChunkCalls = dataclasses.field(default_factory=ChunkCalls)
-    """What has become of the head, where the plan has it run in chunks."""
+    """How the head ran, if it is planned to run in chunks."""
     tiles: ChunkCalls = dataclasses.field(default_factory=ChunkCalls)
-    """What has become of the feed-forwards, where the plan has them run in chunks."""
+    """How the feed-forwards ran, if they are planned to run in chunks."""
     outermost: Outermost = dataclasses.field(default_factory=Outermost)
-    """The forward that runs now; a plan may be exchanged in the middle of it."""
+    """The running forward. The plan may change in the middle of it."""
 
     told: tuple[Spec, Plan] | None = None
-    """The spec and the plan that were last logged as what the model got."""
+    """The spec and the plan that were last logged."""
 
     def compiled_by_others(self) -> tuple[str, ...]:
-        """Return the blocks that were to be compiled, but lie in a graph that something else compiles."""
+        """Return the blocks that hf_ckpt should compile, but that are in a graph that something else compiles."""
         return tuple(name for name, region in self.regions.items() if region.left_to_others)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -225,25 +225,25 @@ class Installation:
 
 
 def installation(model: nn.Module) -> Installation | None:
-    """Return the record on a model, or None where nothing is installed. Raises `NoBlocksError` as `base_model` does."""
+    """Return the record on a model, or None if nothing is installed. Raises `NoBlocksError` as `base_model` does."""
     found: Installation | None = vars(base_model(model)).get(RECORD)
     return found
 
 
 def carriers(base: nn.Module) -> dict[str, nn.Module]:
-    """Return every module with a checkpointing flag, by name: blocks, but also stacks and T5's attention modules."""
+    """Return every module with a checkpointing flag, by name: blocks, and also stacks and T5's attention modules."""
     return {name: module for name, module in plain_modules(base) if hasattr(module, FLAG)}
 
 
 def function_of(module: nn.Module) -> Any:
-    """Return the checkpointing function of a block, also while it is checked; None without one of its own."""
+    """Return a block's own checkpointing function, even while a check replaces it; None if it has none."""
     found = vars(module).get(FUNCTION)
     return found.function if isinstance(found, Check) else found
 
 
 def is_on(module: nn.Module) -> bool:
     """Return whether a module's flag is on in a training forward."""
-    with torch.enable_grad():  # our own flag is true only then
+    with torch.enable_grad():  # hf_ckpt's flag is true only then
         return bool(getattr(module, FLAG))
 
 
@@ -254,7 +254,7 @@ def read_switches(module: nn.Module) -> dict[str, Any]:
 
 def write_switches(module: nn.Module, attributes: Mapping[str, Any]) -> None:
     """Set a module's `FLAG` and `FUNCTION` to what `read_switches` returned; delete those that were absent."""
-    # That of modules looks for parameters, which these are not, in ten times the time.
+    # A module's own `__setattr__` checks for parameters, and takes ten times as long.
     write = object.__setattr__ if type(module).__setattr__ is nn.Module.__setattr__ else setattr
     for name, value in attributes.items():
         if value is Absent.ABSENT:
@@ -264,7 +264,7 @@ def write_switches(module: nn.Module, attributes: Mapping[str, Any]) -> None:
 
 
 def switch_off(module: nn.Module, before: Mapping[str, Any]) -> None:
-    """Restore a module's `FLAG` and `FUNCTION` from `before`, and then switch the flag off if that has left it on."""
+    """Restore a module's `FLAG` and `FUNCTION` from `before`, and then switch the flag off if it is still on."""
     write_switches(module, before)
     if getattr(module, FLAG):
         setattr(module, FLAG, False)
@@ -274,11 +274,11 @@ _enable_calls = 0
 
 
 def count_enable_call() -> None:
-    """Count one more enable call that hf_ckpt has answered, on any model of this process."""
+    """Count an enable call that hf_ckpt has handled, on any model of this process."""
     global _enable_calls
     _enable_calls += 1
 
 
 def enable_calls() -> int:
-    """Return how many enable calls hf_ckpt has answered in this process, over all models."""
+    """Return how many enable calls hf_ckpt has handled in this process, over all models."""
     return _enable_calls

@@ -104,7 +104,7 @@ class Unit:
     writes: tuple[fx.Node, ...]
     """Results that it writes to memory."""
     over: dict[fx.Node, fx.Node]
-    """Result of a group -> a tensor that only this result reads, and whose memory it may overwrite."""
+    """Result of a group -> a tensor that no other result of it reads, whose memory this result may overwrite."""
 
 
 def units_of(graph: fx.Graph) -> Iterator[Unit]:
@@ -131,7 +131,7 @@ def units_of(graph: fx.Graph) -> Iterator[Unit]:
 
 
 class _Lowered:
-    """Which operations of a graph get a tensor of their own. Others are recomputed by each operation that reads them."""
+    """Which operations of a graph get a tensor of their own. Each reader of another operation recomputes it."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.reads: dict[fx.Node, tuple[fx.Node, ...]] = {}

@@ -137,7 +137,7 @@ class Mover:
         return before
 
     def end_of_block(self, group: Any) -> None:
-        """End the block of `group`, whose copies may still be running, and wait for the copies of the previous block."""
+        """End the block of `group`, whose copies may still be running, and wait for those of the previous block."""
         before, self._last.open = self._last.open, group
         if before is not None:
             before.close()
@@ -158,7 +158,7 @@ class Mover:
         return buffer
 
     def give(self, lane: Lane, buffer: torch.Tensor) -> None:
-        """Return a buffer of `take` that is no longer needed."""
+        """Put back a buffer of `take` that is no longer needed."""
         with self.lock:
             self._in_use -= 1
             self._free[lane, buffer.numel()].append(buffer)

@@ -1,9 +1,9 @@
 """`offload`: move what a block keeps to pinned host memory between its forward and its backward.
 
-Copies run on their own stream: to the host while blocks compute, and back one block ahead of the backward. Hidden states
-exist when a block begins. So at the end of the block's forward the computing stream waits for their copy, and their
-memory is free when the next block begins. Results that `selective` keeps are computed until the end of a block, so the
-computing stream waits for their copies one block later. Copies of at most two blocks run at any time.
+Copies run on their own stream: to the host while blocks compute, and back one block ahead of the backward. Hidden
+states exist when a block begins. So at the end of the block's forward the computing stream waits for their copy, and
+their memory is free when the next block begins. Results that `selective` keeps are computed until the end of a block,
+so the computing stream waits for their copies one block later. Copies of at most two blocks run at any time.
 
 `OffloadRegion` moves the hidden states that `full` keeps. The saved-tensor hooks of `moved.Group` move the tensors that
 `selective` keeps. A `Mover` has the host memory and the streams of both. Without an accelerator nothing is moved.

@@ -1,1 +1,1 @@
-"""Measurements: clocks, peaks of memory, counts of live tensors. No other room reads clocks or allocators."""
+"""Measurements: clocks, peaks of memory, counts of live tensors. No other package reads clocks or allocators."""

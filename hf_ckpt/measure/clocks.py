@@ -14,21 +14,20 @@ import torch
 from hf_ckpt import compat
 
 MOST_EVENTS = 1000
-"""How many recomputations a `RecomputeClock` holds the events of, before it adds up those that are done."""
+"""For how many recomputations a `RecomputeClock` holds events, before it adds up those that are done."""
 
 
 class TrainingClock:
     """Wall time of training steps.
 
-    It counts between `resume` and `pause`. The callback pauses it for evaluation and saving, so that loading of data is
-    included and those are not.
+    It counts between `resume` and `pause`. The callback pauses it during evaluation and saving. Data loading counts.
     """
 
     def __init__(self) -> None:
         self._running_since: float | None = None
         self._seconds = 0.0
         self.steps = 0
-        """Steps that were counted since the last `take`."""
+        """Steps counted since the last `take`."""
 
     @property
     def running(self) -> bool:
@@ -36,7 +35,7 @@ class TrainingClock:
         return self._running_since is not None
 
     def resume(self) -> None:
-        """Count time from here on, if that is not done already."""
+        """Start to count time, if it is not counted already."""
         if self._running_since is None:
             self._running_since = time.perf_counter()
 
@@ -47,11 +46,11 @@ class TrainingClock:
             self._running_since = None
 
     def count_step(self) -> None:
-        """Count one training step, which has just ended."""
+        """Count a training step that has just ended."""
         self.steps += 1
 
     def take(self) -> tuple[float, int]:
-        """Return (seconds, steps) since the last `take`, and start again at zero. Waits for the accelerator."""
+        """Return (seconds, steps) since the last `take`, and start again from zero. Waits for the accelerator."""
         _wait()
         if self.running:
             self.pause()
@@ -64,7 +63,7 @@ class TrainingClock:
 class RecomputeClock:
     """Time spent recomputing blocks in backward: a context that the engines enter around each recomputation.
 
-    On an accelerator the time is taken by its own events, so that nothing waits for the device before `take`.
+    On an accelerator it uses the device's events, so that nothing waits for the device before `take`.
     """
 
     def __init__(self) -> None:
@@ -92,21 +91,21 @@ class RecomputeClock:
                 self._add_up()
 
     def observer(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Return what engines enter around each recomputation. It does not keep the clock alive, and does nothing
-        without it: a training that ends with an error leaves it on the model."""
+        """Return the observer that engines enter around each recomputation. It does not keep the clock alive, and does
+        nothing once the clock is gone: if training ends with an error, the observer stays on the model."""
         clock = weakref.ref(self)
         return lambda: (clock() or contextlib.nullcontext)()
 
     def _add_up(self) -> None:
-        """Add up the times of recomputations that are done, and let go of their events."""
-        if len(self._events) > 2 * MOST_EVENTS:  # the accelerator is a long way behind
+        """Add up the times of recomputations that are done, and free their events."""
+        if len(self._events) > 2 * MOST_EVENTS:  # the accelerator is far behind
             self._events[MOST_EVENTS][1].synchronize()
         done = list(itertools.takewhile(lambda pair: pair[1].query(), self._events))
         self._seconds += sum(begin.elapsed_time(end) for begin, end in done) / 1e3
         del self._events[: len(done)]
 
     def take(self) -> float:
-        """Return the seconds since the last `take`. The caller must have waited for the accelerator before."""
+        """Return the seconds since the last `take`. The caller must first wait for the accelerator."""
         seconds: float = self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
         self._seconds, self._events = 0.0, []
         return seconds
@@ -114,7 +113,7 @@ class RecomputeClock:
 
 @contextlib.contextmanager
 def stopwatch() -> Iterator[list[float]]:
-    """Time a block of code: `with stopwatch() as seconds: ...` leaves its seconds in `seconds[0]`.
+    """Time a block of code: `with stopwatch() as seconds: ...` stores its seconds in `seconds[0]`.
 
     Waits for the accelerator before and after.
     """

@@ -1,8 +1,8 @@
-"""Levels of memory at the boundaries of a training step: what is alive there, the peak since the last one, the time.
+"""Memory at the boundaries of a training step: the bytes alive, the peak since the last boundary, and the time.
 
-On an accelerator both figures are the allocator's own, and times come from events, so that nothing waits for the device
-while the step runs. On a CPU live tensors are counted, which slows the step down (by a tenth, or more for tiny models),
-so that a step is either counted or timed there.
+On an accelerator the allocator reports both figures, and times come from events, so that nothing waits for the device
+while the step runs. On a CPU hf_ckpt counts live tensors, which slows the step down (by a tenth, or more for tiny
+models). So a step on a CPU is either counted or timed.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from hf_ckpt.measure.memory import take_levels
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """What was read at one boundary of a step."""
+    """The readings at one boundary of a step."""
 
     what: str
     """`begin`, `forward`, `forwarded`, `backward` or `end`: what begins or has ended there."""
     block: str
-    """Name of the block that it is a boundary of; empty for `begin` and `end`."""
+    """Name of the block; empty for `begin` and `end`."""
     has_graph: bool = True
     """For `forward`: whether the block's input requires gradients. For `forwarded`: whether its output does."""
     bytes: int = 0
     """Bytes alive."""
     peak_bytes: int = 0
-    """Most bytes alive since the boundary before."""
+    """Most bytes alive since the previous boundary."""
     nanoseconds: int = 0
-    """Time since the boundary before; 0 in a step that was not timed."""
+    """Time since the previous boundary; 0 in a step that was not timed."""
 
 
 class Meter(Protocol):
@@ -47,10 +47,10 @@ class Meter(Protocol):
         """Return (bytes alive, most bytes alive since the last call)."""
 
     def stamp(self) -> Any:
-        """Take the time, without waiting for the device."""
+        """Return a time stamp, without waiting for the device."""
 
     def between(self, first: Any, last: Any) -> int:
-        """Return the nanoseconds between two stamps. The device is waited for."""
+        """Return the nanoseconds between two stamps. Waits for the device."""
 
     def stop(self) -> None:
         """End the measurement."""
@@ -59,7 +59,7 @@ class Meter(Protocol):
 class AllocatorLevels:
     """The `Meter` of an accelerator's caching allocator, over all devices that a model is on.
 
-    It takes one read of the statistics and one reset of the peaks a boundary and device.
+    Each boundary costs one read of the statistics and one reset of the peaks per device.
     """
 
     counts = True
@@ -89,13 +89,13 @@ class AllocatorLevels:
 
 
 class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
-    """The `Meter` that counts live tensors on a CPU, from when it was made until `stop`. It slows the step down.
+    """The `Meter` that counts live tensors on a CPU, from its creation until `stop`. It slows the step down.
 
-    It begins and ends in hooks, where no `with` block can be put around the step. Other modes that see every
-    operation, such as torch's counter of operations, go on as before.
+    It begins and ends in hooks, because there is no place for a `with` block around the step. Other modes that see
+    every operation, such as torch's counter of operations, are not affected.
 
     Args:
-        holders: what holds tensors that are alive already: see `LiveBytes`.
+        holders: what holds tensors that are already alive; see `LiveBytes`.
     """
 
     counts = True
@@ -109,15 +109,15 @@ class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell torch that what is compiled stays compiled; it is counted by what it returns."""
+        """Return True, so that compiled code stays compiled under this mode. Only its outputs are counted."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Not by `super()`, which would cost twice what torch puts around this method; and without a timeline.
+        # `super()` would double torch's own overhead around this method, and keep a timeline.
         if types and compat.is_any_wrapper(types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if not self._stopped:  # in the middle of an operation, when it could not be left
+        if not self._stopped:  # stopped during an operation, when the mode cannot be left
             self._count_all(result)
         return result
 
@@ -139,7 +139,7 @@ class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
 
 
 class Clock:
-    """The `Meter` that reads no memory on a CPU, but the time."""
+    """The `Meter` that reads only the time, on a CPU."""
 
     counts = False
 
@@ -157,7 +157,7 @@ class Clock:
 
 
 def can_be_measured(device: torch.device) -> bool:
-    """Whether the memory of a step can be read on this device: on a CPU, and where an allocator tells its peaks."""
+    """Whether the memory of a step can be read on this device: on a CPU, or if its allocator reports peaks."""
     if device.type == "cpu":
         return True
     if compat.memory_module(device.type) is None:
@@ -170,7 +170,7 @@ def can_be_measured(device: torch.device) -> bool:
 
 
 class Levels:
-    """The boundaries of one step, in the order in which they came.
+    """The boundaries of one step, in order.
 
     Args:
         meter: reads memory and time.
@@ -181,7 +181,7 @@ class Levels:
         self._found: list[tuple[Level, Any]] = []
 
     def mark(self, what: str, block: str = "", has_graph: bool = True) -> None:
-        """Note a boundary; see `Level`. Backward threads of several devices take turns."""
+        """Record a boundary; see `Level`. Backward threads of several devices take turns."""
         current, peak = self.meter.read()
         self._found.append((Level(what, block, has_graph, current, peak), self.meter.stamp()))
 
@@ -195,7 +195,7 @@ class Levels:
         return self.meter.read()
 
     def levels(self) -> tuple[Level, ...]:
-        """Return all boundaries, with the times between them. An accelerator is waited for."""
+        """Return all boundaries, with the times between them. Waits for an accelerator."""
         found = [self._found[0][0]] if self._found else []
         for (_, before), (level, stamp) in zip(self._found, self._found[1:], strict=False):
             found.append(dataclasses.replace(level, nanoseconds=self.meter.between(before, stamp)))
@@ -206,9 +206,9 @@ def meter_for(devices: Collection[torch.device], *holders: Holder, timed_only: b
     """Make the meter for a model on these devices.
 
     Args:
-        devices: those of the model's parameters.
-        holders: what holds tensors that are alive already, for a count on a CPU.
-        timed_only: whether only times are asked for.
+        devices: the devices of the model's parameters.
+        holders: what holds tensors that are already alive, for a count on a CPU.
+        timed_only: whether only times are needed.
     """
     device_type = compat.accelerator_type()
     if device_type is not None:

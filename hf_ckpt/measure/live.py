@@ -12,11 +12,11 @@ from torch import nn
 from hf_ckpt import compat
 
 Holder = nn.Module | torch.optim.Optimizer | Mapping[str, Any]
-"""What holds tensors that are alive before the counting begins: a model, an optimizer, or a batch (a mapping)."""
+"""What holds tensors that are alive before counting begins: a model, an optimizer, or a batch (a mapping)."""
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-"""Types of tensors that wrap no others."""
+"""Types of tensors that do not wrap others."""
 
 
 class _Alive(weakref.ref):  # type: ignore[type-arg]
@@ -34,15 +34,14 @@ class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             model(**batch).loss.backward()
         live.peak_bytes, live.timeline
 
-    This is exact for what PyTorch holds, on any device, and much slower than the step itself. Storages that are freed
-    and allocated again by resizing, as FSDP does, count with the size that they have. A tensor subclass that wraps
-    other tensors, such as a DTensor, counts as these. What is not seen is scratch memory that a kernel takes and frees
-    within one operation.
+    This is exact for what PyTorch holds, on any device, but it slows the step down. If storages are freed and allocated
+    again by resizing, as by FSDP, their current size counts. A tensor subclass that wraps other tensors, such as a
+    DTensor, counts as these. Scratch memory that a kernel allocates and frees within one operation is not counted.
 
     Args:
-        holders: what holds tensors that are alive already, such as the model, its optimizer and the batch.
-        device: type of a device, such as `cuda`: only storages there are counted; those of fake tensors are on `meta`.
-            None for all devices.
+        holders: what holds tensors that are already alive, such as the model, its optimizer and the batch.
+        device: device type, such as `cuda`, whose storages are counted; those of fake tensors are on `meta`. None for
+            all devices.
     """
 
     def __init__(self, *holders: Holder, device: str | None = None) -> None:
@@ -51,7 +50,7 @@ class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current_bytes = 0
         self.peak_bytes = 0
         self.timeline: list[int] = []
-        """Bytes alive after each operation, in the order in which they ran."""
+        """Bytes alive after each operation, in order."""
         self._live: dict[int, _Alive] = {}
         for holder in holders:
             for tensor in _tensors_of(holder):
@@ -70,7 +69,7 @@ class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and compat.is_any_wrapper(types):
-            return NotImplemented  # the wrapper's implementation runs, and its operations on what it wraps come here
+            return NotImplemented  # the wrapper's implementation runs, and its operations on the wrapped tensors come here
         result = func(*args, **(kwargs or {}))
         self._count_all(result)
         self.timeline.append(self.current_bytes)
@@ -89,11 +88,11 @@ class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._count_all(part)
 
     def _count(self, tensor: torch.Tensor) -> bool:
-        """Count the storage of a tensor; returns whether it was not counted before."""
+        """Count the storage of a tensor. Returns whether it was not counted before."""
         return self._count_storage(tensor.untyped_storage())
 
     def _count_storage(self, storage: torch.UntypedStorage) -> bool:
-        """Count a storage with the size that it has now; returns whether it was not counted before."""
+        """Count a storage with its current size. Returns whether it was not counted before."""
         key, size = storage._cdata, storage.nbytes()
         alive = self._live.get(key)
         new = alive is None
@@ -110,7 +109,7 @@ class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return new
 
     def _died(self, alive: _Alive) -> None:
-        # torch 2.8 also comes here for a storage that is alive when garbage that referred to it is collected, such as
+        # torch 2.8 also calls this for a storage that is alive, when garbage that referred to it is collected, such as
         # that of `torch.save`. It counts again when the next operation returns it.
         del self._live[alive.key]
         self._freed(alive.key, alive.size)
@@ -120,8 +119,8 @@ class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors_of(holder: Holder) -> Iterator[torch.Tensor]:
-    """Parameters, gradients and buffers of a module, and the buckets in which DDP reduces gradients; the state of an
-    optimizer; the values of a batch."""
+    """Yield the parameters, gradients and buffers of a module, and the buckets in which DDP reduces gradients; the
+    state of an optimizer; or the values of a batch."""
     if isinstance(holder, nn.Module):
         yield from holder.buffers()
         yield from compat.reduction_buckets(holder)

@@ -1,4 +1,4 @@
-"""The device that models train on: its name, and its memory in total and to spare."""
+"""The device that models train on: its name, and its total and available memory."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def device_name() -> str:
 class DeviceMemory:
     """The memory of the device that models train on, in bytes.
 
-    On a CPU, and for `mps`, it is that of the machine, or what the container that the process runs in may use. So it is
-    for other accelerators whose memory torch does not tell, with a warning.
+    On a CPU, and for `mps`, it is the memory of the machine, or the limit of the process's container. The same applies,
+    with a warning, to other accelerators whose memory torch does not report.
     """
 
     total_bytes: int
     """All memory of the device."""
     available_bytes: int
-    """The most that this process may come to hold in tensors, with those that it holds now."""
+    """The most that this process can hold in tensors, including those that it holds now."""
 
 
 def device_memory(held_bytes: int, devices: Collection[torch.device] = ()) -> DeviceMemory:
     """Read the memory of the devices that a model is on.
 
     Args:
-        held_bytes: bytes of the tensors that are known to be there.
-        devices: the accelerators that the model is spread over, whose memory counts together; the current one without.
+        held_bytes: bytes of tensors that are known to be in memory.
+        devices: the accelerators that the model is spread over, whose memory is added up; by default the current one.
     """
     found = _accelerator_memory(devices)
     if found is not None:
@@ -60,10 +60,10 @@ def device_memory(held_bytes: int, devices: Collection[torch.device] = ()) -> De
 
 
 def spare_bytes(devices: Collection[torch.device] = ()) -> int:
-    """Return how much more memory than at the highest peak the process may take for something it can do without.
+    """Return how many bytes beyond its highest peak the process may use for something optional.
 
-    On accelerators that is all that the peak leaves, or nothing if torch does not tell it; on a CPU, half of what the
-    machine has to spare now.
+    On accelerators that is all that the peak leaves, or 0 if torch does not report it. On a CPU it is half of the
+    memory that is available now.
     """
     device_type = compat.accelerator_type()
     module = None if device_type is None else compat.memory_module(device_type)
@@ -77,9 +77,9 @@ def spare_bytes(devices: Collection[torch.device] = ()) -> int:
 
 
 def _accelerator_memory(devices: Collection[torch.device]) -> DeviceMemory | None:
-    """The memory of accelerators; None without one, where it is the machine's own, and where it is not told.
+    """Return the memory of accelerators; None without one, if it is the machine's memory, or if it is not reported.
 
-    Raises the error of torch where an accelerator that tells its memory fails to: another figure would be a wrong one.
+    Raises torch's error if an accelerator that reports its memory fails to: any other figure would be wrong.
     """
     device_type = compat.accelerator_type()
     if device_type is None or compat.shares_host_memory(device_type):
@@ -104,7 +104,7 @@ def _accelerator_memory(devices: Collection[torch.device]) -> DeviceMemory | Non
 def _container_memory() -> tuple[int, int] | None:
     """Return (limit, use without droppable caches) of the container, in bytes; None without a limit.
 
-    Version 2 of control groups is looked at first, then version 1. https://docs.kernel.org/admin-guide/cgroup-v2.html
+    It reads control groups version 2 first, then version 1. https://docs.kernel.org/admin-guide/cgroup-v2.html
     """
     for folder, limit, use in (
         (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),

@@ -1,5 +1,5 @@
-"""Meters of the peak of memory use: the accelerator's allocator (exact), or on a CPU, the kernel's counter of the
-process's peak resident size (Linux). `PeakMeter.source` says which one it is."""
+"""Meters of peak memory: the accelerator's allocator (exact) or, on a CPU, the kernel's counter of the process's peak
+resident size (Linux). `PeakMeter.source` says which one it is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class PeakMeter(Protocol):
-    """A meter of the largest memory use since the last `reset`. What is unknown is None, never 0."""
+    """A meter of the largest memory use since the last `reset`. Unknown figures are None, never 0."""
 
     source: str
     """Where the figures come from, in words."""
@@ -30,11 +30,11 @@ class PeakMeter(Protocol):
         """Return the peak of this window, in bytes."""
 
     def reserved_bytes(self) -> int | None:
-        """Return the peak of what a caching allocator took from the device, in bytes; None where there is none."""
+        """Return the peak of a caching allocator's reserved memory, in bytes; None if there is no such allocator."""
 
 
 def peak_meter() -> PeakMeter:
-    """Make the best meter that this machine has."""
+    """Make the best meter for this machine."""
     device_type = compat.accelerator_type()
     if device_type is not None:
         module = compat.memory_module(device_type)
@@ -46,7 +46,7 @@ _allocator_meters: weakref.WeakSet[AllocatorMeter] = weakref.WeakSet()
 
 
 _highest_bytes = 0
-"""The highest peak of the current device that a meter has seen."""
+"""The highest peak that a meter has seen on the current device."""
 
 
 def forgotten_peak_bytes(module: Any) -> int:
@@ -59,16 +59,16 @@ def forgotten_peak_bytes(module: Any) -> int:
 
 
 def keep_peaks() -> None:
-    """Let all meters of the allocator remember its peak, which is about to be reset for another purpose."""
+    """Save the allocator's peak in all its meters, before it is reset for another purpose."""
     for meter in list(_allocator_meters):
         meter.keep_peak()
 
 
 def take_levels(device_type: str, index: int) -> tuple[int, int]:
-    """Return (bytes alive, most bytes alive since the last call) of a device, and begin a new peak.
+    """Return (bytes alive, most bytes alive since the last call) of a device, and start a new peak.
 
-    Where the allocator tells them these are `active` bytes, which fall when no stream uses the memory any more;
-    allocated bytes fall before that, where a tensor is used by several streams.
+    If the allocator reports them, these are `active` bytes, which fall once no stream uses the memory. Allocated bytes
+    fall earlier if several streams use a tensor.
     https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
     """
     module = compat.memory_module(device_type)
@@ -85,9 +85,9 @@ def take_levels(device_type: str, index: int) -> tuple[int, int]:
 
 
 class AllocatorMeter:
-    """A `PeakMeter` of the accelerator's caching allocator, for the current device. Reading it waits for nothing.
+    """A `PeakMeter` of the accelerator's caching allocator, for the current device. Reading it does not wait.
 
-    The allocator has one peak for all who read it. Who resets it calls `keep_peaks` before.
+    All readers share the allocator's one peak. Call `keep_peaks` before resetting it.
     """
 
     exact = True
@@ -96,7 +96,7 @@ class AllocatorMeter:
         self.source = f"{device_type} allocator"
         self._module = module
         self._earlier = 0
-        """The peak before the allocator's was reset last by others."""
+        """The peak of this window before others last reset the allocator's peak."""
         _allocator_meters.add(self)
 
     def keep_peak(self) -> None:
@@ -118,10 +118,10 @@ class AllocatorMeter:
 
 
 class ResidentMeter:
-    """A `PeakMeter` of the process's resident size, by the kernel's own peak: `VmHWM` in /proc/self/status.
+    """A `PeakMeter` of the process's resident size. It reads the kernel's own peak: `VmHWM` in /proc/self/status.
 
-    It is reset by writing 5 to /proc/self/clear_refs (`man 5 proc_pid_clear_refs`). Where the kernel does not allow
-    that, as in some containers, the peak is that since the process began.
+    Writing 5 to /proc/self/clear_refs resets it (`man 5 proc_pid_clear_refs`). If the kernel does not allow that, as in
+    some containers, the peak is that since the process began.
     """
 
     exact = False
@@ -169,7 +169,7 @@ class NoMeter:
 
 
 def release_freed_memory() -> None:
-    """Give freed memory back to the system, so that the resident size afterwards is that of what is in use.
+    """Return freed memory to the system, so that the resident size afterwards is the memory in use.
 
     glibc keeps freed blocks for reuse (`man 3 malloc_trim`); other C libraries are left alone.
     """

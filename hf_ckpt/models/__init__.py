@@ -1,1 +1,1 @@
-"""What hf_ckpt knows of models: their families, where their blocks are, and how to make small random ones."""
+"""Knowledge about models: their families, where their blocks are, and how to make small random ones."""

@@ -1,4 +1,4 @@
-"""Finds the blocks of a model, its head, its frozen blocks, and its small modules.
+"""Find the blocks of a model, its head, its frozen blocks, and its small modules.
 
 PEFT, DDP, FSDP, DeepSpeed and torch.compile wrap models and rename their modules. The functions here accept wrapped
 models, and return names without the parts that wrappers add.
@@ -25,11 +25,11 @@ class FoundBlocks:
     """The blocks of a model, and the modules that they belong to."""
 
     base: compat.PreTrainedModel
-    """The base model: the outermost PreTrainedModel inside whatever wraps it."""
+    """The base model: the outermost PreTrainedModel inside any wrappers."""
     family: str
     """Name of the model's family, or `generic`."""
     blocks: tuple[Block, ...]
-    """Every block, stack after stack, in the order that they run."""
+    """Every block, stack after stack, in the order in which they run."""
     modules: dict[str, nn.Module]
     """Block name -> module."""
     owners: tuple[nn.Module, ...]
@@ -41,7 +41,7 @@ class FoundBlocks:
         return compat.plain_class(self.base).__name__
 
     def runners(self) -> Iterator[tuple[nn.Module, str | None]]:
-        """Yield the base model with None, and then every other module that runs a stack with the stack's name."""
+        """Yield the base model with None, and then every other module that runs a stack, with the stack's name."""
         yield self.base, None
         stacks = dict.fromkeys(block.stack for block in self.blocks)
         for stack, owner in zip(stacks, self.owners, strict=True):
@@ -52,7 +52,7 @@ class FoundBlocks:
 def base_model(model: nn.Module) -> compat.PreTrainedModel:
     """Return the PreTrainedModel inside PEFT, DDP, FSDP, DeepSpeed and torch.compile wrappers.
 
-    Raises `NoBlocksError` when there is none, or when there are several side by side.
+    Raises `NoBlocksError` if there is none, or if there are several side by side.
     """
     if not isinstance(model, nn.Module):
         raise NoBlocksError(f"a model must be a torch.nn.Module, but is {type(model).__name__} instead.")
@@ -66,7 +66,7 @@ def base_model(model: nn.Module) -> compat.PreTrainedModel:
 
 
 def find_blocks(model: nn.Module) -> FoundBlocks:
-    """Return the blocks of a model, which are its repeated transformer layers.
+    """Return the blocks of a model: its repeated transformer layers.
 
         for block in hf_ckpt.find_blocks(model).blocks:
             print(block.stack, block.index, block.name)  # decoder 0 model.layers.0
@@ -109,11 +109,11 @@ def find_blocks(model: nn.Module) -> FoundBlocks:
 def plain_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module with its qualified name, without the segments that wrappers add.
 
-    A wrapper and the module in it have the same name then; only the innermost is yielded.
+    A wrapper and the module in it then have the same name; only the innermost is yielded.
     """
     found: dict[str, nn.Module] = {}
     for name, module in base.named_modules():
-        found[plain_name(name)] = module  # wrappers come before what they wrap, so the innermost stays
+        found[plain_name(name)] = module  # wrappers come before what they wrap, so the innermost wins
     yield from found.items()
 
 
@@ -123,7 +123,7 @@ def plain_name(name: str) -> str:
 
 
 def refuse_other_owner(model: nn.Module) -> None:
-    """Raise `OwnerConflictError` when torch's checkpoint wrapper sits around a block of `model`."""
+    """Raise `OwnerConflictError` if torch's checkpoint wrapper is around a block of `model`."""
     for name, module in model.named_modules():
         if isinstance(module, compat.GradientCheckpointingLayer) and compat.FOREIGN_OWNER_SEGMENT in name.split("."):
             raise OwnerConflictError(
@@ -135,11 +135,11 @@ def refuse_other_owner(model: nn.Module) -> None:
 def frozen_prefix(model: nn.Module, found: FoundBlocks) -> tuple[str, ...]:
     """Return the names of the blocks below the first trainable parameter of `model`; autograd saves nothing in them.
 
-    Parameters count in the order in which they are registered, which for these models is the order of their use.
+    Parameters count in the order of their registration, which for these models is the order of their use.
     """
     inside = {id(parameter) for parameter in found.base.parameters()}
     if any(parameter.requires_grad and id(parameter) not in inside for parameter in model.parameters()):
-        return ()  # something outside gives the base model inputs that are trained, as in prompt tuning
+        return ()  # something outside passes trained inputs to the base model, such as prompt tuning
     frozen: list[str] = []
     parameters = [(plain_name(name), parameter) for name, parameter in found.base.named_parameters()]
     first = next((place for place, (_, parameter) in enumerate(parameters) if parameter.requires_grad), len(parameters))
@@ -151,9 +151,9 @@ def frozen_prefix(model: nn.Module, found: FoundBlocks) -> tuple[str, ...]:
 
 
 def blocks_of_known_code(found: FoundBlocks) -> frozenset[str]:
-    """Return the names of the blocks of which it is known what they change in place.
+    """Return the names of the blocks whose in-place changes are known.
 
-    They are those whose class is transformers' own, in a model of a family that has a row.
+    Their class is transformers' own, and the model's family has a row.
     """
     if found.family == GENERIC:
         return frozenset()
@@ -167,7 +167,7 @@ def cheap_modules(found: FoundBlocks, blocks: Collection[str]) -> tuple[nn.Modul
 
 
 def routers(block: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the modules inside a block that choose experts: those whose code calls `topk`, without what they hold."""
+    """Return the outermost modules inside a block whose code calls `topk`: they choose experts."""
     found: list[str] = []
     for name, module in block.named_modules():
         kind: Any = type(module)
@@ -194,8 +194,8 @@ def embedding_norms(found: FoundBlocks) -> tuple[nn.Module, ...]:
 def _is_cheap(module: nn.Module, found: FoundBlocks) -> bool:
     """Whether a module may be run again, in a model of this family.
 
-    Beside those that are named, it is any norm of a model without a row that holds nothing but parameters: its blocks
-    are tried in their first forward, so that one that does something else is found out.
+    Beside named modules, these are all norms that hold nothing but parameters, in a model without a row. hf_ckpt tries
+    the blocks of such models in their first forward, which detects a norm that does something else.
     """
     row = FAMILIES.get(found.family)
     if _kind(module) in {*CHEAP_EVERYWHERE, *(row.cheap if row else ())}:
@@ -226,11 +226,11 @@ class FoundFeedForward(NamedTuple):
 
 
 def feed_forwards(found: FoundBlocks) -> tuple[FoundFeedForward, ...]:
-    """Return the feed-forward of every block: where the row of the family says it lies, or one that is known by shape.
+    """Return the feed-forward of every block: the one that the family's row names, or one recognised by its modules.
 
-    That shape is a gated one of transformers' own code: `gate_proj`, `up_proj`, `down_proj` and no other parameters.
+    Recognised are gated ones of transformers' own code: `gate_proj`, `up_proj`, `down_proj` and no other parameters.
 
-    Raises `SpecError` where that of some block is not known, with the name of the block and the reason.
+    Raises `SpecError` if the feed-forward of a block is unknown, with the name of the block and the reason.
     """
     row = FAMILIES.get(found.family)
     where = None if row is None else row.feed_forward
@@ -255,13 +255,13 @@ def _feed_forward(name: str, block: nn.Module, where: FeedForward | None) -> Fou
 
 
 def _below(name: str, block: nn.Module, module: nn.Module) -> str:
-    """Return the qualified name of a module in the block of this name."""
+    """Return the qualified name of a module in the block `name`."""
     inside = next(path for path, found in block.named_modules() if found is module)
     return plain_name(f"{name}.{inside}" if inside else name)
 
 
 def _is_gated(module: nn.Module) -> bool:
-    """Whether a module is a feed-forward of transformers with a gate, which takes one tensor and mixes no tokens."""
+    """Whether a module is a gated feed-forward of transformers, which takes one tensor and does not mix tokens."""
     weights = {"gate_proj", "up_proj", "down_proj"}
     names = {name.partition(".")[0] for name, _ in module.named_parameters()}
     if not _known_class(module) or names != weights:
@@ -271,7 +271,7 @@ def _is_gated(module: nn.Module) -> bool:
 
 
 def vocabulary_head(base: nn.Module) -> nn.Module | None:
-    """Return a model's projection onto the vocabulary; None for models that have none, as classifiers."""
+    """Return a model's projection onto the vocabulary; None for models without one, such as classifiers."""
     found = getattr(base, "get_output_embeddings", lambda: None)()
     return found if isinstance(found, nn.Module) else None
 
@@ -279,7 +279,7 @@ def vocabulary_head(base: nn.Module) -> nn.Module | None:
 def head_module(base: nn.Module, family: str) -> nn.Module | None:
     """Return a model's projection onto the vocabulary or the labels, whose output can make the peak of a step.
 
-    None where it is not known: `family` has no row, or its row names no head.
+    None if it is unknown: `family` has no row, or its row names no head.
     """
     embeddings = vocabulary_head(base)
     if embeddings is not None:
@@ -290,7 +290,7 @@ def head_module(base: nn.Module, family: str) -> nn.Module | None:
 
 
 def outermost_models(model: nn.Module) -> Iterator[compat.PreTrainedModel]:
-    """Yield every PreTrainedModel in a module that is not inside another one, as often as it is reached."""
+    """Yield every PreTrainedModel in a module that is not inside another one, each time it is reached."""
     if isinstance(model, compat.PreTrainedModel):
         yield model
         return
@@ -310,7 +310,7 @@ def _plain_blocks(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _name_stacks(containers: list[str], row: Family | None) -> dict[str, str]:
-    """Return the name of the stack for the name of each module that holds blocks."""
+    """Return name of a module that holds blocks -> name of its stack."""
     names: dict[str, str] = {}
     for container in containers:
         rows = row.stacks if row else ()
@@ -320,7 +320,7 @@ def _name_stacks(containers: list[str], row: Family | None) -> dict[str, str]:
 
 
 def _generic_stack(container: str, containers: list[str]) -> str:
-    """Name a stack that no family names: `encoder` or `decoder` if only its path says so, and else by its path."""
+    """Name a stack that no family names: `encoder` or `decoder` if only its path has that word, else its path."""
     for word in ("encoder", "decoder"):
         if word in container.split(".") and sum(word in other.split(".") for other in containers) == 1:
             return word
@@ -334,7 +334,7 @@ def _stack_order(stack: str, row: Family | None) -> int:
 
 
 def _owner_name(container: str, modules: dict[str, nn.Module]) -> str:
-    """Return the name of the module that runs the blocks of a container: the nearest one that is no list itself."""
+    """Return the name of the module that runs the blocks of a container: the nearest one that is not a list."""
     name = container
     while isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
         name = name.rpartition(".")[0]
@@ -342,7 +342,7 @@ def _owner_name(container: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _kind(module: nn.Module) -> str:
-    """Return a module's class name, as it was before FSDP2 gave the module a class of its own."""
+    """Return a module's class name, without the class that FSDP2 puts in front of it."""
     return compat.plain_class(module).__name__
 
 
@@ -352,7 +352,7 @@ def _known_class(module: nn.Module) -> bool:
 
 
 def _known() -> str:
-    """Say which models hf_ckpt works with, for errors."""
+    """Return which models hf_ckpt works with, for error messages."""
     rows = "; ".join(f"{family.name}: {', '.join(family.model_types)}" for family in FAMILIES.values())
     return (
         f"Known families: {rows}. Any other PreTrainedModel works if its layers derive from "

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Depths = Mapping[str, tuple[str, ...]]
-"""Stack name -> the keys of a config that may say how many blocks the stack has, in the order of looking."""
+"""Stack name -> the config keys that may hold the stack's number of blocks, in the order of lookup."""
 
 _DEPTH_OF_ALL = ("num_hidden_layers", "num_layers", "n_layer")
 GENERIC_DEPTHS: Depths = {
     "encoder": ("encoder_layers", *_DEPTH_OF_ALL),
     "decoder": ("num_decoder_layers", "decoder_layers", *_DEPTH_OF_ALL),
 }
-"""The keys for models of no known family. For stacks with other names, the keys of `_DEPTH_OF_ALL` are looked at."""
+"""The keys for models of no known family. Stacks with other names use the keys of `_DEPTH_OF_ALL`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,35 +31,36 @@ class TinyModel:
     model: str
     """Name of its model class in transformers, which decides the task."""
     keys: Callable[[int, int, float], dict[str, Any]]
-    """Returns the keys of the config, from the blocks in each stack, the hidden size, and the dropout probability."""
+    """Returns the config's keys from the number of blocks in each stack, the hidden size, and the dropout probability."""
     labels: str = "tokens"
     """What the labels are: `tokens` of the input, a class for each `sequence`, or the tokens of a `target` sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FeedForward:
-    """Where the feed-forward of a block lies, which works on each token by itself, and how the block calls it.
+    """Where the feed-forward of a block is, and how the block calls it.
 
-    It takes the hidden states alone, [sequences, tokens, hidden size], and returns the same shape.
+    It treats each token independently. It takes only hidden states, [sequences, tokens, hidden size], and returns the
+    same shape.
     """
 
     path: str
-    """Names of attributes, from the block to the module that is called, as `mlp` or `layer.-1`; -1 is the last of a
-    list. Empty for the block itself."""
+    """Names of attributes, from the block to the module that is called, such as `mlp` or `layer.-1`; -1 is the last
+    item of a list. Empty for the block itself."""
     method: str = "forward"
     """The method of that module that computes it."""
     parts: tuple[str, ...] = ()
-    """Names of the modules inside it whose parameters the method uses; empty for all of it."""
+    """Names of the modules inside it whose parameters the method uses; empty for all."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Where the parts of a group of models are that share a structure.
+    """A group of models that share a structure, and where their parts are.
 
         family = hf_ckpt.Family("opt", model_types=("opt",), stacks=(("decoder", "decoder.layers"),), head="lm_head")
         hf_ckpt.register_family(family)
 
-    Models without a family work, too. A family names their stacks, and lets `head` and `mlp` run in chunks.
+    Models without a family work, too. A family names the stacks, and lets `head` and `mlp` run in chunks.
     """
 
     name: str
@@ -71,20 +72,20 @@ class Family:
     head: str = ""
     """Ending of the qualified name of the projection to the vocabulary; empty if the models have none."""
     cheap: tuple[str, ...] = ()
-    """Class names of small modules that `selective` may recompute as a whole, beside those of `CHEAP_EVERYWHERE`. They
+    """Class names of small modules that `selective` may recompute as a whole, in addition to `CHEAP_EVERYWHERE`. They
     take one tensor and return one, draw no random numbers, and change nothing in place."""
     feed_forward: FeedForward | None = None
     """Where the feed-forward of each block is; None if unknown."""
     depths: Depths = dataclasses.field(default_factory=lambda: GENERIC_DEPTHS)
-    """The keys of a config that say how many blocks each stack has."""
+    """The config keys that hold the number of blocks of each stack."""
     learned_positions: tuple[str, ...] = ()
-    """The model types whose position embeddings are learned, so that `max_position_embeddings` limits a sequence."""
+    """The model types with learned position embeddings, so that `max_position_embeddings` limits a sequence."""
     tiny: TinyModel | None = None
     """How to make a small random model, for `hf-ckpt check` and for tests; None if unknown."""
 
 
 GENERIC = "generic"
-"""The family of models that have no row."""
+"""The family of models without a row."""
 # Norms, and activations that consist of several operations; single operations have rows in `engines/rebuild/ops.py`.
 CHEAP_EVERYWHERE = (
     "LayerNorm",
@@ -95,7 +96,7 @@ CHEAP_EVERYWHERE = (
     "AccurateGELUActivation",
     "ReLUSquaredActivation",
 )
-"""Class names of small modules that `selective` may run again in models of every family; see `Family.cheap`."""
+"""Class names of small modules that `selective` may recompute in models of every family; see `Family.cheap`."""
 
 FAMILIES: dict[str, Family] = {}
 """Family name -> its row."""
@@ -122,15 +123,15 @@ def families() -> tuple[Family, ...]:
 
 
 def family_of(config: Any) -> Family | None:
-    """Return the row that a config belongs to by its `model_type`; None for models of no known family."""
+    """Return the row of a config, by its `model_type`; None for models of no known family."""
     model_type = str(getattr(config, "model_type", ""))
     return next((family for family in FAMILIES.values() if model_type in family.model_types), None)
 
 
 def depth_keys(config: Any, stack: str | None = None) -> list[str]:
-    """Return the keys of this config that say how many blocks a stack has; the first of them is the one that counts.
+    """Return the keys of this config that hold the number of blocks of a stack. The first one counts.
 
-    Without a stack, the keys of all stacks are returned.
+    Without a stack, return the keys of all stacks.
     """
     family = family_of(config)
     depths = GENERIC_DEPTHS if family is None else family.depths
@@ -139,7 +140,7 @@ def depth_keys(config: Any, stack: str | None = None) -> list[str]:
 
 
 def learned_positions(config: Any) -> int | None:
-    """Return how many positions a model has learned embeddings for; None where it computes them, or is not known."""
+    """Return how many positions a model has learned embeddings for; None if it computes them, or if unknown."""
     family = family_of(config)
     most = getattr(config, "max_position_embeddings", None)
     if family is None or config.model_type not in family.learned_positions or not isinstance(most, int):

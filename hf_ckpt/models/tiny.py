@@ -1,4 +1,4 @@
-"""Small random models of every family, with batches and a tokenizer for them, for checks and tests without weights."""
+"""Small random models of every family, with batches and a tokenizer, for checks and tests without weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tiny_model(
     """Make a random model in train mode: a causal LM for `llama` and `gpt2`, a classifier for `bert`, seq2seq for `t5`.
 
     Args:
-        family: `llama`, `gpt2`, `bert`, `t5`, or a registered family that says how to make one.
+        family: `llama`, `gpt2`, `bert`, `t5`, or a registered family with a `tiny` model.
         layers: number of blocks in each stack.
         hidden: hidden size, a multiple of 8.
         dropout: probability of every dropout that the family's config has a key for.
@@ -48,7 +48,7 @@ def tiny_model(
     config._attn_implementation = attention
     torch.manual_seed(seed)
     model: transformers.PreTrainedModel = getattr(transformers, tiny.model)(config).to(dtype)
-    if model.loss_type is None:  # transformers cannot tell it from GPT-2's class name, and warns in every run
+    if model.loss_type is None:  # transformers cannot derive it from GPT-2's class name, and warns in every run
         model.loss_type = "ForCausalLM"
     return model.train()
 
@@ -72,7 +72,7 @@ def tiny_batch(family: str, *, batch: int = 2, tokens: int = 16, seed: int = 0) 
 
 
 def _row(family: str) -> TinyModel:
-    """Return how a family's small model is made. Raises `ValueError` where that is not known."""
+    """Return how to make a family's small model. Raises `ValueError` if unknown."""
     row = next((row for row in families() if row.name == family), None)
     if row is None or row.tiny is None:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}, but is {family!r} instead.")

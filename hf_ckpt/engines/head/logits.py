@@ -242,7 +242,7 @@ class Logits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # Only calls that bypass `__torch_function__` come here: autograd's own functions, C++. The graph already exists.
+        # Only calls that bypass `__torch_function__` come here: autograd's functions and C++. The graph already exists.
         first = args[0] if args else None
         with torch.no_grad():
             if isinstance(first, Logits) and first.computed is None and is_alias(func, first, args):
