@@ -1,5 +1,5 @@
-"""Putting plans on models and taking them off again.
+"""Enable plans on models, and disable them.
 
-This is the only room that changes a model or the process. It makes no decisions: which plan a model gets comes from
-outside, through `attach.record.Decider`.
+This is the only package that changes a model or the process. It makes no decisions: `attach.record.Decider` is the
+interface for whatever decides which plan a model gets.
 """

@@ -34,9 +34,9 @@ class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             model(**batch).loss.backward()
         live.peak_bytes, live.timeline
 
-    This is exact for what PyTorch holds, on any device, but it slows the step down. If storages are freed and allocated
-    again by resizing, as by FSDP, their current size counts. A tensor subclass that wraps other tensors, such as a
-    DTensor, counts as these. Scratch memory that a kernel allocates and frees within one operation is not counted.
+    This is exact for what PyTorch holds, on any device, but makes the step much slower. If storages are freed and
+    allocated again by resizing, as by FSDP, their current size counts. A tensor subclass that wraps other tensors, such
+    as a DTensor, counts as these. Scratch memory that a kernel allocates and frees within one operation does not count.
 
     Args:
         holders: what holds tensors that are already alive, such as the model, its optimizer and the batch.
@@ -69,7 +69,7 @@ class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and compat.is_any_wrapper(types):
-            return NotImplemented  # the wrapper's implementation runs, and its operations on the wrapped tensors come here
+            return NotImplemented  # the wrapper's implementation runs, and its operations on wrapped tensors come here
         result = func(*args, **(kwargs or {}))
         self._count_all(result)
         self.timeline.append(self.current_bytes)

@@ -31,7 +31,7 @@ class TinyModel:
     model: str
     """Name of its model class in transformers, which decides the task."""
     keys: Callable[[int, int, float], dict[str, Any]]
-    """Returns the config's keys from the number of blocks in each stack, the hidden size, and the dropout probability."""
+    """Returns the config's keys from the number of blocks in a stack, the hidden size, and the dropout probability."""
     labels: str = "tokens"
     """What the labels are: `tokens` of the input, a class for each `sequence`, or the tokens of a `target` sequence."""
 
