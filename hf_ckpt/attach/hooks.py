@@ -387,7 +387,7 @@ class TiledForward(ModelHook):
         base: the model.
         owner: the module whose method it is.
         where: qualified name of the owner, name of the method, and names inside the owner of the modules that it uses.
-        asked: tokens a chunk, or `auto`.
+        asked: tokens per chunk, or `auto`.
         counter: counts the calls.
         keeps_draws: whether backward draws the random numbers of the forward again.
     """

@@ -199,7 +199,7 @@ class Slot:
         self.group, self.buffer = group, buffer
         self.version = tensor._version
         self.uses = 0
-        """How often one backward fetches it, as counted by `Group.pack`; 0 if nobody counts, which means once."""
+        """How often one backward fetches it, as counted by `Group.pack`; 0 if not counted, which means once."""
         self._left = 0
         """How often the current backward will still fetch it."""
         self._arriving: tuple[torch.Tensor, Any] | None = None

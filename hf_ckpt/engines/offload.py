@@ -43,7 +43,7 @@ class OffloadRegion(FullRegion):
         super().__init__(block, **options)
         self.mover = mover
         self.known = known
-        """Whether it is known what the block changes in place. If not, its first forward moves nothing."""
+        """Whether the block's in-place changes are known. If not, its first forward moves nothing."""
         self.moved_bytes = 0
         self._is_frozen = False
         """Whether the last output required no gradient, so that there was nothing to keep or move."""

@@ -94,7 +94,7 @@ class Request:
     mover: Mover | None = None
     """Moves tensors to host memory and back. None for the last block of a stack, whose backward comes first."""
     known: bool = True
-    """Whether it is known what the block changes in place; see `models.blocks.blocks_of_known_code`."""
+    """Whether the block's in-place changes are known; see `models.blocks.blocks_of_known_code`."""
 
     @property
     def options(self) -> dict[str, Any]:

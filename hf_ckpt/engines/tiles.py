@@ -77,7 +77,7 @@ class Tiles:
         state: the state of the module that owns the feed-forward.
         parts: the modules that compute it.
         run: the plain feed-forward.
-        tokens: number of tokens a chunk.
+        tokens: number of tokens per chunk.
     """
 
     def __init__(self, state: ForwardState, parts: Sequence[nn.Module], run: Run, tokens: int) -> None:

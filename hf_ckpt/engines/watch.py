@@ -175,7 +175,7 @@ class Check:
     @compat.untraced
     def unpack(self, held: _Held) -> torch.Tensor:
         """Saved-tensor hook: return what the outer hooks return, after comparing it with the original."""
-        # Not for a second backward, nor where an engine or other code reads what a node has saved.
+        # Compare nothing in a second backward, or when an engine or other code reads what a node has saved.
         if self._before is None or self._before.running or not self._end_later():
             return held.load(held.value)
         tensor = held.load(held.value)

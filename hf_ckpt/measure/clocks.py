@@ -1,4 +1,4 @@
-"""The only file that reads clocks: wall time of training steps, and time spent recomputing blocks in backward."""
+"""Clocks: wall time of training steps, and time spent recomputing blocks in backward."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def chunked(
         module: the head.
         run: its own forward.
         hidden: its input, [..., hidden size].
-        asked: tokens a chunk, or `auto`.
+        asked: tokens per chunk, or `auto`.
         report: called with the gradient of some tokens, if the watch checks this call.
     """
     trained = any(parameter.requires_grad for parameter in module.parameters())

@@ -25,7 +25,7 @@ class Source:
     Args:
         module: the head.
         run: its own forward.
-        tokens: number of tokens a chunk.
+        tokens: number of tokens per chunk.
         like: logits of no tokens, for their type and device.
     """
 

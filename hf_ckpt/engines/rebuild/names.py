@@ -1,6 +1,6 @@
 """Names for kept tensors: the module or operation that produced them, such as `down_proj` or `gate_proj * up_proj`.
 
-The first forward of a block looks the names up in its graph; later forwards keep the same tensors.
+Names are looked up once in the graph of a block's forward, because later forwards keep the same tensors.
 """
 
 from __future__ import annotations

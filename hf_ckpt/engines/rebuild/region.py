@@ -66,7 +66,7 @@ class RebuildRegion(Region):
         self.fallback = fallback
         self.keeps_choices = fallback is not None
         self.trial = fallback is not None
-        """Whether the trial is still to come."""
+        """Whether the trial is still pending."""
         self.failed = False
         """Whether the trial has failed."""
         self.mover = mover
@@ -160,7 +160,7 @@ class RebuildRegion(Region):
         return None if lane is None else Group(self.mover, self.block, lane, args[0])
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run the block's forward with a tape of its own."""
+        """Run the block's forward with its own tape."""
         tape = self.tape(self, fn, args)
         outer, running.tape = running.tape, tape
         try:
