@@ -1,4 +1,4 @@
-"""Records of what blocks, stacks and a whole model cost under every action, in bytes and nanoseconds. Free of torch."""
+"""What blocks, stacks and a whole model cost under every action, in bytes and nanoseconds. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Block
 
 Key = tuple[int, int]
-"""(kind of a block, its action): the action is a position in `Costs.actions`."""
+"""(kind of a block, position of its action in `Costs.actions`)."""
 Choice = tuple[tuple[int, ...], ...]
 """For each stack, the action of each of its blocks, as positions in `Costs.actions`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """One part of a step, such as the forward of a block: the bytes alive in it, above those at its beginning, and its
-    time."""
+    """One part of a step, such as the forward of a block: its time, and the bytes alive in it above those at its
+    beginning."""
 
     points: tuple[tuple[int, int], ...] = ()
     """After each operation: (bytes of everything but finished gradients, bytes of gradients finished so far). Both are
@@ -28,7 +28,7 @@ class Phase:
     def peak(self, accumulated: bool) -> int:
         """Most bytes alive above those at the beginning, at least 0.
 
-        Where gradients are `accumulated` into those of earlier micro-steps, finished ones take no memory of their own.
+        If gradients are `accumulated` into those of earlier micro-steps, finished ones need no new memory.
         """
         return self._peaks[accumulated]
 
@@ -39,7 +39,7 @@ class Phase:
 
     @property
     def net(self) -> int:
-        """Bytes that are left at the end, finished gradients not counted."""
+        """Bytes still alive at the end, without finished gradients."""
         return self.points[-1][0] if self.points else 0
 
     @property
@@ -55,15 +55,15 @@ class BlockCost:
     forward: Phase
     backward: Phase
     output_bytes: int
-    """Bytes of tensors that its forward makes and that are freed in the block or head behind it."""
+    """Bytes that its forward allocates and the following block or head frees."""
     forward_only_bytes: int = 0
-    """Bytes of tensors that its forward makes and that are freed when the model's forward ends, such as the copies of
-    weights that autocast makes."""
+    """Bytes that its forward allocates and that are freed when the model's forward ends, such as autocast's copies of
+    weights."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StackCosts:
-    """Everything that planning needs to know of one stack."""
+    """Everything that the planner needs to know about one stack."""
 
     name: str
     blocks: tuple[Block, ...]
@@ -76,30 +76,30 @@ class StackCosts:
     inner: Mapping[Key, BlockCost]
     """Key -> what a block between two others costs."""
     last: Mapping[Key, BlockCost]
-    """Key -> what the last block costs, in whose backward the gradients of what all blocks share begin."""
+    """Key -> what the last block costs. Its backward allocates the gradients of tensors that all blocks share."""
     gradients: tuple[int, ...]
     """Kind -> bytes of the gradients of one block's parameters."""
     before: Phase
-    """Forward of what runs before this stack: the embedding, or what lies between the stacks."""
+    """Forward of what runs before this stack: the embedding, or the modules between two stacks."""
     before_backward: Phase
     """Backward of what runs before the stack."""
     at_backward_bytes: int
-    """How many bytes more are alive when the backward of the stack begins than after its forward, its output and
-    finished gradients not counted."""
+    """How many more bytes are alive when the backward of the stack begins than after its forward, without its output
+    and finished gradients."""
     shared_bytes: int
     """Bytes of the gradients of tensors that all its blocks share, alive from the last block's backward on."""
     before_at_backward_bytes: int
-    """How many bytes more are alive when the backward of what runs before the stack begins than after its forward."""
+    """How many more bytes are alive when the backward of what runs before the stack begins than after its forward."""
     held: tuple[int, ...] = ()
-    """Kind -> bytes of one block that are held until the backward of the whole model ends, under every action; empty
-    for none. Layers of bitsandbytes in 8 bits hold on to their inputs so."""
+    """Kind -> bytes that one block holds until the backward of the whole model ends, under every action; empty for
+    none. 8-bit layers of bitsandbytes hold their inputs that long."""
     on_device: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Action that keeps tensors in host memory -> the action that keeps the same tensors on the device."""
     most_blocks: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    """Action that keeps tensors in host memory -> how many blocks may be given it, from the first block on."""
+    """Action that keeps tensors in host memory -> how many blocks may have it, counted from the first block."""
 
     def choices_at(self, place: int) -> tuple[int, ...]:
-        """The actions to choose from for the block at `place` in the stack."""
+        """The actions available to the block at `place` in the stack."""
         here = self.choices[self.kinds[place]]
         return tuple(action for action in here if place < self.most_blocks.get(action, len(self.blocks)))
 
@@ -124,10 +124,10 @@ class Static:
     """Bytes of the gradients of all trainable parameters."""
     batch: int
     step_bytes: int = 0
-    """Bytes that the optimizer's step takes for a moment, beside its state."""
+    """Temporary bytes of the optimizer's step, in addition to its state."""
     gathered: int = 0
-    """Under FSDP2, where `parameters` are this rank's parts: the whole parameters outside the blocks, and the buffer in
-    which whole parameters arrive."""
+    """Under FSDP2, where `parameters` counts this rank's shards: the unsharded parameters outside the blocks, and the
+    all-gather buffer."""
 
     @property
     def always(self) -> int:
@@ -136,7 +136,7 @@ class Static:
 
     @property
     def beside(self) -> int:
-        """Most bytes alive before and after the micro-steps, whatever blocks do."""
+        """Most bytes alive before and after the micro-steps, whatever the blocks do."""
         return self.always + self.gradients + self.step_bytes
 
 
@@ -149,7 +149,7 @@ class Costs:
     actions: tuple[Action, ...]
     stacks: tuple[StackCosts, ...]
     head: tuple[Phase, Phase]
-    """Forward and backward of the head and the loss. The forward frees nothing that blocks have lent."""
+    """Forward and backward of the head and the loss. The forward does not include freeing `forward_only_bytes`."""
     static: Static
     tokens: int
     """Tokens of one micro-step."""
@@ -161,21 +161,21 @@ class Costs:
     mlp_tokens: int | str = "full"
     """How the feed-forward of each block runs, in the words of `Plan.mlp`."""
     segments: tuple[int, ...] = ()
-    """For each stack, how many segments its blocks are recomputed in; empty where blocks are recomputed one by one.
-    Segments go with one choice only: `full` for every block."""
+    """For each stack, how many segments its blocks are recomputed in; empty if blocks are recomputed one by one.
+    Segments allow only one choice: `full` for every block."""
     notes: tuple[str, ...] = ()
-    """Remarks on where the figures come from, as that times were measured."""
+    """Remarks on the origin of the figures, for example that times were measured."""
 
     @property
     def modes(self) -> tuple[bool, ...]:
-        """The micro-steps that differ: False for one that begins without gradients, True for one that adds to those of
-        earlier micro-steps."""
+        """The kinds of micro-steps: False for one that begins without gradients, True for one that adds to the
+        gradients of earlier micro-steps."""
         return (False, True) if self.accumulation > 1 else (False,)
 
     def uniform(self, action: int) -> Choice:
         """The choice that gives `action` to every block that may have it.
 
-        Another block gets the action that keeps the same on the device, or else the first of its own actions.
+        Other blocks get the action that keeps the same tensors on the device, or else the first of their own actions.
         """
 
         def fitting(stack: StackCosts, place: int) -> int:

@@ -1,4 +1,5 @@
-"""A table of devices, a row each: what data sheets say, and the share of it that training reaches. Free of torch."""
+"""A table of devices: the figures of their data sheets, and the share of them that training reaches. Does not import
+torch."""
 
 from __future__ import annotations
 
@@ -15,40 +16,40 @@ _TERA = 10**12
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Figures of one device. Rates are peaks; the efficiencies say what share of them a training step reaches."""
+    """Figures of one device. Rates are peaks; the efficiencies are the shares of them that a training step reaches."""
 
     name: str
-    """As `hf-ckpt plan --device` takes it."""
+    """The name that `hf-ckpt plan --device` accepts."""
     memory_gib: float | None
-    """Memory that a process has of it, in GiB: `total_memory` of torch's device properties, which is less than the data
-    sheet and `nvidia-smi` say, because the driver keeps some for itself. None for a CPU, where the machine decides."""
+    """Memory available to a process, in GiB: `total_memory` of torch's device properties. It is less than the data sheet
+    and `nvidia-smi` say, because the driver reserves some. None for a CPU, where it depends on the machine."""
     flops16: float
-    """Operations a second with dense matrices in bfloat16, or in float16 where there is no bfloat16."""
+    """Operations per second with dense matrices in bfloat16, or in float16 on devices without bfloat16."""
     flops32: float
-    """Operations a second in float32, without TF32."""
+    """Operations per second in float32, without TF32."""
     bandwidth: float
-    """Bytes a second from and to the device's memory."""
+    """Bytes per second from and to the device's memory."""
     host_bandwidth: float
-    """Bytes a second from and to pinned host memory."""
+    """Bytes per second from and to pinned host memory."""
     launch_nanoseconds: int
-    """Least time of an operation: what the host takes to start it."""
+    """Least time of an operation: the time that the host needs to launch it."""
     flops_efficiency: float = 0.6
     """Share of `flops16` or `flops32` that a training step reaches."""
     bandwidth_efficiency: float = 0.75
     """Share of `bandwidth` that a training step reaches."""
     source: str = ""
-    """Whose data sheet the rates are from, as the device is called in texts."""
+    """The device whose data sheet gives the rates, by its name in texts."""
     reported: str = ""
-    """What the vendor's tool prints as the device's memory. `memory_gib` is what torch prints of such a device, in its
-    error for memory that ran out, in the public reports that docs/devices.md names; drivers differ by about 0.1 GiB."""
+    """The memory that the vendor's tool prints. `memory_gib` is from torch's out-of-memory errors in the public reports
+    that docs/devices.md lists; drivers differ by about 0.1 GiB."""
     words: tuple[str, ...] = ()
-    """Words of which all stand in what the device calls itself; its name without these."""
+    """Words that must all occur in the name that the device reports; if empty, those of `name`."""
     bfloat16: bool = True
-    """Whether it computes in bfloat16, which NVIDIA's cards do since Ampere. Others train in float16."""
+    """Whether it computes in bfloat16, as NVIDIA's cards do since Ampere. Others train in float16."""
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory that a process has of it, in bytes; None for a CPU, where the machine decides."""
+        """Memory available to a process, in bytes; None for a CPU, where it depends on the machine."""
         return None if self.memory_gib is None else round(self.memory_gib * _GIB)
 
     @property
@@ -57,12 +58,12 @@ class Device:
         return self.source.removeprefix("NVIDIA ").removeprefix("AMD ") if self.memory_gib is not None else "this CPU"
 
     def nanoseconds(self, flops: int, moved_bytes: int, element_bytes: int) -> int:
-        """Predicted time of one operation: as long as its computing or its memory traffic takes, whichever is longer.
+        """Predicted time of one operation: that of its computing or of its memory traffic, whichever is longer.
 
         Args:
             flops: floating-point operations.
             moved_bytes: bytes read and written.
-            element_bytes: size of an element, which tells 16-bit from 32-bit computing.
+            element_bytes: size of an element, which distinguishes 16-bit from 32-bit computing.
         """
         rate = self.flops16 if element_bytes <= 2 else self.flops32
         computing = flops / (rate * self.flops_efficiency)
@@ -83,13 +84,13 @@ def _row(
     """A row of an accelerator.
 
     Args:
-        name: as `--device` takes it.
-        source: whose data sheet the rates are from.
-        memory: GiB that torch tells, and what the vendor's tool prints.
-        rates: 10^12 operations a second in 16 bits (with float32 accumulation) and in float32, 10^12 bytes a second of
-            the device's memory, and 10^9 bytes a second of its link to the host.
+        name: the name that `--device` accepts.
+        source: the device whose data sheet gives the rates.
+        memory: GiB that torch reports, and what the vendor's tool prints.
+        rates: 10^12 operations per second in 16 bits (with float32 accumulation) and in float32, 10^12 bytes per second
+            of the device's memory, and 10^9 bytes per second of its link to the host.
         launch: least nanoseconds of an operation.
-        words: of which all stand in what the device calls itself, where these are not `name`.
+        words: words that must all occur in the name that the device reports, if they differ from `name`.
         bfloat16: whether it computes in bfloat16.
     """
     flops16, flops32, bandwidth, host = rates
@@ -168,9 +169,9 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """The row of a device, by its name in the table or as people write it: `RTX 4090`, `a100-80gb`, `nvidia-t4`.
+    """The row of a device, by its name in the table or in common spelling: `RTX 4090`, `a100-80gb`, `nvidia-t4`.
 
-    Raises `HfCkptError` for other names, with those that are near, and for a size in bytes, which is a budget.
+    Raises `HfCkptError` for unknown names, with near matches, and for a size in bytes, which is a budget.
     """
     plain = _plain(name)
     rows = {_plain(device.name): device for device in DEVICES.values()}
@@ -192,15 +193,15 @@ def device_named(name: str) -> Device:
 
 
 def _plain(name: str) -> str:
-    """The name of a device without its maker, the words before its number, spaces and signs."""
+    """The name of a device without its maker, the words before its number, spaces and punctuation."""
     spaced = re.sub(r"nvidia|geforce|tesla|amd|instinct|rtx|[\W_]", "", name.lower())
     return re.sub(r"(?<=\d)gb$", "", spaced)
 
 
 def device_like(description: str) -> Device | None:
-    """The row that fits what a device calls itself, as "NVIDIA A100-SXM4-80GB"; None where no row fits.
+    """The row that matches the name a device reports, such as "NVIDIA A100-SXM4-80GB"; None if no row matches.
 
-    Where several do, it is the one with most words: an "NVIDIA H100 PCIe" is no "h100".
+    If several match, the one with the most words wins: an "NVIDIA H100 PCIe" is not an "h100".
     """
     said = set(description.lower().replace("-", " ").split())
     fitting = [device for device in DEVICES.values() if said.issuperset(device.words or device.name.split("-"))]

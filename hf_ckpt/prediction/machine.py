@@ -14,9 +14,9 @@ log = logging.getLogger(__name__)
 
 
 def this_device() -> Device:
-    """The row of this machine's accelerator, with the memory that its driver tells, or the row of the CPU.
+    """The row of this machine's accelerator, with the memory that its driver reports, or the row of the CPU.
 
-    An accelerator without a row gets that of an 80 GB A100, with a warning.
+    An unknown accelerator gets the row of an 80 GB A100, with a warning.
     """
     if compat.accelerator_type() is None:
         return DEVICES["cpu"]

@@ -1,7 +1,7 @@
 """The costs of actions that keep a block's tensors in host memory.
 
-They follow from the costs of the actions that keep the same tensors on the device and from the speed of copies, so
-nothing more is traced. Pure functions, free of torch.
+They are computed from the costs of the actions that keep the same tensors on the device and from the speed of copies,
+without further traces. Pure functions that do not import torch.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from hf_ckpt.spec.actions import FULL, Action, offloads
 OFFLOADED = offloads()
 """Action -> the action that keeps the same tensors in host memory."""
 _OVERHEAD = 2
-"""Time that starting a copy takes, in times of starting an operation."""
+"""Time to start a copy, as a multiple of the time to start an operation."""
 
 
 def with_offloading(
     costs: Costs, host_bandwidth: float, launch_nanoseconds: int, host_limit: int | None = None
 ) -> tuple[Costs, ...]:
-    """`costs` with the actions added that offload, for as many blocks of a stack as host memory has room for.
+    """Add the actions that offload to `costs`, for as many blocks of a stack as fit into host memory.
 
-    Without a limit that is one record of costs. With a limit it is one for each action that offloads: no plan mixes
-    them then, so that each may use all of the room. Where nothing can be offloaded, `costs` come back as they are.
+    Without a limit, returns one record of costs. With a limit, returns one for each action that offloads: no plan mixes
+    them, so each may use the whole limit. If nothing can be offloaded, returns `costs` unchanged.
 
     Args:
         costs: traced with actions that keep their tensors on the device.
-        host_bandwidth: bytes a second of copies to and from pinned host memory.
+        host_bandwidth: bytes per second of copies to and from pinned host memory.
         launch_nanoseconds: time to start an operation.
         host_limit: bytes of host memory that may be used. Buffers there are rounded up to powers of two.
     """
@@ -56,7 +56,7 @@ def _added(costs: Costs, moved: list[Action], bandwidth: float, launch: int, lim
 
 
 class _Offloading:
-    """The costs of one stack with the actions added that offload.
+    """Adds the actions that offload to the costs of one stack.
 
     `on_device` maps each of these actions to the one that keeps the same tensors on the device, as positions in
     `Costs.actions`.
@@ -69,7 +69,7 @@ class _Offloading:
         self.full = costs.actions.index(FULL) if FULL in costs.actions else None
 
     def hidden_bytes(self, kind: int) -> int:
-        """Bytes of the hidden states that a block is given, which are as large as those that it returns."""
+        """Bytes of a block's input hidden states, which are as large as its output."""
         tables = self.found.first, self.found.inner, self.found.last
         return max(cost.output_bytes for found in tables for key, cost in found.items() if key[0] == kind)
 
@@ -82,14 +82,14 @@ class _Offloading:
         return 0 if cost is None else max(0, cost.forward.net - cost.forward_only_bytes)
 
     def host_bytes(self, number: int) -> int:
-        """Most bytes of host memory that a block's buffers take under an action that offloads."""
+        """Most bytes of host memory that a block's buffers need under an action that offloads."""
         sizes = [self.size((kind, number)) for kind in set(self.found.kinds)]
         rounded = 1 << max(0, max(sizes) - 1).bit_length()
-        # Where a block has several tensors, each is rounded up by itself, to less than its double.
+        # Each of several tensors is rounded up by itself, to less than twice its size.
         return rounded if self.on_device[number] == self.full else 2 * max(sizes)
 
     def how_many(self, number: int, room: int | None) -> int:
-        """How many blocks may be given the action: never the last one, whose backward comes at once."""
+        """How many blocks may have the action: never the last one, whose backward follows at once."""
         most, each = len(self.found.blocks) - 1, self.host_bytes(number)
         return most if room is None else max(0, min(most, room // max(1, each)))
 
@@ -110,7 +110,7 @@ class _Offloading:
         )
 
     def _costs(self, found: Mapping[Key, BlockCost], *, at_begin: bool) -> dict[Key, BlockCost]:
-        """The costs of blocks under all actions, those that offload among them."""
+        """The costs of blocks under all actions, including those that offload."""
         added = {
             (key[0], number): self._moved(cost, (key[0], number), at_begin)
             for key, cost in found.items()
@@ -120,18 +120,18 @@ class _Offloading:
         return {**found, **added}
 
     def _moved(self, cost: BlockCost, key: Key, at_begin: bool) -> BlockCost:
-        """The cost of a block that offloads, from the `cost` of the one that keeps the same on the device.
+        """The cost of a block that offloads, from the `cost` of keeping the same tensors on the device.
 
-        In its backward, what the block before keeps is fetched ahead. That one is taken to offload as much, and blocks
-        that offload to follow each other from the first one on. The last of these waits for its own copy; that time is
-        counted for the first one.
+        Its backward prefetches the tensors of the block before. The model assumes that that block offloads as much, and
+        that the blocks that offload are the first ones of the stack. The last of them waits for its own copy; the first
+        block's cost includes that time.
         """
         size, forward, backward = self.size(key), cost.forward, cost.backward
         ahead = 0 if at_begin else size
         points = list(forward.points)
-        if ahead and self.on_device[key[1]] != self.full:  # the copies of the block before, which end with this one
+        if ahead and self.on_device[key[1]] != self.full:  # the previous block's copies, which end with this one
             points = [*((other + ahead, done) for other, done in points), (forward.net, forward.gradients)]
-        # Others may hold the input of the first block, too, so that it is not freed.
+        # The input of the first block may be held elsewhere, too, so it is not freed.
         freed = max(0, size - self.hidden_bytes(key[0])) if at_begin else size
         gone = (*points, (forward.net - freed, forward.gradients))
         there = size + ahead
@@ -145,5 +145,5 @@ class _Offloading:
         return dataclasses.replace(cost, forward=forward, backward=backward)
 
     def _beside(self, phase: Phase, copying: int) -> Phase:
-        """`phase` with a copy that runs at the same time."""
+        """`phase` with a concurrent copy."""
         return dataclasses.replace(phase, nanoseconds=max(phase.nanoseconds, copying) + self.overhead)

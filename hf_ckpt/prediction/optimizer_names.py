@@ -1,4 +1,4 @@
-"""The optimizers that can be priced by name: those of Trainer's `optim`, and short names. Free of torch."""
+"""Optimizers whose memory is predicted by name: Trainer's `optim` names, and short names. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ TRIED = (
     *("adamw", "adam", "adamw_torch_fused", "adamw_torch", "sgd", "momentum"),
     *("adagrad", "rmsprop", "adafactor"),
 )
-"""Optimizers of torch and transformers, which `optimizers` makes and tries out on fake tensors."""
+"""Optimizers of torch and transformers, which `optimizers` runs on fake tensors."""
 COUNTED: dict[str, tuple[int, int | None]] = {
     "lion": (1, None),
     "lion_32bit": (1, 4),
@@ -23,7 +23,7 @@ COUNTED: dict[str, tuple[int, int | None]] = {
     "paged_ademamix_32bit": (3, 4),
     "paged_ademamix_8bit": (3, 1),
 }
-"""Name -> (tensors of a parameter's size that it keeps, bytes of an element; None for those of the parameter). One byte
-means 8-bit blocks. All come from other packages, above all bitsandbytes; paged state counts as if on the device."""
+"""Name -> (state tensors of a parameter's size, bytes per element; None for the parameter's own element size). One byte
+means 8-bit blocks. All come from other packages, mostly bitsandbytes; paged state counts as if on the device."""
 NAMES = (*TRIED, *COUNTED)
-"""Names of all optimizers that can be priced."""
+"""Names of all optimizers whose memory can be predicted."""

@@ -1,4 +1,4 @@
-"""The models whose configs come with hf_ckpt, and names of models that lead nowhere. Imports no torch."""
+"""The models whose configs come with hf_ckpt, and errors for unknown model names. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hf_ckpt.errors import HfCkptError, reason_of, shown
 
 _PACKAGE = Path(__file__).parent.parent
 _PRESETS = (_PACKAGE / "presets", _PACKAGE.parent / "configs" / "models")
-"""Where the configs of presets lie: inside an installed package, or beside the package in a checkout."""
+"""Folders of the presets' configs: inside an installed package, or next to the package in a checkout."""
 
 
 def presets() -> dict[str, Path]:
@@ -19,7 +19,7 @@ def presets() -> dict[str, Path]:
 
 
 def no_model(name: str, error: Exception) -> HfCkptError:
-    """Return the error for a name from which no model's config can be read, with what may be given instead."""
+    """Return the error for a name without a readable config, with the names that would work."""
     near = difflib.get_close_matches(name.lower().rpartition("/")[2], presets(), n=2)
     hint = f"Did you mean {' or '.join(near)}? Else give" if near else "Give"
     known = "a preset" if near else f"one of {', '.join(presets())}"
@@ -30,9 +30,9 @@ def no_model(name: str, error: Exception) -> HfCkptError:
 
 
 def refuse_missing_model(name: str) -> None:
-    """Raise `HfCkptError` where a name is no preset, nothing on disk, and no model of the hub that can be reached.
+    """Raise `HfCkptError` if a name is not a preset, not a path, and not a reachable model of the hub.
 
-    Transformers says so as well, but takes seconds to import. What this lets through may still hold no config.
+    Transformers would raise, too, but takes seconds to import. A name that passes may still have no config.
     """
     if name in presets():
         return
@@ -48,9 +48,9 @@ def refuse_missing_model(name: str) -> None:
         hf_hub_download(name, "config.json")
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise no_model(name, error) from error
-    except LocalEntryNotFoundError as error:  # without a connection; a part of it may have been downloaded before
+    except LocalEntryNotFoundError as error:  # offline; parts of the model may be in the cache
         folder = file_download.repo_folder_name(repo_id=name, repo_type="model")
         if not Path(constants.HF_HUB_CACHE, folder).exists():
             raise no_model(name, error) from error
-    except Exception:  # a model without this file, or a hub that does not answer: transformers knows more ways
+    except Exception:  # no such file, or the hub does not answer: transformers knows more ways
         return

@@ -1,4 +1,4 @@
-"""Linear layers on 4 or 8 bits without values: they take, save and free the bytes that bitsandbytes' layers do.
+"""4-bit and 8-bit linear layers without values: they allocate, save and free the same bytes as bitsandbytes' layers.
 
 bitsandbytes (0.44 to 0.50) stores a weight of n elements as
 
@@ -6,10 +6,10 @@ bitsandbytes (0.44 to 0.50) stores a weight of n elements as
   and 4 bytes for every 256 scales (QLoRA, https://arxiv.org/abs/2305.14314, section 3);
 * 8 bits (`Linear8bitLt`): n bytes, and a scale of 4 bytes for every row.
 
-Forward and backward of 4 bits both make the whole weight in the type that it computes in, multiply by it and free it
-(`bitsandbytes/autograd/_functions.py`; a few rows only are multiplied without). 8 bits make it in the backward alone:
-the forward takes inputs in 8 bits, and products in 32 (on a CPU, the weight is made there, too). Neither saves the
-weight anew, but 8 bits hold on to the inputs, also where their block is recomputed.
+In 4 bits, both the forward and the backward dequantise the whole weight to the compute type, multiply by it and free it
+(`bitsandbytes/autograd/_functions.py`; inputs of only a few rows skip this). In 8 bits, only the backward does:
+the forward allocates 8-bit inputs and 32-bit products (on a CPU it dequantises the weight, too). Neither saves the
+dequantised weight, but 8-bit layers hold their inputs, even if their block is recomputed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from hf_ckpt import compat
 
 _ELEMENTS_A_SCALE, _SCALES_A_SCALE = 64, 256
 _TABLES = 4 * (16 + 256 + 1)
-"""Bytes beside weight and scales: the values of 4 bits, and with double quantisation those of 8 bits and an offset."""
+"""Further bytes under double quantisation: the tables of 4-bit and 8-bit values, and an offset."""
 
 
 class QuantisedLinear(nn.Linear):
-    """A linear layer whose frozen weight has 4 or 8 bits an element, with tensors of the right sizes and no values.
+    """A linear layer whose frozen weight has 4 or 8 bits per element, with tensors of the right sizes and no values.
 
     Args:
-        source: the layer that it takes the place of: linear, or a `Conv1D` of transformers.
+        source: the layer that it replaces: linear, or a `Conv1D` of transformers.
         bits: 4 or 8.
         compute: the type that its products are computed in.
-        double: whether the scales of 4 bits are quantised, too.
-        on_cpu: whether it runs on a CPU, where bitsandbytes takes other ways for 8 bits.
+        double: whether 4-bit layers quantise their scales, too.
+        on_cpu: whether it runs on a CPU, where bitsandbytes computes 8-bit products differently.
     """
 
     def __init__(self, source: nn.Module, bits: int, compute: torch.dtype, *, double: bool, on_cpu: bool) -> None:
@@ -65,13 +65,13 @@ class QuantisedLinear(nn.Linear):
         return made.to(given) if self.bits == 4 else made
 
     def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
-        """A weight of shape [out_features, in_features], for as long as it is needed. One operation, which reads the
-        small weight and writes the large one."""
+        """The dequantised weight, of shape [out_features, in_features]. A single operation, because dequantising reads
+        the small weight and writes the large one."""
         return self.weight.new_empty((self.out_features, self.in_features), dtype=dtype)
 
 
 class _Product4(torch.autograd.Function):
-    """As `MatMul4Bit` of bitsandbytes."""
+    """Like `MatMul4Bit` of bitsandbytes."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
@@ -84,7 +84,7 @@ class _Product4(torch.autograd.Function):
 
 
 class _Product8(torch.autograd.Function):
-    """As `MatMul8bitLt` of bitsandbytes, whose context holds on to the inputs."""
+    """Like `MatMul8bitLt` of bitsandbytes, whose context holds the inputs."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
@@ -100,7 +100,7 @@ class _Product8(torch.autograd.Function):
 
 
 class _Product8OnCpu(_Product8):
-    """As `MatMul8bitFp` of bitsandbytes, which multiplies by the weight in the type of the inputs, or of autocast."""
+    """Like `MatMul8bitFp` of bitsandbytes, which multiplies by the weight in the type of the inputs, or of autocast."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
@@ -109,7 +109,7 @@ class _Product8OnCpu(_Product8):
 
 
 def scale_bytes(rows: int, columns: int, bits: int, *, double: bool) -> int:
-    """Bytes of what belongs to a quantised weight of shape [rows, columns] beside its elements."""
+    """Bytes of a quantised weight of shape [rows, columns] in addition to its elements."""
     if bits == 8:
         return 4 * rows
     scales = -(-rows * columns // _ELEMENTS_A_SCALE)
@@ -117,16 +117,16 @@ def scale_bytes(rows: int, columns: int, bits: int, *, double: bool) -> int:
 
 
 def quantise(model: nn.Module, bits: int, compute: torch.dtype, *, double: bool, on_cpu: bool) -> None:
-    """Give a model the layers that transformers gives it for a `BitsAndBytesConfig`, and freeze all parameters.
+    """Replace the layers that transformers replaces for a `BitsAndBytesConfig`, and freeze all parameters.
 
-    Embeddings, heads, and what a model keeps in float32 stay as they are, and so do experts that are no linear layers
-    but stacked weights.
+    Embeddings, heads, modules that a model keeps in float32, and experts with stacked weights instead of linear layers
+    are not replaced.
 
     Args:
         model: a PreTrainedModel.
         bits: 4 or 8.
         compute: the type of products.
-        double: whether the scales of 4 bits are quantised, too.
+        double: whether 4-bit layers quantise their scales, too.
         on_cpu: whether it will run on a CPU.
     """
     for name in compat.quantised_layers(model):
@@ -137,7 +137,7 @@ def quantise(model: nn.Module, bits: int, compute: torch.dtype, *, double: bool,
 
 
 def prepare_for_kbit_training(model: nn.Module) -> None:
-    """Cast to float32 what has 16 bits, as PEFT's `prepare_model_for_kbit_training`: norms, embeddings, the head."""
+    """Cast 16-bit parameters to float32, as PEFT's `prepare_model_for_kbit_training`: norms, embeddings, the head."""
     for parameter in model.parameters():
         if parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.to(torch.float32)

@@ -1,4 +1,4 @@
-"""What traced steps showed of each stack, gathered into the stack's costs."""
+"""Collects the costs of each stack from traced steps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Row = tuple[Key, ...]
 
 
 def short_row(kinds: Sequence[int]) -> tuple[int, ...]:
-    """The kinds of a short stack that shows what a whole one does: the first block, the last one, and between them one
-    block of each kind, behind another of its kind if the real stack has such neighbours.
+    """The kinds of a short stack that represents a whole one: the first block, the last one, and between them one block
+    of each kind, after another of its kind if the real stack has such neighbours.
 
     Args:
         kinds: the kind of each block of the real stack.
@@ -33,7 +33,7 @@ def short_row(kinds: Sequence[int]) -> tuple[int, ...]:
 
 
 class Run:
-    """What one traced step showed: a forward and backward of a model whose stacks follow `rows`."""
+    """The result of one traced step: a forward and backward of a model with the blocks in `rows`."""
 
     def __init__(self, rows: Sequence[Row], tracer: Tracer) -> None:
         self.rows = tuple(rows)
@@ -43,49 +43,49 @@ class Run:
         self.outputs = tracer.outputs()
         self.lent = tracer.lent
         self.lent_before = 0
-        """Bytes that the blocks of earlier stacks made and that are freed when the forward ends."""
+        """Bytes that the blocks of earlier stacks allocated and that are freed when the forward ends."""
         self.released = tracer.released
         self.held = tracer.held
 
     def copy(self) -> Run:
-        """The same, to gather costs from, which changes `lent_before` and `released`."""
+        """A copy for `stack_costs`, which changes `lent_before` and `released`."""
         copied = copy.copy(self)
         copied.released = copy.copy(self.released)
         return copied
 
     def phase(self, what: str, stack: int, block: int) -> Phase:
-        """A part of the step, named as in `tracer.Place`; empty where that part was not run."""
+        """A part of the step, named as in `tracer.Place`; empty if that part did not run."""
         return self.phases.get((what, stack, block), Phase())
 
     def cost(self, stack: int, block: int) -> BlockCost:
-        """What the block at a place cost."""
+        """The cost of the block at this position."""
         at = ("forward", stack, block)
         backward = self.phase("backward", stack, block)
         return BlockCost(self.phase(*at), backward, self.outputs.get(at, 0), self.lent.get(at, 0))
 
     def behind(self, what: str, stack: int) -> Phase:
-        """The part `what` ("before" the next stack, or "head") behind `stack`, as if it freed nothing that was made
+        """The part `what` ("before" the next stack, or "head") after `stack`, as if it freed nothing that was allocated
         before the stack."""
         phase, held = self.phase(*((what, stack + 1, 0) if what == "before" else (what, 0, 0))), self.released[stack]
         return dataclasses.replace(phase, points=tuple((other + held, done) for other, done in phase.points))
 
     def held_behind(self, stack: int, block: int) -> int:
-        """Bytes that the blocks behind one made, in its stack and in later ones, and that last to the end."""
+        """Bytes that the blocks after this one, in its stack and in later ones, allocate and hold to the end."""
         return sum(size for (_, *place), size in self.held.items() if tuple(place) > (stack, block))
 
     def other(self, place: Place) -> int | None:
-        """Bytes alive when a part began, finished gradients not counted; None where it was not run."""
+        """Bytes alive when a part began, without finished gradients; None if it did not run."""
         found = self.starts.get(place)
         return None if found is None else found[0]
 
 
 def stack_costs(stack: int, runs: Sequence[Run], kinds: int) -> dict[str, Any]:
-    """What the runs showed of one stack, as arguments of `StackCosts`.
+    """The costs of one stack, as arguments of `StackCosts`.
 
     Args:
         stack: its position in the model.
-        runs: one for each action, in which all blocks that may have the action have it. They remember what the stack
-            has lent, for the next one.
+        runs: one for each action, in which all blocks that may have the action have it. Their `lent_before` is updated
+            for the next stack.
         kinds: how many kinds of blocks the stack has.
     """
     costs = [_costs(stack, run) for run in runs]
@@ -120,7 +120,7 @@ def stack_costs(stack: int, runs: Sequence[Run], kinds: int) -> dict[str, Any]:
 
 
 def _held(stack: int, runs: Sequence[Run], kind: int) -> int:
-    """Bytes that a block of a kind holds until the backward of the model ends."""
+    """Bytes that a block of this kind holds until the backward of the model ends."""
     found = (
         run.held.get(("forward", stack, place), 0)
         for run in runs
@@ -131,10 +131,10 @@ def _held(stack: int, runs: Sequence[Run], kind: int) -> int:
 
 
 def _costs(stack: int, run: Run) -> list[BlockCost]:
-    """What each block of a run's stack cost.
+    """The cost of each block of a run's stack.
 
-    The forward of the last block is mixed with what is freed behind the stack. Another block of its kind shows what the
-    block itself does.
+    The forward of the last block includes bytes freed after the stack, so another block of its kind and action is used
+    for it.
     """
     row = run.rows[stack]
     costs = [run.cost(stack, place) for place in range(len(row))]
@@ -149,14 +149,14 @@ def _costs(stack: int, run: Run) -> list[BlockCost]:
 
 
 def _at_turn(stack: int, run: Run, costs: Sequence[BlockCost]) -> tuple[list[int], list[int]]:
-    """What a run showed of `StackCosts.at_backward_bytes` and `StackCosts.shared_bytes`, by each block that tells."""
+    """A run's figures for `StackCosts.at_backward_bytes` and `StackCosts.shared_bytes`, one for each block with one."""
     lasting: list[int] = []
-    """Bytes alive after the forward of each block that last longer than the forward of the model."""
+    """For each block, the bytes alive after its forward that outlive the forward of the model."""
     lent = run.lent_before
     for place, cost in enumerate(costs):
         at = ("forward", stack, place)
         lent += cost.forward_only_bytes
-        # A block that the batch did not reach has left everything as it was.
+        # A block that the batch did not reach changed nothing.
         lasting.append(run.ends[at][0] - lent if at in run.ends else lasting[-1] if lasting else 0)
     turns: list[int] = []
     shared: list[int] = []

@@ -1,8 +1,8 @@
-"""Traces what every action costs each kind of block: bytes through a step and time, on fake tensors.
+"""Traces on fake tensors what every action costs each kind of block, in bytes and time.
 
-For each action, a short model runs forward and backward with all of its blocks under this action. What happens in each
-block is cut out of the run (`tracer`), and `timeline` puts it together at any depth and for any mixture of actions:
-what a block needs does not depend on the action of the block before it.
+For each action, a short model runs forward and backward with all of its blocks under this action. `tracer` records each
+block of this run by itself, and `timeline` combines the records for any depth and any mixture of actions: the memory
+that a block needs does not depend on the action of the block before it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from hf_ckpt.spec.plan import Plan
 
 
 class CannotTraceError(HfCkptError):
-    """A model does not run on fake tensors."""
+    """The model does not run on fake tensors."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One micro-step, and what a prediction must know of the step around it."""
+    """One micro-step, and what a prediction must know about the step around it."""
 
     batch: Mapping[str, Any]
-    """Keyword arguments of the model's forward: tensors, of which only shapes and types count, and plain values."""
+    """Keyword arguments of the model's forward. Only the shapes and types of tensors matter."""
     padded: bool = False
     """Whether an attention mask masks anything."""
     autocast: torch.dtype | None = None
@@ -52,14 +52,14 @@ class Step:
     optimizer: str = "adamw"
     """Its name, one of `optimizer_names.NAMES`."""
     optimizer_bytes: OptimizerBytes | None = None
-    """What the optimizer needs, if that is known; otherwise it follows from the name."""
+    """What the optimizer needs, if known; otherwise it follows from the name."""
     loss: Callable[[Any], torch.Tensor] | None = None
-    """Makes the loss from the outputs of a model that computes none itself."""
+    """Computes the loss from the outputs of a model that does not compute its own."""
     forward: types.MethodType | None = None
-    """A forward that was put on the model in place of its class's; None where the class's own runs."""
+    """A forward that replaces the class's own on the model; None if the class's own runs."""
     reference: str | None = None
-    """Where the loss takes a reference from, a name in `choices.REFERENCES`: a pass without gradients, behind the
-    forward. None, and `precomputed`, for no such pass."""
+    """How the loss gets its reference: `adapters-off` and `model` run a pass without gradients after the forward;
+    `precomputed` and None run no such pass."""
 
     @property
     def tokens(self) -> int:
@@ -69,7 +69,7 @@ class Step:
 
     @property
     def looks(self) -> tuple[object, ...]:
-        """What a trace of it depends on: equal for two micro-steps whose traces are the same."""
+        """What its trace depends on: equal for two micro-steps whose traces are the same."""
         batch = tuple(
             (name, (value.shape, value.dtype) if isinstance(value, torch.Tensor) else repr(value))
             for name, value in self.batch.items()
@@ -91,20 +91,20 @@ def trace_costs(
     Args:
         skeleton: of the model.
         step: the micro-step to run.
-        device: whose row says how long operations take.
-        actions: those to trace, those of `actions_for` unless given. Blocks below the first trainable parameter, which
-            save nothing, get the first of them.
-        mlp: how the feed-forward of each block runs, as `Plan.mlp`.
-        on_progress: called with a few words before each short model is run.
+        device: its row gives the time of operations.
+        actions: the actions to trace; those of `actions_for` by default. Blocks before the first trainable parameter,
+            which save nothing, get the first one.
+        mlp: how the feed-forward of each block runs, as in `Plan.mlp`.
+        on_progress: called with a short message before each short model runs.
 
-    Raises `HfCkptError` where the model cannot run on fake tensors.
+    Raises `HfCkptError` if the model cannot run on fake tensors.
     """
     actions = actions_for() if actions is None else actions
     stacks = skeleton.stacks
     choices = [tuple((0,) if kind.frozen else tuple(range(len(actions))) for kind in stack.kinds) for stack in stacks]
     trace = functools.partial(trace_rows, skeleton, step=step, device=device, actions=actions, mlp=mlp)
     runs = _runs(skeleton, choices, trace, on_progress)
-    for number in range(len(stacks)):  # what no block ever keeps is freed under every plan
+    for number in range(len(stacks)):  # bytes that no block keeps are freed under every plan
         always = min(run.released[number] for run in runs)
         for run in runs:
             run.released[number] -= always
@@ -147,16 +147,16 @@ def _runs(
     trace: Callable[[Sequence[Row]], Run],
     on_progress: Callable[[str], None] | None = None,
 ) -> list[Run]:
-    """Trace a short model under each action; where it does not run with other blocks than its own, the whole one.
+    """Trace a short model under each action. If the short model fails, trace the whole one.
 
-    Some models look up what a block is by its number, or have blocks whose results only the next one can take.
-    Raises `HfCkptError` where the model runs on fake tensors in neither way, or would only as a whole and is too deep.
+    Some models look up a block's type by its number, or have blocks whose results only the next block accepts.
+    Raises `HfCkptError` if neither model runs on fake tensors, or if the short one fails and the whole one is too deep.
 
     Args:
         skeleton: of the model.
         choices: for each stack and kind, its actions.
-        trace: runs the model with these blocks.
-        on_progress: called with a few words before each run.
+        trace: runs the model with the given blocks.
+        on_progress: called with a short message before each run.
     """
     most = max(len(found) for of_stack in choices for found in of_stack)
     whole = [stack.row for stack in skeleton.stacks]
@@ -179,28 +179,28 @@ def _runs(
 
 
 _MOST_BLOCKS = 128
-"""A model is traced with all of its blocks, where that is needed, up to so many."""
+"""Most blocks that a model traced as a whole may have."""
 
 
 def chunked_head(costs: Costs, skeleton: Skeleton, step: Step, device: Device, head: int | str) -> Costs:
     """`costs` with the head and its loss in chunks.
 
-    The blocks hardly matter to it, so that it is traced on one short model under `keep`.
+    The blocks hardly affect the head, so it is traced on one short model under `keep`.
 
     Args:
-        costs: traced of `skeleton` and `step`, with the head as a whole.
+        costs: traced from `skeleton` and `step`, with the head as a whole.
         skeleton: of the model.
         step: the micro-step to run.
-        device: whose row says how long operations take.
+        device: its row gives the time of operations.
         head: `auto`, or how many tokens a chunk has.
 
-    Raises `HfCkptError` where the model cannot run on fake tensors.
+    Raises `HfCkptError` if the model cannot run on fake tensors.
     """
     trace = functools.partial(trace_rows, skeleton, step=step, device=device, actions=[KEEP], mlp=costs.mlp_tokens)
     choices = [[(0,)] * len(stack.kinds) for stack in skeleton.stacks]
     ((plain,), (chunked,)) = (_runs(skeleton, choices, functools.partial(trace, head=how)) for how in ("full", head))
     forward, backward = chunked.phase("head", 0, 0), chunked.phase("head back", 0, 0)
-    # `costs` count what is freed behind the last stack for the blocks, this trace counts it for the head.
+    # Bytes freed after the last stack belong to the blocks in `costs`, and to the head in this trace.
     less = plain.phase("head", 0, 0).net - costs.head[0].net
     forward = dataclasses.replace(forward, points=tuple((other - less, done) for other, done in forward.points))
     return dataclasses.replace(costs, head=(forward, backward), head_tokens=head)
@@ -209,7 +209,7 @@ def chunked_head(costs: Costs, skeleton: Skeleton, step: Step, device: Device, h
 def actions_for(*, compiled: bool = False) -> tuple[Action, ...]:
     """Return the actions that a plan chooses from; those that keep most come first.
 
-    `compiled` says whether blocks are compiled. Raises `HfCkptError` where compiled blocks cannot be traced with this
+    `compiled` says whether blocks are compiled. Raises `HfCkptError` if compiled blocks cannot be traced with this
     version of transformers.
     """
     if compiled and not compat.HOOKS_STAY_OUTSIDE:
@@ -230,18 +230,18 @@ def trace_rows(
     head: int | str = "full",
     mlp: int | str = "full",
 ) -> Run:
-    """Run a model with these blocks, forward and backward; what was run before is not run again.
+    """Run a model with these blocks, forward and backward. Results are cached in the skeleton.
 
     Args:
         skeleton: of the model.
         rows: the blocks of each stack.
         step: the micro-step to run.
-        device: whose row says how long operations take.
-        actions: those that `rows` name by their positions.
-        head: how the head runs, as `Plan.head`.
-        mlp: how the feed-forward of each block runs, as `Plan.mlp`.
+        device: its row gives the time of operations.
+        actions: the actions to which positions in `rows` refer.
+        head: how the head runs, as in `Plan.head`.
+        mlp: how the feed-forward of each block runs, as in `Plan.mlp`.
 
-    Raises `CannotTraceError` where the model does not run on fake tensors.
+    Raises `CannotTraceError` if the model does not run on fake tensors.
     """
     asked = tuple(map(tuple, rows)), step.looks, device, tuple(actions), head, mlp
     if asked not in skeleton.runs:
@@ -304,10 +304,10 @@ def _run(model: nn.Module, found: FoundBlocks, rows: Sequence[Row], step: Step, 
 
 
 def _behind_a_reference(stacks: Sequence[StackCosts], forward: Phase) -> Phase:
-    """The forward of the head, with the time of a pass of the whole model without gradients in it.
+    """The forward of the head, plus the time of a pass of the whole model without gradients.
 
-    The pass was traced for its bytes, which do not depend on the depth. It takes the time of the forward under the
-    first action.
+    The trace already contains the bytes of that pass, which do not depend on the depth. Its time is that of the forward
+    under the first action.
     """
     nanoseconds = sum(stack.before.nanoseconds for stack in stacks)
     for stack in stacks:
@@ -320,7 +320,7 @@ def _static(skeleton: Skeleton, step: Step, device: Device) -> Static:
     found = step.optimizer_bytes
     if found is None:
         found = optimizer_bytes(everything, step.optimizer, "cpu" if device.name == "cpu" else "cuda")
-    # A second model as large as the first, with a copy in the type of autocast, which lasts as long as the forward.
+    # A second model as large as the first, with a copy in autocast's type that is alive during the forward.
     reference = everything.nbytes if step.reference == "model" else 0
     if reference and step.autocast is not None:
         reference += sum(math.prod(shape) * step.autocast.itemsize for shape, size, _ in everything.tensors if size > 2)
@@ -335,9 +335,9 @@ def _static(skeleton: Skeleton, step: Step, device: Device) -> Static:
 
 
 def _unplannable(model: str, error: Exception) -> str:
-    """What to tell of a model that failed on fake tensors."""
+    """The error message for a model that failed on fake tensors."""
     reason = f"it does not run without its weights: {type(error).__name__}: {error}"
-    if compat.depends_on_values(error):  # experts that are called one by one
+    if compat.depends_on_values(error):  # experts called one by one
         reason = (
             f"how large its tensors are depends on their values ({error}). If that is how tokens find their experts, "
             'load the model with experts_implementation="grouped_mm" or "batched_mm"'
@@ -346,7 +346,7 @@ def _unplannable(model: str, error: Exception) -> str:
 
 
 def _loss(model: nn.Module, inputs: Mapping[str, Any], step: Step, tracer: Tracer) -> torch.Tensor:
-    """Run the forward, in a function of its own so that its outputs are freed before the backward, as in a Trainer."""
+    """Run the forward. A separate function frees its outputs before the backward, as in a Trainer."""
     outputs, held = _outputs(model, inputs, step), None
     if step.reference in ("adapters-off", "model"):
         off = compat.adapters_off(model) if step.reference == "adapters-off" else contextlib.nullcontext()
@@ -358,7 +358,7 @@ def _loss(model: nn.Module, inputs: Mapping[str, Any], step: Step, tracer: Trace
 
 
 def _outputs(model: nn.Module, inputs: Mapping[str, Any], step: Step) -> Any:
-    """Run the forward that the step has."""
+    """Run the step's forward."""
     if step.forward is None:
         return model(**inputs)
     with own_forward(model, compat.rebound(step.forward, model)):
@@ -366,7 +366,7 @@ def _outputs(model: nn.Module, inputs: Mapping[str, Any], step: Step) -> Any:
 
 
 def _fake(value: Any) -> Any:
-    """A tensor of the same shape and type, fake where fake tensors are on; other values as they are."""
+    """A tensor of the same shape and type, fake inside a `FakeTensorMode`; other values unchanged."""
     return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
 
 

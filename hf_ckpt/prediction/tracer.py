@@ -1,4 +1,4 @@
-"""Cuts one step on fake tensors into the forward and backward of every block and of what lies around the blocks."""
+"""Splits one step on fake tensors into the forward and backward of every block and of the parts around the blocks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ runs before a stack; ("head" or "head back", 0, 0) for the head and the loss. St
 
 
 class Answers:
-    """Answers questions about the values of fake tensors, which have none.
+    """Answers operations that ask for the values of fake tensors.
 
     Args:
-        padded: whether an attention mask masks anything; a tensor of truth values is read as "nothing is masked".
+        padded: whether an attention mask masks anything; a boolean value is taken to mean "nothing is masked".
         casts: whether a tensor equals the tensor that it was cast from, which the rebuild engine asks on the CPU.
     """
 
@@ -40,9 +40,9 @@ class Answers:
         """Storage of a cast tensor -> storage of the tensor that it was cast from, as addresses."""
 
     def answer(self, func: Any, args: Any) -> Any:
-        """Return what an operation is to return that asks for a value; `NotImplemented` for any other."""
+        """Return the result of an operation that asks for a value; `NotImplemented` for any other."""
         if func is torch.ops.prim.device.default and compat.is_fake(args[0]):
-            return args[0].fake_device  # asked as often as anything is computed
+            return args[0].fake_device  # asked about as often as anything is computed
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             return not self.padded
         if func is torch.ops.aten.equal.default:
@@ -50,7 +50,7 @@ class Answers:
         return NotImplemented
 
     def note(self, func: Any, args: Any, result: Any) -> None:
-        """Note which tensor was cast from which."""
+        """Record which tensor was cast from which."""
         if func is torch.ops.aten._to_copy.default and self.casts:
             storage = result.untyped_storage()
             self._sources[storage._cdata] = self._source(args[0])
@@ -62,7 +62,7 @@ class Answers:
 
 
 class Tracer(LiveBytes):
-    """Counts live bytes and time of a step, part by part.
+    """Counts the live bytes and the time of each part of a step.
 
         with Tracer(device, blocks, modules, model, inputs, answers) as tracer:
             loss = model(**inputs).loss
@@ -72,12 +72,12 @@ class Tracer(LiveBytes):
         tracer.phases
 
     Args:
-        device: whose row says how long operations take.
+        device: its row gives the time of operations.
         blocks: the model's blocks, in the order in which they run.
         modules: qualified name of a block -> its module.
         model: on fake tensors.
         inputs: keyword arguments of its forward.
-        answers: what operations that ask for values are told. A mode of its own would see every operation once more.
+        answers: results for operations that ask for values. A separate mode would dispatch every operation once more.
     """
 
     def __init__(
@@ -106,41 +106,41 @@ class Tracer(LiveBytes):
         """Bytes of finished gradients."""
         self._backward = False
         self._beside = False
-        """Whether something runs that is no part of the step's forward, as `beside_the_step`."""
+        """Whether code inside `beside_the_step` runs, which is not part of the step's forward."""
         self._next: Place | None = None
-        """The part that begins with the next operation, if another one does."""
+        """The part that begins with the next operation, if any."""
         self._made: dict[int, tuple[Place, int]] = {}
-        """Storage, as an address -> (the part of the forward in which it was made, its bytes)."""
+        """Address of a storage -> (the part of the forward that allocated it, its bytes)."""
         self.held: dict[Place, int] = collections.Counter()
-        """Forward of a block -> bytes that it made and that are still there when the backward ends."""
+        """Forward of a block -> bytes that it allocated and that are still alive when the backward ends."""
         self._given_on: dict[Place, int] = collections.Counter()
-        """Forward of a block -> bytes that it made and that were freed behind the block."""
+        """Forward of a block -> bytes that it allocated and that were freed after the block."""
         self.lent: dict[Place, int] = collections.Counter()
-        """Forward of a block -> bytes that it made and that were freed when the forward of the model ended."""
+        """Forward of a block -> bytes that it allocated and that were freed when the forward of the model ended."""
         self._times = 1
-        """How often what runs now would be run."""
+        """How often a real step runs the current operations."""
         self._held_back = 0
-        """Bytes of these that are freed already; they count as alive until the backward begins."""
+        """Bytes of `lent` that are freed already; they count as alive until the backward begins."""
         self.released: dict[int, int] = collections.Counter()
-        """Stack -> bytes that were made before it and freed between its forward and its backward: what variables of the
-        model's forward held, unless the first block keeps it."""
+        """Stack -> bytes that were allocated before it and freed between its forward and its backward: tensors that
+        variables of the model's forward held, unless the first block keeps them."""
         self._handles: list[Any] = []
         self._reset()
 
     # --- parts of the step ---
 
     def _reset(self) -> None:
-        """Begin to record the present part."""
+        """Begin to record the current part."""
         self._points: list[tuple[int, int]] = []
         self._nanoseconds = 0
         self.starts[self._place] = self._level()
 
     def _level(self) -> tuple[int, int]:
-        """(bytes above those before the step, bytes of finished gradients); the latter are not part of the former."""
+        """(bytes above those before the step, bytes of finished gradients); the former excludes the latter."""
         return self.current_bytes - self.start_bytes - self._done + self._held_back, self._done
 
     def begin(self, what: str, stack: int, block: int, *, backward: bool = False) -> None:
-        """End the present part and begin another, named as in `Place`; `backward` is set where the backward begins."""
+        """End the current part and begin another, named as in `Place`; `backward` is set when the backward begins."""
         self._next = None
         self._end()
         if backward:
@@ -149,7 +149,7 @@ class Tracer(LiveBytes):
         self._reset()
 
     def _end(self) -> None:
-        """Record the present part as it is now."""
+        """Record the current part as it is now."""
         other, done = self.starts[self._place]
         self._note()
         points = tuple((now - other, finished - done) for now, finished in self._points)
@@ -158,7 +158,7 @@ class Tracer(LiveBytes):
 
     @contextlib.contextmanager
     def one_for_many(self, times: int) -> Iterator[None]:
-        """Count what is done inside of this context so many times; it leaves as many bytes alive as it has found."""
+        """Count the time of this context `times` times; as many bytes must be alive after it as before it."""
         self._times = times
         try:
             yield
@@ -166,7 +166,7 @@ class Tracer(LiveBytes):
             self._times = 1
 
     def finish(self) -> None:
-        """End the last part of the step. What is freed later is freed by no part of it."""
+        """End the last part of the step. Later frees belong to no part."""
         self._end()
         for place, size in self._made.values():
             if place[0] == "forward":
@@ -174,14 +174,14 @@ class Tracer(LiveBytes):
         self._made.clear()
 
     def _note(self) -> None:
-        """Record the live bytes of this moment, where they have changed."""
+        """Record the current live bytes if they have changed."""
         level = self._level()
         if not self._points or self._points[-1] != level:
             self._points.append(level)
 
     @contextlib.contextmanager
     def beside_the_step(self) -> Iterator[None]:
-        """Count the bytes, but not the time, of what runs in this context, and let no part of the step begin by it."""
+        """Count the bytes, but not the time, of what runs in this context. It begins no part of the step."""
         if self._next is not None:
             self.begin(*self._next)
         nanoseconds, self._beside = self._nanoseconds, True
@@ -191,7 +191,7 @@ class Tracer(LiveBytes):
             self._nanoseconds, self._beside = nanoseconds, False
 
     def outputs(self) -> dict[Place, int]:
-        """Forward of a block -> bytes that it made and that were freed behind the block: its output."""
+        """Forward of a block -> bytes that it allocated and that were freed after the block: its output."""
         return dict(self._given_on)
 
     # --- hooks on the model ---
@@ -215,7 +215,7 @@ class Tracer(LiveBytes):
         self._handles = []
 
     def _enter_block(self, stack: int, index: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._backward or self._beside:  # older layers run their hooks again when they are recomputed
+        if self._backward or self._beside:  # older layers call their hooks again during recomputation
             return
         if not index and args and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
             self._on_gradient(args[0], "before back", stack, 0)
@@ -228,11 +228,11 @@ class Tracer(LiveBytes):
         if first.requires_grad:
             self._on_gradient(first, "backward", stack, index)
         if index == self._depths[stack] - 1:
-            # The next part does not begin yet: the model still holds what this block was given.
+            # The next part does not begin yet: the model still holds this block's inputs.
             self._next = ("before", stack + 1, 0) if stack + 1 < len(self._stacks) else ("head", 0, 0)
 
     def _on_gradient(self, tensor: torch.Tensor, *place: Any) -> None:
-        """Let the part `place` begin when the gradient of `tensor` is there."""
+        """Begin the part `place` when the gradient of `tensor` has been computed."""
 
         def begin(gradient: torch.Tensor) -> None:
             self.begin(*place)
@@ -296,11 +296,11 @@ class Tracer(LiveBytes):
 
 
 Tracer.__torch_dispatch__ = inspect.unwrap(Tracer.__torch_dispatch__)  # type: ignore[method-assign]
-"""Without what torch wraps around it for dynamo, which does not run in a trace: a tenth of its time."""
+"""Without torch's wrapper for dynamo, which does not run in a trace: it costs a tenth of the time."""
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments or results of an operation, which are in no other containers."""
+    """The tensors among the arguments or results of an operation, which nest them in tuples and lists only."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -324,7 +324,7 @@ def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *args
 
 
 def _grouped_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
-    """Operations of products by groups, where each row, or each column, is multiplied once.
+    """Operations of grouped matrix products, where each row, or each column, is multiplied once.
 
     Shapes of the factors are those of `torch._grouped_mm`: [rows, k] or [groups, m, k], and [k, n] or [groups, k, n].
     """
