@@ -1,4 +1,4 @@
-"""The batches and the loss that a model is traced and timed with, made from a workload or from sizes."""
+"""Creates the batches and the loss for tracing and timing a model, from a workload or from sizes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hf_ckpt.prediction.workload import DTYPES
 
 
 def batch_for(model: nn.Module, sizes: Mapping[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
-    """Zeros in the shapes that `model` trains on: input ids and attention mask, and labels where it takes them.
+    """Zeros in the shapes that `model` trains on: input ids and attention mask, and labels if it accepts them.
 
-    They are for tracing: all elements of a tensor are one and the same in memory, so that no size is too large.
+    They are for tracing: all elements of a tensor share one place in memory, so no size is too large.
     Shapes are [sequences, tokens]; labels of classifiers are [sequences], and a model for multiple choice gets one
     choice: [sequences, 1, tokens].
 
     Args:
-        model: whose class decides what goes into it.
-        sizes: stack -> (sequences, tokens) that go into the stack.
+        model: its class decides which inputs it gets.
+        sizes: stack -> (sequences, tokens) of the stack's input.
     """
     base = base_model(model)
     first = next(iter(sizes.values()))
@@ -46,15 +46,15 @@ def batch_for(model: nn.Module, sizes: Mapping[str, tuple[int, int]]) -> dict[st
 
 
 def real_inputs(workload: Workload, model: nn.Module, device: str, seed: int = 0) -> dict[str, Any]:
-    """Random inputs of one micro-step of `workload`, as keyword arguments of the forward of a model that has weights.
+    """Random inputs of one micro-step of `workload`, as keyword arguments of the forward of a model with weights.
 
-    Nothing is masked unless the workload is padded: then the last quarter of the last sequence is padding, without
-    labels there.
+    Nothing is masked unless the workload is padded: then the last quarter of the last sequence is padding without
+    labels.
 
     Args:
         workload: sizes of the batch, and whether it is padded.
         model: plain or wrapped.
-        device: where the tensors go, as `cuda`.
+        device: device of the tensors, such as `cuda`.
         seed: of the random values.
     """
     base = base_model(model)
@@ -75,7 +75,7 @@ def real_inputs(workload: Workload, model: nn.Module, device: str, seed: int = 0
 
 
 def _labels(base: nn.Module) -> int:
-    """How many values a label may take: one a class, or one a token of the vocabulary."""
+    """How many values a label may have: one per class, or one per token of the vocabulary."""
     name = type(base).__name__
     if name.endswith("ForMultipleChoice"):
         return 1  # there is one choice: see `batch_for`
@@ -88,7 +88,7 @@ def _takes_labels(base: nn.Module) -> bool:
 
 
 def loss_for(model: nn.Module) -> Callable[[Any], torch.Tensor] | None:
-    """The function that makes a loss from the outputs of a model; None where the model computes its own from labels."""
+    """A function that computes a loss from a model's outputs; None if the model computes its own from labels."""
     return None if _takes_labels(base_model(model)) else _mean_square
 
 
@@ -98,12 +98,12 @@ def _mean_square(outputs: Any) -> torch.Tensor:
 
 
 def step_of_workload(workload: Workload, skeleton: Skeleton) -> Step:
-    """The micro-step of `workload` on a skeleton, to be traced."""
+    """The micro-step of `workload` on a skeleton, for tracing."""
     return _step(workload, skeleton.base, [stack.name for stack in skeleton.stacks])
 
 
 def step_of_model(workload: Workload, model: nn.Module) -> Step:
-    """The micro-step of `workload` on a model with weights, to be timed."""
+    """The micro-step of `workload` on a model with weights, for timing."""
     return _step(workload, model, list(dict.fromkeys(block.stack for block in find_blocks(model).blocks)))
 
 
@@ -113,7 +113,7 @@ def _step(workload: Workload, model: nn.Module, stacks: Sequence[str]) -> Step:
     if len(sizes) > 1 and "decoder" in sizes and workload.target_tokens is not None:
         sizes["decoder"] = workload.rows, workload.target_tokens
     batch: dict[str, Any] = batch_for(model, sizes)
-    if workload.packing:  # position ids take the place of the mask, and say where a sequence begins
+    if workload.packing:  # position ids replace the mask and mark where a sequence begins
         batch = {**batch, "position_ids": batch["input_ids"]}
         del batch["attention_mask"]
     autocast = workload.autocast_name
@@ -130,7 +130,7 @@ def _step(workload: Workload, model: nn.Module, stacks: Sequence[str]) -> Step:
 
 
 def _step_of_trl(step: Step, trainer: str, model: nn.Module) -> Step:
-    """The micro-step as a trainer of TRL runs it.
+    """The micro-step as one of TRL's trainers runs it.
 
     Raises `HfCkptError` for a model without a language-model head, and `MissingDependencyError` without TRL.
     """
@@ -159,7 +159,7 @@ def _preference(outputs: Any) -> torch.Tensor:
 
 
 def _policy(outputs: Any) -> torch.Tensor:
-    """GRPO's loss without a reference, in which the ratio to the old policy is clipped."""
+    """GRPO's loss without a reference, with a clipped ratio to the old policy."""
     scores = _label_scores(outputs)
     ratio = torch.exp(scores - scores.detach())
     return -torch.min(ratio, ratio.clamp(0.8, 1.2)).mean()
@@ -170,13 +170,13 @@ _OF_TRL: dict[str, tuple[Callable[[Any], torch.Tensor] | None, tuple[str, ...]]]
     "dpo": (_preference, ("mean_logits", "is_top1")),
     "grpo": (_policy, ()),
 }
-"""Trainer -> (its loss, where that is not the model's own; what it has computed of each token for its logs)."""
+"""Trainer -> (its loss, None for the model's own; further outputs per token, for its logs)."""
 
 
 def sizes_of_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `Workload` that a batch tells: its sequences, its tokens, and whether anything is masked.
+    """The fields of a `Workload` that follow from a batch: its sequences, its tokens, and whether anything is masked.
 
-    Raises `HfCkptError` where the batch has no `input_ids` of shape [sequences, tokens].
+    Raises `HfCkptError` if the batch has no `input_ids` of shape [sequences, tokens].
     """
     ids = batch.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:

@@ -21,8 +21,8 @@ class Device:
     name: str
     """The name that `hf-ckpt plan --device` accepts."""
     memory_gib: float | None
-    """Memory available to a process, in GiB: `total_memory` of torch's device properties. It is less than the data sheet
-    and `nvidia-smi` say, because the driver reserves some. None for a CPU, where it depends on the machine."""
+    """Memory available to a process, in GiB: `total_memory` of torch's device properties. The data sheet and
+    `nvidia-smi` say more, because the driver reserves some. None for a CPU, where it depends on the machine."""
     flops16: float
     """Operations per second with dense matrices in bfloat16, or in float16 on devices without bfloat16."""
     flops32: float

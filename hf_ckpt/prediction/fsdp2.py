@@ -1,25 +1,25 @@
-"""Turns the costs of a model that is whole on every rank into those of one whose parameters FSDP2 splits over ranks.
+"""Converts the costs of an unsharded model into those of one rank under FSDP2.
 
-Every block and the rest of the model have a `fully_shard` of their own. Alive on a rank besides activations are
-(`torch/distributed/fsdp/_fully_shard`, PyTorch 2.6 to 2.13):
+`fully_shard` is applied to every block, and to the rest of the model. On a rank, the following is alive in addition to
+activations (`torch/distributed/fsdp/_fully_shard`, PyTorch 2.6 to 2.13):
 
-* always: its parts of all parameters, and of the optimizer's state;
-* while the model runs: the whole parameters outside the blocks, and one buffer in which whole parameters arrive. In the
-  forward it is the running block's, which is freed only when the next block's parameters have arrived and been copied
-  out of their own buffer; in the backward it is that of the block before, which is fetched ahead;
-* while a block runs, forward or backward: its whole parameters, in the type that they compute in. Recomputing finds
-  them there, so that no plan gathers anything once more;
-* in the backward of a block: its whole gradients, as they are made, and the gradients that the block behind it has sent
-  to be summed up; then those that it sends itself, and its parts of the gradients, which stay;
-* from the head's backward to the end: whole gradients of what lies outside the blocks.
+* always: its shards of all parameters, and of the optimizer's state;
+* while the model runs: the unsharded parameters outside the blocks, and one all-gather buffer. In the
+  forward it is the running block's, which is freed only when the next block's parameters have been gathered and copied
+  out of their own buffer; in the backward it is that of the block before, which is prefetched;
+* while a block runs, forward or backward: its unsharded parameters, in their compute type. Recomputation uses
+  these, so no plan gathers anything once more;
+* in the backward of a block: its unsharded gradients, as they are computed, and the gradients that the block after it
+  has sent to the reduce-scatter; then those that it sends itself, and its gradient shards, which are kept;
+* from the head's backward to the end: unsharded gradients of parameters outside the blocks.
 
-P, R and S are the bytes of a block's whole parameters, of the gradients that it sends, and of this rank's part of its
-gradients; `max` is the largest of all blocks:
+P, R and S are the bytes of a block's unsharded parameters, of the gradients that it sends, and of this rank's gradient
+shards; `max` is the largest of all blocks:
 
-    always             parts + optimizer's state + P(outside) + max P
+    always             parameter shards + optimizer's state + P(outside) + max P
     a block's forward  + 2 P for a moment, then + P + its activations
-    its backward       + P + max R + its activations + its whole gradients so far; at its end whole gradients + R, then
-                       R + S, then S
+    its backward       + P + max R + its activations + its unsharded gradients so far; at its end unsharded gradients
+                       + R, then R + S, then S
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Gathered:
     """Bytes of parameters that are gathered together, and of their gradients, which are reduced together."""
 
     whole: int = 0
-    """The whole parameters, in the type that they compute in."""
+    """The unsharded parameters, in their compute type."""
     cast: int = 0
-    """A copy of this rank's part of the parameters in that type, while it is sent; 0 where no copy is made."""
+    """A copy of this rank's parameter shards in that type, while it is sent; 0 if no copy is needed."""
     sent: int = 0
-    """The whole gradients."""
+    """The unsharded gradients."""
     kept: int = 0
-    """This rank's part of the gradients, which stays until the optimizer's step."""
+    """This rank's gradient shards, which are kept until the optimizer's step."""
     summed: int = 0
-    """This rank's part in the type that gradients are summed up in, for a moment; 0 where it stays in that type."""
+    """This rank's gradient shards in the type of the reduction, temporarily; 0 if they are kept in that type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Layout:
     """How FSDP2 splits a model, as one rank sees it."""
 
     parameters: int
-    """Bytes of this rank's parts of the parameters."""
+    """Bytes of this rank's parameter shards."""
     optimizer: int
     """Bytes of the optimizer's state on this rank."""
     kinds: tuple[tuple[Gathered, ...], ...]
@@ -67,10 +67,10 @@ def layout_for(skeleton: Skeleton, ranks: int, own: int, optimizer: OptimizerByt
     """How FSDP2 will split a model.
 
     Args:
-        skeleton: of the whole model, in the type that it computes in.
-        ranks: that it is split over.
-        own: bytes of an element of the parts, which stay in the type of the weights.
-        optimizer: what the optimizer needs for all parts together.
+        skeleton: of the unsharded model, in its compute type.
+        ranks: how many ranks share it.
+        own: bytes per element of the shards, which have the type of the weights.
+        optimizer: what the optimizer needs for all shards together.
         parameters: how many elements all parameters have.
     """
 
@@ -91,10 +91,10 @@ def layout_for(skeleton: Skeleton, ranks: int, own: int, optimizer: OptimizerByt
 
 
 def with_shards(costs: Costs, layout: Layout) -> Costs:
-    """The costs on a rank that holds a part of the model, from those on a rank that holds all of it.
+    """The costs on one rank of a sharded model, from those of the unsharded model.
 
     Args:
-        costs: traced with whole parameters.
+        costs: traced with unsharded parameters.
         layout: how the model is split.
 
     The formulas are at the top of this module.
@@ -114,17 +114,17 @@ def with_shards(costs: Costs, layout: Layout) -> Costs:
 
 
 class _Split:
-    """Changes the phases of `costs` to what they are under `layout`."""
+    """Converts the phases of `costs` to those under `layout`."""
 
     def __init__(self, costs: Costs, layout: Layout) -> None:
         self.costs, self.layout = costs, layout
         blocks = [block for kinds in layout.kinds for block in kinds]
         self.buffer = max(block.whole for block in blocks)
-        """Bytes of the buffer in which a block's parameters arrive: max P."""
+        """Bytes of a block's all-gather buffer: max P."""
         self.sent = max(block.sent for block in blocks)
-        """Bytes of the gradients that the block behind has sent: max R."""
+        """Bytes of the gradients that the following block has sent: max R."""
         self.above = max(0, layout.outside.whole - self.buffer)
-        """By how many bytes the buffer is larger while parameters outside the blocks arrive in it."""
+        """By how many bytes the buffer is larger while it gathers the parameters outside the blocks."""
 
     def stack(self, number: int) -> StackCosts:
         """The costs of a stack, by its position in the model."""
@@ -146,7 +146,7 @@ class _Split:
         )
 
     def _embedding(self, stack: StackCosts, first: Gathered) -> tuple[Phase, Phase]:
-        """Forward and backward of what runs before the first stack; its first block's parameters are fetched ahead."""
+        """Forward and backward of what runs before the first stack; its first block's parameters are prefetched."""
         outside, phase = self.layout.outside, stack.before
         before = _phase(
             phase,
@@ -158,11 +158,11 @@ class _Split:
         return before, _phase(stack.before_backward, points, _end(stack.before_backward, outside))
 
     def head_backward(self, phase: Phase) -> Phase:
-        """The head's backward, before which parameters outside the blocks arrive again if they were freed."""
+        """The head's backward, before which parameters outside the blocks are gathered again if they were freed."""
         return _phase(phase, [(self.above + self.layout.outside.cast, 0)], _taken(phase).points)
 
     def _outside_gradients(self, number: int) -> int:
-        """Bytes of the gradients of what runs before stack `number`; behind the last stack, of the head."""
+        """Bytes of the gradients of what runs before stack `number`; after the last stack, of the head."""
         if number < len(self.costs.stacks):
             return self.costs.stacks[number].before_backward.gradients
         return self.costs.head[1].gradients
@@ -176,14 +176,14 @@ class _Split:
         return dataclasses.replace(cost, forward=forward, backward=self._backward(cost.backward, block))
 
     def _backward(self, phase: Phase, block: Gathered) -> Phase:
-        if not phase.points:  # neither this block nor anything before it is trained
+        if not phase.points:  # neither this block nor anything before it is trainable
             return phase
         running = _raised(_taken(phase).points, block.whole + self.sent)
         return _phase(phase, [(block.whole + self.sent + block.cast, 0)], running, _end(phase, block))
 
 
 def _taken(phase: Phase) -> Phase:
-    """The phase with its finished gradients counted as live bytes that do not stay."""
+    """The phase with its finished gradients counted as temporary bytes."""
     return _phase(phase, ((other + done, 0) for other, done in phase.points))
 
 
@@ -197,7 +197,7 @@ def _end(phase: Phase, unit: Gathered) -> list[tuple[int, int]]:
 
 
 def _raised(points: Iterable[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """The points with so many bytes more alive."""
+    """The points with `size` more bytes alive."""
     return [(other + size, done) for other, done in points]
 
 

@@ -1,4 +1,4 @@
-"""The bytes of an optimizer's state and of its step: read, tried out on fake tensors, or counted by its name."""
+"""The bytes of an optimizer's state and of its step: read, measured on fake tensors, or computed from its name."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ Parameters = list[nn.Parameter]
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerBytes:
-    """What an optimizer needs beside weights and gradients, in bytes."""
+    """What an optimizer needs in addition to weights and gradients, in bytes."""
 
     state: int = 0
-    """Of the tensors that it keeps from step to step."""
+    """The tensors that it keeps from step to step."""
     step: int = 0
-    """Most bytes that a step takes for a moment, beside the state."""
+    """Most temporary bytes of a step, in addition to the state."""
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the tensors in an optimizer's state on this rank, as it is now.
+    """Bytes of the tensors in an optimizer's current state on this rank.
 
-    Where there is an accelerator, only tensors on it count: state that FSDP2 keeps in host memory is no part of a peak.
+    With an accelerator, only tensors on it count: state that FSDP2 keeps in host memory is not part of a peak.
     """
     here = compat.accelerator_type() or "cpu"
     return sum(tensor.nbytes for tensor in _state_of(optimizer) if tensor.device.type == here)
@@ -71,17 +71,17 @@ _TRIED: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "adafactor": _adafactor,
 }
-"""Name -> makes the optimizer as Trainer does, to be tried out on fake tensors."""
+"""Name -> constructs the optimizer as Trainer does, to run it on fake tensors."""
 _BLOCK_8BIT, _SMALL_8BIT = 256, 4096
-"""Elements that share a float32 scale in bitsandbytes' 8-bit state, and below how many a state is float32."""
+"""Elements that share a float32 scale in bitsandbytes' 8-bit state, and the size below which a state is float32."""
 _DTYPES = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
 """Bytes of an element -> a type of this size."""
 
 
 def optimizer_bytes(weights: Weights, name: str, device_type: str = "cpu") -> OptimizerBytes:
-    """What an optimizer needs for the trainable ones of `weights`, which are on a device of the type `device_type`.
+    """What an optimizer needs for the trainable parameters in `weights` on a device of type `device_type`.
 
-    Raises `HfCkptError` for a name that is not known.
+    Raises `HfCkptError` for an unknown name.
     """
     if name not in NAMES:
         raise HfCkptError(f"optimizer must be one of {', '.join(NAMES)}, but is {name!r} instead.")
@@ -97,10 +97,10 @@ _Shaped = tuple[tuple[int, ...], int]
 
 
 def _tried_by_shape(tried: Callable[[Sequence[_Shaped]], OptimizerBytes], trained: Sequence[_Shaped]) -> OptimizerBytes:
-    """What `tried` finds for all parameters, from one parameter of each shape.
+    """What `tried` returns for all parameters, computed from one parameter of each shape.
 
-    State adds up. A step either works on one parameter after the other or on all at once: its bytes are those of the
-    largest, or add up, too. If two of each shape show neither, all parameters are tried.
+    State adds up. A step either updates one parameter after the other or all at once: its bytes are those of the
+    largest, or add up, too. If two parameters of each shape match neither, all parameters are tried.
     """
     counts = collections.Counter(trained)
     if not counts:
@@ -115,7 +115,7 @@ def _tried_by_shape(tried: Callable[[Sequence[_Shaped]], OptimizerBytes], traine
 
 
 def _tried_on(name: str, device_type: str, shapes: Sequence[_Shaped]) -> OptimizerBytes:
-    """What the optimizer of this name needs for some parameters."""
+    """What the named optimizer needs for parameters of these shapes."""
     fakes = [
         nn.Parameter(torch.empty(shape, dtype=_DTYPES[size], device=device_type), requires_grad=size > 1)
         for shape, size in shapes
@@ -134,7 +134,7 @@ def _counted(elements: int, size: int, tensors: int, each: int | None) -> int:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Bytes that a model holds on this rank now: parameters, gradients, buffers, and the state of its optimizers."""
+    """Bytes that a model now holds on this rank: parameters, gradients, buffers, and the state of its optimizers."""
     total = sum(buffer.nbytes for buffer in model.buffers())
     for parameter in model.parameters():
         total += compat.local(parameter).nbytes
@@ -143,9 +143,9 @@ def held_bytes(model: nn.Module) -> int:
 
 
 def bytes_of(optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerBytes:
-    """What live optimizers need: their state as it is, or as it will be while there is none, and their largest step.
+    """What live optimizers need: their state, predicted if they have none yet, and their largest step.
 
-    An optimizer is known by the name of its class. One that is unknown is counted like AdamW until it has state.
+    Optimizers are recognised by class name. An unknown one counts as AdamW until it has state.
     """
     found = [_bytes_of_one(optimizer) for optimizer in optimizers]
     return OptimizerBytes(sum(each.state for each in found), max((each.step for each in found), default=0))
@@ -169,18 +169,18 @@ def _bytes_of_one(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
 
 
 class _StepBytes(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts live bytes of a step on fake tensors, and answers what the step asks of their values."""
+    """Counts live bytes of a step on fake tensors, and answers operations that ask for their values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 0.5  # neither 0 nor 1, because some divide by what is left of 1
+            return 0.5  # neither 0 nor 1, because some optimizers divide by 1 minus the value
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _tried(optimizer: torch.optim.Optimizer, parameters: Parameters) -> OptimizerBytes:
-    """Two steps of an optimizer on fake tensors: its state then, and what the second took beside it.
+    """Run two steps of an optimizer on fake tensors; return its state, and the temporary bytes of the second step.
 
-    Counters of steps are left out of the state.
+    Step counters do not count as state.
     """
     step = inspect.unwrap(type(optimizer).step)  # without the hooks of profilers
     above = 0
@@ -199,16 +199,16 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 LEARNING_RATE = 1e-5
-"""Learning rate of timed steps, so small that random weights stay finite."""
+"""Learning rate of timed steps, small enough to keep random weights finite."""
 
 
 def optimizer_for(workload: Workload, model: nn.Module) -> torch.optim.Optimizer | None:
-    """The optimizer that `workload` names, for the trainable parameters of `model`, to be timed.
+    """The optimizer that `workload` names, for timing, on the trainable parameters of `model`.
 
-    None where PyTorch has no optimizer of that name.
+    None if PyTorch has no optimizer of that name.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if workload.optimizer in ("adamw", "adamw_torch_fused"):  # as the Trainer has it
+    if workload.optimizer in ("adamw", "adamw_torch_fused"):  # as in Trainer
         return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
     if workload.optimizer in ("sgd", "momentum"):
         return torch.optim.SGD(

@@ -1,8 +1,7 @@
-"""What can be asked about a training before it runs. Free of torch, so that wrong values are refused at once.
+"""What can be asked about a training run in advance. Does not import torch, so wrong values are refused at once.
 
-The fields of `Question` are described here once. The options of `hf-ckpt plan`, the fields of `hf-ckpt app`, the
-keywords of `hf_ckpt.predict`, the command that a report shows, and the keys that are read from training files are all
-made from them.
+The fields of `Question` are defined here once. They give the options of `hf-ckpt plan`, the fields of `hf-ckpt app`,
+the keywords of `hf_ckpt.predict`, the command that a report shows, and the keys that are read from training files.
 """
 
 from __future__ import annotations
@@ -27,32 +26,32 @@ _ATTENTIONS = ("sdpa", "eager", "flex_attention")
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What is known of a field of `Question` beside its name and its default."""
+    """Metadata of a field of `Question`."""
 
     help: str
     """What it means, as the command line prints it."""
     read: Callable[[str], Any] = str
-    """Makes the value from a text. Raises `HfCkptError` for a text that is not one."""
+    """Parses the value. Raises `HfCkptError` for invalid text."""
     choices: tuple[str, ...] = ()
-    """All values that there are, beside the default."""
+    """All valid values except the default; empty if there is no such list."""
     option: str = ""
-    """Name of the command line's option, where it is not that of the field."""
+    """Name of the command line's option, if it differs from the field's."""
     metavar: str | None = None
-    """What the command line's help calls the value."""
+    """The value's name in the command line's help."""
     label: str = ""
-    """What the page of `hf-ckpt app` calls the field; empty where the page does not ask for it."""
+    """The field's label in `hf-ckpt app`; empty if the page does not ask for it."""
     keys: tuple[str, ...] = ()
-    """Keys of training files (Trainer, TRL, axolotl, LLaMA-Factory) that say it."""
+    """Keys of training files (Trainer, TRL, axolotl, LLaMA-Factory) that set it."""
 
 
 def about(field: dataclasses.Field[Any]) -> About:
-    """What is known of a field of `Question`."""
+    """The metadata of a field of `Question`."""
     found: About = field.metadata["about"]
     return found
 
 
 def option_of(field: dataclasses.Field[Any]) -> str:
-    """The command line's option for a field: `--seq` for `tokens`. One that switches a default off begins with `no`."""
+    """The command line's option for a field: `--seq` for `tokens`. It begins with `--no-` if the default is True."""
     name = (about(field).option or field.name).replace("_", "-")
     return f"--no-{name}" if field.default is True else f"--{name}"
 
@@ -72,7 +71,7 @@ def _attention(text: str) -> str:
 
 
 def _layers(text: str) -> str | tuple[str, ...]:
-    """`all-linear`, or names of layers with commas between them."""
+    """`all-linear`, or comma-separated names of layers."""
     names = tuple(filter(None, (name.strip() for name in text.split(","))))
     if not names:
         raise HfCkptError("must be names of layers, as q_proj,v_proj, or all-linear")
@@ -99,8 +98,8 @@ def _device(text: str) -> str:
 class Workload:
     """What is trained: a model, its batch, adapters, types and optimizer.
 
-    Raises `HfCkptError` for a number below 1, for a value that is not one of a field's choices, for values that do not
-    go together, and for more than `MOST_TOKENS` in a micro-step.
+    Raises `HfCkptError` for a number below 1, for a value that is not one of a field's choices, for incompatible
+    values, and for more than `MOST_TOKENS` in a micro-step.
     """
 
     model: str = dataclasses.field(
@@ -229,20 +228,20 @@ class Workload:
 
     @property
     def bits(self) -> int | None:
-        """4 or 8 for a base that bitsandbytes quantises; None for a base in its own type."""
+        """4 or 8 for a base that bitsandbytes quantises; None for an unquantised one."""
         return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
 
     @property
     def prepared(self) -> bool:
-        """Whether PEFT's `prepare_model_for_kbit_training` casts what has no 4 or 8 bits to float32.
+        """Whether PEFT's `prepare_model_for_kbit_training` casts unquantised parameters to float32.
 
-        Scripts of one's own call it. The trainers of TRL, axolotl and LLaMA-Factory do not.
+        Custom scripts usually call it. The trainers of TRL, axolotl and LLaMA-Factory do not.
         """
         return self.bits is not None and self.trainer is None and self.kbit_preparation
 
     @property
     def autocast_name(self) -> str | None:
-        """The type that autocast computes in, with the usual one where none is given; None without autocast."""
+        """The type that autocast computes in, by default the usual one; None without autocast."""
         if self.autocast is None:
             return "bfloat16" if self.trainer is not None or self.bits is not None else None
         return None if self.autocast == "none" else self.autocast
@@ -254,12 +253,12 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Sequences that go into the model in a micro-step. DPO runs pairs, which are twice as many."""
+        """Sequences per micro-step. DPO runs pairs, which are twice as many."""
         return 2 * self.batch if self.trainer == "dpo" else self.batch
 
     @property
     def reference_name(self) -> str | None:
-        """Where the reference comes from; None where there is none."""
+        """The source of DPO's reference; None for other trainers."""
         if self.trainer != "dpo":
             return None
         return self.reference or ("model" if self.lora is None else "adapters-off")
@@ -267,9 +266,9 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Question(Workload):
-    """A training, the device and the budget that it is planned for, and what else is asked about it.
+    """A training, the device and the budget that it is planned for, and further questions about it.
 
-    Raises `HfCkptError` as `Workload`, and for what is not a device, a budget, a size or a number of tokens.
+    Raises `HfCkptError` like `Workload`, and for an invalid device, budget, size or number of tokens.
     """
 
     device: str | None = _field(
@@ -310,7 +309,7 @@ class Question(Workload):
 
     @property
     def workload(self) -> Workload:
-        """What is trained, without what is asked about it."""
+        """What is trained, without the questions about it."""
         return Workload(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Workload)})
 
 
@@ -319,7 +318,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(Question)}
 
 
 def question(fields: Mapping[str, Any]) -> Question:
-    """The question with these fields. Raises `HfCkptError` without a model, and for a name that is not a field."""
+    """Create a question from these fields. Raises `HfCkptError` without a model, and for an unknown field."""
     for name in fields:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=1)
@@ -331,12 +330,12 @@ def question(fields: Mapping[str, Any]) -> Question:
         raise HfCkptError("a model is needed: a preset, a folder, a hub id, or a --config with `model_name_or_path`.")
     for name in ("budget", "host_budget"):
         if isinstance(fields.get(name), int):
-            parse_bytes(fields[name])  # refuses a number whose unit was forgotten
+            parse_bytes(fields[name])  # refuses a number without a unit
     return Question(**fields)
 
 
 def command_of(asked: Question) -> str:
-    """The `hf-ckpt plan` that asks the same."""
+    """The `hf-ckpt plan` command for a question."""
     words = ["hf-ckpt", "plan", asked.model]
     for field in list(FIELDS.values())[1:]:
         value = getattr(asked, field.name)
@@ -346,7 +345,7 @@ def command_of(asked: Question) -> str:
 
 
 def words_of(field: dataclasses.Field[Any], value: Any) -> list[str]:
-    """The option of the command line that gives a field this value, and its argument."""
+    """The command line's option that sets a field to this value, and its argument."""
     if isinstance(value, bool):
         return [option_of(field)]
     if isinstance(value, tuple):

@@ -1,7 +1,7 @@
-"""Makes a skeleton of a model: without weights and without depth, with one block of every kind, on fake tensors.
+"""Creates the skeleton of a model: one block of every kind, on fake tensors, without weights.
 
-It is made from a live model (plain or wrapped) or from a config. A skeleton knows how deep the model really is and
-which kind each of its blocks has; `Skeleton.assembled` makes a model with any sequence of blocks out of it.
+It is created from a live model (plain or wrapped) or from a config. A skeleton records the model's real depth and the
+kind of each of its blocks; `Skeleton.assembled` builds a model with any sequence of blocks from it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks, frozen_p
 from hf_ckpt.models.families import depth_keys
 from hf_ckpt.spec.plan import Block
 
-# Attributes that wrappers and hf_ckpt put on modules of a live model. A copy must run the class's own forward.
+# Attributes that wrappers and hf_ckpt set on modules of a live model. A copy must run the class's own forward.
 _PUT_ON = (
     *("forward", "feed_forward_chunk", "_old_forward", "_hf_hook", "_hf_ckpt", "_compiled_call_impl"),
     *("enable_input_require_grads", "disable_input_require_grads", *compat.ENABLE_NAMES, *compat.DISABLE_NAMES),
     compat.CAPTURING_FLAG,
 )
-# Hooks that a copy goes without: they may refer to what cannot be copied. A model without weights is neither saved nor
-# loaded, so that the hooks for state dicts go, too.
+# Hooks that are not copied: they may refer to objects that cannot be copied. A model without weights is neither saved
+# nor loaded, so hooks for state dicts are left out, too.
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
@@ -43,7 +43,7 @@ class Weights:
     """The sizes of the parameters of one part of a model."""
 
     tensors: tuple[tuple[tuple[int, ...], int, bool], ...]
-    """For each parameter: (shape, bytes of an element, whether it is trainable)."""
+    """For each parameter: (shape, bytes per element, whether it is trainable)."""
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +58,7 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class BlockKind:
-    """A kind of block: blocks of one stack are of one kind where nothing differs that memory or time depend on."""
+    """A kind of block: blocks of one stack are of one kind if they need the same memory and time."""
 
     module: nn.Module
     """A block of this kind, on fake tensors."""
@@ -68,7 +68,7 @@ class BlockKind:
     frozen: bool
     """Whether these blocks come before the first trainable parameter, so that they save nothing."""
     layer_type: str | None
-    """What `layer_types` of the config of their stack says of these blocks; None where it has no such list."""
+    """These blocks' entry in `layer_types` of their stack's config; None if the config has no such list."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +88,14 @@ class StackShape:
 
 @dataclasses.dataclass(frozen=True)
 class Skeleton:
-    """A model without weights and without depth, to be traced; see `skeleton_of` and `skeleton_from_config`."""
+    """A model without weights and blocks, for tracing; see `skeleton_of` and `skeleton_from_config`."""
 
     fake: compat.FakeTensorMode
     """The mode that its tensors belong to."""
     base: compat.PreTrainedModel
     """The model on fake tensors; its stacks are empty except within `assembled`."""
     family: str
-    """The family row that its blocks were found by, or `generic`."""
+    """The family row by which its blocks were found, or `generic`."""
     model: str
     """Class name of the model."""
     stacks: tuple[StackShape, ...]
@@ -106,7 +106,7 @@ class Skeleton:
     twins: dict[tuple[str, int], list[nn.Module]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """(container of a stack, kind) -> copies of the block of this kind."""
     runs: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """What `trace.trace_rows` has run -> what that showed."""
+    """Cache of `trace.trace_rows`: arguments -> `Run`."""
 
     @property
     def buffers(self) -> int:
@@ -120,7 +120,7 @@ class Skeleton:
         return Weights(tuple(itertools.chain(self.outside.tensors, *inside)))
 
     def _twins(self, stack: StackShape, row: Sequence[int]) -> Iterator[nn.Module]:
-        """A block of each kind in `row`, each with parameters of its own; they serve later rows, too."""
+        """A block for each kind in `row`, with separate parameters; later rows reuse them."""
         used: collections.Counter[int] = collections.Counter()
         for kind in row:
             made = self.twins.setdefault((stack.container, kind), [])
@@ -132,17 +132,17 @@ class Skeleton:
 
     @contextlib.contextmanager
     def assembled(self, rows: Sequence[Sequence[int]]) -> Iterator[compat.PreTrainedModel]:
-        """The model with other blocks than the real one has, in train mode, as a context.
+        """A context in which the model has the given blocks, in train mode.
 
         Args:
-            rows: for each stack, the kinds of the blocks that it gets, as positions in `StackShape.kinds`.
+            rows: for each stack, the kinds of its blocks, as positions in `StackShape.kinds`.
         """
         modules = dict(plain_modules(self.base))
         configs: dict[int, Any] = {id(m.config): m.config for m in modules.values() if hasattr(m, "config")}
         before = {key: (type(config), copy.deepcopy(vars(config))) for key, config in configs.items()}
         try:
             for config in configs.values():
-                if getattr(config, "use_cache", False):  # copies of one block would write into one place of a cache
+                if getattr(config, "use_cache", False):  # copies of one block would share a cache entry
                     config.use_cache = False
             for stack, row in zip(self.stacks, rows, strict=True):
                 container: Any = modules[stack.container]
@@ -151,7 +151,7 @@ class Skeleton:
                 _set_depth(getattr(owner, "config", self.base.config), [stack.kinds[kind] for kind in row])
             yield self.base.train()
         finally:
-            # transformers puts hooks on the blocks that are there, and believes that it has done so for all later ones.
+            # transformers installs hooks on the current blocks once, and assumes that later blocks have them, too.
             _strip(self.base)
             for stack in self.stacks:
                 _empty(modules[stack.container])
@@ -162,10 +162,9 @@ class Skeleton:
 
 
 def skeleton_of(model: nn.Module) -> Skeleton:
-    """The skeleton of a live model, plain or wrapped. Its weights are not read. A plan that is on it must be paused.
+    """The skeleton of a live model, plain or wrapped. Does not read weights. A plan on the model must be paused.
 
-    Raises `NoBlocksError` where no blocks are found, and `HfCkptError` where a model cannot be copied without its
-    weights.
+    Raises `NoBlocksError` if no blocks are found, and `HfCkptError` if the model cannot be copied without its weights.
     """
     found = find_blocks(model)
     fake = compat.FakeTensorMode(allow_non_fake_inputs=True)
@@ -188,13 +187,13 @@ def skeleton_of(model: nn.Module) -> Skeleton:
 def skeleton_from_config(
     config: Any, make: Callable[[Any], nn.Module], prepare: Callable[[nn.Module], nn.Module] | None = None
 ) -> Skeleton:
-    """The skeleton of a model that does not exist yet, from its config. Only the first few blocks are made: as many as
-    show every kind.
+    """The skeleton of a model that does not exist yet, from its config. Creates only as many blocks as are needed to
+    have one of every kind.
 
     Args:
         config: of the whole model.
-        make: makes a model from a config; called with a shallower one, on the meta device.
-        prepare: changes the model that was made, on the meta device, as by adding adapters or freezing, and returns it.
+        make: creates a model from a config; called with a shallower one, on the meta device.
+        prepare: changes this model on the meta device, for example adds adapters or freezes weights, and returns it.
 
     Raises what `skeleton_of` raises.
     """
@@ -203,7 +202,7 @@ def skeleton_from_config(
     shallow = at_depth(config, period)
     with torch.device("meta"), compat.uninitialised():
         model = make(shallow)
-        base_model(model).tie_weights()  # transformers leaves it out together with filling the weights in
+        base_model(model).tie_weights()  # transformers skips this together with weight initialisation
         if prepare is not None:
             model = prepare(model)
     made = skeleton_of(model)
@@ -218,7 +217,7 @@ def skeleton_from_config(
 
 @contextlib.contextmanager
 def own_forward(copied: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Give a copied model a forward of its own inside this context, as something has done to the live model."""
+    """Replace the forward of a copied model inside this context, like that of the live model was."""
     vars(copied)["forward"] = forward
     try:
         yield
@@ -237,28 +236,28 @@ def at_depth(config: Any, depth: int) -> Any:
 
 
 def _depth(config: Any, stack: StackShape) -> int:
-    """How many blocks a stack has by the config; where the config does not say, as many as were made."""
+    """How many blocks a stack has according to the config; if it does not say, as many as were created."""
     keys = depth_keys(config, stack.name)
     return int(getattr(config, keys[0])) if keys else len(stack.row)
 
 
 def _like(index: int, made: int, types: Sequence[str] | None) -> int:
-    """Which of the first `made` blocks of a stack is of the kind of block `index`."""
+    """Which of the first `made` blocks of a stack has the same kind as block `index`."""
     if index < made:
         return index
     return made - 1 if types is None else list(types[:made]).index(types[index])
 
 
 def _set_depth(config: Any, row: Sequence[BlockKind]) -> None:
-    """Let a config describe a stack of these blocks. Models cut their lists of blocks to the depth that it says."""
+    """Make a config describe a stack of these blocks. Models truncate their lists of blocks to the config's depth."""
     for key in depth_keys(config):
-        with contextlib.suppress(NotImplementedError):  # computed from others, as ProphetNet's `num_hidden_layers`
+        with contextlib.suppress(NotImplementedError):  # derived from others, such as ProphetNet's `num_hidden_layers`
             config.update({key: len(row)})
     compat.set_layer_types(config, [kind.layer_type for kind in row])
 
 
 def _stacks(model: nn.Module, found: FoundBlocks, fake_block: Callable[[nn.Module], nn.Module]) -> list[StackShape]:
-    """The stacks of a live model, with one block of every kind that `fake_block` has copied."""
+    """The stacks of a live model, with one block of every kind, copied by `fake_block`."""
     frozen = set(frozen_prefix(model, found))
     names = {id(module): name for name, module in plain_modules(found.base)}
     owners = dict(zip(dict.fromkeys(block.stack for block in found.blocks), found.owners, strict=True))
@@ -301,7 +300,7 @@ def _weights(parameters: Iterable[nn.Parameter]) -> Weights:
 
 
 def _fake_tensors(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Fill `memo`, as `copy.deepcopy` takes it, with a fake tensor for every parameter and buffer of a module."""
+    """Fill `copy.deepcopy`'s `memo` with a fake tensor for every parameter and buffer of a module."""
     for parameter in module.parameters():
         if id(parameter) not in memo:
             fake = torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -312,16 +311,16 @@ def _fake_tensors(module: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def _twin(module: nn.Module, model: str) -> nn.Module:
-    """A copy of a fake block, with fake parameters of its own."""
+    """A copy of a fake block, with separate fake parameters."""
     memo: dict[int, Any] = {}
     _fake_tensors(module, memo)
     return _copied(module, memo, model)
 
 
 def _copied(module: nn.Module, memo: dict[int, Any], model: str) -> nn.Module:
-    """A copy with the objects of `memo` in place of the originals.
+    """A copy with the objects in `memo` instead of the originals.
 
-    Raises `HfCkptError` where copying fails: the code that runs then is not ours, and may raise anything.
+    Raises `HfCkptError` if copying fails: it runs the model's own code, which may raise anything.
     """
     try:
         for inner in module.modules():
@@ -336,7 +335,7 @@ def _copied(module: nn.Module, memo: dict[int, Any], model: str) -> nn.Module:
 
 
 def _strip(copied: nn.Module) -> nn.Module:
-    """Take off hooks, replaced forwards and hf_ckpt's record, so that only the classes' own behaviour is left."""
+    """Remove hooks, replaced forwards and hf_ckpt's record, so that only the classes' own behaviour is left."""
     for module in copied.modules():
         for name in _PUT_ON:
             vars(module).pop(name, None)
@@ -350,7 +349,7 @@ def _empty(container: Any) -> None:
 
 
 def refuse_moved_weights(model: nn.Module) -> None:
-    """Raise `HfCkptError` for a model whose weights `device_map` has put into host memory or on a disk."""
+    """Raise `HfCkptError` for a model with weights that `device_map` has put into host memory or on disk."""
     found = getattr(find_blocks(model).base, "hf_device_map", None) or {}
     away = [name for name, place in found.items() if str(place) in ("cpu", "disk")]
     if away and any(str(place) not in ("cpu", "disk") for place in found.values()):

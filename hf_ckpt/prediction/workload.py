@@ -1,4 +1,4 @@
-"""Makes the model of a `Workload`: a skeleton to trace, or a real one to time."""
+"""Creates the model of a `Workload`: a skeleton to trace, or a real one to time."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Trained = TypeVar("Trained", bound=Workload)
 
 
 def on_device(workload: Trained, device: Device) -> Trained:
-    """The workload as it is trained on a device: where that has no bfloat16, float16 takes its place.
+    """The workload as it is trained on a device: without bfloat16 support, float16 replaces it.
 
-    Autocast computes in float16 then, for which Trainer scales the loss. Weights that are trained are in float32, since
-    gradients in float16 cannot be scaled back.
+    Autocast then computes in float16, for which Trainer scales the loss. Trainable weights are in float32, because
+    float16 gradients cannot be unscaled.
     """
     if device.bfloat16 or "bfloat16" not in (workload.dtype, workload.autocast_name):
         return workload
@@ -45,9 +45,9 @@ def on_device(workload: Trained, device: Device) -> Trained:
 
 
 def load_config(name: str) -> Any:
-    """The config of a preset, a folder, a hub id, a `config.json`, a GGUF file, or a folder with such files only.
+    """The config of a preset, a folder, a hub id, a `config.json`, a GGUF file, or a folder with GGUF files only.
 
-    Raises `HfCkptError` where none can be read, and `MissingDependencyError` for GGUF files without the package gguf.
+    Raises `HfCkptError` if none can be read, and `MissingDependencyError` for GGUF files without the package gguf.
     """
     path = presets().get(name, Path(name))
     try:
@@ -63,18 +63,18 @@ def load_config(name: str) -> Any:
         return transformers.AutoConfig.from_pretrained(name)
     except HfCkptError:
         raise
-    except Exception as error:  # configs check themselves, and raise errors of all kinds for values that do not fit
+    except Exception as error:  # configs validate themselves, with errors of all kinds
         raise no_model(name, error) from error
 
 
 @functools.lru_cache(maxsize=4)
 def _gguf_config(path: Path, changed: float) -> Any:
-    """The config in a GGUF file that was `changed` then. Its list of tokens takes seconds to read."""
+    """The config in a GGUF file. Its list of tokens takes seconds to read; `changed`, its mtime, is a cache key."""
     return compat.gguf_config(path)
 
 
 def _gguf_file(path: Path) -> Path | None:
-    """The GGUF file that a path names, or the first one in a folder that has no config beside; else None."""
+    """The GGUF file that a path names, or the first one in a folder without a `config.json`; else None."""
     if path.is_dir() and not (path / "config.json").exists():
         return min(path.glob("*.gguf"), default=None)
     return path if path.suffix == ".gguf" and path.is_file() else None
@@ -85,10 +85,10 @@ def skeleton_of_workload(workload: Workload, config: Any = None, *, on_cpu: bool
 
     Args:
         workload: what is trained.
-        config: of the model, in place of the one that the workload names.
+        config: of the model, instead of the one that the workload names.
         on_cpu: whether it is trained on a CPU.
 
-    Raises `HfCkptError` where there is no such config or class, or the sequences are longer than the model's positions.
+    Raises `HfCkptError` if there is no such config or class, or if sequences exceed the model's positions.
     """
     config = load_config(workload.model) if config is None else config
     _refuse_too_long(config, workload)
@@ -98,9 +98,9 @@ def skeleton_of_workload(workload: Workload, config: Any = None, *, on_cpu: bool
 
 
 def real_model(workload: Workload) -> nn.Module:
-    """The model that `workload` names, with random weights and with its adapters.
+    """The model that `workload` names, with random weights and its adapters.
 
-    Raises `HfCkptError` as `skeleton_of_workload`.
+    Raises `HfCkptError` like `skeleton_of_workload`, and for a quantised base.
     """
     config = load_config(workload.model)
     _refuse_too_long(config, workload)
@@ -110,7 +110,7 @@ def real_model(workload: Workload) -> nn.Module:
 
 
 def _prepared(model: nn.Module, workload: Workload, *, on_cpu: bool = False) -> nn.Module:
-    """A model as it is trained: with its base in 4 or 8 bits and with its adapters, as the workload says."""
+    """Quantise the base of a model and add adapters, as the workload says."""
     if workload.lora is None:
         return model
     if workload.bits is not None:
@@ -128,7 +128,7 @@ def _prepared(model: nn.Module, workload: Workload, *, on_cpu: bool = False) -> 
 
 
 def _maker(config: Any, workload: Workload) -> Callable[[Any], nn.Module]:
-    """What makes a model of the workload's class from a config."""
+    """A function that creates a model of the workload's class from a config."""
     names = [workload.architecture] if workload.architecture else getattr(config, "architectures", None)
     names = names if isinstance(names, (list, tuple)) else ()
     classes = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
@@ -139,7 +139,7 @@ def _maker(config: Any, workload: Workload) -> Callable[[Any], nn.Module]:
 
 
 def _make(model_class: Any, workload: Workload, config: Any) -> nn.Module:
-    # Under FSDP2, whole weights have the type that they compute in.
+    # Under FSDP2, unsharded weights have their compute type.
     dtype = DTYPES[(workload.autocast_name if workload.sharded else None) or workload.dtype]
     attention = "sdpa" if workload.attention.startswith("flash_attention") else workload.attention  # as much is saved
     build = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
@@ -150,7 +150,7 @@ def _make(model_class: Any, workload: Workload, config: Any) -> nn.Module:
             if attention != "sdpa" or "attention" not in str(error):
                 raise
             model = build(copy.deepcopy(config), dtype=dtype)  # T5 has only its own attention before transformers 5
-    except Exception as error:  # models take values from configs unchecked: any error may come of them
+    except Exception as error:  # models do not validate configs: any error may follow
         if compat.is_out_of_memory(error):
             raise
         made_as = f" as {workload.architecture}" if workload.architecture else ""
