@@ -1,4 +1,4 @@
-"""Predicts what a plan is compared with: what transformers offers, other policies, and plans for other budgets."""
+"""Predicts the options that a plan is compared with: those of transformers, other policies, and other budgets."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hf_ckpt.spec.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Alternative:
-    """Another way to run a step, with what it is predicted to cost."""
+    """Another way to run a step, with its predicted cost."""
 
     name: str
-    """As tables print it: a policy, or words."""
+    """Its name in tables: a policy, or a description."""
     plan: Plan | None
-    """The plan that does it; None for what only transformers itself can do, and for segments."""
+    """Its plan; None for transformers' own offloading, and for segments."""
     peak_bytes: int
     """Most bytes of tensors alive at any moment of a step."""
     step_seconds: float
@@ -31,12 +31,12 @@ class Alternative:
 
 
 def usual_options(costs: Costs, host_bandwidth: float) -> list[Alternative]:
-    """What transformers itself offers: no checkpointing, every n-th block (n of 4, 3, 2; one counter for all stacks),
-    `full`, and `offload`.
+    """The options of transformers itself: no checkpointing, every n-th block (n of 4, 3, 2; one counter for all
+    stacks), `full`, and `offload`.
 
     Args:
         costs: traced with the action `full`.
-        host_bandwidth: bytes a second of copies to host memory.
+        host_bandwidth: bytes per second of copies to host memory.
 
     Raises `ValueError` for costs without the action `full`.
     """
@@ -63,7 +63,7 @@ def frontier(ways: Costs | Sequence[Costs], points: int = 24) -> list[Alternativ
 
     Args:
         ways: the costs to plan with, or several candidates.
-        points: how many budgets; plans that are no faster than the one before are left out.
+        points: how many budgets; plans that are not faster than the previous one are left out.
     """
     candidates = several_of(ways)
     low = worst_timeline(*lowest_of(candidates)).peak_bytes
@@ -78,13 +78,13 @@ def frontier(ways: Costs | Sequence[Costs], points: int = 24) -> list[Alternativ
 
 
 def further_options(costs: Costs, chunked: Costs | None, host_bandwidth: float, launch: int) -> list[Alternative]:
-    """What hf_ckpt offers beside a plan for the blocks: `full` and `selective` with what they keep in host memory, and
-    the head in chunks with `full` or `offload`.
+    """Further options of hf_ckpt: `full` and `selective` with their saved tensors in host memory, and the head in
+    chunks with `full` or `offload`.
 
     Args:
         costs: traced.
-        chunked: `costs` with the head in chunks; None where it cannot run so.
-        host_bandwidth: bytes a second of copies to pinned host memory; 0 where there is no host beside the device.
+        chunked: `costs` with the head in chunks; None if it cannot run in chunks.
+        host_bandwidth: bytes per second of copies to pinned host memory; 0 if the device is the host.
         launch: nanoseconds to start an operation.
     """
 
@@ -112,8 +112,8 @@ def _of_plan(name: str, plan: Plan) -> Alternative:
 
 
 def _offloaded(costs: Costs, full: int, host_bandwidth: float) -> Costs:
-    """`costs` with `full` as transformers offloads it: blocks' inputs are copied to host memory and back on the stream
-    that computes, so that nothing else runs meanwhile."""
+    """`costs` with `full` replaced by transformers' own offloading, which copies blocks' inputs to host memory and back
+    on the compute stream, so nothing else runs meanwhile."""
 
     def back(phase: Phase, size: int) -> Phase:
         points = tuple((other + size, done) for other, done in phase.points)
@@ -143,7 +143,7 @@ def _offloaded(costs: Costs, full: int, host_bandwidth: float) -> Costs:
 def segmented_options(costs: Costs) -> list[Alternative]:
     """`full` with segments: pairs of blocks, and as many segments as the square root of a stack's blocks.
 
-    They are put together from the costs of `keep` and `full`. Source: https://arxiv.org/abs/1604.06174.
+    They are computed from the costs of `keep` and `full`. Source: https://arxiv.org/abs/1604.06174.
     """
     depths = [len(stack.blocks) for stack in costs.stacks]
     ways = {

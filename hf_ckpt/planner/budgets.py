@@ -1,4 +1,4 @@
-"""Makes the fastest plan that fits into a budget, or the one with the lowest peak. Pure functions, free of torch."""
+"""Finds the fastest plan within a budget, or the one with the lowest peak. Pure functions that do not import torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hf_ckpt.spec.plan import Block, Plan, Prediction, numbers_of_runs
 from hf_ckpt.units import format_bytes
 
 GAIN = 0.01
-"""Share of time that a later candidate has to save over earlier ones: these run head and feed-forward as a whole, so
-that gradients are bit-equal to those without checkpointing."""
+"""Share of time that a later candidate must save over earlier ones. Earlier ones run head and feed-forward as a whole,
+so their gradients are bit-equal to those without checkpointing."""
 
 
 def plan_within(ways: Costs | Sequence[Costs], budget_bytes: int, device: str = "") -> Plan:
@@ -26,7 +26,7 @@ def plan_within(ways: Costs | Sequence[Costs], budget_bytes: int, device: str = 
         budget_bytes: the peak that is allowed.
         device: name of the row whose speed was assumed.
 
-    Raises `InfeasibleError` where no plan fits, with what fills the lowest peak and what would lower it.
+    Raises `InfeasibleError` if no plan fits, with what fills the lowest peak and what would lower it.
     """
     return plan_of(*choice_within(ways, budget_bytes), budget_bytes, device)
 
@@ -34,12 +34,12 @@ def plan_within(ways: Costs | Sequence[Costs], budget_bytes: int, device: str = 
 def choice_within(ways: Costs | Sequence[Costs], budget_bytes: int) -> tuple[Costs, Choice]:
     """The candidate and the choice of actions of the fastest plan within a budget.
 
-    Raises `InfeasibleError` as `plan_within`, whose arguments it takes.
+    Takes the arguments of `plan_within`, and raises `InfeasibleError` like it.
     """
     found, least = None, 0.0
     for costs in (candidates := several_of(ways)):
         if costs.segments and found is not None and step_nanoseconds(costs, smallest(costs)) >= least * (1 - GAIN):
-            continue  # as nearly always: segments take the time of `full`
+            continue  # nearly always: segments take the time of `full`
         choice = fastest(costs, budget_bytes)
         nanoseconds = step_nanoseconds(costs, choice) if choice is not None else 0
         if choice is not None and (found is None or nanoseconds < least * (1 - GAIN)):
@@ -62,7 +62,7 @@ def plan_of_least(ways: Costs | Sequence[Costs], budget_bytes: int | None = None
 
 
 def peak_of_least(ways: Costs | Sequence[Costs]) -> int:
-    """The lowest peak that any plan has, in bytes."""
+    """The lowest peak of any plan, in bytes."""
     return min(map(lowest_peak, several_of(ways)))
 
 
@@ -72,7 +72,7 @@ def fits(ways: Costs | Sequence[Costs], budget_bytes: int) -> bool:
 
 
 def several_of(ways: Costs | Sequence[Costs]) -> Sequence[Costs]:
-    """The candidates as a sequence, also where they are the costs alone."""
+    """The candidates as a sequence, even if there is only one."""
     return (ways,) if isinstance(ways, Costs) else ways
 
 
@@ -83,12 +83,12 @@ def lowest_of(several: Sequence[Costs]) -> tuple[Costs, Choice]:
 
 
 def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, device: str = "") -> Plan:
-    """The plan that gives every block the action chosen for it, with what it is predicted to cost.
+    """The plan that gives every block its chosen action, with the predicted cost.
 
     Args:
         costs: traced.
         choice: the action of every block.
-        budget_bytes: the peak that was allowed; None where none was asked for.
+        budget_bytes: the peak that was allowed; None without a budget.
         device: name of the row whose speed was assumed.
     """
     worst = worst_timeline(costs, choice)
@@ -132,7 +132,7 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
         size = format_bytes(parts[f"temporary in {worst.worst.label}"])
         found.append(f"the head and its loss are the peak, with {size}: {chunks}fewer tokens a micro-step")
     kept = parts["kept for backward"]
-    kept *= worst.peak_bytes - kept <= budget_bytes  # else moving all of it would not be enough
+    kept *= worst.peak_bytes - kept <= budget_bytes  # otherwise, offloading all of it would not be enough
     if kept and not any(stack.on_device for stack in costs.stacks):
         found.append(f"what blocks keep is {format_bytes(kept)} of it: a `host_budget`, for host memory to hold that")
     elif kept and any(room < len(stack.blocks) - 1 for stack in costs.stacks for room in stack.most_blocks.values()):

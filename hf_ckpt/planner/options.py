@@ -1,4 +1,4 @@
-"""Makes the candidates that a plan chooses from: traced costs, with offloading, and with the head in chunks."""
+"""Lists the candidates that a plan is chosen from: traced costs, with offloading, and with the head in chunks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def cost_options(
     host_limit: int | None = None,
     segments: bool = True,
 ) -> tuple[Costs, ...]:
-    """The candidates for a plan; those whose head runs as a whole come first of each way, and those in segments last.
+    """The candidates for a plan. For each of `ways`, those with a whole head come first; segments come last.
 
     Args:
-        ways: traced of `skeleton` and `step`; several where feed-forwards may run in chunks, see `ways_to_run`.
+        ways: traced from `skeleton` and `step`; several if feed-forwards may run in chunks, see `ways_to_run`.
         skeleton: of the model.
         step: the micro-step that was traced.
-        device: whose row says how long operations and copies take.
+        device: its row gives the time of operations and copies.
         head: `full` allows no chunks, `auto` allows them, a number demands chunks of so many tokens.
         host_limit: bytes of host memory for offloading; None for no offloading.
-        segments: whether blocks may be recomputed in segments, which need parameters that stay where they are.
+        segments: whether blocks may be recomputed in segments, which need unsharded parameters.
     """
     heads: list[Costs] = []
     in_chunks = head != "full" and vocabulary_head(skeleton.base) is not None
@@ -46,15 +46,15 @@ def cost_options(
 
 
 def ways_to_run(mlp: int | str) -> tuple[int | str, ...]:
-    """How the feed-forward of each block may run in a plan, as `Plan.mlp`, where `Spec.mlp` asks for `mlp`."""
+    """The values of `Plan.mlp` that a plan may have if `Spec.mlp` is `mlp`."""
     return ("full", "auto") if mlp == "auto" else (mlp,)
 
 
 def in_segments(costs: Costs) -> Iterator[Costs]:
     """`costs` with the blocks in segments, for every number of segments that can be best.
 
-    Of all numbers for which the longest segment has the same length, the smallest keeps least. Where some block may not
-    have the action `full`, or holds on to its tensors, there is none.
+    Of all numbers for which the longest segment has the same length, the smallest keeps least. Yields nothing if some
+    block may not have the action `full`, or holds tensors until the backward ends.
     """
     held = any(size for stack in costs.stacks for size in stack.held)
     if FULL not in costs.actions or costs.actions[0] != KEEP or held:
@@ -69,7 +69,7 @@ def in_segments(costs: Costs) -> Iterator[Costs]:
 
 
 def with_host_memory(heads: Sequence[Costs], device: Device, host_limit: int | None) -> tuple[Costs, ...]:
-    """Each of `heads` with the actions that offload; as they are without a `host_limit`, or on a CPU."""
+    """Add the actions that offload to each of `heads`; nothing without a `host_limit`, or on a CPU."""
     if host_limit is None or device.name == "cpu":
         return tuple(heads)
     return tuple(

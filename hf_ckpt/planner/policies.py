@@ -1,4 +1,4 @@
-"""Makes the plans of fixed policies from a spec and the blocks of a model. Pure functions, free of torch."""
+"""Makes the plans of fixed policies from a spec and a model's blocks. Pure functions that do not import torch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Stacks = dict[str, list[Block]]
 
 
 def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> Plan:
-    """The plan that a spec means for the blocks of a model: one action for every block.
+    """Apply a spec to the blocks of a model: one action for every block.
 
     For `budget` and `auto` every block gets `full`, until the run is measured (`training.session`).
 
     Args:
         spec: what was asked for.
         blocks: of the model, stack by stack.
-        family: the family row that the blocks were found by.
+        family: the family row by which the blocks were found.
         model: class name of the model.
 
     Raises `SpecError` with every reason why the spec does not fit these blocks (an unknown stack, a layer out of range,
-    a choice that matches no block), and `PlanMismatchError` where it names a saved plan of another model.
+    a choice that matches no block), and `PlanMismatchError` if it names a saved plan of another model.
     """
     if spec.plan is not None:
         plan = fit_plan(Plan.load(spec.plan), blocks, family, model, spec.plan)
@@ -54,16 +54,16 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
 
 
 def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, source: str = "the plan") -> Plan:
-    """A plan that was made elsewhere, for the blocks of this model.
+    """Apply an existing plan to the blocks of this model.
 
     Args:
-        plan: saved or given.
+        plan: loaded or passed by the user.
         blocks: of this model, stack by stack.
-        family: the family row that the blocks were found by.
+        family: the family row by which the blocks were found.
         model: class name of the model.
-        source: what an error calls the plan.
+        source: the plan's name in errors.
 
-    Raises `PlanMismatchError` unless the plan names exactly these blocks, and where blocks of one segment are no
+    Raises `PlanMismatchError` unless the plan names exactly these blocks, and if blocks of one segment are not
     neighbours.
     """
     theirs = {block.name: block.kind for block, _ in plan.actions}
@@ -84,7 +84,7 @@ def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, sourc
 
 
 def _in_segments(segments: int | str, blocks: Sequence[Block], problems: list[str]) -> dict[Block, Action]:
-    """`full` for every block, in segments of neighbours: their lengths differ by one at most, the longer come first."""
+    """`full` for every block, in segments of neighbours. Lengths differ by at most one; longer ones come first."""
     count = round(len(blocks) ** 0.5) if isinstance(segments, str) else segments
     if count > len(blocks):
         problems.append(f"`segments` is {count}, but stack {blocks[0].stack!r} has {len(blocks)} blocks.")
@@ -108,13 +108,13 @@ def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None)
         return KEEP
     if policy in SAVING:
         return Action(policy, save, moved=spec.offload == "saved" and "moved" in ACTIONS[policy].options)
-    if policy in PLANNED_POLICIES:  # until the run is measured, the action that keeps the least
+    if policy in PLANNED_POLICIES:  # until the run is measured
         policy = "full"
     return Action("offload" if spec.offload is True else policy)
 
 
 def _compiled(policy: str, share: float | None = None) -> Action:
-    """The action of a compiled block, with the share that a policy stands for where none is given."""
+    """The action of a compiled block; without a `share`, that of the policy."""
     if share is None:
         share = {"none": 1.0, "selective": 0.5}.get(policy, 0.0)  # until a plan is made for the first batch, the least
     return Action(COMPILED.kind, share=share)
@@ -132,9 +132,9 @@ def _base_selection(spec: Spec, stacks: Stacks, problems: list[str]) -> list[Blo
 
 
 def _select(text: str, stack: str | None, stacks: Stacks, where: str, problems: list[str]) -> list[Block]:
-    """The blocks that `text`, as "0-15,-1", names in one stack, or in every stack where `stack` is None.
+    """The blocks that `text`, such as "0-15,-1", names in one stack, or in every stack if `stack` is None.
 
-    What is wrong with it is added to `problems`, with `where` as the place in the spec.
+    Errors are added to `problems`, with `where` as the place in the spec.
     """
     if stack is not None and stack not in stacks:
         near = difflib.get_close_matches(stack, stacks, n=1)
@@ -162,18 +162,18 @@ def _select(text: str, stack: str | None, stacks: Stacks, where: str, problems: 
 def tighter_plan(
     plan: Plan, *, chunks: bool, offload: bool = True, head_first: bool = False
 ) -> tuple[Plan, str] | None:
-    """The next plan that needs less memory, and what it changes, in words; None where there is none.
+    """The next plan that needs less memory, and its change in words; None if there is none.
 
-    One action a call gives way to the one that its record names as the next: `keep` to `selective`, that to `full`, and
-    that to `offload`; compiled blocks get the share 0. At the end the head runs in chunks.
+    Each call replaces one action by the next in its record: `keep` by `selective`, `selective` by `full`, and `full` by
+    `offload`; compiled blocks get the share 0. At the end, the head runs in chunks.
 
     Args:
         plan: any plan.
         chunks: whether the head can run in chunks.
-        offload: whether there is host memory beside the device's.
+        offload: whether there is host memory apart from the device's.
         head_first: whether the head runs in chunks before anything is offloaded.
     """
-    kinds = {action.kind for _, action in plan.actions if action != COMPILED}  # which keeps the least there is
+    kinds = {action.kind for _, action in plan.actions if action != COMPILED}  # which already keeps the least
     chunks = chunks and plan.head == "full"
     in_chunks = dataclasses.replace(plan, head="auto", prediction=None), "the head in chunks"
     for record in ACTIONS.values():
@@ -187,9 +187,9 @@ def tighter_plan(
 
 
 def _stepped_down(plan: Plan, record: ActionKind) -> tuple[Plan, str]:
-    """The plan with the next action for all blocks that have this one, and what changes, in words.
+    """The plan with the next action for all blocks that have this one, and the change in words.
 
-    Blocks that keep their tensors in host memory go on to do so.
+    Blocks that keep their tensors in host memory still do.
     """
     following = record.next
     assert following is not None

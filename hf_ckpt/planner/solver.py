@@ -1,22 +1,22 @@
-"""Finds the fastest actions whose peak fits a limit, exactly, in milliseconds at any usual depth. Free of torch.
+"""Finds the fastest actions within a limit, exactly, in milliseconds at any usual depth. Does not import torch.
 
-The task: give each block an action, so that the step takes the least time and no moment of it exceeds the limit. Going
-through the forward block by block, every moment needs `alive + need` bytes. Alive is what the blocks so far have left:
-`level` bytes last until the backward, `lent` bytes until the forward ends. The need follows from the block and its
-place. That holds for the block's backward, too: it finds alive what the blocks up to there have left, and constants
-(see `timeline`).
+The task: assign an action to each block, so that the step takes the least time and no moment of it exceeds the limit.
+Block by block through the forward, every moment needs `alive + need` bytes. Alive are the bytes that the blocks so far
+have left: `level` bytes until the backward, `lent` bytes until the forward ends. The need depends on the block and its
+position. The same holds for the block's backward: alive are the bytes that this block and those before it have left,
+plus constants (see `timeline`).
 
 The search keeps all choices for the blocks so far that may become the best, and drops the others for four reasons:
 
-- They cannot be completed. `_Search._needs_ahead` gives what the blocks ahead need at least. It also gives the lowest
-  peak, without a search.
-- Exchanging two neighbours is never worse (`_exchanged`). The costs themselves say so: exchanged, two blocks of a kind
+- They cannot be completed. `_Search._needs_ahead` computes the least bytes that the blocks ahead need. It also gives
+  the lowest peak, without a search.
+- Exchanging two neighbours is never worse (`_exchanged`): exchanged, two blocks of a kind
   never need more, take longer or leave more. Only one of their orders is tried.
-- They cannot become faster than the best choice known. A price for the bytes of one moment gives a lower bound of the
-  time ahead (`_Priced`), as Lagrangian relaxation of a knapsack does.
+- They cannot become faster than the best known choice. A price for the bytes of one moment gives a lower bound on the
+  time ahead (`_Priced`), as in Lagrangian relaxation of a knapsack.
 - Another choice with the same last action is as fast and leaves no more bytes.
 
-Dropping them loses no best choice, so the result is exact for any costs; how much is dropped decides the time only.
+Dropping these loses no best choice, so the result is exact for any costs; how many are dropped only affects the time.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ from hf_ckpt.prediction.timeline import worst_timeline
 from hf_ckpt.spec.actions import FULL
 
 _MANY = 2**61
-"""More bytes than there are; less than half of the largest number."""
+"""More bytes than any device has; less than half of the largest int64."""
 _WIDTH = 256
-"""Choices for the blocks so far that are followed at first; where there are more, another search follows more."""
+"""Most choices for the blocks so far in the first search; if there are more, a wider search follows."""
 _PRICED = 3
-"""Most moments whose bytes are given a price."""
+"""Most moments whose bytes get a price."""
 _DEAR = 2.0**40
-"""Nanoseconds for a byte, as if time did not matter."""
+"""Nanoseconds per byte, so high that time does not matter."""
 _ROUNDING = 0.5
-"""Nanoseconds by which sums of floating-point numbers may be off; times are whole numbers."""
+"""Nanoseconds by which floating-point sums may be off; times are integers."""
 Numbers = numpy.typing.NDArray[numpy.int64]
 Truths = numpy.typing.NDArray[numpy.bool_]
 Moment = tuple[int, bool]
-"""(block, as the number of its stage; whether it is the block's backward)."""
+"""(number of the block's stage, whether it is the block's backward)."""
 Path = tuple[int, ...]
 """For each stage, the position of the chosen key."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Moves:
-    """What it takes to pass a part of the step: numbers for each action that may be chosen there."""
+    """The costs of a part of the step, for each action that may be chosen there."""
 
     forward: Numbers
-    """Most bytes of the forward, and of what is always there, above `level` and `lent` of the blocks before."""
+    """Most bytes of the forward, including those always alive, above `level` and `lent` of the blocks before."""
     backward: Numbers
-    """Most bytes of the backward, and of what is there then, above `level` of the blocks before."""
+    """Most bytes of the backward, including all others alive then, above `level` of the blocks before."""
     net: Numbers
-    """Bytes left until the backward."""
+    """Bytes kept until the backward."""
     lent: Numbers
-    """Bytes left until the model's forward ends."""
+    """Bytes kept until the model's forward ends."""
     nanoseconds: Numbers
-    """Of forward and backward."""
+    """Time of forward and backward."""
 
     @property
     def alive(self) -> Numbers:
-        """Bytes left until the forward ends."""
+        """Bytes alive until the forward ends."""
         return self.net + self.lent
 
     def then(self, other: _Moves) -> _Moves:
-        """What it takes to pass both. The arrays of both are broadcast."""
+        """The costs of this part followed by the other one. The arrays of both are broadcast."""
         return _Moves(
             numpy.maximum(self.forward, self.alive + other.forward),
             numpy.maximum(self.backward, self.net + other.backward),
@@ -83,37 +83,37 @@ class _Moves:
         )
 
     def at(self, index: Any) -> _Moves:
-        """Those at an index of the arrays."""
+        """The entries at an index of the arrays."""
         return _Moves(*(values[index] for values in self.arrays))
 
     def no_worse(self, other: _Moves) -> Truths:
-        """Where these need no more, take no longer and leave no more than others."""
+        """Mask of the entries that need no more, take no longer and leave no more than the others."""
         pairs = zip(self.arrays, other.arrays, strict=True)
         found: Truths = numpy.logical_and.reduce([mine <= its for mine, its in pairs])
         return found
 
     @property
     def arrays(self) -> tuple[Numbers, ...]:
-        """All the numbers."""
+        """All arrays."""
         return self.forward, self.backward, self.net, self.lent, self.nanoseconds
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stage:
-    """A block to pass. What runs before a stack is passed with its first block, and the head with the last one."""
+    """One block of the search. What runs before a stack belongs to its first block, and the head to the last one."""
 
     keys: tuple[Key, ...]
-    """The keys that it may have, for each of which `moves` has numbers."""
+    """The keys that it may have, in the order of the arrays of `moves`."""
     ranks: Numbers
-    """For each of them its place among the keys of its stack: those that keep the least come first."""
+    """For each key, its rank among the keys of its stack: those that keep the least come first."""
     moves: _Moves
 
 
 def fastest(costs: Costs, limit: int) -> Choice | None:
-    """The choice with the least predicted time whose peak is at most `limit` bytes; None where no choice fits.
+    """The choice with the least predicted time whose peak is at most `limit` bytes; None if no choice fits.
 
-    The same costs and limit always give the same choice, and a larger limit never gives a slower one. Within blocks of
-    one kind, actions that keep less come first where that is neither slower nor takes more memory.
+    The same costs and limit always give the same choice, and a larger limit never gives a slower one. Among blocks of
+    one kind, actions that keep less come first if that is neither slower nor needs more memory.
     """
     if costs.segments:
         only = smallest(costs)
@@ -123,7 +123,7 @@ def fastest(costs: Costs, limit: int) -> Choice | None:
 
 
 def smallest(costs: Costs) -> Choice:
-    """The choice with the lowest peak; of several the fastest."""
+    """The choice with the lowest peak; of several, the fastest."""
     if costs.segments:
         return costs.uniform(costs.actions.index(FULL))
     search = _Search(costs)
@@ -136,7 +136,7 @@ def lowest_peak(costs: Costs) -> int:
 
 
 class _Search:
-    """The stages of a step, and the search for the choice that passes them in the least time."""
+    """The stages of a step, and the search for the fastest choice."""
 
     def __init__(self, costs: Costs) -> None:
         self.stacks = costs.stacks
@@ -144,7 +144,7 @@ class _Search:
         self.keys = [stage.keys for stage in stages]
         self.moves = [stage.moves for stage in stages]
         self.allowed = _exchanged(stages)
-        if not any(moves.lent.any() for moves in self.moves):  # then both needs are above the same bytes
+        if not any(moves.lent.any() for moves in self.moves):  # then both needs add to the same bytes
             needs = [numpy.maximum(moves.forward, moves.backward) for moves in self.moves]
             pairs = zip(self.moves, needs, strict=True)
             self.moves = [dataclasses.replace(moves, forward=need, backward=need) for moves, need in pairs]
@@ -152,10 +152,10 @@ class _Search:
         self.lowest_peak = max(costs.static.beside, min(map(max, start)))
 
     def _needs_ahead(self) -> tuple[list[tuple[Numbers, Numbers]], list[tuple[int, int]]]:
-        """What the blocks ahead need at least, behind each stage, and at the beginning.
+        """The least bytes that the blocks ahead need, after each stage and at the beginning.
 
-        These are pairs: bytes above `level` and `lent`, bytes above `level`. What fits one pair of the last block's key
-        can be completed. The arrays are [pairs, keys]; keys with fewer pairs have pairs that nothing fits.
+        They are pairs: bytes above `level` and `lent`, bytes above `level`. A choice that fits one pair of its last key
+        can be completed. The arrays are [pairs, keys]; keys with fewer pairs are padded with pairs that never fit.
         """
         needs = [[(-_MANY, -_MANY)] for _ in self.keys[-1]]
         found = []
@@ -185,11 +185,11 @@ class _Search:
         return self._choice(best[1])
 
     def _prices(self, free: _Priced, limit: int) -> Iterator[tuple[_Priced, _Priced]]:
-        """The best price for each of the moments at which the fastest choices exceed the limit most, and the lowest one
-        that keeps the moment within the limit.
+        """For each of the moments at which the fastest choices exceed the limit most: the best price, and the lowest
+        one that keeps the moment within the limit.
 
-        Of two prices, one too low to keep the moment within the limit and one high enough, the price is tried at which
-        their choices cost the same, until that shows no third choice.
+        Starts from a price too low to keep the moment within the limit and one high enough. It tries the price at which
+        their choices cost the same, until that yields no third choice.
         """
         left = {moment: size for moment, size in free.sizes.items() if size > limit}
         sizes: Mapping[Moment, int] = free.sizes
@@ -211,15 +211,15 @@ class _Search:
     def _followed(
         self, bounds: Sequence[_Priced], limit: int, best: tuple[int, Path] | None, width: int
     ) -> tuple[tuple[int, Path] | None, bool]:
-        """Follow choices from block to block, at most `width` of them, those with the earliest bounds.
+        """Follow choices from block to block: at most `width`, those with the lowest bounds.
 
         Args:
-            bounds: of the time that is ahead.
+            bounds: lower bounds on the time ahead.
             limit: the most bytes that may be alive.
-            best: time and path of the best choice known.
+            best: time and path of the best known choice.
             width: how many to follow.
 
-        Returns the best choice known then, and whether others were left out that might be better.
+        Returns the best choice known then, and whether it left out choices that might be better.
         """
         level = alive = spent = numpy.zeros((1, 1), dtype=numpy.int64)
         place = numpy.zeros(1, dtype=numpy.int64)
@@ -256,23 +256,23 @@ class _Search:
 
 
 class _Priced:
-    """The fastest choice where every byte above the limit at one moment costs time, and every byte below gains it.
+    """The fastest choice if every byte above the limit at one moment costs time, and every byte below it saves time.
 
     No choice that fits can be faster than `cost`, whatever the price.
 
     Args:
         search: the stages.
-        moment: whose bytes have a price; None for no price.
+        moment: the moment whose bytes have a price; None for no price.
         limit: the limit.
-        price: nanoseconds for a byte.
+        price: nanoseconds per byte.
     """
 
     def __init__(self, search: _Search, moment: Moment | None = None, limit: int = 0, price: float = 0.0) -> None:
         self.price = price
         self.until, self.backward = moment or (-1, False)
         self._times: list[Any] = []
-        """For each stage and each of its keys: the least time of the blocks ahead, without the price of the bytes that
-        are alive there."""
+        """For each stage and each of its keys: the least time of the blocks ahead, without the price of the bytes alive
+        there."""
         best: list[list[int]] = []
         times: Any = numpy.zeros(len(search.keys[-1]))
         for number in range(len(search.moves) - 1, -1, -1):
@@ -288,7 +288,7 @@ class _Priced:
             times = totals.min(axis=1)
         self._times.reverse()
         self.cost = float(times[0])
-        """Time of the choice, and of its bytes."""
+        """Time of the choice, plus the price of its bytes."""
         path: list[int] = []
         self.sizes: dict[Moment, int] = {}
         """Bytes at each moment."""
@@ -303,13 +303,13 @@ class _Priced:
         self.path: Path = tuple(path)
 
     def ahead(self, number: int, level: Numbers, alive: Numbers) -> Any:
-        """The least time of the blocks behind stage `number`, by the bytes alive behind it: [choices, keys]."""
+        """The least time of the blocks after stage `number`, given the bytes alive after it: [choices, keys]."""
         times = self._times[number]
         return times + self.price * (level if self.backward else alive) if number < self.until else times
 
 
 def _lowest(moves: Iterable[tuple[int, int, int, int, list[tuple[int, int]]]]) -> list[tuple[int, int]]:
-    """The pairs of needs that some move has, together with what is ahead of it, but for those no lower than another."""
+    """The pairs of needs of some moves and the blocks ahead of them, without pairs that are no lower than another."""
     pairs = sorted(
         {
             (max(forward, alive + one), max(backward, net + other))
@@ -322,10 +322,10 @@ def _lowest(moves: Iterable[tuple[int, int, int, int, list[tuple[int, int]]]]) -
 
 
 def _undominated(place: Numbers, lent: Numbers, level: Numbers, spent: Numbers) -> Numbers:
-    """The positions of the choices that are faster than all with the same place and `lent` whose `level` is as low."""
+    """The positions of choices faster than all others with the same place and `lent` and a `level` at most as high."""
     order = numpy.lexsort((spent, level, lent, place))
     changes = (numpy.diff(place[order], prepend=-1) != 0) | (numpy.diff(lent[order], prepend=0) != 0)
-    # What is taken off for the number of the group puts every time below those of the groups before.
+    # Subtracting a multiple of the group's number puts every time below those of earlier groups.
     least = numpy.minimum.accumulate(spent[order] - numpy.cumsum(changes) * (int(spent.max()) + 1))
     first = numpy.ones(len(order), dtype=bool)
     first[1:] = least[1:] < least[:-1]
@@ -335,8 +335,8 @@ def _undominated(place: Numbers, lent: Numbers, level: Numbers, spent: Numbers) 
 def _exchanged(stages: Sequence[_Stage]) -> list[Truths]:
     """For each stage: which of its keys may follow each key of the block before.
 
-    Left out are pairs of neighbours in the wrong order: exchanging the two is never worse, whatever comes before and
-    behind, and each exchange puts two blocks of a kind into the order of their ranks, so that it comes to an end.
+    Pairs of neighbours in the wrong order are left out: exchanging the two is never worse, whatever comes before and
+    after. Each exchange puts two blocks of a kind into the order of their ranks, so exchanges come to an end.
     """
     allowed = [numpy.ones((1, len(stages[0].keys)), dtype=bool)]
     for first, second in itertools.pairwise(stages):
@@ -351,7 +351,7 @@ def _exchanged(stages: Sequence[_Stage]) -> list[Truths]:
 
 
 def _stages(costs: Costs) -> Iterator[_Stage]:
-    """The blocks of a step, in the order of the forward. What they need also covers their backward."""
+    """The blocks of a step, in the order of the forward. Their needs include their backward."""
     pending = sum(stack.before_backward.gradients for stack in costs.stacks)
     pending += sum(stack.gradients[kind] for stack in costs.stacks for kind in stack.kinds)
     pending += costs.head[1].gradients
@@ -372,14 +372,15 @@ def _stages(costs: Costs) -> Iterator[_Stage]:
 
 
 def _moves(rows: Sequence[tuple[int, int, int, int, int]]) -> _Moves:
-    """Moves from the numbers of each key, in the order of the fields."""
+    """Create moves from one row per key, in the order of the fields."""
     return _Moves(*numpy.array(rows, dtype=numpy.int64).T)
 
 
 def _before(costs: Costs, stack: StackCosts, first: int, later: int) -> _Moves:
-    """What it takes to pass what runs before a stack.
+    """The costs of what runs before a stack.
 
-    `first` and `later` are the bytes that its backward finds in a first micro-step and in one that adds to gradients.
+    `first` and `later` are the bytes alive before its backward in a first micro-step, and in one that adds to
+    gradients.
     """
     phase = stack.before
     backward = phase.net + stack.before_at_backward_bytes + _backward(costs, stack.before_backward, first, later)
@@ -388,7 +389,7 @@ def _before(costs: Costs, stack: StackCosts, first: int, later: int) -> _Moves:
 
 
 def _block(costs: Costs, stack: StackCosts, place: int, first: int, later: int) -> _Moves:
-    """What it takes to pass the block at `place`; `first` and `later` as in `_before`."""
+    """The costs of the block at `place`; `first` and `later` as in `_before`."""
     shared = 0 if place == len(stack.kinds) - 1 else stack.shared_bytes
     rows = []
     for action in stack.choices_at(place):
@@ -402,25 +403,25 @@ def _block(costs: Costs, stack: StackCosts, place: int, first: int, later: int) 
 
 
 def _head(costs: Costs) -> _Moves:
-    """What it takes to pass the head and its loss."""
+    """The costs of the head and its loss."""
     forward, backward = costs.head
     needs = _always(costs) + forward.peak(True), forward.net + _backward(costs, backward, 0, 0)
     return _moves([(*needs, 0, 0, forward.nanoseconds + backward.nanoseconds)])
 
 
 def _always(costs: Costs) -> int:
-    """Most bytes that are alive all through a micro-step."""
+    """Most bytes that are alive throughout a micro-step."""
     return costs.static.always + (costs.static.gradients if True in costs.modes else 0)
 
 
 def _backward(costs: Costs, phase: Phase, first: int, later: int) -> int:
-    """Most bytes of a part of the backward, with what is always there and what it finds; see `_before`."""
+    """Most bytes of a part of the backward, including all bytes alive before it; see `_before`."""
     most = costs.static.always + first + phase.peak(False)
     return max(most, _always(costs) + later + phase.peak(True)) if True in costs.modes else most
 
 
 def _ranks(stack: StackCosts) -> dict[Key, int]:
-    """Key -> its place among all keys, those first that keep the least bytes, and of these the fastest."""
+    """Key -> its rank among all keys: by bytes kept, then by time, least first."""
     kept: dict[Key, tuple[int, int, int]] = {}
     for key, cost in (*stack.first.items(), *stack.last.items(), *stack.inner.items()):
         kept[key] = (
@@ -432,8 +433,8 @@ def _ranks(stack: StackCosts) -> dict[Key, int]:
 
 
 def _in_order(costs: Costs, choice: Choice) -> Choice:
-    """The same actions with those first that keep the least, unless that is slower or takes more memory; else with all
-    but those of the first blocks in this order, unless that is."""
+    """Sort the actions so that those that keep the least come first. If that is slower or needs more memory, leave out
+    the first block of each stack; if that is worse, too, return the choice unchanged."""
     now = worst_timeline(costs, choice)
     for first in (0, 1):
         pairs = zip(costs.stacks, choice, strict=True)
@@ -448,7 +449,7 @@ def _in_order(costs: Costs, choice: Choice) -> Choice:
 
 
 def _ordered(stack: StackCosts, chosen: Sequence[int], first: int) -> Iterator[int]:
-    """The actions of one stack from one block on, sorted within blocks of one kind: those first that keep the least."""
+    """The actions of one stack from block `first` on, sorted within each kind: those that keep the least come first."""
     ranks, keys = _ranks(stack), list(zip(stack.kinds, chosen, strict=True))[first:]
     in_order = sorted(keys, key=ranks.__getitem__)
     rows = {kind: iter([key for key in in_order if key[0] == kind]) for kind in stack.kinds}

@@ -1,18 +1,18 @@
-"""Costs from measured steps: what a step needed under `full`, and what each action changes. Pure, free of torch.
+"""Costs from measured steps: what a step needs under `full`, and what each action changes. Pure, does not import torch.
 
-A step is taken apart at its boundaries into what runs before the blocks, the call of every block, what lies between two
-calls, and the backward of every call. The timeline of a plan is that of a step under `full`, with the differences that
-the actions of the plan make. Levels add up, so that nothing has to be known of what computes the loss, of image towers
-or of routers. A difference is what one call of a block needs under an action, less what it needs under `full`:
+A step is split at its boundaries into what runs before the blocks, the call of every block, what runs between two
+calls, and the backward of every call. The timeline of a plan is that of a step under `full`, plus the differences that
+the plan's actions make. Bytes add up, so losses, image towers and routers need no model of their own. A difference is
+what one call of a block needs under an action, minus what it needs under `full`:
 
 - most bytes of its forward, and bytes that its forward leaves,
-- bytes that it goes on to keep when the forward of the model has ended: autocast frees its copies of weights then,
-  unless the backward needs them,
+- bytes that it still keeps after the model's forward: autocast frees its copies of weights then, unless the backward
+  needs them,
 - most bytes of its backward,
 - time, as a share of that under `full`.
 
-Differences that were measured for one batch serve others. They grow with what the backward of a `full` block needs,
-which holds all that the block keeps under `keep`.
+Differences measured for one batch are scaled for others. They grow with the backward of a `full` block, which holds
+everything that the block keeps under `keep`.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from hf_ckpt.spec.actions import FULL, KEEP, Action
 from hf_ckpt.spec.plan import Block
 
 CallName = tuple[str, int]
-"""(name of a block, which of its calls in the step it is, from 0)."""
+"""(name of a block, number of its call in the step, from 0)."""
 
 
 Times = Mapping[CallName, tuple[int, int, int]]
 """Call -> nanoseconds of its forward, of what runs between it and the next call, and of its backward."""
 BEFORE: CallName = ("", 0)
-"""Stands in `Times` for what runs before the first call, as its first number."""
+"""Key in `Times` for what runs before the first call; only its first number is used."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What lies between two boundaries."""
+    """What runs between two boundaries."""
 
     peak: int = 0
     """Most bytes alive above those at its beginning, at least 0."""
     net: int = 0
-    """Bytes that are left at its end, above those at its beginning."""
+    """Bytes alive at its end, above those at its beginning."""
 
     def mixed(self, other: Part, share: float) -> Part:
-        """What lies so far on the way from this part to another one; bytes are rounded up."""
+        """Interpolate between this part (share 0) and another one (share 1); bytes are rounded up."""
         return Part(_mixed(self.peak, other.peak, share), _mixed(self.net, other.net, share))
 
 
@@ -60,7 +60,7 @@ class Call:
     """Whether its input requires gradients."""
     forward: Part
     behind: Part
-    """What runs between this call and the next one; behind the last one, the head and the loss with their backward."""
+    """What runs between this call and the next one; after the last one, the head and the loss with their backward."""
     backward: Part | None
     """Its backward, and what runs between it and the next boundary. None for a call without one."""
 
@@ -92,14 +92,14 @@ class Step:
         return next((call for call in self.calls if call.name == name), None)
 
     def raised(self, other: Step) -> Step:
-        """The same step with as much memory outside it as another one had, where that is more."""
+        """The same step with the larger of both steps' memory outside the step."""
         start = max(self.start_bytes, other.start_bytes)
         outside = max(self.outside_peak_bytes, other.outside_peak_bytes)
         return dataclasses.replace(self, start_bytes=start, outside_peak_bytes=outside)
 
     def between(self, other: Step, share: float) -> Step | None:
-        """What lies so far on the way from this step to another one, as one of a longer batch: bytes of tensors grow at
-        least as fast as that. None where the steps have other calls."""
+        """Interpolate between this step (share 0) and one of a longer batch (share 1): tensors grow at least linearly
+        with the batch. None if the steps have different calls."""
         if [(call.name, call.backward is None) for call in self.calls] != [
             (call.name, call.backward is None) for call in other.calls
         ]:
@@ -122,23 +122,23 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What an action changes in one call of a block, against `full`."""
+    """What an action changes in one call of a block, compared with `full`."""
 
     forward_peak: int = 0
     forward_net: int = 0
     later: int = 0
-    """Bytes that are kept once the model's forward has ended, beside `forward_net`."""
+    """Further bytes that are kept after the model's forward, in addition to `forward_net`."""
     backward_peak: int = 0
     scale: int = 0
     """Most bytes of the call's backward under `full`, when this was measured."""
 
     def larger(self, other: Change) -> Change:
-        """The larger of both in every respect, where both were measured on calls that need the same."""
+        """The larger of both, field by field. Both must come from calls that need the same."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return Change(*(max(pair) for pair in pairs))
 
     def at_most(self) -> Change:
-        """The most that an action changes that keeps no more than this one. Its backward needs no more than `full`."""
+        """A bound for actions that keep no more than this one. Their backward needs no more than that of `full`."""
         return Change(max(0, self.forward_peak), max(0, self.forward_net), max(0, self.later), 0, self.scale)
 
     def at(self, call: Call) -> Change:
@@ -151,10 +151,10 @@ class Change:
 
 
 def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None:
-    """Take a step apart.
+    """Split a step at its boundaries.
 
-    None where it has no end, no call, or a backward that came twice, and where backwards do not come in the reverse
-    order of the forwards, behind all of them: plans count on that.
+    None if it has no end, no call, or a repeated backward, or if backwards do not follow all forwards in reverse
+    order, which plans rely on.
     """
     if not levels or levels[0].what != "begin" or levels[-1].what != "end":
         return None
@@ -218,12 +218,12 @@ def changes_of(full: Step, seen: Step, tried: Mapping[CallName, Action], alike: 
 
     Args:
         full: a step under `full`.
-        seen: the step in which the calls `tried` had these actions, and all others `full`.
-        tried: calls of blocks, and the action that they had.
-        alike: whether both were for batches of one shape.
+        seen: the step in which the calls in `tried` had these actions, and all others `full`.
+        tried: calls of blocks, with their actions.
+        alike: whether both batches had the same shape.
     """
     ratio = 1.0
-    """How much more or less a call needs in `seen`, by those that had no other action."""
+    """What calls need in `seen`, relative to `full`, measured on those that ran under `full` in both."""
     if full.names == seen.names:
         pairs = [
             (mine.backward.peak, its.backward.peak)
@@ -243,7 +243,7 @@ def changes_of(full: Step, seen: Step, tried: Mapping[CallName, Action], alike: 
             backward_peak=its.backward.peak - backward_peak,
             scale=backward_peak,
         )
-    if alike and found and full.names == seen.names:  # what is kept beside that shows when the backward begins
+    if alike and found and full.names == seen.names:  # further kept bytes show when the backward begins
         kept = sum(change.forward_net for change in found.values())
         extra = seen.at_backward_bytes - full.at_backward_bytes - kept
         weights = {name: max(0, change.forward_net) for name, change in found.items()}
@@ -254,19 +254,19 @@ def changes_of(full: Step, seen: Step, tried: Mapping[CallName, Action], alike: 
 
 
 def bound_of(call: Call, share: float = 1.0) -> Change:
-    """The most that an action can change in a call that keeps so large a share of what the backward needs under `full`,
-    which holds all that `keep` keeps."""
+    """A bound for an action that keeps at most this share of what the backward needs under `full`, which holds
+    everything that `keep` keeps."""
     size = call.backward.peak if call.backward is not None else 0
     return Change(forward_peak=size, forward_net=_up(size * share), scale=size)
 
 
 def joined(full: Step, seen: Step, without: Mapping[CallName, Action], order: Sequence[str]) -> Step:
-    """A step under `full` with the calls of another step that it does not have, as where blocks are skipped at random.
+    """Add calls of another step to a step under `full` that lacks them, for example if blocks are skipped at random.
 
     Args:
         full: the step.
         seen: the other one.
-        without: calls of it that did not run under `full`.
+        without: calls of `seen` that did not run under `full`.
         order: names of all blocks, in the order in which they run.
     """
     added = [call for call in seen.calls if full[call.name] is None and call.name not in without]
@@ -283,27 +283,27 @@ def joined(full: Step, seen: Step, without: Mapping[CallName, Action], order: Se
 
 @dataclasses.dataclass(frozen=True)
 class StepCosts:
-    """Makes `Costs` of a step under `full` and of what actions change in it.
+    """Creates `Costs` from a step under `full` and the changes that actions make.
 
-    Calls of blocks stand in one stack, in the order of their forwards; a block that is called several times stands
-    there several times.
+    Calls of blocks form one stack, in the order of their forwards; a block that is called several times occurs several
+    times.
     """
 
     full: Step
     """The step under `full`."""
     kinds: Mapping[CallName, int]
-    """Call -> number of its kind; calls of one kind change alike."""
+    """Call -> number of its kind; actions change all calls of one kind alike."""
     changes: Mapping[tuple[int, Action], Change]
-    """(kind, action) -> what it changes. An action without one is not chosen for the kind."""
+    """(kind, action) -> what it changes. Actions without an entry are not chosen for the kind."""
     ratios: Mapping[tuple[int, Action], float]
-    """(kind, action) -> time of forward and backward as a share of that under `full`; 1 where it is missing."""
+    """(kind, action) -> time of forward and backward as a share of that under `full`; 1 if missing."""
     actions: Sequence[Action]
-    """To choose from."""
+    """The actions to choose from."""
     times: Times
-    """Those under `full`, as far as they are known."""
+    """Times under `full`, as far as known."""
 
     def _times(self) -> dict[int, tuple[int, int]]:
-        """Kind -> nanoseconds of forward and backward under `full`; those of all kinds for one that was not timed."""
+        """Kind -> median nanoseconds of forward and backward under `full`; an untimed kind gets those of all kinds."""
         found: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
         for call in self.full.calls:
             forward, _, backward = self._spent(call)
@@ -334,13 +334,13 @@ class StepCosts:
             blocks: the block of each call.
             model: class name of the model.
             tokens: of the batch.
-            head: how the head runs, as `Costs.head_tokens`.
-            mlp: how feed-forwards run, as `Costs.mlp_tokens`.
+            head: how the head runs, as in `Costs.head_tokens`.
+            mlp: how feed-forwards run, as in `Costs.mlp_tokens`.
         """
         calls, full, medians = self.full.calls, self.full, self._times()
         lent = self._lent()
         level = full.before.net
-        """Bytes that last, behind the forwards so far."""
+        """Bytes after the forwards so far that outlive the model's forward."""
         levels = []
         for call in calls:
             level += call.forward.net + (call.behind.net if call is not calls[-1] else 0) - lent[self.kinds[call.name]]
@@ -405,13 +405,13 @@ class StepCosts:
         )
 
     def _choices(self, call: Call) -> tuple[int, ...]:
-        """The actions to choose from for a call, as positions."""
+        """The actions available to a call, as positions."""
         if call.backward is None:
             return (self.actions.index(KEEP),)
         return tuple(number for number, action in enumerate(self.actions) if self._change(call, action) is not None)
 
     def _lent(self) -> dict[int, int]:
-        """Kind -> bytes that a call under `full` frees when the forward ends, and under some other action does not."""
+        """Kind -> bytes that a call frees at the end of the forward under `full`, but not under some other action."""
         found = dict.fromkeys(self.kinds.values(), 0)
         for call in self.full.calls:
             changes = (self._change(call, action) for action in self.actions)
@@ -420,8 +420,10 @@ class StepCosts:
         return found
 
     def _gradients(self, levels: Sequence[int]) -> list[int]:
-        """For each call, by how much the level when its backward begins exceeds what would be alive if only its forward
-        had run: what later backwards have left, such as gradients. The backwards are gone through in time."""
+        """For each call, the bytes that its backward leaves alive, such as gradients.
+
+        That is the change of the measured level from this call's backward to the next, beyond what the forwards explain.
+        """
         begun = self.full.at_backward_bytes
         found = [0] * len(levels)
         calls = self.full.calls

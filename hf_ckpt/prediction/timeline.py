@@ -1,9 +1,8 @@
-"""Puts the memory of a training step together from traced parts, moment by moment. Exact integers, free of torch.
+"""Computes the memory of a training step from traced parts, moment by moment. Exact integers, does not import torch.
 
-A step is: what runs before the blocks, the
-blocks' forwards, the head and the loss with their backward, the blocks' backwards in reverse, the backward of what runs
-before them, and the optimizer's step. `Costs` has each part once for
-every kind of block and every action, so that a timeline of any depth needs no more tracing.
+A step consists of what runs before the blocks, the blocks' forwards, the head and the loss with their backward, the
+blocks' backwards in reverse, the backward of what runs before them, and the optimizer's step. `Costs` has each part once
+for every kind of block and every action, so timelines of any depth need no further tracing.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from hf_ckpt.spec.plan import Block, run_lengths
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """One phase of a timeline, with the bytes that are alive when it begins."""
+    """One phase of a timeline, with the bytes alive when it begins."""
 
     label: str
     """What runs, in words: `embedding`, `forward of decoder 3`, `head and loss, backward`."""
     block: str | None
     """Qualified name of the block that runs; None outside the blocks."""
     backward: bool
-    """Whether it is a part of the backward."""
+    """Whether it is part of the backward."""
     start_bytes: int
     """Bytes alive when it begins."""
     static_bytes: int
-    """Bytes among these that are there all the time: weights, buffers, optimizer state and batch."""
+    """How many of these are alive all the time: weights, buffers, optimizer state and batch."""
     gradient_bytes: int
-    """Bytes among these that are finished gradients."""
+    """How many of these are finished gradients."""
     kept_bytes: int
-    """Bytes among these that are kept for the backward; in the head, those that everything before it keeps."""
+    """How many of these are kept for the backward; in the head, those that everything before it keeps."""
     phase: Phase
     accumulated: bool
     """Whether it belongs to a micro-step that adds to the gradients of earlier ones."""
@@ -51,10 +50,10 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The memory of one micro-step under a choice of actions, and the optimizer's step."""
+    """The memory of one micro-step under a choice of actions, and of the optimizer's step."""
 
     moments: tuple[Moment, ...]
-    """In the order in which they come."""
+    """In order of time."""
     nanoseconds: int
     """Time of one optimizer step with all its micro-steps."""
     accumulated: bool
@@ -72,14 +71,14 @@ class Timeline:
 
     @property
     def is_heads(self) -> bool:
-        """Whether the peak lies in the head and its loss, whose own memory no action of a block lowers."""
+        """Whether the peak is in the head and its loss, whose own memory no action of a block reduces."""
         return self.worst.block is None and "head" in self.worst.label
 
     def parts(self) -> dict[str, int]:
         """What fills the peak: name -> bytes. The bytes add up to `peak_bytes`."""
         worst = self.worst
         level, gradients = max(((worst.start_bytes, worst.gradient_bytes), *worst.levels()))
-        # Some of it may be free by then: all of it in the head, where autocast's copies of weights are freed, too.
+        # Some of it may be freed by then: all of it in the head, where autocast's copies of weights are freed, too.
         saved = max(0, min(worst.kept_bytes, level - worst.static_bytes - gradients))
         return {
             "weights and optimizer state": worst.static_bytes,
@@ -96,7 +95,7 @@ def step_nanoseconds(costs: Costs, choice: Choice) -> int:
 
 
 def timeline(costs: Costs, choice: Choice, accumulated: bool = False) -> Timeline:
-    """One micro-step under a choice of actions, and the optimizer's step.
+    """The timeline of one micro-step under a choice of actions, and of the optimizer's step.
 
     Args:
         costs: traced.
@@ -114,24 +113,25 @@ def timeline(costs: Costs, choice: Choice, accumulated: bool = False) -> Timelin
 
 
 class _Builder:
-    """Puts the moments of a timeline together, in the order of its methods."""
+    """Collects the moments of a timeline; its methods are called in order."""
 
     def __init__(self, costs: Costs, choice: Choice, accumulated: bool) -> None:
         self.costs, self.choice, self.accumulated = costs, choice, accumulated
         self.static = costs.static.always
         self.resident = costs.static.gradients if accumulated else 0
-        """Bytes of gradients that are there from the beginning."""
+        """Bytes of gradients that exist at the beginning."""
         self.moments: list[Moment] = []
         self.level = self.static + self.resident
-        """Bytes alive behind the forwards so far."""
+        """Bytes alive after the forwards so far."""
         self.after: list[list[int]] = []
-        """For each stack: bytes that last before it, and after the forward of each of its blocks."""
+        """For each stack: bytes alive before it, and after the forward of each of its blocks, that outlive the forward.
+        """
         self.lent = 0
         """Bytes of all blocks that are freed when the forward ends."""
         self.done = 0
         """Bytes of the gradients that the backwards so far finish."""
         self.held = 0
-        """Bytes that blocks whose backwards ran so far go on to hold."""
+        """Bytes that blocks still hold after their backwards so far."""
 
     def add_forwards(self) -> None:
         for stack, chosen in zip(self.costs.stacks, self.choice, strict=True):
@@ -194,8 +194,8 @@ def worst_timeline(costs: Costs, choice: Choice) -> Timeline:
 def _in_segments(costs: Costs, choice: Choice, accumulated: bool) -> Timeline:
     """The timeline of segments: runs of neighbouring blocks that are recomputed as one region.
 
-    Of a run only the first block's input stays. The backward of a run first runs all its blocks again, as `keep`, the
-    first of the actions. Blocks that may not have the action `full` are taken for blocks that may.
+    A run keeps only the first block's input. Its backward first recomputes all its blocks under `keep`, the
+    first of the actions. Blocks that may not have the action `full` are treated like blocks that may.
     """
     apart = dataclasses.replace(costs, segments=())
     alone = timeline(apart, choice, accumulated)
@@ -214,9 +214,9 @@ def _in_segments(costs: Costs, choice: Choice, accumulated: bool) -> Timeline:
     shared = {stack.blocks[-1].name: stack.shared_bytes for stack in costs.stacks}
     moments: list[Moment] = []
     gone = 0
-    """Bytes of inputs that `full` keeps and that the runs so far do not."""
+    """Bytes of inputs that `full` keeps but the runs so far do not."""
     less: dict[str, int] = {}
-    """What was gone when a run, or the part before a stack, began: by the name of the block, or by the label."""
+    """First block of a run, or label of the part before a stack -> `gone` when it began."""
     for moment in alone.moments:
         if moment.block is None:
             before = less.setdefault(moment.label.removesuffix(", backward"), gone)
@@ -234,19 +234,19 @@ def _in_segments(costs: Costs, choice: Choice, accumulated: bool) -> Timeline:
 
 
 def _lowered(moment: Moment, size: int) -> Moment:
-    """A moment at which `size` fewer bytes are kept for the backward."""
+    """The moment with `size` fewer bytes kept for the backward."""
     return dataclasses.replace(moment, start_bytes=moment.start_bytes - size, kept_bytes=moment.kept_bytes - size)
 
 
 def _run_backward(
     run: Sequence[Block], kept: Mapping[tuple[str | None, bool], Moment], first: Moment, last: Moment, less: int
 ) -> Iterator[Moment]:
-    """The backward of a run: its blocks' forwards again, and their backwards.
+    """The backward of a run: it recomputes its blocks' forwards, then runs their backwards.
 
     Args:
         run: the blocks.
         kept: (block, whether backward) -> its moment under `keep`.
-        first: the backward of the first block, where blocks are recomputed one by one.
+        first: the backward of the first block if blocks are recomputed one by one.
         last: that of the last block.
         less: bytes that are not kept at the beginning of the run.
     """
@@ -263,7 +263,7 @@ def _run_backward(
 
 
 def _runs(blocks: Sequence[Block], number: int) -> Iterator[Sequence[Block]]:
-    """The blocks of a stack in so many runs, at most one for each block; the longer ones come first."""
+    """Split the blocks of a stack into `number` runs, at most one per block; longer ones come first."""
     start = 0
     for length in run_lengths(len(blocks), min(number, len(blocks))):
         yield blocks[start : start + length]
@@ -271,7 +271,7 @@ def _runs(blocks: Sequence[Block], number: int) -> Iterator[Sequence[Block]]:
 
 
 def _before(stack: StackCosts, costs: Costs) -> str:
-    """What the part before a stack is called."""
+    """The name of the part before a stack."""
     return "embedding" if stack is costs.stacks[0] else f"between {costs.stacks[0].name} and {stack.name}"
 
 
