@@ -1,7 +1,7 @@
 """Everything that depends on a version, a build or a private name of another package, with a file for each package.
 
-What a package can do is detected (`hasattr`, `inspect.signature`) rather than inferred from its version, and no other
-room does so. Use it as `from hf_ckpt import compat; compat.is_compiling()`.
+Features are detected (`hasattr`, `inspect.signature`) rather than inferred from versions, and only in this folder.
+Use it as `from hf_ckpt import compat; compat.is_compiling()`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch.compile: one compiled function for many blocks, how much it keeps for backward, and what its errors say."""
+"""torch.compile: one compiled function for many blocks, how much it keeps for backward, and its errors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.utils.flop_counter import flop_registry
 from hf_ckpt.compat.private import private
 
 _LEAST_SHARE = 1e-9
-"""What stands for a share of 0, for which torch does not look at what must be kept."""
+"""Replaces a share of 0, for which torch ignores what must be saved."""
 _MOST_GRAPHS = 64
-"""Graphs that one compiled function may have, for blocks of other kinds, types and shapes."""
+"""Most graphs of one compiled function, for blocks of different kinds, types and shapes."""
 MOST_CHOICES = 64
-"""How many experts a token is sent to at most; what takes more is no router. Sparse attention takes thousands."""
+"""Most experts per token; a top-k of more is not a router. Sparse attention selects thousands."""
 _NOT_THERE = {
     "InvalidCxxCompiler": "torch finds no C++ compiler (install g++ or clang)",
     "CppCompileError": "the C++ compiler failed (is it whole, with its headers and OpenMP?)",
@@ -32,9 +32,9 @@ Compiled = Callable[..., Any]
 
 
 def call_parts(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return the plain function behind a block's forward, and the arguments that come before and beside others.
+    """Return the plain function behind a block's forward, and its bound positional and keyword arguments.
 
-    The plain function is the same for all blocks of a class, as compiled graphs have to be.
+    The plain function is the same for all blocks of a class, so they share compiled graphs.
     """
     found: Any = function
     args: tuple[Any, ...] = ()
@@ -47,7 +47,7 @@ def call_parts(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
 
 
 def compiled_copy(function: Any, name: str, backend: Callable[..., Any], *, dynamic: bool | None = None) -> Compiled:
-    """Return a compiled copy of a function, which shares no graphs with other copies. It may not break the graph.
+    """Return a compiled copy of a function, which shares no graphs with other copies. Graph breaks are errors.
 
     `dynamic` says whether graphs are for tensors of any size: never, always, or from the second size on (None).
     """
@@ -60,20 +60,20 @@ def compiled_copy(function: Any, name: str, backend: Callable[..., Any], *, dyna
 
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-    """Compile a graph by torch's default compiler."""
+    """Compile a graph with torch's default compiler."""
     compiled: Compiled = private("torch._inductor.compile")(graph, inputs)
     return compiled
 
 
 def cut_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], each: Callable[..., Any]) -> Compiled:
-    """Do what `compile_graph` does up to the graphs of forward and backward, and give these to `each`."""
+    """Like `compile_graph` up to the graphs of forward and backward, which are passed to `each`."""
     with private("torch._functorch.config").patch(enable_autograd_cache=False):
         made: Compiled = private("torch._inductor.compile_fx.compile_fx")(graph, inputs, inner_compile=each)
     return made
 
 
 def is_fusible(operation: Any) -> bool:
-    """Whether torch's compiler writes code of its own for an operation, so that it can be fused with others."""
+    """Whether torch's compiler generates code for an operation, so that it can be fused with others."""
     return (
         operation in private("torch._inductor.lowering.lowerings")
         and operation not in private("torch._inductor.lowering.fallbacks")
@@ -83,10 +83,10 @@ def is_fusible(operation: Any) -> bool:
 
 @contextlib.contextmanager
 def keeping(share: float) -> Iterator[None]:
-    """Compile within a share of what is kept for backward, from 0 to 1.
+    """Limit what graphs compiled in this context keep for backward to a share, from 0 to 1.
 
-    Kept whatever the share: random draws, and which experts a router chose, so that backward has those of the forward.
-    A pass of the user over graphs of forward and backward (`torch._inductor.config.joint_custom_post_pass`) runs, too.
+    Random draws and routers' choices of experts are always kept, so that backward uses those of the forward.
+    A user's pass over graphs of forward and backward (`torch._inductor.config.joint_custom_post_pass`) runs, too.
     """
     settings = private("torch._functorch.config").patch(activation_memory_budget=max(share, _LEAST_SHARE))
     inductor = private("torch._inductor.config")
@@ -98,13 +98,13 @@ def keeping(share: float) -> Iterator[None]:
 
 @functools.cache
 def _keeping_what_may_change() -> Any:
-    """Make the class of the pass over a graph of forward and backward that marks random draws and choices as kept."""
+    """Create the class of the pass over a graph of forward and backward that marks random draws and choices as kept."""
     base: Any = private("torch._inductor.custom_graph_pass.CustomGraphPass")
 
     class Keeping(base):
         def __init__(self, users: tuple[Any, ...]) -> None:
             self.users = users
-            """Passes of the user, which come first: what they add may draw."""
+            """Passes of the user. They run first, because they may add random draws."""
 
         def __call__(self, graph: torch.fx.Graph) -> None:
             for each in self.users:
@@ -114,14 +114,14 @@ def _keeping_what_may_change() -> Any:
                     node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
 
         def uuid(self) -> Any:
-            """Tell caches of graphs on disk what this pass does; None where the user has a pass, too."""
+            """Key of this pass for graph caches on disk; None if the user has a pass, too."""
             return None if self.users else "hf_ckpt: random draws and choices are kept, 2"
 
     return Keeping
 
 
 def _draws(node: torch.fx.Node) -> bool:
-    """Whether an operation draws random numbers. Attention may do so, but does not without dropout."""
+    """Whether an operation draws random numbers. Attention does so only with dropout."""
     operation = node.target
     if (
         not isinstance(operation, private("torch._ops.OpOverload"))
@@ -137,7 +137,7 @@ def _draws(node: torch.fx.Node) -> bool:
 
 
 def _chooses(node: torch.fx.Node) -> bool:
-    """Whether an operation chooses, as routers of experts do: other kernels may find other scores the largest."""
+    """Whether an operation chooses, such as a router of experts: another kernel may rank scores differently."""
     aten = torch.ops.aten
     if node.target == aten.topk.default:
         return isinstance(node.args[1], int) and node.args[1] <= MOST_CHOICES
@@ -145,12 +145,12 @@ def _chooses(node: torch.fx.Node) -> bool:
 
 
 def compiled_module_class() -> Any:
-    """Return the class of the module that `torch.compile(model)` puts around a model."""
+    """Return the class of the wrapper that `torch.compile(model)` returns."""
     return private("torch._dynamo.eval_frame.OptimizedModule")
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile runs a module by itself, rather than as a part of a larger one."""
+    """Whether a module is compiled by itself, rather than as part of a larger one."""
     return isinstance(module, compiled_module_class()) or module._compiled_call_impl is not None
 
 
@@ -161,12 +161,12 @@ def is_compile_error(error: Exception) -> bool:
 
 
 def is_backend_error(error: Exception) -> bool:
-    """Whether what a graph is handed to failed, rather than making the graph."""
+    """Whether the backend of torch.compile failed, rather than the tracing of the graph."""
     return isinstance(error, private("torch._dynamo.exc.BackendCompilerFailed"))
 
 
 def missing_compiler(error: BaseException) -> str:
-    """Say what is missing to compile for the device, where that is why torch.compile failed; else return ""."""
+    """Return what is missing to compile for the device, if torch.compile failed for that reason; else ""."""
     seen: BaseException | None = error
     while seen is not None:
         for found in (seen, getattr(seen, "inner_exception", None)):

@@ -1,4 +1,4 @@
-"""Training on several ranks: torch's DistributedDataParallel and FSDP, DeepSpeed, and what accelerate knows of them."""
+"""Training on several ranks: torch's DistributedDataParallel and FSDP, DeepSpeed, and accelerate's settings for them."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_ckpt.versions import LAST_DEEPSPEED_WITH_EMPTY_SHAPES
 
 FOREIGN_OWNER_SEGMENT = "_checkpoint_wrapped_module"
-"""The part that torch's own checkpoint wrapper, which accelerate's FSDP plugin applies, adds to qualified names."""
+"""What torch's own checkpoint wrapper, which accelerate's FSDP plugin applies, adds to qualified names."""
 WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", FOREIGN_OWNER_SEGMENT})
-"""The parts that wrappers add to qualified names: torch.compile of a block, FSDP1, and torch's checkpoint wrapper."""
+"""What wrappers add to qualified names: torch.compile of a block, FSDP1, and torch's checkpoint wrapper."""
 
 
 def steps_in_lockstep(model: nn.Module) -> bool:
-    """Whether ranks wait for each other inside forward and backward (FSDP, DeepSpeed): none can repeat a step alone."""
+    """Whether ranks wait for each other inside forward and backward (FSDP, DeepSpeed), so none can retry a step alone.
+    """
     return is_sharded(model) or any(
         kind.__name__ == "DeepSpeedEngine" for module in model.modules() for kind in type(module).__mro__
     )
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether parameters are split over ranks, by FSDP or by ZeRO-3."""
+    """Whether FSDP or ZeRO-3 shards the parameters over ranks."""
     return any(
         type(module).__name__.startswith(("FSDP", "FullyShardedDataParallel")) for module in model.modules()
     ) or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def ranks_recompute_together(model: nn.Module) -> bool:
-    """Whether all ranks have to recompute the same blocks: ZeRO-3 gathers the parameters of a module again when it runs
-    again in a recomputation."""
+    """Whether all ranks must recompute the same blocks: under ZeRO-3, recomputing a module gathers its parameters again.
+    """
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def flat_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """Return the flat parts of parameters that FSDP1 leaves to this rank; `parameters()` may give views of them."""
+    """Return this rank's flat parameters under FSDP1; `parameters()` may return views of them."""
     handles: list[Any] = [getattr(module, "_handle", None) for module in model.modules()]
     return [handle.flat_param for handle in handles if hasattr(handle, "flat_param")]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this rank holds; a tensor that is not split is returned as it is."""
+    """Return this rank's part of a tensor; an unsharded tensor is returned unchanged."""
     found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
 
@@ -57,9 +58,9 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def parameters_stay(module: nn.Module) -> bool:
-    """Whether all parameters lie whole on their device throughout a step.
+    """Whether all parameters stay whole on their device throughout a step.
 
-    They do not where FSDP, ZeRO-3 or tensor parallelism splits them, or where accelerate's hooks move them in and out.
+    They do not if FSDP, ZeRO-3 or tensor parallelism shards them, or if accelerate's hooks move them in and out.
     """
     return not any(
         type(inner).__name__.startswith(("FSDP", "FullyShardedDataParallel"))
@@ -70,17 +71,17 @@ def parameters_stay(module: nn.Module) -> bool:
 
 
 def data_parallel(model: nn.Module) -> Any | None:
-    """Return the DistributedDataParallel that `model` is or compiles, if it has more than one rank; else None."""
+    """Return the DistributedDataParallel that is `model` or inside its compiled wrapper, if it has several ranks."""
     from torch.nn.parallel import DistributedDataParallel
 
-    model = getattr(model, "_orig_mod", model)  # torch.compile goes around it
+    model = getattr(model, "_orig_mod", model)  # torch.compile wraps it
     if isinstance(model, DistributedDataParallel) and torch.distributed.get_world_size(model.process_group) > 1:
         return model
     return None
 
 
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the tensors that zeros are to look like, and returns them instead."""
+    """Records the arguments of `zeros_like`, and returns them instead of zeros."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -96,7 +97,7 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def reduction_buckets(model: nn.Module) -> list[torch.Tensor]:
     """Return the flat tensors in which a DistributedDataParallel reduces gradients; none for any other model.
 
-    torch gives out only zeros that look like them, but it asks for these by an operation that a dispatch mode sees.
+    torch only returns zeros like them, but creates these by an operation that a dispatch mode sees.
     """
     wrapped = data_parallel(model)
     seen = _Seen()
@@ -131,9 +132,9 @@ def of_all_ranks(value: Any) -> list[Any]:
 
 
 def deepspeed_with_empty_shapes(model: nn.Module) -> str | None:
-    """Return the version of the DeepSpeed in use, if it gives frozen parameters no shape while a block is recomputed.
+    """Return DeepSpeed's version, if frozen parameters have no shape while it recomputes a block.
 
-    Returns None where the model has no frozen parameters under ZeRO-3, or where DeepSpeed is a later one.
+    Returns None if the model has no frozen parameters under ZeRO-3, or if DeepSpeed is newer.
     """
     if not any(hasattr(parameter, "ds_id") and not parameter.requires_grad for parameter in model.parameters()):
         return None
@@ -142,12 +143,12 @@ def deepspeed_with_empty_shapes(model: nn.Module) -> str | None:
 
 
 def counted_by_deepspeed(name: str) -> bool:
-    """Whether an attribute of a module is a count or mark of DeepSpeed's, which changes in forward and backward."""
+    """Whether a module's attribute is a counter or mark of DeepSpeed, which changes in forward and backward."""
     return name.startswith("ds_") or name == "applied_pre_backward_ref_cnt"
 
 
 def accelerate_owns_checkpointing() -> bool:
-    """Whether accelerate's FSDP plugin of this process is set to checkpoint activations itself."""
+    """Whether this process's FSDP plugin of accelerate checkpoints activations itself."""
     state_module = sys.modules.get("accelerate.state")
     if state_module is None or not state_module.AcceleratorState._shared_state:
         return False
@@ -163,7 +164,7 @@ def accelerator_class() -> Any:
 
 
 def accumulated_steps() -> int:
-    """Return how many micro-steps of gradient accumulation make a step; 1 where accelerate was not told."""
+    """Return the number of micro-steps per step that accelerate is set to; 1 by default."""
     state_module = sys.modules.get("accelerate.state")
     shared = state_module.GradientState._shared_state if state_module is not None else {}
     return int((shared.get("plugin_kwargs") or {}).get("num_steps", 1))

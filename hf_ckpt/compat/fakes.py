@@ -1,7 +1,7 @@
-"""Runs operations on fake tensors, which have a shape and a type but no values, in less time than torch does.
+"""Runs operations on fake tensors, which have a shape and a type but no values, faster than torch does.
 
-torch looks what an operation returns up in a cache, by a key of all that its arguments are, which takes longest of all.
-Blocks of a kind run the same operations again and again, so that a shorter key does.
+torch looks up results in a cache; building the key from all properties of the arguments takes most of the time.
+Blocks of a kind repeat the same operations, so a shorter key is enough.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _VIEWS = frozenset(
         torch.ops.aten._unsafe_view.default,
     )
 )
-"""Operations whose result is another view of their first argument: of a traced step, they are most."""
+"""Operations that return a view of their first argument: most operations of a traced step."""
 _PLAIN = (int, float, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str)
 _MOST = 10_000
 _in_kernel = private("torch._subclasses.fake_tensor.in_kernel_invocation_manager")
 
 
 class _Made(NamedTuple):
-    """A new tensor, as an operation returned it."""
+    """Properties of a new tensor that an operation returned."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -47,11 +47,11 @@ class _Made(NamedTuple):
 
 
 _known: dict[Any, _Made] = {}
-"""What tells an operation and its arguments apart -> what it returns."""
+"""Key of an operation and its arguments -> what it returns."""
 
 
 def run_on_fakes(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what an operation returns, which a dispatch mode right above that of fake tensors was given."""
+    """Run an operation for a dispatch mode that is directly above that of fake tensors."""
     source = args[0] if args else None
     if _in_kernel is None or type(source) is not FakeTensor or source.constant is not None:
         return function(*args, **kwargs)
@@ -75,7 +75,7 @@ def run_on_fakes(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 @functools.cache
 def _makes_a_new_tensor(function: Any) -> bool:
-    """Whether an operation returns one tensor of its own, which follows from its arguments, and changes none."""
+    """Whether an operation returns one new tensor, determined by its arguments, and changes none of them."""
     schema, tags = function._schema, {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     if schema.is_mutable or len(schema.returns) != 1 or not tags.isdisjoint(function.tags):
         return False
@@ -84,7 +84,7 @@ def _makes_a_new_tensor(function: Any) -> bool:
 
 
 def _key(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What tells a call from others that return something else; None where that is not known."""
+    """A key that distinguishes a call from calls with other results; None if that is not known."""
     parts: list[Any] = [function]
     for value in (*args, *kwargs.keys(), *kwargs.values()) if kwargs else args:
         if type(value) is FakeTensor:
@@ -101,7 +101,7 @@ def _key(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 
 def _is_new(result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a result is a plain tensor with memory of its own, all of which it uses."""
+    """Whether a result is a plain tensor with its own storage, and uses all of it."""
     if type(result) is not FakeTensor or result.constant is not None or result.layout is not torch.strided:
         return False
     storage = result.untyped_storage()

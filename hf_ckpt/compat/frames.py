@@ -1,4 +1,4 @@
-"""What engines read from the frames they are called from, where no argument tells it, and functions made anew."""
+"""Reads call frames for facts that no argument carries, and rebinds functions from one model to another."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _LIBRARIES = {"accelerate", "hf_ckpt", "peft", "torch", "transformers", "trl"}
 
 
 def is_called_by_a_library() -> bool:
-    """Return whether the caller of the function that asks is code of transformers, PEFT, TRL and the like."""
+    """Return whether the calling function was called by a library such as transformers, PEFT or TRL."""
     return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
 
 
 def input_of_dropout() -> torch.Tensor | None:
-    """Return what is given to the `nn.functional.dropout` that hf_ckpt is called from, as a saved-tensor hook is.
+    """Return the input of `nn.functional.dropout`, if hf_ckpt is called from it, for example in a saved-tensor hook.
 
-    `nn.Dropout` calls that function, too. None where hf_ckpt is called from anything else. A function that somebody has
-    put in its place does not count.
+    `nn.Dropout` calls that function, too. None if hf_ckpt is called from anything else, such as a replacement of that
+    function.
     """
     frame = _caller()
     if frame is None or frame.f_code is not _DROPOUT or frame.f_code.co_filename != functional.__file__:
@@ -36,25 +36,25 @@ _DROPOUT = getattr(functional.dropout, "__code__", None)
 
 
 class PythonCall(NamedTuple):
-    """One call that Python code makes."""
+    """A call in Python code."""
 
     frame: types.FrameType
-    """The frame of the code that makes the call. It holds the local variables, so do not hold it for long."""
+    """The caller's frame. It keeps local variables alive, so do not hold it for long."""
     instruction: int
-    """Place of the call in the code."""
+    """Position of the call in the code."""
 
 
 def python_call() -> PythonCall | None:
-    """Return the call that has led to hf_ckpt, as one of torch does to a saved-tensor hook.
+    """Return the call that led to hf_ckpt, such as a call to torch that led to a saved-tensor hook.
 
-    Two tensors that autograd saves in the same call were made by the same function of torch.
+    Two tensors that autograd saves in the same call come from the same function of torch.
     """
     frame = _caller()
     return None if frame is None else PythonCall(frame, frame.f_lasti)
 
 
 def running_modules() -> Iterator[nn.Module]:
-    """Yield the modules whose methods hf_ckpt is called from, as a saved-tensor hook is; the innermost comes first."""
+    """Yield the modules from whose methods hf_ckpt is called, for example in a saved-tensor hook, innermost first."""
     frame = _caller()
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -71,15 +71,15 @@ class LayerUnderDora(NamedTuple):
     cast: torch.Tensor
     """The same values in the type of the adapter's input."""
     bias: torch.Tensor | None
-    """The bias that is taken off the layer's result; None without one, and before it is."""
+    """The bias that is subtracted from the layer's result; None without one, and before the subtraction."""
     result: torch.Tensor | None
-    """The layer's result without the bias; None where the adapter makes its own."""
+    """The layer's result without the bias; None if the adapter computes its own."""
 
 
 def layer_under_dora() -> LayerUnderDora | None:
-    """Return the layer whose DoRA adapter hf_ckpt is called from, as a saved-tensor hook is; None where there is none.
+    """Return the layer from whose DoRA adapter hf_ckpt is called, for example in a saved-tensor hook; else None.
 
-    Nor for a weight that is trained, or that is no plain parameter, as a quantised one.
+    Also None if the weight is trainable, or is not a plain parameter, for example quantised.
     """
     dora = sys.modules.get("peft.tuners.lora.dora")
     if dora is None:
@@ -99,7 +99,7 @@ def layer_under_dora() -> LayerUnderDora | None:
 
 
 def _caller() -> types.FrameType | None:
-    """The frame that hf_ckpt is called from."""
+    """The frame from which hf_ckpt is called."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("hf_ckpt."):
         frame = frame.f_back
@@ -107,16 +107,16 @@ def _caller() -> types.FrameType | None:
 
 
 def rebound(forward: types.MethodType, other: nn.Module) -> types.MethodType:
-    """Return a forward that was put on one model as a forward of `other`.
+    """Rebind a forward that was set on one model to `other`.
 
-    Functions remember in their closures what they were made with: the model, its methods, and functions around these.
+    The closures of such functions refer to the first model, its methods, and functions that wrap these.
     """
     known: dict[int, Any] = {id(forward.__self__): other}
     return types.MethodType(_rebound(forward.__func__, known), other)
 
 
 def _rebound(value: Any, known: dict[int, Any]) -> Any:
-    """Return `value` with what `known` has (id of an object -> what stands in its place) in the closures below it."""
+    """Return `value` with objects in its closures replaced: `known` maps the id of an object to its replacement."""
     if id(value) in known:
         return known[id(value)]
     if isinstance(value, types.MethodType) and id(value.__self__) in known:

@@ -1,4 +1,4 @@
-"""Kernels that torch has for accelerators and not for the CPU, run on fake tensors that say they lie on the CPU."""
+"""Runs torch's accelerator kernels on fake tensors that claim to be on the CPU."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def accelerator_kernels() -> Iterator[None]:
-    """Have dropout, and attention with dropout, save what they save on an accelerator: in this thread and context.
+    """Make dropout, and attention with dropout, save what they save on an accelerator, in this thread and context.
 
-    Dropout's mask is a byte for each element there, and noise in the input's type on the CPU
-    (aten/src/ATen/native/Dropout.cpp). Attention with dropout has fused kernels there, which save neither its weights
-    nor a mask, while the CPU computes it by single operations (aten/src/ATen/native/transformers/attention.cpp).
-    Without dropout both have fused kernels, which save the same.
+    On an accelerator, dropout's mask has one byte per element; on the CPU it is noise in the input's type
+    (aten/src/ATen/native/Dropout.cpp). Accelerators have fused kernels for attention with dropout, which save neither
+    its weights nor a mask; the CPU runs single operations (aten/src/ATen/native/transformers/attention.cpp).
+    Without dropout, both have fused kernels, which save the same.
 
-    The functions that lead to these kernels are exchanged meanwhile, and serve other threads as ever: a mode that sees
-    calls of functions would not do, because autograd ends it, and blocks that run again in a backward would be others.
-    One thread is inside at a time.
+    The functions that call these kernels are replaced meanwhile; other threads still get the originals. A torch
+    function mode would not work: autograd turns it off, so blocks would run differently when recomputed.
+    Only one thread is inside at a time.
     """
     with (
         _lock,
@@ -38,7 +38,7 @@ def accelerator_kernels() -> Iterator[None]:
 
 
 def _exchanged(place: Any, name: str, ours: Callable[..., Any]) -> Any:
-    """Make a context in which a function is another one for this thread, which is given the function as it was."""
+    """Make a context in which this thread calls `ours`, with the original function as its first argument."""
     thread, given = threading.get_ident(), getattr(place, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention, by the memory-efficient kernel where there is a dropout."""
+    """Attention; with dropout, by the memory-efficient kernel."""
     if not dropout_p:
         plain: torch.Tensor = given(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
         return plain

@@ -20,17 +20,17 @@ def add_lora(
     lora_dropout: float = 0.0,
     **config: Any,
 ) -> nn.Module:
-    """Put LoRA adapters on layers of a model.
+    """Add LoRA adapters to layers of a model.
 
     Args:
-        model: to which the adapters are added.
+        model: the model that gets the adapters.
         rank: of the adapters.
-        targets: layers, as `target_modules` of PEFT's `LoraConfig`: endings of names, a regular expression, or
+        targets: layers, as in `target_modules` of PEFT's `LoraConfig`: name suffixes, a regular expression, or
             `all-linear` for every linear layer but the head.
-        lora_dropout: of what goes into the adapters.
+        lora_dropout: dropout on the adapters' inputs.
         config: further keys of `LoraConfig`.
 
-    Raises `HfCkptError` where no layer is among `targets`.
+    Raises `HfCkptError` if no layer matches `targets`.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -44,11 +44,11 @@ def add_lora(
 
 
 def like_bitsandbytes(model: nn.Module, is_quantised: Callable[[Any], bool], *, copies: bool) -> None:
-    """Let adapters on quantised layers run as PEFT's own for bitsandbytes do (`peft/tuners/lora/bnb.py`).
+    """Make adapters on quantised layers run like PEFT's own for bitsandbytes (`peft/tuners/lora/bnb.py`).
 
     Args:
         model: with adapters.
-        is_quantised: tells the layers that stand in for those of bitsandbytes.
+        is_quantised: whether a layer stands in for one of bitsandbytes.
         copies: whether the layer's result is copied before the adapter's is added, as for 4 bits.
     """
     from peft.tuners.lora.layer import Linear
@@ -76,7 +76,7 @@ def like_bitsandbytes(model: nn.Module, is_quantised: Callable[[Any], bool], *, 
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Run a model without its adapters inside this context, as PEFT's `disable_adapter` does."""
+    """Disable a model's adapters inside this context, as PEFT's `disable_adapter` does."""
     off: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     before = [module._disable_adapters for module in off]
     for module in off:
@@ -89,9 +89,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def merged_adapters(attributes: Mapping[str, Any]) -> list[Any] | None:
-    """Return the names of the adapters that are merged into the weight of a layer; None if it is no layer of PEFT's.
+    """Return the names of the adapters merged into the weight of a layer; None if it is not a layer of PEFT's.
 
-    PEFT adds to the list when it merges, and neither the weight's address nor its version tells of that.
+    PEFT adds to this list when it merges. Neither the weight's address nor its version shows a merge.
     """
     found = attributes.get("merged_adapters")
     return found if type(found) is list else None

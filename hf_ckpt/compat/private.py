@@ -1,7 +1,7 @@
-"""The private names of torch that hf_ckpt relies on: a row each, with what happens where torch does not have it.
+"""The private names of torch that hf_ckpt relies on, each with the consequence if torch lacks it.
 
-Names below `torch` are looked up here, by `private`. Attributes of tensors, modules and autograd nodes are read where
-they are needed; they are listed all the same, so that a release of torch can be held against one list.
+`private` looks up names below `torch`. Attributes of tensors, modules and autograd nodes are read where they are
+needed; they are listed, too, so that a release of torch can be checked against one list.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class PrivateName:
     """Private names of torch that serve one purpose."""
 
     names: tuple[str, ...]
-    """Dotted names below `torch`; of attributes, the class that has them and their own name."""
+    """Dotted names below `torch`; for attributes, the class and the attribute."""
     purpose: str
     """What hf_ckpt does with them."""
     without: str = ""
-    """What happens where torch does not have them. Empty where hf_ckpt cannot do what `purpose` says."""
+    """What happens if torch lacks them; empty if hf_ckpt then cannot do what `purpose` says."""
 
 
 _ROWS = (
@@ -183,13 +183,13 @@ _ROWS = (
     PrivateName(("FullyShardedDataParallel._handle",), "counts flat parameters and their gradients"),
 )
 PRIVATE = {name: row for row in _ROWS for name in row.names}
-"""Name -> the row that it stands in."""
+"""Name -> its row."""
 
 
 def private(name: str) -> Any:
-    """Return what torch has under a private name, which must have a row; None where torch lacks what is not needed.
+    """Return torch's object of a private name, which must have a row; None if torch lacks an optional name.
 
-    Raises `HfCkptError` where torch lacks a name that hf_ckpt cannot do without.
+    Raises `HfCkptError` if torch lacks a required name.
     """
     row = PRIVATE[name]
     owner, _, attribute = name.rpartition(".")
@@ -204,6 +204,6 @@ def private(name: str) -> Any:
         ) from None
 
 
-@functools.cache  # blocks ask in every forward, and to import by name costs more than the rest of what is asked
+@functools.cache  # blocks call this in every forward, and importing by name is the slowest part
 def _owner(name: str) -> Any:
     return pkgutil.resolve_name(name)

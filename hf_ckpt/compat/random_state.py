@@ -1,4 +1,4 @@
-"""Random state of Python's `random`, of numpy's global functions and of torch."""
+"""The random state of Python's `random`, of numpy's global functions and of torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _Window = ctypes.c_char * 20
 
 
 class _Host:
-    """The generators of Python and numpy. Their states are read only if they may have moved: reading takes 20 to 60 us,
-    and every block asks twice in each forward.
+    """The generators of Python and numpy. Their states are read only if they may have changed: reading takes 20 to
+    60 us, and every block asks twice in each forward.
 
     A draw moves the place, up to the last word; then all words are new, as they are after a seed. So the place and the
     words beside it tell, except for a normal number that waits to be taken.
@@ -34,12 +34,12 @@ class _Host:
         self._windows: list[Any] = []
         """Of both generators; empty where one is of an unknown kind."""
         self._seen: list[bytes] = []
-        """The same when the states were read."""
+        """Their values when the states were read."""
         self._states: tuple[Any, Any] = None, None
         self._normal: Any = None
-        """The number that waits in Python's generator since then."""
+        """The normal number that Python's generator had cached then."""
         self._normal_of_numpy = True
-        """Whether one may wait in numpy's, which memory does not tell."""
+        """Whether numpy's may have one cached, which the windows do not show."""
 
     def states(self) -> tuple[Any, Any]:
         """Return the states: the same object as before if no number was drawn since."""
@@ -87,8 +87,8 @@ class RandomState:
     """The random state at one moment: of Python and numpy and, unless `of_torch` is false, of torch.
 
     Args:
-        devices: whose state is read beside that of the CPU. Those that torch has not initialised are left out.
-        of_torch: whether torch's is read.
+        devices: devices to include besides the CPU. Those that torch has not initialised are left out.
+        of_torch: whether to include torch's state.
     """
 
     __slots__ = ("devices", "of_cpu", "of_host", "of_torch")
@@ -100,7 +100,7 @@ class RandomState:
         self.devices = [(device, _of_device(device)) for device in devices if of_torch and _is_ready(device)]
 
     def may_have_moved(self) -> bool:
-        """Whether a number was drawn since, or another seed was set, as far as that can be told."""
+        """Whether a number may have been drawn or a seed set since."""
         return self.of_host_may_have_moved() or self.of_torch_has_moved()
 
     def of_host_may_have_moved(self) -> bool:
@@ -114,7 +114,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Draw numbers from this state on."""
+        """Reset the generators to this state."""
         random.setstate(self.of_host[0])
         numpy.random.set_state(self.of_host[1])
         if self.of_cpu is not None:
@@ -124,14 +124,14 @@ class RandomState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside this context numbers are drawn from this state on; afterwards the generators go on as before."""
+        """Reset the generators to this state inside this context; afterwards they continue as before."""
         with RandomState([device for device, _ in self.devices], of_torch=self.of_torch).kept():
             self.restore()
             yield
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """At the end of this context the generators go on from this state."""
+        """Reset the generators to this state at the end of this context."""
         try:
             yield
         finally:
@@ -139,7 +139,7 @@ class RandomState:
 
 
 def devices_of(values: Iterable[Any]) -> list[torch.device]:
-    """Return the devices of those values that are tensors, without the CPU, each once."""
+    """Return the devices of all tensors among the values, each once, without the CPU."""
     return list({value.device: None for value in values if isinstance(value, torch.Tensor) and not value.is_cpu})
 
 
@@ -164,6 +164,6 @@ def _of_device(device: torch.device) -> torch.Tensor:
 
 
 def _bytes(state: torch.Tensor) -> bytes:
-    """Return a state of torch as bytes. No operation runs, which dispatch modes would see."""
+    """Return a state of torch as bytes, without an operation that dispatch modes would see."""
     found: bytes = (ctypes.c_char * state.nbytes).from_address(state.data_ptr()).raw
     return found

@@ -1,4 +1,4 @@
-"""What depends on the version, build or private names of torch: devices, memory, random state, autograd, autocast."""
+"""Code that depends on torch's version, build or private names: devices, memory, autograd, autocast."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_compiling() -> bool:
 
 
 def is_replica(module: nn.Module) -> bool:
-    """Whether a module is a copy made by `nn.DataParallel`, which runs in a thread beside other copies."""
+    """Whether a module is a copy made by `nn.DataParallel`, whose copies run in parallel threads."""
     return bool(vars(module).get("_is_replica", False))
 
 
@@ -40,7 +40,7 @@ def is_capturing() -> bool:
 
 
 def transforms() -> set[str]:
-    """Return the transforms of torch.func that are active: `grad`, `jvp`, which is forward-mode AD, too, and `vmap`."""
+    """Return the active transforms of torch.func: `grad`, `vmap`, and `jvp`, which also means forward-mode AD."""
     stack = private("torch._C._functorch.get_interpreter_stack")
     level = private("torch.autograd.forward_ad._current_level")
     names = {entry.key().name.lower() for entry in stack() or ()} if stack is not None else set()
@@ -55,14 +55,14 @@ def accelerator_type() -> str | None:
 
 
 def shares_host_memory(device_type: str) -> bool:
-    """Whether the memory of this type of device is the machine's own, so that no other figure is to be asked for."""
+    """Whether this type of device uses the machine's memory, so there is no device figure to read."""
     return device_type in ("cpu", "mps")
 
 
 def memory_readers(device_type: str) -> tuple[Callable[..., tuple[int, int]], Callable[..., int]] | None:
-    """Return the functions that tell a device's (free, total) bytes, and what the allocator holds of them.
+    """Return the functions that read a device's (free, total) bytes, and the bytes that the allocator has reserved.
 
-    Both take a device, or None for the current one. None where this type of device has no such functions. The module of
+    Both take a device, or None for the current one. None if this type of device has no such functions. The module of
     the device has them, or since torch 2.10 `torch.accelerator` for all types.
     """
     for module, name in (
@@ -76,9 +76,9 @@ def memory_readers(device_type: str) -> tuple[Callable[..., tuple[int, int]], Ca
 
 
 def memory_module(device_type: str) -> Any | None:
-    """Return the module with the figures of the allocator of this type of device; None where there is none.
+    """Return the module with the allocator statistics of this type of device; None if there is none.
 
-    That of the device comes before `torch.accelerator`, which has such figures since torch 2.9, because it tells more.
+    The device's module is preferred to `torch.accelerator` (since torch 2.9), because it has more statistics.
     """
     names = "memory_allocated", "max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"
     modules = getattr(torch, device_type, None), torch.accelerator
@@ -86,19 +86,19 @@ def memory_module(device_type: str) -> Any | None:
 
 
 def empty_host_cache() -> None:
-    """Have torch give unused pinned memory back to the system, where torch can do that."""
+    """Make torch return unused pinned memory to the system, if it can."""
     empty = private("torch._C._accelerator_emptyHostCache")
     if empty is not None and accelerator_type() is not None:
         empty()
 
 
 def timing_event(device_type: str) -> Any:
-    """Make an event of the accelerator that can measure time. The caller records it."""
+    """Create an accelerator event that can measure time. The caller records it."""
     return torch.Event(device_type, enable_timing=True)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device or the host has no memory left. accelerate knows most of these messages."""
+    """Whether an error says that a device or the host is out of memory. accelerate recognises most of these messages."""
     from accelerate.utils.memory import should_reduce_batch_size
 
     kinds = MemoryError, torch.OutOfMemoryError
@@ -120,17 +120,17 @@ def release_memory() -> None:
 
 
 def has_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether some hook runs in backward as soon as a gradient is complete, as optimizers inside the backward do."""
+    """Whether a hook runs in backward as soon as a gradient is complete, as for optimizers that step in backward."""
     return any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
 
 
 _optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-"""The optimizers that are known -> how many parameters they had when they were remembered last."""
+"""Known optimizers -> how many parameters they had when they were last remembered."""
 _optimizer_changes = 0
 
 
 def remember_optimizer(optimizer: object) -> None:
-    """Let `optimizers_of` find an optimizer, for as long as it exists; of a wrapper around one, the one inside."""
+    """Let `optimizers_of` find an optimizer as long as it exists. A wrapper is replaced by its inner optimizer."""
     global _optimizer_changes
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -142,14 +142,14 @@ def remember_optimizer(optimizer: object) -> None:
 
 
 def optimizer_changes() -> int:
-    """Return a number that grows when an optimizer becomes known, or steps with another number of parameters."""
+    """Return a number that grows when an optimizer becomes known, or its number of parameters changes."""
     return _optimizer_changes
 
 
 def remember_optimizers_that_step() -> RemovableHandle:
-    """Remember every optimizer of the process at its next step, until the handle that is returned is removed.
+    """Remember every optimizer of the process at its next step, until the returned handle is removed.
 
-    A model does not refer to its optimizer, and hand-written loops give it to nobody.
+    A model does not refer to its optimizer, and hand-written loops do not pass it to any library.
     """
     return register_optimizer_step_pre_hook(_remember_stepping)
 
@@ -171,24 +171,23 @@ def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def call_after_backward(function: Callable[[], None]) -> bool:
-    """Have `function` called when the backward that runs now has ended without an error.
+    """Call `function` when the current backward has ended without an error.
 
-    DDP and FSDP2 end their backward in this way. To be called from a hook of a tensor. Returns False where no backward
-    runs.
+    DDP and FSDP2 end their backward in this way. Must be called from a tensor hook. Returns False if no backward runs.
     """
     try:
         private("torch.autograd.Variable._execution_engine").queue_callback(function)
-    except RuntimeError:  # saved-tensor hooks are also called by code that looks at a graph, such as torchviz
+    except RuntimeError:  # saved-tensor hooks are also called by code that inspects a graph, such as torchviz
         return False
     return True
 
 
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-"""The two functions (pack, unpack) that `torch.autograd.graph.saved_tensors_hooks` takes."""
+"""The functions (pack, unpack) for `torch.autograd.graph.saved_tensors_hooks`."""
 
 
 def top_saved_tensor_hooks() -> SavedTensorHooks | None:
-    """Return the innermost saved-tensor hooks that are active now; None without any, or where torch cannot tell."""
+    """Return the innermost active saved-tensor hooks; None without any, or if this torch cannot tell."""
     top = private("torch._C._autograd._top_saved_tensors_default_hooks")
     found: SavedTensorHooks | None = top(True) if top is not None else None
     return found
@@ -198,9 +197,9 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
 def inner_saved_tensor_hooks(
     pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
 ) -> Iterator[None]:
-    """Put saved-tensor hooks inside those of a checkpoint, for torch to take them for a part of it.
+    """Install saved-tensor hooks inside those of a checkpoint, marked as a part of it.
 
-    Since torch 2.14, what selective checkpointing saves goes to the innermost hooks that are not marked in this way.
+    Since torch 2.14, tensors that selective checkpointing saves go to the innermost hooks without this mark.
     """
     marked = functools.partial(pack)
     vars(marked).update(_checkpoint_internal=True, _user_hooks=top_saved_tensor_hooks())
@@ -212,29 +211,29 @@ def inner_saved_tensor_hooks(
 
 
 def registered_hooks() -> int:
-    """Return how many hooks were registered in this process so far, on modules, tensors and optimizers alike."""
+    """Return how many hooks on modules, tensors and optimizers were registered in this process so far."""
     return RemovableHandle.next_id
 
 
 def has_global_hooks() -> bool:
-    """Whether hooks on all modules are registered, as by `torch.nn.modules.module.register_module_forward_hook`."""
+    """Whether global module hooks are registered, as by `torch.nn.modules.module.register_module_forward_hook`."""
     found: bool = private("torch.nn.modules.module._has_any_global_hook")()
     return found
 
 
 def is_held_by_hooks(node: Any, name: str) -> bool:
-    """Whether saved-tensor hooks hold what an autograd node has saved under a name; nothing is unpacked to find out.
+    """Whether saved-tensor hooks hold what an autograd node has saved under this name. Nothing is unpacked.
 
-    True, too, where torch does not tell (2.8).
+    Also True if torch cannot tell (2.8).
     """
     saved = getattr(node, f"_raw_saved_{name}", None)
     return saved is not None and getattr(saved, "unpack_hook", True) is not None
 
 
 def suspend_saved_tensor_hooks() -> Callable[[], None]:
-    """Take the innermost saved-tensor hooks away; the function that is returned puts them back.
+    """Remove the innermost saved-tensor hooks; the returned function restores them.
 
-    Where torch cannot tell which they are, they stay.
+    If torch cannot tell which they are, nothing is removed.
     """
     top = top_saved_tensor_hooks()
     pop = private("torch._C._autograd._pop_saved_tensors_default_hooks")
@@ -246,16 +245,16 @@ def suspend_saved_tensor_hooks() -> Callable[[], None]:
 
 
 next_autograd_sequence_number: Callable[[], int] = private("torch.autograd._get_sequence_nr")
-"""Returns the sequence number of the next autograd node of this thread; those made later have larger ones."""
+"""Returns the sequence number of this thread's next autograd node; later nodes have larger numbers."""
 
 
 def checkpoint_frame(
     again: Callable[..., None], args: tuple[Any, ...], *, determinism_check: str
 ) -> Generator[None, None, None]:
-    """Make a generator that checkpoints what runs between two `next` calls; backward runs `again(*args)`.
+    """Return a generator that checkpoints what runs between two `next` calls; backward runs `again(*args)`.
 
-    It is the one that `torch.utils.checkpoint.checkpoint` (non-reentrant) and torch's composable checkpoint use.
-    `determinism_check` means what it means there. Random state is not preserved.
+    `torch.utils.checkpoint.checkpoint` (non-reentrant) and torch's composable checkpoint use the same generator, with
+    the same `determinism_check`. Random state is not preserved.
     """
     make = private("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
     early_stop = [True] if "early_stop" in inspect.signature(make).parameters else []  # torch 2.9
@@ -270,16 +269,16 @@ SEEN_BY_HOOKS: dict[str, Any] = (
     if "respect_saved_tensors_hooks" in inspect.signature(torch.utils.checkpoint.checkpoint).parameters
     else {}
 )
-"""Keyword of torch's `checkpoint` (2.14) that gives what SAC keeps to the user's saved-tensor hooks, too. Older torch
-never does so."""
+"""Keyword of torch's `checkpoint` (2.14) that passes tensors kept by SAC to the user's saved-tensor hooks, too. Older
+torch never does so."""
 
 
 @contextlib.contextmanager
 def same_hook_number(hooks: Mapping[int, Any]) -> Iterator[None]:
-    """Have a hook that is registered into `hooks` inside this context get the first free number below 0.
+    """Give a hook that is registered into `hooks` inside this context the first free number below 0.
 
-    By default torch gives it a new number. torch.compile guards on the numbers of hooks with `always_call`, so every
-    block would be compiled by itself, and again after every registration, until the limit of recompilations.
+    By default, torch assigns a new number. torch.compile guards on the numbers of hooks with `always_call`, so every
+    block would be compiled by itself, and again after every registration, up to the recompilation limit.
     """
     following = RemovableHandle.next_id
     RemovableHandle.next_id = min((0, *hooks)) - 1
@@ -293,9 +292,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(function: _Function) -> _Function:
-    """Decorate a function that torch.compile is not to trace, with all that it calls.
+    """Keep torch.compile from tracing a function and everything that it calls.
 
-    Torch 2.8 and later can mark the code itself, which costs nothing for each call; `torch.compiler.disable` wraps it.
+    Torch 2.8 and later can mark the code itself, at no cost per call; `torch.compiler.disable` wraps it.
     """
     action = private("torch._C._dynamo.eval_frame._FrameAction")
     strategy = private("torch._C._dynamo.eval_frame._FrameExecStrategy")
@@ -308,7 +307,7 @@ def untraced(function: _Function) -> _Function:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the type that autocast computes in now on this type of device; None while autocast is off."""
+    """Return autocast's current type on this type of device; None while autocast is off."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
@@ -318,16 +317,17 @@ def depends_on_values(error: Exception) -> bool:
 
 
 def unseen_by_modes() -> contextlib.AbstractContextManager[Any]:
-    """Make a context whose operations no dispatch mode sees: selective checkpointing expects those of the forward."""
+    """Make a context that hides operations from dispatch modes: selective checkpointing expects those of the forward.
+    """
     context: contextlib.AbstractContextManager[Any] = private("torch.utils._python_dispatch._disable_current_modes")()
     return context
 
 
 @contextlib.contextmanager
 def any_type_in_grouped_products() -> Iterator[None]:
-    """Have fake tensors of any type multiplied by groups, as experts are, inside this context.
+    """Support grouped matrix products of fake tensors of any type, as in experts, inside this context.
 
-    torch knows the result's shape for bfloat16 only, although the kernel takes float32 as well (seen in torch 2.13).
+    torch infers the result's shape for bfloat16 only, although the kernel accepts float32, too (seen in torch 2.13).
     """
     known = private("torch._subclasses.fake_impls.op_implementations_dict")
     operation = getattr(torch.ops.aten, "_grouped_mm", None)
@@ -344,7 +344,7 @@ def any_type_in_grouped_products() -> Iterator[None]:
 def _grouped_product(
     mode: FakeTensorMode, operation: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Any:
-    """Return a fake tensor of the shape of `torch._grouped_mm`; `NotImplemented` where torch knows that itself.
+    """Return a fake tensor of the shape of `torch._grouped_mm`; `NotImplemented` if torch infers it itself.
 
     Shapes: [rows, k] x [groups, k, n] -> [rows, n]; [m, k] x [k, n] -> [groups, m, n], a product for each group of k;
     [groups, m, k] x [k, n] -> [m, n]; [groups, m, k] x [groups, k, n] -> [groups, m, n].
@@ -359,29 +359,29 @@ def _grouped_product(
 
 
 def is_changed_in_place(error: RuntimeError) -> bool:
-    """Whether an error of torch's selective checkpointing says that a saved result was changed in place."""
+    """Whether torch's selective checkpointing reports that a saved result was changed in place."""
     return "cached during selective activation checkpoint" in str(error)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a fake one, which has a shape and a type but no values."""
+    """Whether a tensor is fake: with a shape and a type, but no values."""
     return isinstance(tensor, FakeTensor)
 
 
 def is_any_wrapper(types: Iterable[type]) -> bool:
-    """Whether one of these types of tensors wraps other tensors, which its operations run on, as DTensor does."""
+    """Whether one of these tensor types wraps other tensors and runs its operations on them, like DTensor."""
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def parts_with_storage(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with a storage that a tensor consists of: itself, what it wraps, or values and indices if sparse.
+    """The tensors with storage that make up a tensor: itself, those it wraps, or values and indices if sparse.
 
     A subclass that only describes a tensor has none.
     """
     if hasattr(tensor, "__tensor_flatten__"):
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for part in parts:
-            if isinstance(part, torch.Tensor):  # a DTensor names its mesh as well
+            if isinstance(part, torch.Tensor):  # a DTensor also lists its mesh
                 yield from parts_with_storage(part)
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
@@ -401,10 +401,10 @@ _resize_watchers: list[Callable[[torch.UntypedStorage], Any]] = []
 
 
 def watch_resizes(watcher: Callable[[torch.UntypedStorage], Any]) -> None:
-    """Call `watcher` with each storage whose size is changed by its method, until `unwatch_resizes`.
+    """Call `watcher` with each storage whose `resize_` is called, until `unwatch_resizes`.
 
-    FSDP frees and allocates gathered parameters that way, which is no operation that a dispatch mode sees. While
-    somebody watches, `torch.UntypedStorage` has a method of its own in front of the one that it inherits.
+    FSDP frees and allocates gathered parameters that way, which dispatch modes do not see. With a watcher,
+    `torch.UntypedStorage` overrides the method that it inherits.
     """
     if not _resize_watchers:
         torch.UntypedStorage.resize_ = _resize  # type: ignore
@@ -448,7 +448,7 @@ def autocast_off() -> Iterator[None]:
 without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = private(
     "torch._C.DisableTorchFunctionSubclass"
 )
-"""Makes a context in which operations on subclasses of tensors are not handed to the subclass."""
+"""Makes a context in which operations on tensor subclasses bypass the subclass."""
 
 
 _push_mode = private("torch.utils._python_dispatch._push_mode")
@@ -458,15 +458,15 @@ _entered: set[TorchDispatchMode] = set()
 
 
 def enter_dispatch_mode_below(mode: TorchDispatchMode) -> None:
-    """Enter a dispatch mode as if before all that are on, so that these can be left by their own `with` blocks."""
+    """Enter a dispatch mode below all active ones, so that their own `with` blocks can still leave them."""
     _entered.add(mode)
     _stack_modes(lambda on: [mode, *on])
 
 
 def leave_dispatch_mode(mode: TorchDispatchMode) -> None:
-    """Leave a mode that was entered by `enter_dispatch_mode_below`; those that are on beside it stay on.
+    """Leave a mode that was entered by `enter_dispatch_mode_below`; other modes stay active.
 
-    A mode in the middle of an operation, or one that is on in another thread, cannot be left: it stays alive.
+    A mode in the middle of an operation, or one that is active in another thread, cannot be left: it stays alive.
     """
     if mode in _modes_on():
         _stack_modes(lambda on: [each for each in on if each is not mode])
@@ -475,7 +475,7 @@ def leave_dispatch_mode(mode: TorchDispatchMode) -> None:
 
 @contextlib.contextmanager
 def modes_lifted() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Turn all dispatch modes off inside this context; it gives a context in which they are on again."""
+    """Turn off all dispatch modes inside this context; it yields a function that makes a context with them on."""
     on = _modes_on()
 
     @contextlib.contextmanager
@@ -495,7 +495,7 @@ def modes_lifted() -> Iterator[Callable[[], contextlib.AbstractContextManager[No
         ),
     }
     with unseen_by_modes():
-        _tell(dict.fromkeys(told, False))  # torch 2.8 compiles nothing while these say that a mode is on
+        _tell(dict.fromkeys(told, False))  # torch 2.8 compiles nothing while these are true
         try:
             yield again
         finally:
@@ -503,22 +503,22 @@ def modes_lifted() -> Iterator[Callable[[], contextlib.AbstractContextManager[No
 
 
 def _tell(told: Mapping[str, bool | None]) -> None:
-    """Give variables of the module that has dispatch modes other values, where it has them."""
+    """Set variables of torch's dispatch-mode module, if it has them."""
     there = vars(private("torch.utils._python_dispatch"))
     there.update({name: value for name, value in told.items() if name in there})
 
 
 def is_seen_by_modes() -> bool:
-    """Whether a dispatch mode is on that has to see every operation, so that torch.compile compiles nothing."""
+    """Whether an active dispatch mode must see every operation, so that torch.compile compiles nothing."""
     return not all(getattr(type(mode), "ignore_compile_internals", bool)() for mode in _modes_on())
 
 
 def _stack_modes(order: Callable[[list[TorchDispatchMode]], list[TorchDispatchMode]]) -> None:
-    """Put the dispatch modes that are on in another order.
+    """Reorder the active dispatch modes.
 
-    They are held by a list meanwhile, because torch 2.8 frees a mode that it takes from its stack when nothing else
-    refers to it. No garbage is collected: what it finds may be a model whose measurement ends with it, which would come
-    here while the stack is empty.
+    A list holds them meanwhile, because torch 2.8 frees a mode that it pops from its stack if nothing else refers to
+    it. Garbage collection is off: it might free a model and end its measurement, which would call this function while
+    the stack is empty.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""What depends on the version or private names of transformers, above all the methods that switch checkpointing."""
+"""Code that depends on transformers' version or private names, mainly the methods that switch checkpointing."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ ENABLE_NAMES = tuple(
     for name in ("gradient_checkpointing_enable", "activation_checkpointing_enable")
     if hasattr(PreTrainedModel, name)
 )
-"""The methods of a model that enable checkpointing, the newest last. The second is the first one's new name since
-transformers 5.23, and the first goes in version 6. Both are replaced where both exist."""
+"""The methods of a model that enable checkpointing, the newest last. Transformers 5.23 renamed the first to the second,
+and removes the first in version 6. If both exist, hf_ckpt replaces both."""
 DISABLE_NAMES = tuple(name.replace("_enable", "_disable") for name in ENABLE_NAMES)
 """The methods of a model that disable checkpointing, in the order of `ENABLE_NAMES`."""
 HOOKS_STAY_OUTSIDE = "__init_subclass__" in vars(transformers.modeling_layers.GradientCheckpointingLayer)
-"""Whether a block's own forward is checkpointed, and not the call with the hooks that are on the block."""
+"""Whether transformers checkpoints a block's own forward, rather than the call with the block's hooks."""
 HAS_OWN_OFFLOAD = "offload" in inspect.signature(getattr(PreTrainedModel, ENABLE_NAMES[-1])).parameters
 """Whether transformers itself can keep the inputs of blocks in host memory."""
 HAS_EVERY_N_LAYERS = "every_n_layers" in inspect.signature(getattr(PreTrainedModel, ENABLE_NAMES[-1])).parameters
 """Whether transformers itself can checkpoint every n-th layer."""
 
 CAPTURING_FLAG = "_output_capturing_hooks_installed"
-"""The attribute by which transformers 5 marks a model with its hooks that capture hidden states or router logits."""
+"""The attribute by which transformers 5 marks a model that has hooks to capture hidden states or router logits."""
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 """The contexts of a forward and of its recomputation, as a `context_fn` of torch's checkpoint returns them."""
 
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""The arguments of a forward that take a cache, the newest name first. Since transformers 5.24 its own models call it
-`cache`, and take the other names until 5.40. Models with code of their own keep the names that they have."""
+"""Names of a forward's cache argument, the newest first. Since transformers 5.24, its own models call it `cache`, and
+accept the other names until 5.40. Models with custom code keep their names."""
 
 
 _NO_CACHES = frozenset({type(None), bool, int, float, tuple, dict, torch.Tensor})
-"""What blocks are given otherwise: to ask each value takes longer."""
+"""Other types of blocks' arguments: comparing types is faster than checking each value."""
 
 
 def is_cache(value: object) -> bool:
-    """Whether `value` is a key/value cache, which a block that is recomputed would write a second time."""
+    """Whether `value` is a key/value cache, which a recomputed block would write twice."""
     return isinstance(value, (Cache, EncoderDecoderCache))
 
 
 def caches_among(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a forward was given as a cache, under whatever name and in whatever place: name -> value.
+    """Return the caches among a forward's arguments, whatever their names and positions: name -> value.
 
     Args:
-        names: of the arguments that the forward takes, in their order (`forward_parameters`).
-        args: what it was given by position.
-        kwargs: what it was given by name.
+        names: of the forward's parameters, in order (`forward_parameters`).
+        args: its positional arguments.
+        kwargs: its keyword arguments.
     """
     placed = {names[place] if place < len(names) else f"args[{place}]": value for place, value in enumerate(args)}
     named = {name: value for name, value in {**placed, **kwargs}.items() if value is not None}
@@ -72,13 +72,13 @@ def caches_among(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def without_caches(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return what a block hands to its checkpointing function, with None in the place of every cache.
+    """Return the arguments of a block's checkpointing function, with every cache replaced by None.
 
-    A block that is recomputed would write into a cache twice. The layer removes only caches that it is given by a name
-    that its transformers knows: GPT-2 passes its own by position, and code from the hub under names before 5.24. A
-    block that only reads its cache keeps it. In graphs, only caches by position are looked for.
+    A recomputed block would write into a cache twice. The layer removes only caches passed by a name that its
+    transformers knows: GPT-2 passes its own by position, and code from the hub uses names from before 5.24. A
+    block that only reads its cache keeps it. While compiling, only positional caches are replaced.
     """
-    if not is_compiling():  # torch 2.8 cannot trace what is asked of the function
+    if not is_compiling():  # torch 2.8 cannot trace these checks
         keywords = function.keywords if isinstance(function, functools.partial) else {}
         given = [*keywords.values(), *args]
         if _NO_CACHES.issuperset(map(type, given)) or not any(map(is_cache, given)):
@@ -92,9 +92,9 @@ def without_caches(function: Callable[..., Any], args: Sequence[Any]) -> tuple[C
 
 
 def module_of(function: Callable[..., Any]) -> nn.Module | None:
-    """Return the module whose forward `function` is, as a block hands it to its checkpointing function; else None.
+    """Return the module whose forward is `function`, in the form that a block passes to its checkpointing function.
 
-    A block hands over `partial(forward, self, ...)`, and before transformers 5.18 `partial(self.__call__, ...)`.
+    That is `partial(forward, self, ...)`, before transformers 5.18 `partial(self.__call__, ...)`. Else returns None.
     """
     if isinstance(function, functools.partial):
         first = function.args[0] if function.args else None
@@ -106,7 +106,7 @@ def module_of(function: Callable[..., Any]) -> nn.Module | None:
 
 
 def config_of(module: nn.Module) -> object | None:
-    """Return the config that a module looks at when it runs, which says how attention is computed; None without one."""
+    """Return the config that a module reads at run time, which says how attention is computed; None without one."""
     config = vars(module).get("config")
     return config if "_attn_implementation_internal" in getattr(config, "__dict__", ()) else None
 
@@ -117,15 +117,15 @@ def is_implementation(name: str, value: Any) -> bool:
 
 
 def layer_types(config: Any) -> list[str] | None:
-    """Return what a config says of each layer, which some models look up while they run; None where it says nothing."""
+    """Return a config's type of each layer, which some models look up at run time; None if it has none."""
     types = getattr(config, "layer_types", None)
     return None if types is None else list(types)
 
 
 def set_layer_types(config: Any, types: Sequence[str | None]) -> None:
-    """Let a config say this of each layer. `None` stands for layers of which it said nothing.
+    """Set a config's type of each layer. `None` stands for layers without a type.
 
-    Some configs compute the list and take no other; such a config becomes one of a class of its own that has it.
+    Some configs compute the list and reject another one; such a config gets a new subclass with this list.
     """
     now = layer_types(config)
     if now is None or now == list(types) or None in types:
@@ -140,8 +140,8 @@ def set_layer_types(config: Any, types: Sequence[str | None]) -> None:
 def gguf_arguments() -> dict[str, Any]:
     """Return the keyword arguments with which `from_pretrained(gguf_file=...)` gives plain dense weights.
 
-    transformers 5 keeps GGUF weights packed unless told otherwise; before, they were always unpacked. Raises
-    `MissingDependencyError` where gguf is not installed.
+    By default, transformers 5 keeps GGUF weights packed; earlier versions always unpack them. Raises
+    `MissingDependencyError` if gguf is not installed.
     """
     _need_gguf("reading GGUF weights")
     config = getattr(transformers, "GgufConfig", None)
@@ -149,7 +149,7 @@ def gguf_arguments() -> dict[str, Any]:
 
 
 def gguf_config(path: Path) -> Any:
-    """Return the config that a GGUF file has of its model. Raises `MissingDependencyError` where gguf is not there."""
+    """Return the model config in a GGUF file. Raises `MissingDependencyError` if gguf is not installed."""
     _need_gguf("reading a GGUF file")
     return transformers.AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
 
@@ -162,7 +162,7 @@ def _need_gguf(what: str) -> None:
 def quantised_layers(model: nn.Module) -> list[str]:
     """Return the names of the layers that `from_pretrained` replaces for a `BitsAndBytesConfig`.
 
-    These are linear layers and those of `Conv1D`, without the head, what is tied to it, and what stays in float32.
+    These are linear and `Conv1D` layers, except for the head, layers tied to it, and those kept in float32.
     """
     from transformers.quantizers import quantizers_utils
     from transformers.quantizers.base import HfQuantizer
@@ -179,7 +179,7 @@ def quantised_layers(model: nn.Module) -> list[str]:
 
 
 def forward_parameters(module: nn.Module) -> list[str]:
-    """Return the names of the arguments that the forward of `module` takes, in their order."""
+    """Return the names of the forward's parameters, in order."""
     return list(inspect.signature(module.forward).parameters)
 
 
@@ -189,19 +189,19 @@ def wants_use_cache(module: nn.Module) -> bool:
 
 
 def makes_inputs_require_gradients(hook: object) -> bool:
-    """Whether a forward hook of an embedding is that of `enable_input_require_grads`, or PEFT's copy of it."""
+    """Whether an embedding's forward hook is that of `enable_input_require_grads`, or PEFT's copy of it."""
     name = str(getattr(hook, "__qualname__", ""))
     return name.endswith(("make_inputs_require_grads", "make_inputs_require_grad"))
 
 
 def cache_argument(module: nn.Module) -> str:
-    """Return the name under which the forward of `module` takes a cache."""
+    """Return the name of the forward's cache argument."""
     taken = forward_parameters(module)
     return next((name for name in CACHE_NAMES if name in taken), CACHE_NAMES[0])
 
 
 def cached_tokens(value: Any) -> int:
-    """Return how many tokens a key/value cache holds, in the layer that holds most; 0 for an empty one."""
+    """Return how many tokens a key/value cache holds, in its fullest layer; 0 for an empty one."""
     if isinstance(value, EncoderDecoderCache):
         return max(cached_tokens(value.self_attention_cache), cached_tokens(value.cross_attention_cache))
     counted = [layer for layer in value.layers if hasattr(layer, "get_seq_length")]  # not those of linear attention
@@ -209,9 +209,9 @@ def cached_tokens(value: Any) -> int:
 
 
 def is_filled(value: Any) -> bool:
-    """Whether something that was given as a cache holds anything. True, too, where that is not known.
+    """Whether a cache argument holds anything: keys and values, or states of linear attention. Also True if unknown.
 
-    Beside keys and values, these are the states of linear attention, and tuples from before caches were classes.
+    Old code passes tuples instead of cache objects.
     """
     if isinstance(value, (tuple, list)):
         return bool(value) and value[0] is not None
@@ -231,7 +231,7 @@ def trainer_class() -> Any:
 def callback_handler_of(callback: object) -> Any | None:
     """Return the Trainer's callback handler that is calling `callback` right now; None outside of an event.
 
-    transformers gives callbacks no way to reach the handler, and calls users' callbacks after those that report, so
+    transformers does not pass the handler to callbacks, and calls users' callbacks after those that report, so
     figures that a callback adds to the logs would never be reported. The handler is found in the caller's frame.
     """
     from transformers.trainer_callback import CallbackHandler
@@ -246,7 +246,7 @@ def callback_handler_of(callback: object) -> Any | None:
 
 
 def uninitialised() -> contextlib.AbstractContextManager[None]:
-    """Have transformers make models without initialising their weights, inside this context."""
+    """Make transformers create models without initialising their weights, inside this context."""
     try:
         from transformers.initialization import no_init_weights
     except ImportError:  # transformers 4
@@ -257,9 +257,9 @@ def uninitialised() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def fake_values_count() -> Iterator[None]:
-    """Have transformers look at the values of fake tensors as it does at real ones, inside this context.
+    """Make transformers read the values of fake tensors like those of real ones, inside this context.
 
-    Whether a mask masks anything decides which attention kernel runs. transformers 4 does not tell them apart anyway.
+    Whether a mask masks anything decides which attention kernel runs. transformers 4 does not distinguish them.
     """
     from transformers.utils import import_utils
 

@@ -1,4 +1,4 @@
-"""What TRL's trainers do to a model: the head that gives log probabilities of labels in place of logits."""
+"""TRL's changes to a model: a forward that returns log probabilities of labels instead of logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_ckpt.errors import MissingDependencyError
 
 
 def trl_trains() -> bool:
-    """Whether a trainer of TRL is loaded. They set `use_reentrant=True` by themselves for adapters under ZeRO-3.
+    """Whether a trainer of TRL is imported. For adapters under ZeRO-3, they set `use_reentrant=True` themselves.
 
     https://github.com/huggingface/trl/blob/main/trl/trainer/sft_trainer.py
     """
@@ -20,16 +20,16 @@ def trl_trains() -> bool:
 
 
 def fused_forward(model: nn.Module, outputs: tuple[str, ...] = ("log_probs",)) -> types.MethodType | None:
-    """Return the forward that TRL's trainers put on a model, and leave the model as it was.
+    """Return the forward that TRL's trainers set on a model; the model itself is not changed.
 
-    Called with `fused_lm_head=True`, it returns log probabilities of labels without making logits. None where this
-    version of TRL (before 1.9) has no such forward, and its trainers take their loss from logits.
+    Called with `fused_lm_head=True`, it returns log probabilities of labels without computing logits. None if this
+    version of TRL (before 1.9) has no such forward; its trainers compute their loss from logits.
 
     Args:
         model: a causal language model.
-        outputs: what it computes for each token, as TRL's `add_fused_lm_head`.
+        outputs: what it computes for each token, as for TRL's `add_fused_lm_head`.
 
-    Raises `MissingDependencyError` where TRL is not installed.
+    Raises `MissingDependencyError` if TRL is not installed.
     """
     try:
         from trl.trainer import utils

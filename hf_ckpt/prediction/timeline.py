@@ -1,8 +1,8 @@
 """Computes the memory of a training step from traced parts, moment by moment. Exact integers, does not import torch.
 
 A step consists of what runs before the blocks, the blocks' forwards, the head and the loss with their backward, the
-blocks' backwards in reverse, the backward of what runs before them, and the optimizer's step. `Costs` has each part once
-for every kind of block and every action, so timelines of any depth need no further tracing.
+blocks' backwards in reverse, the backward of what runs before them, and the optimizer's step. `Costs` has each part
+once for every kind of block and every action, so timelines of any depth need no further tracing.
 """
 
 from __future__ import annotations
