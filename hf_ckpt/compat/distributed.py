@@ -1,4 +1,4 @@
-"""Training on several ranks: torch's DistributedDataParallel and FSDP, DeepSpeed, and accelerate's settings for them."""
+"""Training on several ranks: torch's DistributedDataParallel and FSDP, DeepSpeed, and accelerate's settings."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", FOREIGN_OWNER
 
 
 def steps_in_lockstep(model: nn.Module) -> bool:
-    """Whether ranks wait for each other inside forward and backward (FSDP, DeepSpeed), so none can retry a step alone.
-    """
+    """Whether ranks wait for each other inside forward and backward (FSDP, DeepSpeed): none can retry a step alone."""
     return is_sharded(model) or any(
         kind.__name__ == "DeepSpeedEngine" for module in model.modules() for kind in type(module).__mro__
     )
@@ -35,8 +34,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def ranks_recompute_together(model: nn.Module) -> bool:
-    """Whether all ranks must recompute the same blocks: under ZeRO-3, recomputing a module gathers its parameters again.
-    """
+    """Whether all ranks must recompute the same blocks: under ZeRO-3, recomputation gathers parameters again."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 

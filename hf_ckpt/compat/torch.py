@@ -98,7 +98,7 @@ def timing_event(device_type: str) -> Any:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device or the host is out of memory. accelerate recognises most of these messages."""
+    """Whether an error says that a device or the host is out of memory. accelerate knows most of these messages."""
     from accelerate.utils.memory import should_reduce_batch_size
 
     kinds = MemoryError, torch.OutOfMemoryError
@@ -317,8 +317,7 @@ def depends_on_values(error: Exception) -> bool:
 
 
 def unseen_by_modes() -> contextlib.AbstractContextManager[Any]:
-    """Make a context that hides operations from dispatch modes: selective checkpointing expects those of the forward.
-    """
+    """Make a context that hides operations from dispatch modes: selective checkpointing expects the forward's only."""
     context: contextlib.AbstractContextManager[Any] = private("torch.utils._python_dispatch._disable_current_modes")()
     return context
 

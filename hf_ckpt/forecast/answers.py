@@ -1,6 +1,6 @@
-"""Puts forecasts into words and tables: whether a training fits, what to write to train it, and what it costs.
+"""Turns forecasts into words and tables: whether a training fits, which settings it needs, and what it costs.
 
-`text` prints an `Answer` on a console, and `html` writes it into a page, so that both say the same.
+`text` prints an `Answer` on a console, and `html` writes it into a page, so both say the same.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What is said about a question, for people."""
+    """The answer to a question, in sentences and tables."""
 
     fits: bool
     headline: str
     """Whether it fits, in a sentence."""
     assumed: str
-    """What was assumed of the training, in a line, and the budget."""
+    """The assumptions about the training, and the budget, in one line."""
     tables: tuple[Table, ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
-    """What to copy: where it goes -> lines."""
+    """What to copy: (where it goes, its lines)."""
     remarks: tuple[str, ...] = ()
-    """What fills the memory and what would lower it, where nothing fits, and notes."""
+    """Notes; if nothing fits, also what fills the memory."""
 
 
 def answer_of(forecast: Forecast, *, frontier: bool = False) -> Answer:
-    """What is said of a forecast.
+    """The answer of a forecast.
 
     Args:
         forecast: the forecast.
-        frontier: whether to list plans for other budgets, where they were found.
+        frontier: whether to list plans for other budgets, if the forecast has them.
     """
     return Answer(
         forecast.fits,
@@ -63,7 +63,7 @@ def answer_of(forecast: Forecast, *, frontier: bool = False) -> Answer:
 
 
 def misfit_of(error: InfeasibleError, workload: Workload, device: Device) -> Answer:
-    """What is said where nothing fits, before anything else is tried."""
+    """The answer if nothing fits, before other settings are tried."""
     parts = [f"{format_bytes(size)} {name}" for name, size in error.parts.items() if size]
     return Answer(
         False,
@@ -76,7 +76,7 @@ def misfit_of(error: InfeasibleError, workload: Workload, device: Device) -> Ans
 def misfit_in_numbers(
     error: InfeasibleError, workload: Workload, device: Device, nearest: Iterable[Setting]
 ) -> dict[str, Any]:
-    """What is known where nothing fits, as JSON can hold it."""
+    """The answer if nothing fits, as a dict for JSON."""
     return {
         "fits": False,
         "answer": misfit_of(error, workload, device).headline,
@@ -90,7 +90,7 @@ def misfit_in_numbers(
 
 
 def nearest_table(settings: Sequence[Setting], budget_bytes: int) -> Table:
-    """The settings that fit where the one that was asked for does not."""
+    """The settings that fit although the one asked for does not."""
     return Table(
         f"What fits, with one change or two. Each is the fastest plan that fits into {format_bytes(budget_bytes)}",
         ("change", "options to add", "peak of the plan", "tokens/s"),
@@ -102,13 +102,13 @@ def nearest_table(settings: Sequence[Setting], budget_bytes: int) -> Table:
 
 
 def comparison_table(forecast: Forecast, budget_bytes: int, *, plan: bool = True, frontier: bool = False) -> Table:
-    """The plan beside other ways to train, with each peak and step over those of no checkpointing.
+    """Compare the plan and other ways to train, with each peak and step time relative to no checkpointing.
 
     Args:
         forecast: the forecast.
         budget_bytes: the peak that is allowed.
         plan: whether there is a plan for this budget.
-        frontier: whether to list plans for other budgets, where they were found.
+        frontier: whether to list plans for other budgets, if the forecast has them.
     """
     base = forecast.usual[0]
     rows = [("this plan", forecast.peak_bytes, forecast.step_seconds)] if plan else []
@@ -161,7 +161,7 @@ def _peak_table(forecast: Forecast) -> Table:
 
 
 def _remarks(forecast: Forecast) -> Iterator[str]:
-    """What else there is to say of a plan."""
+    """Further remarks on a plan."""
     plan, parts = forecast.plan, forecast.timeline.parts()
     of_head = list(parts.values())[-1]
     if forecast.timeline.is_heads and plan.head == "full" and of_head > parts["kept for backward"]:

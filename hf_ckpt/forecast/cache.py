@@ -1,8 +1,8 @@
-"""Keeps on disk what plans are chosen from, so that a second question about the same training is answered at once.
+"""Caches the candidates of plans on disk, so that a second question about the same training is answered at once.
 
-There is one small file for each training, in `hf_ckpt` of the Hugging Face cache. Its name is a digest of everything
+There is one small file per training, in `hf_ckpt` of the Hugging Face cache. Its name is a digest of everything
 that the answer depends on: the question without its budget, the model's config, the device, the code of this package,
-and the versions of what runs the model. All of them may be deleted at any time. Free of torch.
+and the versions of the libraries that run the model. The files may be deleted at any time. Does not import torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hf_ckpt.prediction.presets import presets
 from hf_ckpt.prediction.question import Question
 
 KEPT_FILES = 100
-"""How many files are kept; those that were written first go first."""
+"""How many files are kept. The oldest are deleted first."""
 _PACKAGES = ("torch", "transformers", "peft", "trl")
 
 
 def load(asked: Question) -> Any:
-    """What was kept of the training that is asked about; None if nothing was, or it cannot be read."""
+    """The cached data for a question; None if there is none, or if it cannot be read."""
     path = _path(asked)
     try:
         return None if path is None else pickle.loads(zlib.decompress(path.read_bytes()))
@@ -38,7 +38,7 @@ def load(asked: Question) -> Any:
 
 
 def save(asked: Question, answers: Any) -> None:
-    """Keep what was found of a training. Nothing is kept where the folder cannot be written."""
+    """Cache data for a question. Does nothing if the folder is not writable."""
     path = _path(asked)
     if path is None:
         return
@@ -54,7 +54,7 @@ def save(asked: Question, answers: Any) -> None:
 
 
 def folder() -> Path:
-    """Where the files lie: `$HF_HOME/hf_ckpt`, as a rule `~/.cache/huggingface/hf_ckpt`."""
+    """The folder of the files: `$HF_HOME/hf_ckpt`, by default `~/.cache/huggingface/hf_ckpt`."""
     caches = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
     return Path(os.environ.get("HF_HOME", caches / "huggingface")).expanduser() / "hf_ckpt"
 
@@ -74,7 +74,7 @@ def _path(asked: Question) -> Path | None:
 
 
 def _config(model: str) -> Path | None:
-    """The file with a model's config, where it is on this machine."""
+    """The file with a model's config, if it is on this machine; else None."""
     path = presets().get(model, Path(model))
     try:
         if path.exists():
@@ -84,5 +84,5 @@ def _config(model: str) -> Path | None:
 
         found = try_to_load_from_cache(model, "config.json")
         return Path(found) if isinstance(found, str) else None
-    except (OSError, ValueError):  # not a name of a file, or of a model
+    except (OSError, ValueError):  # not a valid name of a file or model
         return None

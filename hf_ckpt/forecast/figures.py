@@ -1,6 +1,6 @@
-"""The figures of a report, in the terms of plotly: memory through a step, and step time against peak.
+"""The figures of a report, for plotly: memory over a step, and step time against peak.
 
-A figure is a dict of `data` and `layout`, as plotly.js takes it, so that a new one takes milliseconds and no package.
+A figure is a dict of `data` and `layout` for plotly.js, so creating one takes milliseconds and needs no package.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 Figure = dict[str, Any]
 """`data`, a list of traces, and `layout`. Source: https://plotly.com/javascript/reference/."""
 Line = tuple[list[float], list[float]]
-"""Milliseconds since the begin of a step, and GiB alive then."""
+"""Milliseconds since the beginning of a step, and GiB alive then."""
 HEIGHT = 380
 """Pixels of each figure."""
 SLICES = 160
-"""Parts of a step in the picture of its memory; of each, the moment with the most bytes is drawn."""
+"""Number of slices of a step in the figure of its memory, which shows the largest moment of each."""
 PARTS = {
     "weights and optimizer": "#d5d8dc",
     "gradients": "#aab1ba",
@@ -35,12 +35,12 @@ PARTS = {
 }
 """What fills memory, in the order of `levels_of` -> its colour: greys, because other colours mean actions."""
 PLANNED = "#c44e52"
-"""Colour of plans that were made for a budget, which mix actions."""
+"""Colour of plans for a budget, which mix actions."""
 _GREY, _LINES = "#7f8690", "rgba(128,128,128,0.25)"
 _SLOW = 1.6
-"""Options that take more than so many times as long as `full` are not drawn: all others would lie on a line."""
+"""Options slower than `full` by more than this factor are not drawn: all others would be squeezed onto a line."""
 _MARKS = {"square": "&#9632;", "x": "&#10005;", "star": "&#9733;"}
-"""Symbols of plotly -> the same in a text; a disc for others."""
+"""Symbols of plotly -> the same in HTML; others get a disc."""
 _HOVER = "%{text}<br>peak %{x:.2f} GiB, step %{y:.4g} s<extra></extra>"
 
 
@@ -50,12 +50,12 @@ def option_named(forecast: Forecast, name: str) -> Alternative:
 
 
 def css_colour(colour: str) -> str:
-    """A colour as CSS takes it; matplotlib's greys are numbers."""
+    """Convert a colour to CSS; matplotlib's greys are numbers."""
     return colour if colour.startswith("#") else "#808080"
 
 
 def levels_of(forecast: Forecast) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Yield the memory of the step under the plan as (seconds since its begin, bytes of each of `PARTS`)."""
+    """Yield the memory of the step under the plan as (seconds since its beginning, bytes of each of `PARTS`)."""
     now = 0.0
     for moment in forecast.timeline.moments:
         levels = list(moment.levels()) or [(moment.start_bytes, moment.gradient_bytes)]
@@ -68,7 +68,7 @@ def levels_of(forecast: Forecast) -> Iterator[tuple[float, tuple[int, ...]]]:
 
 
 def slices_of(forecast: Forecast, slices: int = SLICES) -> list[tuple[float, tuple[int, ...]]]:
-    """As `levels_of`, but only the moment with the most bytes of each of `slices` equal parts of the step."""
+    """Like `levels_of`, but only the moment with the most bytes in each of `slices` equal parts of the step."""
     places = list(levels_of(forecast))
     end = places[-1][0] or 1.0
     most: dict[int, tuple[float, tuple[int, ...]]] = {}
@@ -80,9 +80,9 @@ def slices_of(forecast: Forecast, slices: int = SLICES) -> list[tuple[float, tup
 
 
 def runs_of(forecast: Forecast) -> Iterator[tuple[float, float, str, list[int]]]:
-    """Yield what blocks get, through the step, as (begin, end, action, positions of blocks), with times in seconds.
+    """Yield the actions of blocks over the step as (start, end, action, positions of blocks), with times in seconds.
 
-    Blocks of a stack that run one after the other with the same action are one run.
+    Consecutive blocks of a stack with the same action form one run.
     """
     known: dict[str | None, Any] = {
         block.name: ((block.stack, str(action)), block.index) for block, action in forecast.plan.actions
@@ -97,21 +97,21 @@ def runs_of(forecast: Forecast) -> Iterator[tuple[float, float, str, list[int]]]
 
 
 def keeping_all(forecast: Forecast) -> Line:
-    """The memory of a step without checkpointing, which every picture of a plan is compared with."""
+    """The memory of a step without checkpointing, which every figure of a plan shows for comparison."""
     places = slices_of(forecast.within(max(option_named(forecast, "none").peak_bytes, forecast.floor_bytes)))
     return [_rounded(seconds * 1e3) for seconds, _ in places], [_rounded(sum(sizes) / GIB) for _, sizes in places]
 
 
 def timeline_figure(forecast: Forecast, budget_bytes: int, kept: Line, *, fits: bool = True) -> Figure:
-    """Bytes alive through a micro-step and the optimizer under the plan, with what blocks do above.
+    """Bytes alive over a micro-step and the optimizer's step under the plan, with the actions of blocks above.
 
-    Axes are the same for all budgets, with the memory of no checkpointing as a dotted line.
+    Axes are the same for all budgets. A dotted line shows the memory of no checkpointing.
 
     Args:
-        forecast: the forecast within the budget; where none fits, any.
+        forecast: the forecast within the budget; any, if none fits.
         budget_bytes: the peak that is allowed.
-        kept: as `keeping_all` returns it.
-        fits: whether a plan fits into it; without one, only no checkpointing is drawn.
+        kept: the result of `keeping_all`.
+        fits: whether a plan fits; if not, only no checkpointing is drawn.
     """
     xs, ys = kept
     budget = budget_bytes / GIB
@@ -131,12 +131,12 @@ def timeline_figure(forecast: Forecast, budget_bytes: int, kept: Line, *, fits: 
 
 
 def frontier_figure(forecast: Forecast, budget_bytes: int, *, fits: bool = True) -> Figure:
-    """Step time against peak: plans for all budgets, the one for this budget, and what transformers offers.
+    """Step time against peak: plans for all budgets, the plan for this budget, and other options.
 
     Args:
-        forecast: the forecast within the budget; where none fits, any. It has a frontier.
+        forecast: the forecast within the budget; any, if none fits. It has a frontier.
         budget_bytes: the peak that is allowed.
-        fits: whether a plan fits into it; without one, none is marked.
+        fits: whether a plan fits; if not, none is marked.
     """
     budget = budget_bytes / GIB
     texts = [f"planned for {format_bytes(option.budget_bytes)}" for option in forecast.frontier]
@@ -164,7 +164,7 @@ def frontier_figure(forecast: Forecast, budget_bytes: int, *, fits: bool = True)
 
 
 def legend_html(figure: Figure) -> str:
-    """The legend of a figure as HTML, which has room in a narrow window, too. Bars are left out."""
+    """The legend of a figure as HTML, which also fits a narrow window. Bars are left out."""
     items = ""
     for trace in figure["data"]:
         marker = trace.get("marker")
@@ -179,7 +179,7 @@ def legend_html(figure: Figure) -> str:
 
 
 def _levels(forecast: Forecast) -> list[dict[str, Any]]:
-    """What fills memory, stacked from what is always there to the work at hand."""
+    """What fills memory, stacked from weights to temporary tensors."""
     places = slices_of(forecast)
     return [
         _trace(
@@ -219,7 +219,7 @@ def _actions(forecast: Forecast) -> list[dict[str, Any]]:
 
 
 def _others(forecast: Forecast) -> Iterator[tuple[str, str, str, list[Alternative]]]:
-    """What plans are compared with, as (name, mark, colour, options); without those that are very slow."""
+    """The options that plans are compared with, as (name, mark, colour, options), without very slow ones."""
     slowest = _SLOW * option_named(forecast, "full").step_seconds
     every = tuple(f"every_n_layers: {number}" for number in (2, 3, 4))
     for name, mark, colour, names in (
@@ -243,7 +243,7 @@ def _others(forecast: Forecast) -> Iterator[tuple[str, str, str, list[Alternativ
 
 
 def _longest(forecast: Forecast) -> float:
-    """Milliseconds of the micro-step and the optimizer under `full`, or under the plan where that takes longer."""
+    """Milliseconds of the micro-step and the optimizer's step under `full`, or under the plan if that is slower."""
     optimizer, count = forecast.costs.optimizer_nanoseconds / 1e6, forecast.costs.accumulation
     steps = (option_named(forecast, "full").step_seconds * 1e3, forecast.step_seconds * 1e3)
     return max((step - optimizer) / count + optimizer for step in steps)
@@ -267,7 +267,7 @@ def _trace(name: str, **fields: Any) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float:
-    """A number for a picture, in few characters."""
+    """A number for a figure, with few digits."""
     return float(f"{value:.5g}")
 
 
@@ -288,4 +288,4 @@ _LAYOUT: dict[str, Any] = {
     "font": {"family": "system-ui, sans-serif", "size": 13},
     "showlegend": False,
 }
-"""What both figures share. The page around them sets the colour of texts."""
+"""Layout of both figures. The page sets the colour of text."""

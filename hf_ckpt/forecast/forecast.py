@@ -34,9 +34,9 @@ from hf_ckpt.prediction.workload import DTYPES, on_device, skeleton_of_workload
 from hf_ckpt.units import format_bytes
 
 Progress = Callable[[str], None]
-"""Called with a few words at the start of each part that takes a while."""
+"""Called with a short message at the start of each slow part."""
 _UNTIMED = "what ranks send to each other takes time that is not predicted"
-_MOST_BYTES = 2**60  # of weights and what belongs to them; the solver adds in numbers of 64 bits
+_MOST_BYTES = 2**60  # of weights, gradients and optimizer state; the solver adds 64-bit integers
 
 
 def predict(
@@ -59,7 +59,7 @@ def predict(
             wrapped.
         batch: sequences per micro-step; or a batch of the training, as keyword arguments of the forward. Of a batch,
             only the attention mask and the shapes of `input_ids` and `labels` ([sequences, tokens]) are used.
-        on_progress: called with a few words at the start of each part that takes a while.
+        on_progress: called with a short message at the start of each slow part.
         asked: options of `hf-ckpt plan`, which explains them. The training: `tokens`, `target_tokens`, `lora`,
             `lora_targets`, `lora_dropout`, `load_in_4bit`, `load_in_8bit`, `dtype`, `autocast`, `optimizer`,
             `accumulation`, `attention`, `padded`, `packing`, `trainer`, `ranks`, `parallel`. What to plan for:
@@ -90,7 +90,7 @@ _OF_THE_MODEL = {
     *("lora", "lora_targets", "lora_dropout", "load_in_4bit", "load_in_8bit", "double_quant", "kbit_preparation"),
     *("dtype", "attention", "architecture"),
 }
-"""Fields of `Workload` that a model determines, other than a config."""
+"""Fields of `Workload` that a live model determines, but a config does not."""
 
 
 def forecast(asked: Question, on_progress: Progress | None = None) -> Forecast:
@@ -108,9 +108,9 @@ class Forecaster:
 
     Args:
         asked: the question.
-        on_progress: called with a few words at the start of each part that takes a while.
+        on_progress: called with a short message at the start of each slow part.
         config: the model's config, if the question does not name one that can be loaded.
-        skeleton: of a model that has its own types and adapters.
+        skeleton: of a live model, which has its own types and adapters.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Forecaster:
         )
 
     def nearest(self) -> list[Setting]:
-        """Return settings similar to the question that fit; empty if none of those that it tries does."""
+        """Return similar settings that fit; empty if none of those tried does."""
         asked = self.asked
         whole = vocabulary_head(self._skeleton(asked).base) is not None and asked.trainer is None
         chunks, host = whole and not asked.sharded, self.device.name != "cpu"
@@ -208,7 +208,7 @@ class Forecaster:
         """Return the costs on one rank."""
         if asked.ranks == 1:
             return costs
-        if asked.parallel == "ddp":  # which copies gradients into buckets of their size, and keeps these
+        if asked.parallel == "ddp":  # copies gradients into buckets of the same size, and keeps these
             static = dataclasses.replace(costs.static, buffers=costs.static.buffers + costs.static.gradients)
             return dataclasses.replace(costs, static=static, notes=(*costs.notes, _UNTIMED))
         skeleton, own = self._skeleton(asked), DTYPES[asked.dtype].itemsize

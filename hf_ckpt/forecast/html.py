@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from hf_ckpt.forecast.record import Forecast
 
 SUFFIXES = (".html",)
-"""What the path of a report may end in."""
+"""Suffixes that the path of a report may have."""
 STOPS = 32
 """Budgets of a report, from just below the lowest peak to that of no checkpointing."""
 MIB = 2**20
 
 
 def import_plotly(purpose: str) -> Any:
-    """Return the package `plotly`. Raises `MissingDependencyError` without it, which names the purpose."""
+    """Return the package `plotly`. Without it, raises `MissingDependencyError`, which names the purpose."""
     try:
         import plotly.offline
     except ImportError as error:
@@ -50,25 +50,25 @@ def import_plotly(purpose: str) -> Any:
 
 
 def save_report(forecast: Forecast, path: Path) -> None:
-    """Write a report into a file that holds everything, and loads nothing from elsewhere.
+    """Write a report into a self-contained file.
 
     Args:
         forecast: the forecast, with a frontier.
         path: of the file, which ends in `.html`.
 
-    Raises `MissingDependencyError` without plotly, and `FileError` where the file cannot be written.
+    Raises `MissingDependencyError` without plotly, and `FileError` if the file cannot be written.
     """
     plotly = import_plotly("a report in HTML").offline.get_plotlyjs()
     write_text(path, report_of(forecast, f"<script>{plotly}</script>"))
 
 
 def report_of(forecast: Forecast, plotly: str) -> str:
-    """The fastest plans for budgets from the lowest peak to that of no checkpointing, as a page of HTML.
+    """The fastest plans for budgets from the lowest peak to that of no checkpointing, as an HTML page.
 
-    A frame around the page gets the height that the page needs.
+    A frame around the page is resized to the page's height.
 
     Args:
-        forecast: the forecast for the budget that the report opens with. It has a frontier.
+        forecast: the forecast for the report's initial budget. It has a frontier.
         plotly: a script element with plotly.js.
     """
     stops = stops_of(forecast)
@@ -88,12 +88,12 @@ def report_of(forecast: Forecast, plotly: str) -> str:
 
 
 def stop_of(forecast: Forecast, budget_bytes: int, kept: Line) -> dict[str, Any]:
-    """What the page shows at one place of the slider, as values that JSON can hold.
+    """What the page shows at one position of the slider, as a dict for JSON.
 
     Args:
         forecast: the forecast for any budget.
         budget_bytes: the peak that is allowed.
-        kept: as `keeping_all` returns it.
+        kept: the result of `keeping_all`.
     """
     lines = dict.fromkeys(("spec", "arguments", "model"), "")
     try:
@@ -120,8 +120,8 @@ def stop_of(forecast: Forecast, budget_bytes: int, kept: Line) -> dict[str, Any]
 
 
 def range_of(forecast: Forecast) -> tuple[int, int]:
-    """The budgets, in whole MiB as bytes, between which plans differ: from just below the lowest peak, which nothing
-    fits into, to that of no checkpointing, or to the memory of the device where that is less."""
+    """The smallest and largest budget of a report, in bytes, rounded to MiB: from just below the lowest peak, where
+    nothing fits, to that of no checkpointing, or to the device's memory if that is less."""
     floor, memory = forecast.floor_bytes, forecast.device.memory_bytes
     high = max(floor, option_named(forecast, "none").peak_bytes)
     high = -(-high // MIB) * MIB
@@ -131,12 +131,12 @@ def range_of(forecast: Forecast) -> tuple[int, int]:
 
 
 def stops_of(forecast: Forecast, count: int = STOPS) -> list[int]:
-    """The budgets of a report in bytes, growing: even steps over `range_of`, the lowest that a plan fits into, and the
-    budget that was asked for.
+    """The budgets of a report in bytes, in ascending order: even steps over `range_of`, the lowest that fits a plan,
+    and the budget that was asked for.
 
     Args:
         forecast: the forecast for the budget that was asked for.
-        count: of even steps.
+        count: the number of even steps.
     """
     low, high = range_of(forecast)
     least = -(-forecast.floor_bytes // MIB) * MIB
@@ -153,7 +153,7 @@ def headline_html(answer: Answer) -> str:
 
 
 def misfit_html(answer: Answer, settings: Sequence[Setting], error: InfeasibleError) -> str:
-    """That nothing fits, what fills the memory, and the settings that do fit, or without any what would lower it."""
+    """A message that nothing fits, what fills the memory, and the settings that fit, or else what would lower it."""
     text = f'{headline_html(answer)}<p class="hf-quiet">{escape(answer.assumed)}</p>{_list(answer.remarks)}'
     if settings:
         return text + table_html(nearest_table(settings, error.budget_bytes))
@@ -216,7 +216,7 @@ def _list(texts: Iterable[str]) -> str:
 
 
 def _script(value: Any) -> str:
-    """JSON that cannot end the script element which it stands in."""
+    """JSON that cannot end the script element that contains it."""
     return json.dumps(value, separators=(",", ":")).replace("</", "<\\/")
 
 
@@ -255,7 +255,7 @@ h4 { margin: .5rem 0 .2rem; font-weight: 600; }
 .dark .hf-answer.hf-fits { background: #12351f; color: #c6f0d2; }
 .dark .hf-answer.hf-misfit, .dark .hf-error { background: #43171a; color: #fbd5d5; }
 """
-"""Styles of everything that this module writes. `.dark` is what Gradio sets, and `.hf-report` what a report does."""
+"""Styles of everything that this module writes. Gradio sets `.dark`, and a report sets `.hf-report`."""
 _STYLE = """
 :root { color-scheme: light dark; --text: #1d2430; --quiet: #525c6b; --page: #ffffff; --box: #f4f5f7; --line: #d5d8dc; }
 @media (prefers-color-scheme: dark) {

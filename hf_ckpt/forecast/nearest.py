@@ -1,4 +1,4 @@
-"""Finds the settings nearest to those asked for with which a training fits, and the largest number that fits."""
+"""Finds the nearest settings with which a training fits, and the largest batch or length that fits."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hf_ckpt.units import GIB
 HOST_BUDGET = 64 * GIB
 """Host memory that is tried, in bytes."""
 MOST = 4
-"""Settings that fit, with those that change nothing more than others, after which the search ends."""
+"""The search ends after so many settings that fit, counting those with the same result as another."""
 LARGEST = 2**20
-"""Most sequences or tokens that are tried in search of the largest that fit."""
+"""Most sequences or tokens that the search for the largest number tries."""
 _STEP = 64
 """Lengths are tried in multiples of this."""
 Candidates = Callable[[Question], Sequence[Costs]]
-"""The costs that a plan for a question is chosen from."""
+"""Returns the costs from which the plan for a question is chosen."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A change of what was asked with which a training fits."""
+    """A change of the question with which the training fits."""
 
     name: str
-    """What is changed, in words."""
+    """The change, in words."""
     options: str
     """The change as options of `hf-ckpt plan`."""
     peak_bytes: int
@@ -43,14 +43,14 @@ class Setting:
 def nearest_settings(
     asked: Question, budget_bytes: int, candidates: Candidates, *, can_chunk: bool, can_move: bool
 ) -> list[Setting]:
-    """The settings that fit, those with the fewest changes first; empty if none of those that are tried does.
+    """The settings that fit, those with the fewest changes first; empty if none of those tried does.
 
     Args:
-        asked: what does not fit.
+        asked: the question, for which nothing fits.
         budget_bytes: the peak that is allowed.
-        candidates: gives the costs of other settings.
+        candidates: returns the costs of other settings.
         can_chunk: whether the head can run in chunks.
-        can_move: whether there is host memory beside the device.
+        can_move: whether there is host memory apart from the device's.
     """
     found: list[Setting] = []
     fitting = 0
@@ -66,7 +66,7 @@ def nearest_settings(
             continue
         fitting += 1
         if all((setting.peak_bytes, setting.spec) != (other.peak_bytes, other.spec) for other in found):
-            found.append(setting)  # else one of its changes changes nothing
+            found.append(setting)  # else one of its changes has no effect
     can_shorten = fitting < MOST and asked.target_tokens is None and asked.tokens >= 2 * _STEP
     if can_shorten and fits(candidates(_with(asked, {"tokens": _STEP})), budget_bytes):
         tokens = _STEP * largest(
@@ -81,7 +81,7 @@ def nearest_settings(
 
 
 def _changes(asked: Question, can_chunk: bool, can_move: bool) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """What is tried, in words and as fields: one change first, then several."""
+    """The changes to try, in words and as fields: single changes first, then several."""
     bases: list[tuple[str, dict[str, Any]]] = [("", {})]
     if asked.batch > 1:
         bases.append(("", {"batch": 1, "accumulation": asked.batch * asked.accumulation}))
@@ -106,7 +106,7 @@ def _changes(asked: Question, can_chunk: bool, can_move: bool) -> Iterator[tuple
 def _largest_batch(
     asked: Question, changes: Mapping[str, Any], budget_bytes: int, candidates: Candidates
 ) -> dict[str, int]:
-    """The largest batch below the one asked for that fits and divides it, 1 where none does, with its micro-steps."""
+    """The largest smaller batch that fits and divides the one asked for, with its micro-steps; 1 if none fits."""
     sizes = [size for size in range(1, asked.batch) if asked.batch % size == 0]
 
     def accumulated(size: int) -> dict[str, int]:
@@ -122,7 +122,7 @@ def _largest_batch(
 def _setting(
     asked: Question, words: Sequence[str], changes: Mapping[str, Any], budget_bytes: int, candidates: Candidates
 ) -> Setting:
-    """The setting that some changes make. Raises `InfeasibleError` if it does not fit."""
+    """The setting with some changes. Raises `InfeasibleError` if it does not fit."""
     changed = _with(asked, changes)
     plan = plan_within(candidates(changed), budget_bytes)
     assert plan.prediction is not None
@@ -139,12 +139,11 @@ def _with(asked: Question, changes: Mapping[str, Any]) -> Question:
 def largest(peak_of: Callable[[int], int], budget: int, start: int, most: int = LARGEST) -> int:
     """The largest number whose peak is within the budget, 0 if that of 1 is not.
 
-    Peaks grow nearly in proportion with the number, so that the next guess lies on the line through the last two. The
-    peaks of plans do not always, since plans fill the budget: where a guess left more than half of the range, the next
-    one halves it.
+    Peaks are nearly linear in the number, so the next guess lies on the line through the last two. Peaks of plans are
+    not always, because plans fill the budget: if a guess left more than half of the range, the next one halves it.
 
     Args:
-        peak_of: gives the peak of a number, in bytes.
+        peak_of: returns the peak of a number, in bytes.
         budget: the peak that is allowed, in bytes.
         start: the first guess.
         most: the largest number to try.

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def print_answer(answer: Answer, console: Console, plan: str = "") -> None:
-    """Print whether it fits, what to copy, the plan, its tables, and remarks. Long lines stay whole, for copying."""
+    """Print whether it fits, what to copy, the plan, its tables, and remarks. Long lines are not wrapped, for copying.
+    """
 
     def line(text: str, style: str | None = None) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True, style=style)
@@ -32,7 +33,7 @@ def print_answer(answer: Answer, console: Console, plan: str = "") -> None:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table; its first column, and one of options, stand on the left."""
+    """Print a table. The first column, and one of options, are left-aligned."""
     from rich.table import Table as RichTable
     from rich.text import Text
 

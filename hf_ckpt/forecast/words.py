@@ -1,4 +1,4 @@
-"""Says in words whether a training fits, what was assumed of it, and what to write to train it. Pure functions."""
+"""Describes in words whether a training fits, what was assumed, and which settings it needs. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hf_ckpt.prediction.skeleton import Skeleton
 
 _OPTIM = {"adamw": "adamw_torch_fused", "adam": "adamw_torch_fused", "adamw8bit": "adamw_8bit", "lion": "lion_32bit"}
-"""Short names of optimizers -> what Trainer's `optim` calls them."""
+"""Short names of optimizers -> their names in Trainer's `optim`."""
 _TASKS = {
     "ForMaskedLM": "masked language modelling",
     "ForPreTraining": "pretraining",
@@ -27,19 +27,19 @@ _TASKS = {
     "ForQuestionAnswering": "question answering",
     "ForMultipleChoice": "multiple choice",
 }
-"""Ends of class names -> the tasks of models that may have one of several heads."""
+"""Suffix of a class name -> the task, for models with one of several heads."""
 
 
 def task_of(model: str) -> str | None:
     """The task of a model by its class, in words: "masked language modelling (BertForMaskedLM)".
 
-    None for models that write text, which have no other.
+    None for models that generate text, which have no other task.
     """
     return next((f"{task} ({model})" for end, task in _TASKS.items() if model.endswith(end)), None)
 
 
 def assumed(workload: Workload, device: Device) -> str:
-    """What is assumed of a training, in a line: what is trained, types, optimizer, batch, trainer, device."""
+    """The assumptions about a training, in one line: what is trained, types, optimizer, batch, trainer, device."""
     layers = workload.lora_targets
     where = "every linear layer" if layers == "all-linear" else layers if isinstance(layers, str) else ", ".join(layers)
     tuning = "every weight" if workload.lora is None else f"LoRA r={workload.lora} on {where}"
@@ -63,7 +63,7 @@ def assumed(workload: Workload, device: Device) -> str:
 
 
 def notes_of(costs: Costs, skeleton: Skeleton, workload: Workload) -> Iterator[str]:
-    """What has to be known of a model, for the notes of its costs."""
+    """Remarks on a model, for the notes of its costs."""
     if costs.family == GENERIC:
         yield f"{costs.model} is of no known family: every block that can be checkpointed is planned for alike"
     if workload.trainer == "grpo":
@@ -84,10 +84,10 @@ def headline(
     """Whether a peak fits, in a sentence: "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens a second."
 
     Args:
-        peak_bytes: of the plan, or the lowest of all plans where none fits.
+        peak_bytes: of the plan, or the lowest of all plans if none fits.
         budget_bytes: the peak that is allowed.
-        device: that is trained on.
-        tokens_per_second: predicted; None if that is not known, or nothing fits.
+        device: the device to train on.
+        tokens_per_second: predicted; None if unknown, or if nothing fits.
         task: of the model, see `task_of`.
     """
     whole_bytes = device.memory_bytes or budget_bytes
@@ -105,15 +105,15 @@ def headline(
 
 
 def article(name: str) -> str:
-    """The article before a name that is read letter by letter: an RTX, a T4."""
+    """The article before a name that is spelled out: an RTX, a T4."""
     return "an" if name[:1] in "AEFHILMNORSX8" else "a"
 
 
 def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None, *, compiled: bool = False) -> dict[str, Any]:
-    """The shortest spec under which a training makes this plan by itself, as `Spec.parse` reads it.
+    """The shortest spec with which a training makes this plan by itself, as `Spec.parse` reads it.
 
     Args:
-        plan: that was made.
+        plan: the plan.
         budget_bytes: the peak that was allowed.
         host_budget: bytes of host memory that were allowed.
         compiled: whether blocks are compiled.
@@ -155,7 +155,7 @@ def arguments_of(workload: Workload, spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_lines(workload: Workload, spec: Mapping[str, Any]) -> list[str]:
-    """Lines of Python for the model: its type, its bits, its adapters, and hf_ckpt where the spec needs it."""
+    """Lines of Python for the model: its type, its bits, its adapters, and hf_ckpt if the spec needs it."""
     lines = [f"dtype=torch.{workload.dtype}"]
     if workload.load_in_4bit:
         double = ", bnb_4bit_use_double_quant=True" if workload.double_quant else ""
@@ -186,7 +186,7 @@ def yaml_lines(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def to_write(workload: Workload, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """All that is to be written, as a JSON-able dict."""
+    """All settings that the training needs, as a dict for JSON."""
     return {
         "training_arguments": arguments_of(workload, spec),
         "model": model_lines(workload, spec),

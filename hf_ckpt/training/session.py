@@ -59,7 +59,7 @@ NEAR = 0.8
 """Batches of at least this share of a plan's size use that plan."""
 TIMED_STEPS = 2
 SURE = 0.97
-"""Share of the limit that a timed step may need. The rest is a margin: its need may be estimated from other blocks."""
+"""Share of the limit that a timed step may need. The rest is a margin: the need may be estimated from other blocks."""
 MOST_PLANS = 64
 """The most plans in a run. The oldest is dropped first."""
 MOST_SEEN = 4096
@@ -67,23 +67,23 @@ MOST_SEEN = 4096
 MOST_FAILURES = 8
 """After so many failed measurements in a row, the session stops measuring."""
 LOGIT_BYTES = 16
-"""The most bytes per logit that a head as a whole needs more than one in chunks."""
+"""The most additional bytes per logit that a whole head needs, compared with one in chunks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A plan that a session has enabled, and the batch that it is for."""
+    """A plan that a session has enabled, and the batch for which it was made."""
 
     shape: Batch
     limit_bytes: int
     """The peak that is allowed."""
     plan: Plan
     bias_bytes: int = 0
-    """Measured minus predicted peak. Plans are made for a limit that is lower by this."""
+    """Measured minus predicted peak. The limit of plans is reduced by this."""
     over: bool = False
-    """Whether no plan fits. This is the plan with the lowest peak then."""
+    """Whether no plan fits; then this is the one with the lowest peak."""
     measures: bool = False
-    """Whether the session is still measuring; the plan is enabled for one step then."""
+    """Whether the session is still measuring; then the plan is enabled for one step."""
     held: Mapping[Batch, Planned] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """All plans of the run, by their batch."""
     costs: tuple[tuple[str, int, float | None], ...] = dataclasses.field(default=(), compare=False)
@@ -148,11 +148,11 @@ class Session:
         self._meter: Meter | None = None
         self._recorder: tuple[Levels, Boundaries, _Measured] | None = None
         self._forwards: list[Forward] = []
-        """Those of the step that runs."""
+        """Forwards of the current step."""
         self._resident = False
         self._padded = False
         self._waited = 0
-        """Steps that were left out at the beginning."""
+        """Steps that were skipped at the beginning."""
         self._passes = 0
         """`Installation.passes` when the last measured step ended."""
         self._level: int | None = None
@@ -163,7 +163,7 @@ class Session:
         self._look: Any = None
         compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in found.modules.values())
         self._measures = self._spec.compile is None and not compiled and all(map(can_be_measured, self._devices))
-        """Whether steps are measured: not where memory cannot be read, and not inside what torch compiles."""
+        """Whether steps are measured: not if memory cannot be read, and not inside compiled code."""
         self._forget(base)
 
     def _forget(self, base: nn.Module) -> None:
@@ -175,14 +175,14 @@ class Session:
         self.ways = [
             Measurements(base, self._blocks, (*actions, FULL), self._name, head, mlp) for mlp in mlps for head in heads
         ]
-        """What is known of each way to run head and feed-forward; those with fewer chunks come first."""
+        """Measurements of each way to run head and feed-forward; those with fewer chunks come first."""
         self._plans: dict[Batch, Planned] = {}
-        """The plans of the run, by what they are for."""
+        """The plans of the run, by their batch."""
         self._expected: dict[Forward, tuple[Forward, ...]] = {}
         """First forward of a step -> all forwards of the last such step."""
         self._seen: set[Batch] = set()
         self._stepped = False
-        """Whether an optimizer has stepped, so that its state is there."""
+        """Whether an optimizer has stepped, so that its state exists."""
         self._accumulates = False
         self.measured_steps = 0
 
@@ -190,7 +190,7 @@ class Session:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether the step that runs is measured."""
+        """Whether the current step is measured."""
         return self._recorder is not None
 
     def on_batch(self, record: Installation, stack: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -219,7 +219,7 @@ class Session:
             self._begin(base, measured, args, kwargs)
 
     def stop(self, record: Installation) -> None:
-        """Stop measuring. If the last step has ended, learn from it first."""
+        """Stop measuring. If the last step has ended, store its measurements first."""
         if self._recorder is not None and self._recorder[0].last == "end":
             self._finish(record)
         self._stop()
@@ -271,13 +271,13 @@ class Session:
         changes = compat.optimizer_changes()
         if changes != self._optimizers:
             self._optimizers, self._stepped = changes, True
-            if self._plans:  # another optimizer holds other bytes
+            if self._plans:  # another optimizer holds a different number of bytes
                 self._plans.clear()
                 for known in self.ways:
                     known.full.clear()
 
     def _goes_on(self, forward: Forward) -> bool:
-        """Whether a forward belongs to the step that runs."""
+        """Whether a forward belongs to the current step."""
         if not self._forwards:
             return False
         if self._recorder is not None:
@@ -286,12 +286,12 @@ class Session:
         return len(known) > len(self._forwards) and known[len(self._forwards)].stack == forward.stack
 
     def _make_room(self, base: nn.Module, record: Installation) -> None:
-        """Enable the tightest plan if another forward of the same step does not fit the present plan."""
+        """Enable the tightest plan if another forward of the same step does not fit the current plan."""
         planned: Planned | None = record.planned
         if planned is None or Batch(planned.shape.forwards, True).covers(Batch(tuple(self._forwards), True)):
             return
         if planned.measures and (self._recorder is None or not self._recorder[2].tried):
-            return  # the tightest is on
+            return  # the tightest plan is already enabled
         self._drop()
         tightest = self._tightest(planned.shape)
         exchange(base, record, tightest.plan, tightest)
@@ -299,15 +299,15 @@ class Session:
     # --- what comes next ---
 
     def _next(self, batch: Batch) -> tuple[Planned, _Measured | None]:
-        """Return the plan for a batch, and what to measure in its step; None for nothing."""
+        """Return the plan for a batch, and what to measure in its step, if anything."""
         if compat.is_distributed() and self._waited < 2:
             self._waited += 1  # DDP builds its gradient buckets in the first step and rebuilds them in the second
             return self._tightest(batch), None
         if self._accumulates or compat.accumulated_steps() > 1:
             first, batch = not batch.resident, dataclasses.replace(batch, resident=True)
-            if first and self._serving(batch) is None:  # those that find gradients need more: they are measured
+            if first and self._serving(batch) is None:  # steps with gradients in memory need more: those are measured
                 return self._tightest(batch), None
-        for known in reversed(self.ways):  # those with more chunks need less
+        for known in reversed(self.ways):  # more chunks need less memory
             if known.covers(batch):
                 found = self._tried_on(known, batch)
                 if found is not None:
@@ -338,7 +338,7 @@ class Session:
         return None
 
     def _has_room_for(self, known: Measurements, batch: Batch) -> bool:
-        """Whether a step under `full` fits with fewer chunks than in one that was measured."""
+        """Whether a step under `full` fits with fewer chunks than the measured one."""
         tight = self.ways[-1]
         peak = peak_of(tight.costs(batch), {})
         if known.head != tight.head:
@@ -417,13 +417,13 @@ class Session:
         levels.mark("begin")
 
     def _finish(self, record: Installation) -> None:
-        """Learn from the last step, if it was measured and has ended."""
+        """Store the measurements of the last step, if it was measured and has ended."""
         if self._recorder is None:
             return
         levels, _, measured = self._recorder
         level, outside = levels.outside()
         self._level = level if levels.meter.counts else None
-        outside = outside if record.passes == self._passes else 0  # else it may be that of an evaluation
+        outside = outside if record.passes == self._passes else 0  # else it may include an evaluation
         self._passes = record.passes
         step = step_of(levels.levels(), outside)
         self._drop()
@@ -498,7 +498,7 @@ class Session:
         return next((way for way in self.ways if (way.head, way.mlp) == (plan.head, plan.mlp)), self.ways[0])
 
     def _with_more(self, ways: list[Costs]) -> list[Costs]:
-        """Return the candidates, with offloading and segments, whose costs follow from other actions."""
+        """Return the candidates, with offloading and segments, whose costs are computed from other actions."""
         found = list(with_host_memory(ways, this_device(), self._spec.host_budget))
         base = self._base()
         if base is None or self._sharded or len({block.stack for block in self._blocks.values()}) > 1:
@@ -564,8 +564,8 @@ def limit_bytes(spec: Spec, memory: DeviceMemory) -> int:
 def _best(ways: list[Costs], limit: int) -> tuple[Plan, bool]:
     """Return the fastest plan within a limit and False; if none fits, the one with the lowest peak and True.
 
-    A block that is called several times needs the same action in all its calls. The solver does not know that, so the
-    candidates are then `full` on the first blocks and one other action on the rest.
+    A block that is called several times needs the same action in all its calls. The solver cannot ensure that; then
+    the candidates are `full` on the first blocks and one other action on the rest.
     """
     device = device_name()
     if all(len({block.name for block in stack.blocks}) == len(stack.blocks) for c in ways for stack in c.stacks):
