@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 
 def print_answer(answer: Answer, console: Console, plan: str = "") -> None:
-    """Print whether it fits, what to copy, the plan, its tables, and remarks. Long lines are not wrapped, for copying.
-    """
+    """Print whether it fits, what to copy, the plan, its tables, and remarks. Long lines are not wrapped."""
 
     def line(text: str, style: str | None = None) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True, style=style)

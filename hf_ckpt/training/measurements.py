@@ -1,4 +1,4 @@
-"""Measurements of one model in a run: the memory and time of its blocks under each action."""
+"""Measurements of one model during training: the memory and time of its blocks under each action."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from hf_ckpt.training.batches import Batch
 ALIKE = 0.01
 """Share by which the memory of two blocks of one kind may differ."""
 KEPT_AT_MOST = {"keep": 1.0, "selective": 0.8}
-"""The most that an action keeps, as a share of what the backward of a `full` block needs; it is 0.5 without linears."""
+"""The most that an action keeps, as a share of what the backward of a `full` block needs; 0.5 if linears are not saved.
+"""
 UNLIKE = 0.1
-"""Share by which the parameters of two kinds may differ for one to tell of the other."""
+"""Share by which the parameters of two kinds may differ if one uses the other's measurements."""
 MOST_TRIES = 2
 """How often a block is tried under an action. It may not be called in every step."""
 Pair = tuple[int, Action]
-"""A kind of block, and an action."""
+"""(kind of a block, action)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +38,14 @@ class _Look:
     name: str
     """Class of the block."""
     weights: tuple[int, int]
-    """Bytes of its parameters, and of those that are trained."""
+    """Bytes of its parameters, and of the trainable ones."""
     exactly: Any
-    """All else that has to be the same."""
+    """Everything else that must be equal."""
     needs: tuple[int, int]
     """Most bytes of forward and backward under `full`."""
 
     def is_of_kind(self, other: _Look) -> bool:
-        """Whether calls are of one kind: of like modules, at like places, and with like needs."""
+        """Whether calls are of one kind: equal modules at equivalent positions, with similar needs."""
         pairs = zip(self.needs, other.needs, strict=True)
         like = all(abs(mine - its) <= ALIKE * max(mine, its) for mine, its in pairs)
         return self.exactly == other.exactly and like
@@ -66,10 +67,10 @@ class Measurements:
     Args:
         base: the model.
         blocks: name -> block.
-        actions: to choose from; those that keep most come first, and `full` is the last one.
+        actions: the actions to choose from; those that keep most come first, and `full` is last.
         model: class name of the model.
-        head: how its head runs, in the words of `Plan.head`.
-        mlp: how its feed-forwards run, in the same words.
+        head: how its head runs, as in `Plan.head`.
+        mlp: how its feed-forwards run, as in `Plan.mlp`.
     """
 
     def __init__(
@@ -88,17 +89,17 @@ class Measurements:
         self.kinds: dict[CallName, int] = {}
         """Call of a block -> its kind."""
         self._looks: list[_Look] = []
-        """What the calls of each kind look like."""
+        """What the calls of each kind have in common, by number of the kind."""
         self.changes: dict[Pair, Change] = {}
         self.fastest: dict[int, dict[Pair, int]] = collections.defaultdict(dict)
-        """For each size of batches, nanoseconds of the fastest call of each kind under each action."""
+        """For each batch size, nanoseconds of the fastest call of each kind under each action."""
         self.timed = 0
-        """Steps that were timed."""
+        """Number of timed steps."""
         self.times: dict[CallName, tuple[int, int, int]] = {}
-        """Those of calls under `full`, the shortest of the timed steps with batches of the last one's size: they compare
-        actions in batches of any size."""
+        """Times of calls under `full`, as in `measured.Times`: the shortest of all timed steps with the last one's batch
+        size. Plans for batches of any size use them."""
         self._timed_elements = 0
-        """The size of the batch in the last step that was timed."""
+        """Batch size of the last timed step."""
         self._tries: collections.Counter[Pair] = collections.Counter()
         self._no_room: set[Pair] = set()
 
@@ -112,7 +113,7 @@ class Measurements:
         self._no_room.clear()
 
     def learn_trial(self, batch: Batch, step: Step, tried: Mapping[str, Action]) -> None:
-        """Learn memory from a step in which the blocks `tried` had other actions."""
+        """Store the memory of a step in which the blocks in `tried` had other actions."""
         known, full = self.reference(batch)
         calls = _calls_of(step, tried)
         seen = changes_of(full, step, calls, known == batch).items()
@@ -123,12 +124,12 @@ class Measurements:
         if any(full[name] is None and name not in calls for name in step.names):
             self.full[known] = joined(full, step, calls, list(self.blocks))
             self._sort(self.full[known])
-        for other, reference in self.full.items():  # the state of the optimizer came after the first of them
+        for other, reference in self.full.items():  # the first of them had no optimizer state yet
             if other.resident == batch.resident:
                 self.full[other] = reference.raised(step)
 
     def learn_times(self, batch: Batch, step: Step, tried: Mapping[str, Action]) -> None:
-        """Learn times from a step in which the blocks `tried` had other actions."""
+        """Store the times of a step in which the blocks in `tried` had other actions."""
         calls = _calls_of(step, tried)
         fastest = self.fastest[batch.elements]
         for name, (forward, _, backward) in step.times.items():
@@ -138,12 +139,12 @@ class Measurements:
         before = self.times if batch.elements == self._timed_elements else {}
         self._timed_elements = batch.elements
         for name, times in step.times.items():
-            if name not in calls:  # other work only makes a step slower
+            if name not in calls:  # noise only makes calls slower
                 forward, behind, backward = map(min, times, before.get(name, times))
                 self.times[name] = forward, behind, backward
 
     def _sort(self, step: Step) -> None:
-        """Find the kind of every new call: calls of one kind are of like modules, at like places, and need as much."""
+        """Assign a kind to every new call."""
         ends = [call.name for call in step.calls if call.backward is not None][-1:]
         for call in step.calls:
             if call.name in self.kinds:
@@ -161,21 +162,21 @@ class Measurements:
                 self.full[batch] = dataclasses.replace(full, start_bytes=max(full.start_bytes, level))
 
     def reference(self, batch: Batch) -> tuple[Batch, Step]:
-        """Return the step under `full` with the smallest batch that covers this one. There must be one."""
+        """Return the smallest measured batch that covers this one, and its step under `full`. There must be one."""
         found = [(known, step) for known, step in self.full.items() if known.covers(batch)]
         return min(found, key=lambda pair: pair[0].elements)
 
     def covers(self, batch: Batch) -> bool:
-        """Whether a batch that covers this one was measured."""
+        """Whether a measured batch covers this one."""
         return any(known.covers(batch) for known in self.full)
 
     # --- what to try next ---
 
     def to_try(self, batch: Batch, limit: int) -> dict[str, Action]:
-        """Blocks to run under one action that was not tried on their kind, as far as they fit into a limit, in bytes;
-        none where nothing is left to try.
+        """Return blocks to run under one action that was not tried on their kind, if they fit into a limit, in bytes;
+        none if nothing is left to try.
 
-        A kind of which there is one block, among others of like modules, is tried along with those if there is room.
+        A kind with a single block is tried together with kinds of similar modules, if there is room.
         """
         full = self.reference(batch)[1]
         members: dict[int, list[str]] = collections.defaultdict(list)
@@ -201,7 +202,7 @@ class Measurements:
         return {}
 
     def _without_room(self, members: Mapping[int, Sequence[str]], taken: Mapping[str, Action]) -> dict[str, Action]:
-        """Further blocks under `full+selective`, which keeps no more than `full` does."""
+        """Return further blocks to try under `full+selective`, which keeps no more than `full`."""
         found: dict[str, Action] = {}
         for kind, names in members.items() if FULL_SELECTIVE in self.actions else ():
             if self._is_pending((kind, FULL_SELECTIVE)) and len(names) > 1 and names[0] not in taken:
@@ -210,7 +211,7 @@ class Measurements:
         return found
 
     def _alike(self, kind: int, other: int) -> bool:
-        """Whether little differs between the modules of two kinds but their places."""
+        """Whether the modules of two kinds are similar, whatever their positions."""
         mine, its = self._looks[kind], self._looks[other]
         pairs = zip(mine.weights, its.weights, strict=True)
         return mine.name == its.name and all(abs(one - two) <= UNLIKE * max(one, two) for one, two in pairs)
@@ -223,7 +224,7 @@ class Measurements:
         self._no_room.update((kind, action) for kind in self.kinds.values() for action in self.actions)
 
     def _guess(self, full: Step, tried: Mapping[str, Action]) -> int:
-        """The most that a step can need in which some blocks have actions that were not measured."""
+        """An upper bound on the peak of a step in which some blocks have unmeasured actions."""
         changes = dict(self.changes)
         for call in full.calls:
             action = tried.get(call.name[0])
@@ -237,8 +238,8 @@ class Measurements:
         return peak_of(self._costs(full, changes, 0), tried)
 
     def to_time(self, batch: Batch, limit: int) -> dict[str, Action]:
-        """Blocks to run under actions of which few were timed, as many as fit into a limit, in bytes; none if only
-        `full` is known. Of each kind some blocks stay under `full`, which times are compared with.
+        """Return blocks to run under the least timed actions, as many as fit into a limit, in bytes; none if only `full`
+        is known. Some blocks of each kind run under `full`, for comparison.
         """
         full = self.reference(batch)[1]
         self.timed += 1
@@ -266,7 +267,7 @@ class Measurements:
     # --- what it comes to ---
 
     def costs(self, batch: Batch) -> Costs:
-        """Return the costs for a batch that a measured one covers."""
+        """Return the costs for a batch that a measured batch covers."""
         return self._costs(self._step_for(batch), self.changes, batch.tokens)
 
     def _costs(self, full: Step, changes: Mapping[Pair, Change], tokens: int) -> Costs:
@@ -275,7 +276,7 @@ class Measurements:
         return maker.costs([self.blocks[name] for name, _ in full.names], self.model, tokens, self.head, self.mlp)
 
     def _with_unlike(self, changes: Mapping[Pair, Change]) -> dict[Pair, Change]:
-        """Changes; in kinds that were not tried under an action it changes what it does in kinds of like modules."""
+        """Add changes for kinds on which an action was not tried: the largest among kinds of similar modules."""
         found = dict(changes)
         for kind in dict.fromkeys(self.kinds.values()):
             for action in self.actions:
@@ -290,7 +291,8 @@ class Measurements:
         return found
 
     def _step_for(self, batch: Batch) -> Step:
-        """The step under `full` for a batch: as it was measured, or between two measured ones, or of a larger one."""
+        """The step under `full` for a batch: measured, interpolated between two measured ones, or that of a larger one.
+        """
         if batch in self.full:
             return self.full[batch]
         high, most = self.reference(batch)
@@ -302,8 +304,7 @@ class Measurements:
     def _shares_of_time(self) -> dict[Pair, float]:
         """Time of forward and backward as a share of that under `full`.
 
-        Of two actions, the one that recomputes more is never taken to be the faster one: where the clock says so, both
-        get the mean of what it says.
+        An action that recomputes more never counts as faster: if it was measured as faster, both get the mean.
         """
         ratios: dict[Pair, list[float]] = collections.defaultdict(list)
         overall: dict[Action, list[float]] = collections.defaultdict(list)
@@ -346,7 +347,7 @@ def _calls_of(step: Step, tried: Mapping[str, Action]) -> dict[CallName, Action]
 
 
 def choice_of(costs: Costs, chosen: Mapping[str, Action]) -> Choice:
-    """The choice that gives blocks these actions where they may have them, and `full` to all others."""
+    """The choice that gives blocks these actions if they may have them, and `full` to all others."""
     full = costs.actions.index(FULL)
     rows = []
     for stack in costs.stacks:
@@ -360,12 +361,12 @@ def choice_of(costs: Costs, chosen: Mapping[str, Action]) -> Choice:
 
 
 def peak_of(costs: Costs, chosen: Mapping[str, Action]) -> int:
-    """The predicted peak where blocks have these actions, and all others `full`."""
+    """The predicted peak if blocks have these actions, and all others `full`."""
     return worst_timeline(costs, choice_of(costs, chosen)).peak_bytes
 
 
 def _rising(values: Sequence[float]) -> list[float]:
-    """The nearest numbers that never fall: neighbours that do are replaced by their mean."""
+    """The nearest non-decreasing sequence: decreasing neighbours are replaced by their mean."""
     runs: list[list[float]] = []
     for value in values:
         runs.append([value])

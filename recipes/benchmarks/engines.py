@@ -1,9 +1,8 @@
-"""What every engine of hf_ckpt, and transformers' own checkpointing, keeps and costs, on the same weights.
+"""Measures and compares the engines of hf_ckpt and transformers' own checkpointing, on the same weights.
 
-Measures the bytes that blocks keep for backward, step time, and the time that the host adds to a block on a model too
-small to compute anything, and compares gradients. Bytes are counted by watching the allocations of the blocks'
-forwards; steps are timed without any watching. The exit code is 1 if an engine failed, recomputed nothing, or gave
-other gradients.
+For each engine, it measures the bytes that blocks keep for backward, step time, and the host's overhead per block (on a
+tiny model), and compares gradients. Bytes are counted by watching allocations in the blocks' forwards; steps are timed
+without watching. The exit code is 1 if an engine failed, recomputed nothing, or gave different gradients.
 
     python recipes/benchmarks/engines.py --family llama --json engines.json
     python recipes/benchmarks/engines.py --dropout 0.1 --attention eager --repeats 0 --host-rounds 0    # bytes only
@@ -34,7 +33,7 @@ from hf_ckpt.units import format_bytes, format_percent, format_ratio, format_sec
 
 TUNINGS = ("full", "LoRA")
 HOST_SIZES = {"layers": 16, "hidden": 32, "batch": 1, "tokens": 8}
-"""Of a model with nothing to compute, so that its steps take host time only."""
+"""A model so small that its steps take host time only."""
 EVERY_SECOND = (
     Way("every_n_layers: 2 (HF)", TRANSFORMERS, {"every_n_layers": 2})
     if compat.HAS_EVERY_N_LAYERS
@@ -53,12 +52,12 @@ ENGINES = (
     Way("offload", OURS, {"policy": "offload"}, to_host=True),
     Way("selective, offload saved", OURS, {"policy": "selective", "offload": "saved"}, to_host=True),
 )
-"""The first is what the others are compared with."""
+"""The others are compared with the first one."""
 
 
 @contextlib.contextmanager
 def kept_bytes(live: LiveBytes, found: FoundBlocks) -> Iterator[list[int]]:
-    """Inside the `with` block, note by how much live bytes grow from the first to the last block of each stack.
+    """Record by how many bytes live memory grows from the first to the last block of each stack.
 
     The sum of the list is what a forward of the blocks leaves: saved tensors and the last output.
     """
@@ -94,7 +93,7 @@ class Settings:
 
 
 def model_and_batch(settings: Settings, family: str, tuning: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A random model of the family's usual proportions, but with a small vocabulary, because blocks matter; a batch."""
+    """A batch and a random model with the family's usual proportions, but a small vocabulary: only blocks matter."""
     hidden, positions = settings.hidden, max(512, settings.tokens)
     heads = {"num_attention_heads": 8, "max_position_embeddings": positions}
     shapes: dict[str, dict[str, Any]] = {
@@ -112,7 +111,7 @@ def model_and_batch(settings: Settings, family: str, tuning: str) -> tuple[nn.Mo
         dtype=getattr(torch, settings.dtype),
         **shapes[family],
     )
-    if tuning == "LoRA":  # random adapters: at PEFT's zeros, half of the gradients are 0
+    if tuning == "LoRA":  # random adapters: with PEFT's zeros, half of the gradients are 0
         torch.manual_seed(0)
         model = compat.add_lora(model, rank=settings.lora, lora_dropout=settings.dropout, init_lora_weights=False)
     batch: dict[str, Any] = dict(tiny_batch(family, batch=settings.batch, tokens=settings.tokens))
@@ -126,7 +125,7 @@ def model_and_batch(settings: Settings, family: str, tuning: str) -> tuple[nn.Mo
 
 
 class Run:
-    """All engines on one model, and a row for each."""
+    """All engines on one model, with a row of figures for each."""
 
     def __init__(self, settings: Settings, family: str, tuning: str) -> None:
         self.settings, self.family, self.tuning = settings, family, tuning
@@ -139,7 +138,7 @@ class Run:
         self.reference: dict[str, torch.Tensor] = {}
 
     def take(self, tell: Callable[[str], None]) -> Case:
-        """Measure every engine: one plain step that warms up, a watched one, timed steps, and host time."""
+        """Measure every engine: a warm-up step, a watched step, timed steps, and host time."""
         for engine in self.rows:
             self.attempt(engine, self.count_bytes)
         for number in range(self.settings.repeats):
@@ -150,7 +149,7 @@ class Run:
         return {"blocks": len(self.found.blocks), "rows": list(self.rows.values())}
 
     def count_bytes(self, engine: Way, running: Running) -> None:
-        """Bytes and recomputations of one step."""
+        """Count the bytes and recomputations of one step."""
         row = self.rows[engine]
         self.compare(row, _step(self.model, self.batch))
         gc.collect()
@@ -168,14 +167,14 @@ class Run:
             row["error"] = f"{missed} of {len(counts)} planned blocks recomputed nothing"
 
     def timed(self, engine: Way, running: Running) -> float:
-        """Seconds of one step, whose gradients are compared, too."""
+        """Return the seconds of one step, and compare its gradients."""
         gradients: dict[str, torch.Tensor] = {}
         seconds = seconds_of(lambda: gradients.update(_step(self.model, self.batch)))
         self.compare(self.rows[engine], gradients)
         return seconds
 
     def time_host(self) -> None:
-        """Host time a block beyond that of no checkpointing, from steps of a model with nothing to compute."""
+        """Measure the host time per block, beyond that of no checkpointing, on a tiny model."""
         rounds = self.settings.host_rounds
         if not rounds:
             return
@@ -183,7 +182,7 @@ class Run:
         model, batch = model_and_batch(small, self.family, self.tuning)
 
         def timed(engine: Way, running: Running) -> float:
-            _step(model, batch)  # the first one after turning it on does more
+            _step(model, batch)  # the first step after turning it on does more
             return seconds_of(lambda: _step(model, batch))
 
         turns = [self.turn(number, rounds, timed, model) for number in range(rounds)]
@@ -195,14 +194,14 @@ class Run:
     def turn(
         self, number: int, count: int, take: Callable[[Way, Running], float], model: Any = None
     ) -> dict[Way, float]:
-        """Every engine takes a step, in rotated order."""
+        """Run a step of every engine, in rotated order."""
         order = rotated(self.rows, number, count)
         return fastest({engine: functools.partial(self.attempt, engine, take, model) for engine in order})
 
     def attempt(self, engine: Way, measure: Callable[[Way, Running], Any], model: nn.Module | None = None) -> Any:
-        """Turn an engine on and return what is measured; None if it fails or has failed, which its row says.
+        """Turn an engine on and return its measurement; None if it fails or has failed, which its row records.
 
-        Raises what no checkpointing raises.
+        Errors without checkpointing are raised.
         """
         if "error" in self.rows[engine]:
             return None
@@ -216,13 +215,13 @@ class Run:
             return None
 
     def compare(self, row: dict[str, Any], gradients: Mapping[str, torch.Tensor]) -> None:
-        """Note the first gradient that differs from that of no checkpointing, in any step."""
+        """Record the first gradient that differs from that of no checkpointing, in any step."""
         self.reference = self.reference or dict(gradients)
         row["first_difference"] = row.get("first_difference") or first_difference(gradients, self.reference)
 
 
 def _step(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Forward and backward, from the same random state every time; returns the gradients."""
+    """Run forward and backward, always from the same random state; return the gradients."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
     model(**batch).loss.backward()
@@ -239,14 +238,14 @@ def cases(settings: Settings, tell: Callable[[str], None]) -> dict[str, Callable
 
 
 def faults(case: Case) -> list[str]:
-    """Errors, and other gradients; those of transformers alone are no fault of hf_ckpt."""
+    """Errors and different gradients; different gradients of transformers' own checkpointing do not count."""
     found = [f"{row['name']}: {row['error']}" for row in case["rows"] if "error" in row]
     differ = [row for row in case["rows"] if row.get("first_difference") and row["group"] == OURS]
     return found + [f"{row['name']}: gradients differ: {row['first_difference']}" for row in differ]
 
 
 def engines_table(name: str, case: Case) -> Table:
-    """What every engine keeps and costs on one model. `host` is the time that the host adds to a block's step."""
+    """The memory and time of every engine on one model. `host` is the host's overhead per block and step."""
     first = case["rows"][0]
     sac = next((row.get("host_seconds") for row in case["rows"] if row["name"] == "sac"), None)
     cells = []
@@ -271,7 +270,7 @@ def engines_table(name: str, case: Case) -> Table:
 
 
 def all_engines(results: Results) -> Table:
-    """Bytes that blocks keep and step time, over no checkpointing, of every engine on every model."""
+    """Bytes kept by blocks and step time, relative to no checkpointing, of every engine on every model."""
     cells = []
     for name, case in results.good.items():
         first, *rows = case["rows"]
@@ -285,7 +284,7 @@ def all_engines(results: Results) -> Table:
 
 
 def checks(results: Results) -> Table:
-    """Step time if every step checks a block, over that of the same engine without checks; and host time of engines.
+    """Step time if every step checks a block, relative to the same engine without checks; and host time of engines.
 
     By default one step in 100 is checked.
     """
@@ -314,7 +313,7 @@ def _kept(row: Mapping[str, Any], first: Mapping[str, Any]) -> float | None:
 
 
 def tables(results: Results) -> Sequence[Table]:
-    """One table a model."""
+    """One table per model."""
     return [engines_table(name, case) for name, case in results.good.items()]
 
 

@@ -1,10 +1,10 @@
-"""What every benchmark does: cases one after the other, figures in one JSON file, tables, and turns.
+"""The common part of all benchmarks: runs cases one after the other, writes figures to a JSON file, prints tables.
 
-A benchmark is a script with a `Benchmark`. Each of its cases is measured by one function that returns a dict. After
-each case everything measured so far is written to the file of `--json`; started again with the same file, a benchmark
-skips the cases in it. A case that fails is written down with its error, and measured again next time.
+A benchmark is a script with a `Benchmark`. One function per case measures it and returns a dict. After each case,
+everything measured so far is written to the file of `--json`; started again with the same file, a benchmark
+skips the cases in it. A failed case is recorded with its error, and measured again next time.
 
-The speed of a machine changes within minutes, and other work only makes steps slower. So the ways that are compared
+The speed of a machine changes within minutes, and other work only makes steps slower. So the compared ways
 alternate, step by step, within one turn; the fastest step of each counts, and ratios are taken within a turn. The
 figure of a way is the median of its turns.
 """
@@ -32,13 +32,13 @@ from hf_ckpt.measure.clocks import stopwatch
 from hf_ckpt.spec.files import read_values, refuse_unwritable, write_text
 
 Case = dict[str, Any]
-"""Figures of one case, as JSON holds them; with the key `error` if it failed."""
+"""Figures of one case, as a dict for JSON; with the key `error` if it failed."""
 Way = TypeVar("Way", bound=Hashable)
 Item = TypeVar("Item")
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of a benchmark's settings, which is an option of its command line, too."""
+    """A field of a benchmark's settings, which is also an option of its command line."""
     metadata = {"help": f"{help} (default {' '.join(map(str, default)) if isinstance(default, list) else default})"}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -54,14 +54,14 @@ class Benchmark:
     settings: type
     """A dataclass of `option` fields."""
     cases: Callable[[Any, Callable[[str], None]], Mapping[str, Callable[[], Case]]]
-    """(settings, what to call before each part) -> the name of each case and what measures it. A name begins with the
-    case's family, which ends at the first comma."""
+    """(settings, function to call before each part) -> {name of a case: function that measures it}. A name begins with
+    the case's family, which ends at the first comma."""
     tables: Callable[[Results], Sequence[Table]]
-    """What is printed at the end."""
+    """The tables to print at the end."""
     faults: Callable[[Case], Sequence[str]] = lambda case: ()
-    """What is wrong with the figures of a case: each is printed, and any makes the exit code 1."""
+    """Errors in the figures of a case. Each is printed; any makes the exit code 1."""
     draw: Callable[[Results, Path], None] | None = None
-    """Draws the picture of `--png`."""
+    """Draws the figure of `--png`."""
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run the benchmark. Returns 1 if a case failed or has faults, and 2 if the arguments are invalid."""
@@ -107,7 +107,7 @@ class Benchmark:
     def measure(self, results: Results, settings: Any, families: Sequence[str], tell: Callable[[str], None]) -> None:
         """Measure the cases of some families, or of all, that `results` does not have yet.
 
-        Raises `HfCkptError` for a family that there is not.
+        Raises `HfCkptError` for an unknown family.
         """
         cases = self.cases(settings, tell)
         known = list(dict.fromkeys(name.partition(",")[0] for name in cases))
@@ -121,12 +121,12 @@ class Benchmark:
                 results.add(name, failing(take))
 
     def faults_of(self, case: Case) -> Sequence[str]:
-        """The error of a case, or what is wrong with its figures."""
+        """The error of a case, or errors in its figures."""
         return [case["error"]] if "error" in case else self.faults(case)
 
 
 def failing(take: Callable[[], Case]) -> Case:
-    """What `take` returns, or the error that it raises, in one line and with its traceback."""
+    """The result of `take`, or the error that it raises, in one line and with its traceback."""
     try:
         return take()
     except Exception as error:
@@ -134,14 +134,14 @@ def failing(take: Callable[[], Case]) -> Case:
 
 
 def in_words(error: Exception) -> str:
-    """The first line of an error, with its type unless it is one of hf_ckpt."""
+    """The first line of an error, with its type unless it is an error of hf_ckpt."""
     first = str(error).strip().partition("\n")[0]
     return first if isinstance(error, HfCkptError) else f"{type(error).__name__}: {first}"
 
 
 @dataclasses.dataclass
 class Results:
-    """Figures of a benchmark, which are in `path` after each case."""
+    """Figures of a benchmark, written to `path` after each case."""
 
     settings: dict[str, Any]
     circumstances: dict[str, Any]
@@ -150,7 +150,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """The figures in a file. Raises `HfCkptError` if it holds none."""
+        """Read the figures in a file. Raises `HfCkptError` if it has none."""
         try:
             found = read_values(path)
             return cls(found["settings"], found["circumstances"], found["cases"], path)
@@ -159,7 +159,7 @@ class Results:
 
     @classmethod
     def begun(cls, path: Path | None, settings: dict[str, Any]) -> Results:
-        """No figures yet, or those of an earlier run in `path`.
+        """Start without figures, or with those of an earlier run in `path`.
 
         Raises `HfCkptError` if that run had other settings, or another machine or versions.
         """
@@ -202,7 +202,7 @@ class Results:
 
 
 def fastest(ways: Mapping[Way, Callable[[], float | None]], steps: int = 1) -> dict[Way, float]:
-    """One turn: every way takes a step, in order, `steps` times over. Seconds of the fastest step of each.
+    """Run one turn: a step of every way, in order, `steps` times. Return the seconds of each way's fastest step.
 
     A step returns its seconds, or None if it failed; then its way has no figure in this turn.
     """
@@ -214,26 +214,26 @@ def fastest(ways: Mapping[Way, Callable[[], float | None]], steps: int = 1) -> d
 
 
 def seconds_of(step: Callable[[], object]) -> float:
-    """How long a step takes, accelerator included."""
+    """Seconds of a step, including the accelerator."""
     with stopwatch() as seconds:
         step()
     return seconds[0]
 
 
 def rotated(items: Iterable[Item], number: int, turns: int) -> list[Item]:
-    """The items in the order of a turn: each of the `turns` begins somewhere else, evenly spread over all items."""
+    """The items in the order of turn `number`: each of the `turns` starts at another item, evenly spread."""
     found = list(items)
     start = number * max(1, len(found) // turns) % max(1, len(found))
     return [*found[start:], *found[:start]]
 
 
 def ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """One time over the other, turn by turn."""
+    """Ratios of times, turn by turn."""
     return [one / other for one, other in zip(mine, theirs, strict=False)]
 
 
 def median(values: Sequence[float]) -> float | None:
-    """The median, or None of nothing."""
+    """The median; None without values."""
     return statistics.median(values) if values else None
 
 

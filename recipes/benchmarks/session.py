@@ -1,4 +1,4 @@
-"""One way to run a step, on one model with an optimizer, alone in its process: its gradients, peaks and times."""
+"""Measures one way to run a step, on one model with an optimizer in its own process: gradients, peaks and times."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from hf_ckpt.prediction.workload import Workload, real_model
 
 
 class Session:
-    """Holds the model, with the way turned on, until `close`."""
+    """Holds the model with the way turned on, until `close`."""
 
     def __init__(self, workload: Workload, way: Way, seed: int = 0) -> None:
         keep_freed_memory()
-        if way.group in (COMPILED, OURS_COMPILED):  # with empty caches, but with what is compiled once on a machine
+        if way.group in (COMPILED, OURS_COMPILED):  # with empty caches, except for what torch compiles once per machine
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="hf_ckpt_")
             torch.compile(lambda x: (x.sin() + 1).sum(-1))(torch.ones(8, 64))
         torch.manual_seed(seed)
@@ -38,7 +38,7 @@ class Session:
         with torch.device(self.device):
             self.model = real_model(workload).to(self.device).train()
         with torch.no_grad():
-            for parameter in self.model.parameters():  # adapters begin at zero: half of all gradients would be, too
+            for parameter in self.model.parameters():  # adapters start at zero: half of all gradients would be zero, too
                 if parameter.requires_grad and parameter.dim() > 1 and not parameter.any():
                     parameter.normal_(std=0.02)
         self.inputs = real_inputs(workload, self.model, self.device, seed)
@@ -52,16 +52,16 @@ class Session:
         self.meter = peak_meter()
 
     def close(self) -> None:
-        """Turn the way off again."""
+        """Turn the way off."""
         self._turned_on.close()
 
     def facts(self) -> dict[str, int]:
-        """What is the same for all ways."""
+        """Figures that are the same for all ways."""
         tokens = self.step_of.tokens * self.workload.accumulation
         return {"blocks": len(find_blocks(self.model).blocks), "tokens": tokens}
 
     def backward(self) -> None:
-        """Gradients of all micro-steps of one step."""
+        """Compute the gradients of all micro-steps of one step."""
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(self.seed)
         dtype, enabled = self.step_of.autocast or torch.bfloat16, self.step_of.autocast is not None
@@ -74,15 +74,15 @@ class Session:
                 (loss / self.workload.accumulation).backward()
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Run one optimizer step."""
         self.backward()
         self.optimizer.step()
 
     def compare(self, path: Path, is_reference: bool) -> dict[str, Any]:
-        """Gradients of the first step against those in `path`, or into it; then two steps that warm up.
+        """Compare the first step's gradients with those in `path`, or write them there; then run two warm-up steps.
 
-        `first_seconds` are those of the first forward and backward, in which graphs are compiled. `repeatable` says
-        whether the reference gives the same bits twice: if not, no way can be bit-equal.
+        `first_seconds` is the time of the first forward and backward, which compile graphs. `repeatable` says whether
+        the reference gives the same bits twice: if not, no way can be bit-equal.
         """
         found: dict[str, Any] = {"first_seconds": seconds_of(self.backward)}
         if is_reference:
@@ -95,14 +95,14 @@ class Session:
             gradients = gradients_of(self.model)
             found["first_difference"] = first_difference(gradients, reference)
             found["difference"] = _distance(gradients, reference) if found["first_difference"] else 0.0
-            del gradients  # or a step would hold two sets of them
+            del gradients  # otherwise a step would hold two sets of them
         del reference
         for _ in range(2):
             self.step()
         return found
 
     def peaks(self) -> dict[str, int | None]:
-        """Peaks of one step by the allocator and by what the process holds, and how much was recomputed in it."""
+        """Peaks of one step by the allocator and by the process's memory, and how often blocks were recomputed."""
         found: dict[str, int | None] = {}
         if self.device == "cpu":
             self.model.zero_grad(set_to_none=True)
@@ -120,7 +120,7 @@ class Session:
         return found
 
     def _allocated(self) -> int | None:
-        """Peak of the allocator in one step."""
+        """The allocator's peak in one step."""
         self.model.zero_grad(set_to_none=True)
         if self.device == "cpu":
             held = LiveBytes(self.model, self.optimizer, self.inputs).start_bytes
@@ -133,7 +133,7 @@ class Session:
         return self.meter.peak_bytes()
 
     def largest_peak(self) -> int:
-        """Peak of the second step, when the optimizer has its state."""
+        """The peak of the second step, when the optimizer has its state."""
         self.step()
         peak = self._allocated()
         if peak is None:
@@ -141,7 +141,7 @@ class Session:
         return peak
 
     def live_peak(self) -> int:
-        """Peak of one step, counted tensor by tensor."""
+        """The peak of one step, counted tensor by tensor."""
         self.model.zero_grad(set_to_none=True)
         with LiveBytes(self.model, self.optimizer, self.inputs, device=self.device) as live:
             self.step()
@@ -153,7 +153,7 @@ class Session:
 
 
 def _distance(gradients: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference over the norm. Raises `HfCkptError` if other parameters have gradients."""
+    """Relative norm of the difference. Raises `HfCkptError` if other parameters have gradients."""
     if gradients.keys() != reference.keys():
         raise HfCkptError(f"gives {len(gradients)} gradients against {len(reference)}")
     apart = size = 0.0

@@ -1,8 +1,7 @@
-"""A process for each thing that is measured, so that nothing of one is left for the next.
+"""Runs each measurement in a fresh process, so that none affects the next.
 
-Neither a `ProcessPoolExecutor` of one process nor a `BaseManager` would do: both hide the exit code of a process that
-was killed, neither can end one that takes too long but by private names, and an error that cannot be unpickled breaks
-them.
+A `ProcessPoolExecutor` of one process or a `BaseManager` would not work: both hide the exit code of a killed process,
+need private names to end a slow one, and break on an error that cannot be unpickled.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from hf_ckpt.errors import HfCkptError
 
 START = "spawn" if sys.platform == "win32" else "forkserver"
 SECONDS = 1800.0
-"""How long an answer may take."""
+"""Timeout of an answer."""
 PRELOAD = ["transformers", "hf_ckpt.forecast.forecast"]
 """Imported once for all processes. Installed packages only: Python 3.11's fork server does not see scripts."""
 
 
 class WorkerError(HfCkptError, RuntimeError):
-    """Something failed in another process. `details` is its traceback."""
+    """An error in another process. `details` is its traceback."""
 
     def __init__(self, shown: str, details: str = "") -> None:
         self.details = details
@@ -38,18 +37,18 @@ class WorkerError(HfCkptError, RuntimeError):
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether memory ran out there."""
+        """Whether the process ran out of memory."""
         return compat.is_out_of_memory(RuntimeError(str(self))) or "exit code -9" in str(self)
 
 
 class Worker:
-    """An object that lives in a fresh process, and whose methods are called from here, one at a time.
+    """An object in a fresh process, whose methods are called from here, one at a time.
 
         with Worker(Thing, 1, 2) as thing:
             thing.ask("method", 3)
 
-    Arguments and results are pickled. Raises `WorkerError` for what is raised there, and if the process ends by itself
-    or takes longer than `seconds`.
+    Arguments and results are pickled. Raises `WorkerError` for errors in the process, and if it ends by itself or takes
+    longer than `seconds`.
     """
 
     def __init__(self, make: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> None:
@@ -64,7 +63,7 @@ class Worker:
         self._made = False
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """Call a method there, and wait for what it returns."""
+        """Call a method in the process, and return its result."""
         if not self._made:
             self._answer("making it")
             self._made = True
@@ -110,7 +109,7 @@ class Worker:
 
 
 def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Make the object, then call its methods until nobody asks any more. What libraries print is dropped."""
+    """Create the object, then call its methods until the connection closes. Output of libraries is dropped."""
     dropped = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(dropped, stream)
