@@ -96,7 +96,7 @@ class Measurements:
         self.timed = 0
         """Number of timed steps."""
         self.times: dict[CallName, tuple[int, int, int]] = {}
-        """Times of calls under `full`, as in `measured.Times`: the shortest of all timed steps with the last one's batch
+        """Times of calls under `full`, as in `measured.Times`: the shortest over timed steps with the last one's batch
         size. Plans for batches of any size use them."""
         self._timed_elements = 0
         """Batch size of the last timed step."""
@@ -238,8 +238,8 @@ class Measurements:
         return peak_of(self._costs(full, changes, 0), tried)
 
     def to_time(self, batch: Batch, limit: int) -> dict[str, Action]:
-        """Return blocks to run under the least timed actions, as many as fit into a limit, in bytes; none if only `full`
-        is known. Some blocks of each kind run under `full`, for comparison.
+        """Return blocks to run under the least timed actions, as many as fit into a limit, in bytes; none if only
+        `full` is known. Some blocks of each kind run under `full`, for comparison.
         """
         full = self.reference(batch)[1]
         self.timed += 1

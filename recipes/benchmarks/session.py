@@ -29,7 +29,7 @@ class Session:
 
     def __init__(self, workload: Workload, way: Way, seed: int = 0) -> None:
         keep_freed_memory()
-        if way.group in (COMPILED, OURS_COMPILED):  # with empty caches, except for what torch compiles once per machine
+        if way.group in (COMPILED, OURS_COMPILED):  # empty caches, but with what torch compiles once per machine
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="hf_ckpt_")
             torch.compile(lambda x: (x.sin() + 1).sum(-1))(torch.ones(8, 64))
         torch.manual_seed(seed)
@@ -38,7 +38,7 @@ class Session:
         with torch.device(self.device):
             self.model = real_model(workload).to(self.device).train()
         with torch.no_grad():
-            for parameter in self.model.parameters():  # adapters start at zero: half of all gradients would be zero, too
+            for parameter in self.model.parameters():  # adapters start at zero, and so would half of all gradients
                 if parameter.requires_grad and parameter.dim() > 1 and not parameter.any():
                     parameter.normal_(std=0.02)
         self.inputs = real_inputs(workload, self.model, self.device, seed)
