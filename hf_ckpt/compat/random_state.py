@@ -21,8 +21,8 @@ _Window = ctypes.c_char * 20
 
 
 class _Host:
-    """The generators of Python and numpy. Their states are read only if they may have changed: reading takes 20 to
-    60 us, and every block asks twice in each forward.
+    """The generators of Python and numpy. Their states are read only if they may have moved: reading takes 20 to 60 us,
+    and every block asks twice in each forward.
 
     A draw moves the place, up to the last word; then all words are new, as they are after a seed. So the place and the
     words beside it tell, except for a normal number that waits to be taken.
@@ -34,7 +34,7 @@ class _Host:
         self._windows: list[Any] = []
         """Of both generators; empty where one is of an unknown kind."""
         self._seen: list[bytes] = []
-        """Their values when the states were read."""
+        """The same when the states were read."""
         self._states: tuple[Any, Any] = None, None
         self._normal: Any = None
         """The normal number that Python's generator had cached then."""

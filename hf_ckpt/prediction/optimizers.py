@@ -165,7 +165,7 @@ def _bytes_of_one(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
     return dataclasses.replace(found, state=state_bytes(optimizer)) if optimizer.state and there else found
 
 
-# --- trying an optimizer out ------------------------------------------------------------------------------------------
+# --- measuring an optimizer -------------------------------------------------------------------------------------------
 
 
 class _StepBytes(LiveBytes):  # type: ignore[no-untyped-call]

@@ -103,7 +103,7 @@ class Measurements:
         self._tries: collections.Counter[Pair] = collections.Counter()
         self._no_room: set[Pair] = set()
 
-    # --- what was seen ---
+    # --- measured steps ---
 
     def learn_full(self, batch: Batch, step: Step) -> None:
         """Store a step in which all blocks ran under `full`. Blocks that it did not call keep their earlier figures."""
@@ -264,7 +264,7 @@ class Measurements:
                 pairs.remove(pair)
         return chosen
 
-    # --- what it comes to ---
+    # --- costs ---
 
     def costs(self, batch: Batch) -> Costs:
         """Return the costs for a batch that a measured batch covers."""
@@ -291,8 +291,7 @@ class Measurements:
         return found
 
     def _step_for(self, batch: Batch) -> Step:
-        """The step under `full` for a batch: measured, interpolated between two measured ones, or that of a larger one.
-        """
+        """The step under `full` for a batch: measured, interpolated, or that of a larger batch."""
         if batch in self.full:
             return self.full[batch]
         high, most = self.reference(batch)

@@ -519,7 +519,7 @@ class Session:
             del self._plans[next(iter(self._plans))]
         self._plans[planned.shape] = planned
 
-    # --- what is said ---
+    # --- messages ---
 
     def _say(self, what: str, text: str) -> None:
         """Log a text once."""
