@@ -137,7 +137,7 @@ def _draws(node: torch.fx.Node) -> bool:
 
 
 def _chooses(node: torch.fx.Node) -> bool:
-    """Whether an operation chooses, such as a router of experts: another kernel may rank scores differently."""
+    """Whether an operation makes choices, as in a router of experts: another kernel may rank scores differently."""
     aten = torch.ops.aten
     if node.target == aten.topk.default:
         return isinstance(node.args[1], int) and node.args[1] <= MOST_CHOICES

@@ -142,7 +142,7 @@ def remember_optimizer(optimizer: object) -> None:
 
 
 def optimizer_changes() -> int:
-    """Return a number that grows when an optimizer becomes known, or its number of parameters changes."""
+    """Return a number that grows when an optimizer becomes known, or steps with a different number of parameters."""
     return _optimizer_changes
 
 

@@ -26,8 +26,8 @@ ENABLE_NAMES = tuple(
     for name in ("gradient_checkpointing_enable", "activation_checkpointing_enable")
     if hasattr(PreTrainedModel, name)
 )
-"""The methods of a model that enable checkpointing, the newest last. Transformers 5.23 renamed the first to the second,
-and removes the first in version 6. If both exist, hf_ckpt replaces both."""
+"""The methods of a model that enable checkpointing, the newest last. Transformers 5.23 renamed the first to the second;
+version 6 removes the first. If both exist, hf_ckpt replaces both."""
 DISABLE_NAMES = tuple(name.replace("_enable", "_disable") for name in ENABLE_NAMES)
 """The methods of a model that disable checkpointing, in the order of `ENABLE_NAMES`."""
 HOOKS_STAY_OUTSIDE = "__init_subclass__" in vars(transformers.modeling_layers.GradientCheckpointingLayer)
@@ -72,7 +72,7 @@ def caches_among(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def without_caches(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the arguments of a block's checkpointing function, with every cache replaced by None.
+    """Return what a block passes to its checkpointing function, with every cache replaced by None.
 
     A recomputed block would write into a cache twice. The layer removes only caches passed by a name that its
     transformers knows: GPT-2 passes its own by position, and code from the hub uses names from before 5.24. A

@@ -34,7 +34,7 @@ def cost_options(
         device: its row gives the time of operations and copies.
         head: `full` allows no chunks, `auto` allows them, a number demands chunks of so many tokens.
         host_limit: bytes of host memory for offloading; None for no offloading.
-        segments: whether blocks may be recomputed in segments, which need unsharded parameters.
+        segments: whether blocks may be recomputed in segments, which need parameters that stay on the device.
     """
     heads: list[Costs] = []
     in_chunks = head != "full" and vocabulary_head(skeleton.base) is not None

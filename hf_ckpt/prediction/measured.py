@@ -422,7 +422,7 @@ class StepCosts:
     def _gradients(self, levels: Sequence[int]) -> list[int]:
         """For each call, the bytes that its backward leaves alive, such as gradients.
 
-        That is the change of the measured level from this call's backward to the next that forwards do not explain.
+        They are the part of the level's change, from this call's backward to the next, that forwards do not explain.
         """
         begun = self.full.at_backward_bytes
         found = [0] * len(levels)

@@ -33,7 +33,7 @@ class About:
     read: Callable[[str], Any] = str
     """Parses the value. Raises `HfCkptError` for invalid text."""
     choices: tuple[str, ...] = ()
-    """All valid values except the default; empty if there is no such list."""
+    """All valid values, apart from the default; empty if there is no list of them."""
     option: str = ""
     """Name of the command line's option, if it differs from the field's."""
     metavar: str | None = None

@@ -217,7 +217,7 @@ def skeleton_from_config(
 
 @contextlib.contextmanager
 def own_forward(copied: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of a copied model inside this context, like that of the live model was."""
+    """Replace the forward of a copied model inside this context, as it was replaced on the live model."""
     vars(copied)["forward"] = forward
     try:
         yield
