@@ -69,8 +69,7 @@ def parameters_stay(module: nn.Module) -> bool:
 
 
 def data_parallel(model: nn.Module) -> Any | None:
-    """Return `model`, without torch.compile's wrapper, if it is a DistributedDataParallel of several ranks; else None.
-    """
+    """Return `model` without torch.compile's wrapper if it is a DistributedDataParallel of several ranks; else None."""
     from torch.nn.parallel import DistributedDataParallel
 
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps it

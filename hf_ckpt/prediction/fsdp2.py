@@ -4,11 +4,11 @@
 activations (`torch/distributed/fsdp/_fully_shard`, PyTorch 2.6 to 2.13):
 
 * always: its shards of all parameters, and of the optimizer's state;
-* while the model runs: the unsharded parameters outside the blocks, and one all-gather buffer. In the
-  forward it is the running block's, which is freed only when the next block's parameters have been gathered and copied
-  out of their own buffer; in the backward it is that of the block before, which is prefetched;
-* while a block runs, forward or backward: its unsharded parameters, in their compute type. Recomputation uses
-  these, so no plan gathers anything once more;
+* while the model runs: the unsharded parameters outside the blocks, and one all-gather buffer. In the forward it is the
+  running block's, which is freed only when the next block's parameters have been gathered and copied out of their own
+  buffer; in the backward it is that of the block before, which is prefetched;
+* while a block runs, forward or backward: its unsharded parameters, in their compute type. Recomputation uses these, so
+  no plan gathers anything once more;
 * in the backward of a block: its unsharded gradients, as they are computed, and the gradients that the block after it
   has sent to the reduce-scatter; then those that it sends itself, and its gradient shards, which are kept;
 * from the head's backward to the end: unsharded gradients of parameters outside the blocks.
