@@ -14,27 +14,27 @@ import torch
 from hf_ckpt.compat.torch import accelerator_type
 
 _WORDS = ctypes.c_uint32 * 624
-"""The words of a Mersenne Twister. Its place among them lies before them in Python's generator, and behind them in
-numpy's."""
+"""The words of a Mersenne Twister. In memory, the index of the next word precedes them in Python's generator, and
+follows them in numpy's."""
 _Window = ctypes.c_char * 20
-"""The place of a generator and the four words beside it, in memory."""
+"""The index and the four words next to it, in memory."""
 
 
 class _Host:
-    """The generators of Python and numpy. Their states are read only if they may have moved: reading takes 20 to 60 us,
-    and every block asks twice in each forward.
+    """The generators of Python and numpy. Their states are read only if they may have changed: reading takes 20 to
+    60 us, and every block asks twice in each forward.
 
-    A draw moves the place, up to the last word; then all words are new, as they are after a seed. So the place and the
-    words beside it tell, except for a normal number that waits to be taken.
+    A draw advances the index, up to the last word; then all words are replaced, as they are by seeding. So the index
+    and the words next to it show every change, except to a cached normal number.
     """
 
     def __init__(self) -> None:
         self._python: Any = getattr(random, "_inst", None)
         self._numpy: Any = None
         self._windows: list[Any] = []
-        """Of both generators; empty where one is of an unknown kind."""
+        """The windows of both generators; empty if one is of an unknown kind."""
         self._seen: list[bytes] = []
-        """The same when the states were read."""
+        """Their contents when the states were read."""
         self._states: tuple[Any, Any] = None, None
         self._normal: Any = None
         """The normal number that Python's generator had cached then."""
@@ -63,7 +63,7 @@ class _Host:
 
 
 def _windows_of_python(found: Any) -> list[Any]:
-    """Return the window of Python's generator. In CPython its place lies behind the head of its object."""
+    """Return the window of Python's generator. In CPython its index follows the object header."""
     head = object.__basicsize__
     if type(found) is not random.Random or random.Random.__basicsize__ < head + 4 + ctypes.sizeof(_WORDS):
         return []
@@ -73,7 +73,7 @@ def _windows_of_python(found: Any) -> list[Any]:
 
 
 def _windows_of_numpy(bits: Any) -> list[Any]:
-    """Return the window of numpy's generator, in whose place a script may put another one."""
+    """Return the window of numpy's generator; none if a script has replaced it by another kind."""
     if type(bits).__name__ != "MT19937":
         return []
     end = bits.ctypes.state_address + ctypes.sizeof(_WORDS) + 4

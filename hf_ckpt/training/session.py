@@ -343,7 +343,7 @@ class Session:
         peak = peak_of(tight.costs(batch), {})
         if known.head != tight.head:
             peak += batch.tokens * self._vocabulary * LOGIT_BYTES
-        if known.mlp != tight.mlp:  # in chunks, a block is recomputed in no more than half of what it needs as a whole
+        if known.mlp != tight.mlp:  # in chunks, recomputing a block takes at least half of what it takes as a whole
             backwards = [call.backward.peak for call in tight.reference(batch)[1].calls if call.backward is not None]
             peak += 2 * max(backwards, default=0)
         return peak <= self.limit_bytes

@@ -240,7 +240,7 @@ def cases(settings: Settings, tell: Callable[[str], None]) -> dict[str, Callable
 def faults(case: Case) -> list[str]:
     """Errors and different gradients; different gradients of transformers' own checkpointing do not count."""
     found = [f"{row['name']}: {row['error']}" for row in case["rows"] if "error" in row]
-    differ = [row for row in case["rows"] if row.get("first_difference") and row["group"] == OURS]
+    differ = [row for row in case["rows"] if row.get("first_difference") and row["group"] in (OURS, WATCHED)]
     return found + [f"{row['name']}: gradients differ: {row['first_difference']}" for row in differ]
 
 
