@@ -45,44 +45,6 @@ def batch_for(model: nn.Module, sizes: Mapping[str, tuple[int, int]]) -> dict[st
     return found
 
 
-def real_inputs(workload: Workload, model: nn.Module, device: str, seed: int = 0) -> dict[str, Any]:
-    """Random inputs of one micro-step of `workload`, as keyword arguments of the forward of a model with weights.
-
-    Nothing is masked unless the workload is padded: then the last quarter of the last sequence is padding without
-    labels.
-
-    Args:
-        workload: sizes of the batch, and whether it is padded.
-        model: plain or wrapped.
-        device: device of the tensors, such as `cuda`.
-        seed: of the random values.
-    """
-    base = base_model(model)
-    generator = torch.Generator().manual_seed(seed)
-    found: dict[str, Any] = {}
-    for name, shaped in step_of_model(workload, model).batch.items():
-        most = _labels(base) if name == "labels" else base.config.vocab_size
-        found[name] = torch.randint(most, shaped.shape, generator=generator)
-    found["attention_mask"] = torch.ones_like(found["attention_mask"])
-    if workload.padded:
-        padding = -(-workload.tokens // 4)
-        found["attention_mask"][-1, ..., -padding:] = 0
-        if found.get("labels", found["input_ids"]).shape == found["input_ids"].shape and "labels" in found:
-            found["labels"][-1, ..., -padding:] = -100
-    if compat.wants_use_cache(base):
-        found["use_cache"] = False
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in found.items()}
-
-
-def _labels(base: nn.Module) -> int:
-    """How many values a label may have: one per class, or one per token of the vocabulary."""
-    name = type(base).__name__
-    if name.endswith("ForMultipleChoice"):
-        return 1  # there is one choice: see `batch_for`
-    config: Any = base.config
-    return int(config.num_labels if name.endswith("Classification") else config.vocab_size)
-
-
 def _takes_labels(base: nn.Module) -> bool:
     return "labels" in compat.forward_parameters(base)
 

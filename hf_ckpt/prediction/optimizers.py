@@ -18,7 +18,6 @@ from hf_ckpt import compat
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.prediction.optimizer_names import COUNTED, NAMES
-from hf_ckpt.prediction.question import Workload
 from hf_ckpt.prediction.skeleton import Weights
 
 log = logging.getLogger(__name__)
@@ -196,22 +195,3 @@ def _tried(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Optimize
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-LEARNING_RATE = 1e-5
-"""Learning rate of timed steps, small enough to keep random weights finite."""
-
-
-def optimizer_for(workload: Workload, model: nn.Module) -> torch.optim.Optimizer | None:
-    """The optimizer that `workload` names, for timing, on the trainable parameters of `model`.
-
-    None if PyTorch has no optimizer of that name.
-    """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if workload.optimizer in ("adamw", "adamw_torch_fused"):  # as in Trainer
-        return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
-    if workload.optimizer in ("sgd", "momentum"):
-        return torch.optim.SGD(
-            trained, lr=LEARNING_RATE, momentum=0.9 if workload.optimizer == "momentum" else 0.0, fused=True
-        )
-    return None

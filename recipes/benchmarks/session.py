@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from harness import seconds_of
+from inputs import optimizer_for, random_inputs
 from machine import CpuAllocations, keep_freed_memory
 from ways import COMPILED, OURS_COMPILED, Way
 
@@ -19,8 +20,7 @@ from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.measure.memory import peak_meter, release_freed_memory
 from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.prediction.batches import real_inputs, step_of_model
-from hf_ckpt.prediction.optimizers import optimizer_for
+from hf_ckpt.prediction.batches import step_of_model
 from hf_ckpt.prediction.workload import Workload, real_model
 
 
@@ -41,12 +41,9 @@ class Session:
             for parameter in self.model.parameters():  # adapters start at zero, and so would half of all gradients
                 if parameter.requires_grad and parameter.dim() > 1 and not parameter.any():
                     parameter.normal_(std=0.02)
-        self.inputs = real_inputs(workload, self.model, self.device, seed)
+        self.inputs = random_inputs(workload, self.model, self.device, seed)
         self.step_of = step_of_model(workload, self.model)
-        optimizer = optimizer_for(workload, self.model)
-        if optimizer is None:
-            raise HfCkptError(f"a benchmark trains with an optimizer of PyTorch's own, not with {workload.optimizer}.")
-        self.optimizer = optimizer
+        self.optimizer = optimizer_for(workload.optimizer, self.model)
         self._turned_on = contextlib.ExitStack()
         self.running = self._turned_on.enter_context(way.turned_on(self.model))
         self.meter = peak_meter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -19,9 +18,8 @@ from hf_ckpt.errors import HfCkptError, MissingDependencyError
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_model
 from hf_ckpt.prediction import presets as presets_module
-from hf_ckpt.prediction.batches import batch_for, loss_for, real_inputs, step_of_model, step_of_workload
+from hf_ckpt.prediction.batches import batch_for, loss_for, step_of_model, step_of_workload
 from hf_ckpt.prediction.devices import DEVICES
-from hf_ckpt.prediction.optimizers import optimizer_for
 from hf_ckpt.prediction.skeleton import skeleton_of
 from hf_ckpt.prediction.trace import trace_costs
 from hf_ckpt.prediction.workload import (
@@ -368,57 +366,9 @@ def test_adapters_on_every_linear_layer(family):
     assert {module.p for name, module in adapted.named_modules() if "lora_dropout.default" in name} == {0.1}
 
 
-# --- trainings that really run ----------------------------------------------------------------------------------------
-
-
-@each_family
-def test_real_inputs_mask_nothing(config_file, family):
-    workload = Workload(config_file(family), batch=2, tokens=16, attention="eager")
-    model = real_model(workload)
-    inputs = real_inputs(workload, model, "cpu")
-    assert bool(inputs["attention_mask"].all())
-    assert inputs["input_ids"].shape == (2, 16)
-    assert len(inputs["input_ids"].unique()) > 8
-    shaped = step_of_model(workload, model).batch
-    assert {name: value.shape for name, value in inputs.items() if name != "use_cache"} == {
-        name: value.shape for name, value in shaped.items()
-    }
-    again, other = (real_inputs(workload, model, "cpu", seed) for seed in (0, 1))
-    assert torch.equal(inputs["input_ids"], again["input_ids"])
-    assert not torch.equal(inputs["input_ids"], other["input_ids"])
-    assert torch.isfinite(model(**inputs).loss)
-
-
-def test_real_inputs_that_are_padded(config_file):
-    workload = Workload(config_file("llama"), batch=2, tokens=16, padded=True)
-    inputs = real_inputs(workload, real_model(workload), "cpu")
-    assert inputs["attention_mask"].sum(1).tolist() == [16, 12]
-    assert (inputs["labels"] == -100).sum(1).tolist() == [0, 4]
-
-
-@pytest.mark.parametrize("name", ["BertForTokenClassification", "BertForMultipleChoice", "BertForMaskedLM"])
-def test_real_labels_are_ones_that_the_task_has(config_file, name):
-    workload = Workload(config_file("bert"), batch=3, tokens=16, architecture=name)
-    model = real_model(workload)
-    assert torch.isfinite(model(**real_inputs(workload, model, "cpu")).loss)
-
-
 def test_real_models_have_positions_for_all_tokens(config_file):
     with pytest.raises(HfCkptError, match="has positions for"):
         real_model(Workload(config_file("gpt2"), tokens=10**6))
-
-
-def test_optimizers_are_torchs_own(config_file):
-    workload = Workload(config_file("bert"), tokens=16, lora=2)
-    model = real_model(workload)
-    trained = sum(parameter.requires_grad for parameter in model.parameters())
-    for name, kind, momentum in (("adamw", torch.optim.AdamW, None), ("sgd", torch.optim.SGD, 0.0)):
-        optimizer = optimizer_for(dataclasses.replace(workload, optimizer=name), model)
-        assert type(optimizer) is kind
-        assert optimizer.defaults.get("momentum") == momentum
-        assert len(optimizer.param_groups[0]["params"]) == trained < len(list(model.parameters()))
-    assert optimizer_for(dataclasses.replace(workload, optimizer="momentum"), model).defaults["momentum"] == 0.9
-    assert optimizer_for(dataclasses.replace(workload, optimizer="lion"), model) is None
 
 
 # --- GGUF files -------------------------------------------------------------------------------------------------------
