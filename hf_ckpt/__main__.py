@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Hook hf_ckpt into the process, run the script as `__main__`, and take the hooks off again.
+    """Hook hf_ckpt into the process, run the script as `__main__`, and remove the hooks.
 
-    Returns 0 when the script has ended, and 2 when there is no such script or the spec is refused. What the script
-    raises, `SystemExit` included, passes through.
+    Returns 0 when the script has ended, and 2 if there is no such script or the spec is invalid. Exceptions of the
+    script, including `SystemExit`, pass through.
     """
     arguments = _parser().parse_args(argv)
     if not arguments.module and not Path(arguments.script).is_file():
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from hf_ckpt.spec.spec import Spec
 
     try:
-        spec = None if arguments.spec is None else Spec.parse(arguments.spec)  # before torch, which takes seconds
+        spec = None if arguments.spec is None else Spec.parse(arguments.spec)  # before torch is imported, which takes seconds
         from hf_ckpt.attach.process import enable_calls_since_hooked, missed_since_hooked
         from hf_ckpt.training.guard import guarded_training_step
         from hf_ckpt.training.install import install, uninstall
@@ -62,13 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _plans_printed() -> Iterator[None]:
-    """Print a line on standard error for each plan that a model gets, on the first rank, however the script logs."""
+    """Print a line to stderr for each plan, on the first rank only, whatever logging the script configures."""
     handler = logging.StreamHandler()
     if os.environ.get("RANK", "0") != "0":
         handler.setLevel(logging.CRITICAL)
     before = PLANS.level, PLANS.propagate
     PLANS.setLevel(logging.INFO)
-    PLANS.propagate = False  # a script that prints what packages log would print the line twice
+    PLANS.propagate = False  # a script that prints logs of packages would print it twice
     PLANS.addHandler(handler)
     try:
         yield
@@ -78,7 +78,7 @@ def _plans_printed() -> Iterator[None]:
 
 
 def _run_script(arguments: argparse.Namespace) -> None:
-    """Run the script or module as Python would: `sys.argv` and `sys.path` are its own."""
+    """Run the script or module as Python would, with its own `sys.argv` and `sys.path`."""
     if arguments.module:
         sys.argv = [arguments.script, *arguments.args]
         sys.path.insert(0, str(Path.cwd()))
@@ -91,7 +91,7 @@ def _run_script(arguments: argparse.Namespace) -> None:
 
 
 def _say_if_unused(enable_calls: int, missed: str | None, arguments: argparse.Namespace) -> None:
-    """Warn when the script has ended, and checkpointing was enabled on no model: say why, and what to do."""
+    """Warn if the script never enabled checkpointing on a model, with the reason and what to do."""
     if enable_calls or arguments.oom_guard:  # a guard needs no plan before memory runs out
         return
     if arguments.spec is None:

@@ -1,4 +1,4 @@
-"""Where commands and summaries print."""
+"""How commands and summaries print to the terminal."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def make_console(stderr: bool = False) -> Console:
-    """Make a rich console on standard output, or on standard error.
+    """Make a rich console on stdout or stderr.
 
-    Without a terminal it has as many columns as the variable COLUMNS says, or else at least 120.
+    If that is not a terminal, the width is the environment variable COLUMNS, or at least 120 columns.
     """
     from rich.console import Console
 
@@ -24,7 +24,7 @@ def make_console(stderr: bool = False) -> Console:
 
 
 def print_beside_bars(text: str) -> None:
-    """Print lines on standard error, above the progress bars that tqdm draws there."""
+    """Print lines to stderr, above the progress bars of tqdm."""
     from tqdm import tqdm
 
     tqdm.write(text, file=sys.stderr)

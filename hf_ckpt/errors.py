@@ -1,4 +1,4 @@
-"""The errors that hf_ckpt raises, as classes that carry what a caller may want to read back."""
+"""The errors that hf_ckpt raises. Their attributes hold what a caller may want to read."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_MOST_PROBLEMS = 20  # that a message has a line for
+_MOST_PROBLEMS = 20  # that a message lists
 
 
 def shown(value: Any, most: int = 200, *, quoted: bool = True) -> str:
     """Return a value as a text of at most `most` characters for an error message.
 
-    Large and deep values are cut before their text is built. With `quoted` a text is in quotation marks.
+    Large and deep values are cut before their text is built. With `quoted`, a text is in quotation marks.
     """
     cut = reprlib.Repr()
     cut.maxlevel, cut.maxdict, cut.maxlist, cut.maxtuple = 4, 8, 12, 12
@@ -22,13 +22,13 @@ def shown(value: Any, most: int = 200, *, quoted: bool = True) -> str:
     else:
         try:
             text = cut.repr(value)
-        except (ValueError, RecursionError):  # Python writes no number of more than 4300 digits
+        except (ValueError, RecursionError):  # Python does not print numbers of more than 4300 digits
             text = f"a value of type {type(value).__name__}"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def reason_of(error: BaseException, most: int = 400) -> str:
-    """Return the message of an error of another library as one line, with its type where the message alone says little.
+    """Return the message of another library's error as one line, with its type if the message alone says little.
 
     It has at most `most` characters, and no full stop at its end.
     """
@@ -47,7 +47,7 @@ class FileError(HfCkptError, OSError):
 
 
 class SpecError(HfCkptError, ValueError):
-    """A spec was refused. `problems` holds every reason, not only the first; `source` says where the spec came from."""
+    """A spec is invalid. `problems` holds all reasons; `source` says where the spec came from."""
 
     def __init__(self, problems: Sequence[str], source: str | None = None) -> None:
         self.problems = tuple(problems)
@@ -61,7 +61,7 @@ class SpecError(HfCkptError, ValueError):
 
 
 class NoBlocksError(HfCkptError, TypeError):
-    """No block that activation checkpointing could be installed on was found."""
+    """The model has no block that can be checkpointed."""
 
 
 class InfeasibleError(HfCkptError):
@@ -69,7 +69,7 @@ class InfeasibleError(HfCkptError):
 
     `budget_bytes` is that budget, `floor_bytes` the lowest peak of any plan, `parts` what fills it (name -> bytes), and
     `hints` say what would lower it. The message is `shown`, followed by the hints. `model` is the class of the model,
-    and `notes` say what else has to be known of the bytes.
+    and `notes` are remarks about the bytes.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class InfeasibleError(HfCkptError):
 
 
 class PlanMismatchError(HfCkptError, ValueError):
-    """A saved plan does not describe the model it was given to."""
+    """A saved plan cannot be read, or does not fit the model."""
 
 
 class OwnerConflictError(HfCkptError, RuntimeError):
@@ -91,7 +91,7 @@ class OwnerConflictError(HfCkptError, RuntimeError):
 
 
 class PlanLostError(HfCkptError, RuntimeError):
-    """Planned blocks no longer carry the function that hf_ckpt put on them. `blocks` holds their names."""
+    """Planned blocks have lost the checkpointing function of hf_ckpt. `blocks` holds their names."""
 
     def __init__(self, blocks: Sequence[str]) -> None:
         self.blocks = tuple(blocks)
@@ -104,9 +104,9 @@ class PlanLostError(HfCkptError, RuntimeError):
 
 
 class TransformError(HfCkptError, RuntimeError):
-    """A block was called under a transform of torch.func, or in forward-mode AD, under which it cannot be checkpointed.
+    """A block was called under a transform of torch.func, or in forward-mode AD, and cannot be checkpointed there.
 
-    `block` names the block, and `transforms` what is active: `grad`, `jvp` or `vmap`.
+    `block` names the block, and `transforms` the active ones: `grad`, `jvp` or `vmap`.
     """
 
     def __init__(self, block: str, transforms: Sequence[str]) -> None:
@@ -118,7 +118,7 @@ class TransformError(HfCkptError, RuntimeError):
 
 
 class MismatchError(HfCkptError, RuntimeError):
-    """The backward of a block was given other tensors than its forward saved, so that its gradients are wrong.
+    """The backward of a block got other tensors than its forward saved, so its gradients are wrong.
 
     `block` names the block. The message says which tensor is different, by how much, and the likely cause.
     """
@@ -133,9 +133,9 @@ class GraphCaptureError(HfCkptError, RuntimeError):
 
 
 class DoubleBackwardError(HfCkptError, RuntimeError):
-    """Gradients of gradients were asked for (`create_graph=True`) where chunks are differentiated as they run.
+    """A backward with `create_graph=True` reached a head or feed-forward in chunks, whose gradients have no graph.
 
-    `key` is the key of the spec that has them run in chunks: `head` or `mlp`.
+    `key` is the key of the spec that enables the chunks: `head` or `mlp`.
     """
 
     def __init__(self, key: str) -> None:
@@ -151,7 +151,7 @@ class DoubleBackwardError(HfCkptError, RuntimeError):
 
 
 class MissingDependencyError(HfCkptError, ImportError):
-    """What was asked needs an optional package that is not installed. The message has the command that installs it."""
+    """An optional package is needed, but not installed. The message contains the command that installs it."""
 
     def __init__(self, package: str, purpose: str, command: str) -> None:
         super().__init__(f"{purpose} needs `{package}`, which is not installed. Install it with: {command}")
@@ -160,7 +160,7 @@ class MissingDependencyError(HfCkptError, ImportError):
 class InPlaceError(HfCkptError, RuntimeError):
     """A tensor that backward needs was changed in place after it was saved.
 
-    `block` names the block it was saved in, and `operation` what changed it, where that is known.
+    `block` names the block it was saved in, and `operation` what changed it, if known.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class InPlaceError(HfCkptError, RuntimeError):
 
 
 class ChangedBlockError(HfCkptError, RuntimeError):
-    """A block cannot be run again as it ran forward, because it was changed before backward.
+    """A block cannot be recomputed, because it was changed between forward and backward.
 
     `block` names it, and `change` says what was changed.
     """
@@ -198,7 +198,7 @@ class ChangedBlockError(HfCkptError, RuntimeError):
 
 
 class ReplayError(HfCkptError, RuntimeError):
-    """A small module that was run again in backward saved another number of tensors than in the forward."""
+    """A small module that was rerun in backward saved another number of tensors than in the forward."""
 
     def __init__(self, block: str, module: str, expected: int, found: int) -> None:
         self.block = block
@@ -209,7 +209,7 @@ class ReplayError(HfCkptError, RuntimeError):
 
 
 class RebuildError(HfCkptError, RuntimeError):
-    """An operation that was run again in backward gave a tensor of another shape or type than in the forward."""
+    """An operation that was rerun in backward returned a tensor of another shape or type than in the forward."""
 
     def __init__(
         self, block: str, op_class: str, expected: tuple[object, object], found: tuple[object, object]
@@ -223,7 +223,7 @@ class RebuildError(HfCkptError, RuntimeError):
 
 
 class NothingSavedError(HfCkptError, RuntimeError):
-    """A block ran no operation whose result `save` keeps, so `selective` would be `full` by another name."""
+    """A block ran no operation that `save` names, so `selective` would save no more than `full`."""
 
     def __init__(self, block: str, save: tuple[str, ...]) -> None:
         self.block = block

@@ -1,11 +1,11 @@
-"""Warnings that are logged once per process, however often their cause comes back; and the logger of plans."""
+"""Warnings that are logged only once per process, and the logger of plans."""
 
 from __future__ import annotations
 
 import logging
 
 PLANS = logging.getLogger("hf_ckpt.plans")
-"""Gets one message, of level INFO, for every plan that a model gets, and for each that is made for a batch.
+"""Logs every plan that is enabled on a model or made for a batch, at level INFO.
 
 `python -m hf_ckpt` prints these messages.
 """
@@ -13,7 +13,7 @@ _given: set[tuple[str, ...]] = set()
 
 
 def warn_once(log: logging.Logger, message: str, *args: object) -> None:
-    """Log a warning, unless the same one, with the same arguments, was logged before."""
+    """Log a warning, unless it was logged before with the same arguments."""
     key = (log.name, message, *map(str, args))  # as text, because a list has no hash
     if key not in _given:
         _given.add(key)
@@ -21,5 +21,5 @@ def warn_once(log: logging.Logger, message: str, *args: object) -> None:
 
 
 def forget_warnings() -> None:
-    """Forget which warnings were given, so that each may be given once more, as tests need it."""
+    """Forget which warnings were logged, so that they can be logged again. Tests use this."""
     _given.clear()

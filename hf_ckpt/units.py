@@ -1,4 +1,4 @@
-"""Bytes, seconds and percent, as text and back. Nothing else in hf_ckpt formats a number for people."""
+"""Convert bytes, seconds and percent to text and back. No other file formats numbers for people."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _UNITS = {
     **dict.fromkeys(("t", "tib"), 2**40),
 }
 _LEAST_BYTES = 2**20
-"""A size without a unit is taken for one whose unit was forgotten, if it is less than this."""
+"""A smaller size without a unit is refused: the unit was probably forgotten."""
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*([a-zA-Z]*)\s*")
-_SHARE = re.compile(r"\s*\d{0,30}\.\d{1,30}\s*")  # no size: there is no half byte
+_SHARE = re.compile(r"\s*\d{0,30}\.\d{1,30}\s*")  # not a size: there are no half bytes
 GIB = 2**30
 DEFAULT_SHARE = 0.9
-"""Share of the device's memory that `auto`, `hf-ckpt plan` and `predict` use where no budget is given. The rest is for
+"""Share of the device's memory that `auto`, `hf-ckpt plan` and `predict` use if no budget is given. The rest is for
 memory that no tensor holds, such as gaps between blocks of the allocator."""
 
 
@@ -36,8 +36,8 @@ class UnitError(HfCkptError, ValueError):
 def parse_bytes(text: str | int) -> int:
     """Read a size in bytes: `parse_bytes("20GiB") == 21474836480`. `"20G"` is the same, and `"20GB"` is decimal.
 
-    A plain number is bytes. Raises `UnitError` if the text is no size or not positive, and for a plain number below
-    1 MiB, which nobody means: `20` is asked back.
+    A plain number is bytes. Raises `UnitError` if the text is not a positive size, and for a plain number below 1 MiB,
+    such as `20`, whose unit was probably forgotten.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
         raise UnitError(f"a size must be a number of bytes or a text like '20GiB', but is {shown(text)} instead.")
@@ -76,7 +76,7 @@ def parse_fraction(text: str) -> float:
 def parse_budget(value: float | str) -> int | float:
     """Read a budget: an int is bytes, a float a share: `parse_budget("20GiB") == 21474836480`.
 
-    A share is written as `"80%"` or, as a number or a text, 0.8. Raises `UnitError` for what is neither size nor share.
+    A share is `"80%"`, or 0.8 as a number or text. Raises `UnitError` if the value is neither a size nor a share.
     """
     if isinstance(value, str) and value.strip().endswith("%"):
         return parse_fraction(value)

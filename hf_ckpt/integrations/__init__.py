@@ -1,1 +1,1 @@
-"""Plug-ins for programs that train models, which they load by name."""
+"""Plug-ins for training programs, which load them by name."""

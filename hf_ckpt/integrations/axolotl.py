@@ -19,20 +19,20 @@ from hf_ckpt.training.callback import MemoryTimeCallback
 from hf_ckpt.training.install import install
 
 OTHERS = ("activation_offloading", "selective_checkpointing", "layer_offloading")
-"""Keys of axolotl by which it checkpoints or moves activations and layers itself."""
+"""Keys of axolotl that enable its own checkpointing or offloading."""
 
 
 class HfCkptPlugin(BasePlugin):
-    """Lets hf_ckpt answer `gradient_checkpointing` in axolotl, with any key of a spec in its kwargs.
+    """Makes hf_ckpt handle `gradient_checkpointing` in axolotl. Its kwargs may contain any key of a spec.
 
-    The memory and the time of steps are logged as by `hf_ckpt.MemoryTimeCallback`.
+    `hf_ckpt.MemoryTimeCallback` logs the memory and time of steps.
     """
 
     def register(self, cfg: Mapping[str, Any]) -> None:
         """Check the config before anything is loaded.
 
-        Raises `SpecError` for kwargs that are no spec, and where `gradient_checkpointing` is not true, so that nothing
-        would happen; `OwnerConflictError` where axolotl is to checkpoint or to offload by itself as well.
+        Raises `SpecError` if the kwargs are not a valid spec, or if `gradient_checkpointing` is not true, so that
+        nothing would happen; `OwnerConflictError` if axolotl's own checkpointing or offloading is on, too.
         """
         others = [name for name in OTHERS if cfg.get(name)]
         if others:

@@ -1,4 +1,4 @@
-"""The records that hf_ckpt passes around: what was asked (`Spec`), what was decided (`Plan`), and the actions.
+"""Records: what the user asked for (`Spec`), what was decided (`Plan`), and the actions.
 
-Nothing in this room imports torch.
+Nothing in this package imports torch.
 """

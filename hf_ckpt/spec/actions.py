@@ -70,16 +70,16 @@ class ActionKind:
     """Whether the block is compiled. Either all blocks of a plan for a budget are, or none."""
     offloads: Mapping[Action, Action] = dataclasses.field(default_factory=dict)
     """Form of this action that holds tensors in host memory -> the action that keeps the same tensors on the device.
-    The costs of the first are those of the second and the time of the copies."""
+    The costs of the first are those of the second plus the time of the copies."""
     next: Action | None = None
-    """What a block with this action gets when a step has run out of memory; it needs less. None if nothing does."""
+    """The action that replaces this one if a step runs out of memory. It needs less; None if no action does."""
     next_in_words: str = ""
     """The change to `next`, for messages."""
     colours: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Printed form of the action -> its colour in pictures."""
 
 
-# Name -> record, in the order of how much they keep.
+# Name -> record. Actions that keep most come first.
 ACTIONS: dict[str, ActionKind] = {
     record.name: record
     for record in (
@@ -172,13 +172,13 @@ def candidates(*, compiled: bool = False) -> tuple[Action, ...]:
 def offloads() -> dict[Action, Action]:
     """Return, for actions that keep tensors on the device, the action that holds the same tensors in host memory.
 
-    The action that keeps least comes first: of plans that are equally fast, the first one found is taken.
+    The action that keeps least comes first, because the planner takes the first of equally fast plans.
     """
     records = reversed(ACTIONS.values())
     return {kept: moved for record in records for moved, kept in record.offloads.items()}
 
 
 def colour_of(action: Action | str) -> str:
-    """Return an action's colour in pictures, by its printed form; grey where it has none of its own."""
+    """Return an action's colour in pictures, by its printed form; grey if it has none."""
     colours = {shown: colour for record in ACTIONS.values() for shown, colour in record.colours.items()}
     return colours.get(str(action), "0.5")

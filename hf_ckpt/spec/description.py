@@ -14,16 +14,16 @@ from hf_ckpt.units import format_bytes, format_seconds
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """What the watch has checked so far: whether the backward of blocks got what their forward saved."""
+    """Results of the watch so far: whether the backward of blocks got what their forward saved."""
 
     checks: int
-    """Checked steps of one block each."""
+    """Number of checks, each of one block in one step."""
     compared: int
     """Tensors that were compared bit for bit."""
     left_out: int
-    """Tensors of those steps that were not compared, because there was no room, or because they cannot be compared."""
+    """Tensors that were not compared, because there was no room, or because they cannot be compared."""
     differences: tuple[str, ...]
-    """What was different, in words; the first tensor of each check that found something."""
+    """The first difference of each check that found one, in words."""
     not_checked: dict[str, str]
     """What is never checked -> why."""
 
@@ -50,38 +50,38 @@ class Description:
     recomputed: dict[str, int]
     """Block name -> recomputations so far, of the whole block or (with `selective`) of operations inside it."""
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Class of an operation, or of a module that is run again -> bytes of its results that `selective` dropped in the
-    last forward, summed over the blocks."""
+    """Class of an operation, or of a module that is rerun -> bytes of its results that `selective` dropped in the last
+    forward, summed over the blocks."""
     kept: dict[str, int] = dataclasses.field(default_factory=dict)
     """Module or operation (`down_proj`, `gate_proj * up_proj`) -> bytes of its results that `selective` kept in the
     last forward, summed over the blocks; parameters are left out."""
     kept_to_rebuild: dict[str, int] = dataclasses.field(default_factory=dict)
-    """The part of `kept` that autograd itself would not hold. Without `selective`, autograd would hold the rest of
-    `kept`, and all of `dropped`."""
+    """The part of `kept` that autograd itself does not save. Without `selective`, autograd saves the rest of `kept`, and
+    all of `dropped`."""
     plans: dict[str, Plan] = dataclasses.field(default_factory=dict)
-    """Under `budget` and `auto`: the batch shape that a plan was made for, in words -> the plan. A batch takes the one
-    of its bucket; `plan` is that of the last batch."""
+    """Under `budget` and `auto`: the batch shape that a plan was made for, in words -> the plan. A smaller batch
+    may use it, too; `plan` is that of the last batch."""
     costs: tuple[tuple[str, int, float | None], ...] = ()
-    """Under `budget` and `auto`, what measured steps have shown of a block of the most usual kind under each action:
-    (action, bytes kept, time of forward and backward as a share of that under `full`; None if it was not timed)."""
+    """Under `budget` and `auto`, measurements of a block of the most common kind under each action: (action, bytes
+    kept, time of forward and backward as a share of that under `full`; None if it was not timed)."""
     measured_bytes: int | None = None
-    """Under `budget` and `auto`, the real peak of the first step of the plan; None if it was not measured."""
+    """Under `budget` and `auto`, the measured peak of the plan's first step; None if it was not measured."""
     moved: dict[str, int] = dataclasses.field(default_factory=dict)
     """Block name -> bytes that its last forward moved to host memory."""
     watched: Watched | None = None
-    """What the watch has checked so far; None where nothing is watched."""
+    """Results of the watch so far; None if nothing is checked."""
     chunked_heads: int = 0
     """Calls of the head that ran in chunks so far."""
     chunked_mlps: int = 0
-    """Forward calls of feed-forwards that ran in chunks so far, those in recomputations included."""
+    """Forward calls of feed-forwards that ran in chunks so far, including those in recomputations."""
     in_graphs: tuple[str, ...] = ()
-    """Planned blocks that were called from a graph of torch.compile, where no call is counted."""
+    """Planned blocks inside a graph of torch.compile, where calls are not counted."""
     compiled_by_others: tuple[str, ...] = ()
-    """Blocks that were to be compiled, but lie in a graph that something else compiles, where no share counts."""
+    """Blocks that hf_ckpt should compile, but that are in a graph of other code, where their share has no effect."""
     head_in_graph: bool = False
-    """Whether the head is planned to run in chunks, but ran as a whole in a graph of torch.compile."""
+    """Whether the head should run in chunks, but ran as a whole in a graph of torch.compile."""
     mlp_in_graph: bool = False
-    """Whether feed-forwards are planned to run in chunks, but one ran as a whole in a graph of torch.compile."""
+    """Whether feed-forwards should run in chunks, but one ran as a whole in a graph of torch.compile."""
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON or YAML file, as `Plan.save` does."""
@@ -142,7 +142,7 @@ class Description:
 
 
 def _in_a_line(plan: Plan) -> str:
-    """How many blocks have each action, and the predicted peak."""
+    """Return the number of blocks with each action, and the predicted peak, in one line."""
     counts = collections.Counter(str(action) for _, action in plan.actions)
     found = ", ".join(f"{count} x {action}" for action, count in counts.items())
     chunks = "" if plan.head == "full" else ", head in chunks"

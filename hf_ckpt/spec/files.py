@@ -1,4 +1,4 @@
-"""Reading JSON and YAML files up to a size, and writing files atomically."""
+"""Read JSON and YAML files up to a size, and write files atomically."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LARGEST_BYTES = 16 * 2**20
 LARGEST_YAML_BYTES = 2**20
 """Larger YAML texts are not read: YAML takes about a hundred times as long as JSON."""
 YAML_SUFFIXES = (".yaml", ".yml")
-_DEEPEST_YAML = 100  # levels of nesting; PyYAML's loaders call themselves for each
+_DEEPEST_YAML = 100  # levels of nesting; PyYAML's loaders recurse for each
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
 def read_values(path: str | Path) -> Any:
-    """Return the value in a JSON or YAML file. Raises `ValueError` with the reason where that cannot be read."""
+    """Return the value in a JSON or YAML file. Raises `ValueError` with the reason if it cannot be read."""
     return parse_values(read_bytes(path), Path(path).suffix)
 
 
@@ -52,8 +52,8 @@ def read_bytes(path: str | Path) -> bytes:
 def parse_values(content: bytes, suffix: str = "") -> Any:
     """Return the value of a JSON or YAML text, given as bytes in UTF-8.
 
-    A text is JSON if its file has the suffix `.json`, or if it parses as JSON; the YAML parser would take very long.
-    Raises `ValueError` if it is neither.
+    A text is JSON if its file has the suffix `.json`, or if it parses as JSON: the YAML parser is much slower. Raises
+    `ValueError` if it is neither.
     """
     only_json = suffix.lower() == ".json"
     try:
@@ -63,7 +63,7 @@ def parse_values(content: bytes, suffix: str = "") -> Any:
     if only_json or text.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(text)
-        except (ValueError, RecursionError) as error:  # no JSON, a number of too many digits, or nested too deep
+        except (ValueError, RecursionError) as error:  # not JSON, too many digits, or nested too deep
             if only_json or len(content) > LARGEST_YAML_BYTES:
                 raise ValueError(f"not valid JSON: {_reason(error)}") from error
     try:
@@ -93,7 +93,7 @@ def load_yaml(text: str) -> Any:
             if depth > _DEEPEST_YAML:
                 raise ValueError(f"it is nested more than {_DEEPEST_YAML} levels deep")
         return yaml.load(text, Loader=loader)
-    # PyYAML lets other errors through for values that do not fit their tags: an impossible date, or `!!bool maybe`.
+    # PyYAML raises other errors for values that do not fit their tags: an impossible date, or `!!bool maybe`.
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(_reason(error)) from error
 
@@ -106,7 +106,7 @@ def _reason(error: Exception) -> str:
 
 
 def refuse_unwritable(path: str | Path, suffixes: Sequence[str] = ()) -> None:
-    """Raise `FileError` if no file can be written at a path. Call it before work whose result goes there.
+    """Raise `FileError` if a file cannot be written to a path. Call it before the work whose result goes there.
 
     Args:
         path: of the file, in an existing folder.
@@ -157,7 +157,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def append_line(path: str | Path, line: str) -> None:
-    """Append a line to a regular file, or nothing if that fails. Raises `FileError` then."""
+    """Append a line to a regular file. If that fails, raise `FileError` and leave the file unchanged."""
     data = line.encode() + b"\n"
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         # Not opened, because opening a pipe waits for a reader. Opening a directory is an error.

@@ -27,9 +27,9 @@ from hf_ckpt.spec.files import (
 from hf_ckpt.units import format_bytes
 
 FORMAT_VERSION = 1
-"""Version of the format of saved plans, which they carry."""
+"""Format version of saved plans, which each file contains."""
 SUFFIXES = (".json", *YAML_SUFFIXES)
-"""What the path of a saved plan may end in."""
+"""Allowed suffixes of saved plans."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Block:
     index: int
     """Position in the stack, from 0."""
     kind: str
-    """Class name of the layer, as `LlamaDecoderLayer`."""
+    """Class name of the layer, such as `LlamaDecoderLayer`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Prediction:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
-        """Read the dict that `to_dict` returns. Raises `KeyError`, `TypeError` or `ValueError` for any other."""
+        """Read the dict that `to_dict` returns. Raises `KeyError`, `TypeError` or `ValueError` if it is invalid."""
         parts = tuple((str(name), _whole(size, f"part {name!r}")) for name, size in data["parts"].items())
         counts = {name: _whole(data[name], name) for name in ("peak_bytes", "tokens")}
         if data.get("budget_bytes") is not None:
@@ -108,8 +108,8 @@ class Plan:
     prediction: Prediction | None = dataclasses.field(default=None, compare=False)
     """Predicted memory and time; None if they were not computed. `==` ignores it."""
     head: int | str = "full"
-    """How the head and its loss run: `full` for as a whole, a number for chunks of so many tokens, or `auto` for chunks
-    whose size is chosen in each call."""
+    """How the head and its loss run: `full` (as a whole), a number (in chunks of so many tokens), or `auto` (in chunks
+    whose size is chosen in each call)."""
     mlp: int | str = "full"
     """How the feed-forward of each block runs: `full`, a number, or `auto`, as for `head`."""
 
@@ -181,7 +181,7 @@ class Plan:
         """Write the plan to a JSON (`.json`) or YAML (`.yaml`, `.yml`) file in an existing folder.
 
         Raises `FileError` for another suffix, if the file cannot be written, and if `load` would refuse its size. An
-        existing file stays as it was then.
+        existing file is then unchanged.
         """
         refuse_unwritable(path, SUFFIXES)
         as_yaml = Path(path).suffix.lower() in YAML_SUFFIXES
@@ -248,13 +248,13 @@ def _summary(pairs: list[tuple[Block, Action]]) -> str:
 
 
 def run_lengths(blocks: int, runs: int) -> list[int]:
-    """Cut a number of blocks into a number of runs. The lengths differ by one at most, and the longer come first."""
+    """Return the lengths of `runs` runs that cover all blocks. They differ by at most one; longer runs come first."""
     each, longer = divmod(blocks, runs)
     return [each + (number < longer) for number in range(runs)]
 
 
 def numbers_of_runs(blocks: int, runs: int) -> list[int]:
-    """Return the run that each block is in, where a number of blocks is cut into a number of runs."""
+    """Return the number of the run that each block is in; see `run_lengths`."""
     return [number for number, length in enumerate(run_lengths(blocks, runs)) for _ in range(length)]
 
 
@@ -280,7 +280,7 @@ def _whole(value: Any, name: str) -> int:
 
 
 def _read_tokens(data: Mapping[str, Any], key: str) -> int | str:
-    """Read `Plan.head` or `Plan.mlp` from a saved plan. Raises `ValueError` if it is none."""
+    """Read `Plan.head` or `Plan.mlp` from a saved plan. Raises `ValueError` if it is invalid."""
     tokens = data.get(key, "full")
     if tokens not in ("full", "auto") and not (type(tokens) is int and tokens >= 1):
         raise ValueError(f"its {key} is {shown(tokens)}, which is neither a number of tokens nor `auto` nor `full`")
@@ -288,7 +288,7 @@ def _read_tokens(data: Mapping[str, Any], key: str) -> int | str:
 
 
 def _read_rows(stacks: Mapping[str, list[Mapping[str, Any]]]) -> Iterator[tuple[Block, Action]]:
-    """Read `Plan.actions` from a saved plan. Raises `KeyError` or `ValueError` where a row is not as it must be."""
+    """Read `Plan.actions` from a saved plan. Raises `KeyError` or `ValueError` if a row is invalid."""
     seen: set[str] = set()
     for stack, rows in stacks.items():
         for index, row in enumerate(rows):

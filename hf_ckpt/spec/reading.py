@@ -33,7 +33,7 @@ LayerRange = tuple[int, int]
 Layers = str | tuple[tuple[str, str], ...]
 """A choice of blocks like "0-15,-1" for every stack, or (stack, such a choice) pairs."""
 
-_MOST_PROBLEMS = 20  # listed for one list of rules
+_MOST_PROBLEMS = 20  # that are listed for one list of rules
 _RANGE = re.compile(r"(-?\d+)(-(-?\d+)?)?")
 
 

@@ -29,13 +29,13 @@ from hf_ckpt.spec.reading import (
 from hf_ckpt.units import exact_size
 
 PLANNED_POLICIES = ("budget", "auto")
-"""Policies for which the training makes the plan in its first steps."""
+"""Policies whose plan is made in the first steps of a run."""
 SELECTING_KEYS = frozenset(
     {"policy", "save", "every_n_layers", "layers", "segments", "budget", "host_budget", "offload", "rules", "plan"}
     | {"compile", "share"}
 )
 """Keys that choose blocks or actions. An enable call without any of them keeps the installed plan."""
-_MOST_UNKNOWN = 10  # unknown keys that an error has a line for
+_MOST_UNKNOWN = 10  # unknown keys that an error lists
 # Keys that people know from elsewhere -> why they are refused.
 _FOREIGN_KEYS = {
     "context_fn": "is a callable, which TrainingArguments cannot save as JSON; ask for `policy: selective` instead.",
@@ -69,8 +69,8 @@ class Spec:
     """Split each stack into this many segments, and recompute each segment as a whole. "sqrt" is the square root of the
     number of blocks."""
     budget: float | None = None
-    """For `policy: budget`: the peak that is allowed. An int is bytes, a float a share of the device. A spec writes
-    "20GiB", "80%" or 0.8."""
+    """For `policy: budget`: the allowed peak. An int is bytes, a float a share of the device. Written as "20GiB", "80%"
+    or 0.8."""
     host_budget: int | None = None
     """Bytes of host memory that offloading may use, written as "64GiB". Without it, `budget` and `auto` do not
     offload."""
@@ -129,11 +129,11 @@ class Spec:
 
     @property
     def is_planned(self) -> bool:
-        """Whether the training makes the plan in its first steps, as with `budget` and `auto`."""
+        """Whether the plan is made in the first steps of a run, as with `budget` and `auto`."""
         return self.policy in PLANNED_POLICIES
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict without defaults that can be written as JSON, and that `Spec.parse` reads as an equal spec."""
+        """Return a JSON-able dict without defaults, which `Spec.parse` reads back to an equal spec."""
         found: dict[str, Any] = {} if self.plan else {"policy": self.policy}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -161,9 +161,9 @@ class Spec:
         they name: many callers pass `{"use_reentrant": False}` or nothing when they enable a model again, and must not
         lose its plan. Raises `SpecError` as `parse` does.
         """
-        # Hugging Face's Trainer spells out these defaults in every call; they choose nothing.
+        # Hugging Face's Trainer passes these defaults in every call; they choose nothing.
         neutral = (("every_n_layers", 1), ("offload", False))
-        # The types are compared too: True == 1 in Python, but True is no number of layers.
+        # The types are compared too: True == 1 in Python, but True is not a number of layers.
         asked = {
             key: value
             for key, value in enable_kwargs.items()
@@ -185,7 +185,7 @@ def _from_text(given: str | Path) -> Spec:
     if isinstance(given, str) and text.startswith("{"):
         try:
             loaded = json.loads(text)
-        except (ValueError, RecursionError) as error:  # no JSON, a number of too many digits, or nested too deep
+        except (ValueError, RecursionError) as error:  # not JSON, too many digits, or nested too deep
             raise SpecError([f"not valid JSON ({error}): {shown(text, quoted=False)}"]) from error
         return _from_mapping(loaded, "the JSON text")
     if isinstance(given, str) and "=" in text and not _is_file(text):
@@ -226,7 +226,7 @@ def _from_file(path: Path) -> Spec:
 
 
 def _from_mapping(given: Any, source: str | None) -> Spec:
-    """Read a mapping of keys; `source` says in the error where it came from. Raises `SpecError` with every problem."""
+    """Read a mapping of keys. Errors name its `source`. Raises `SpecError` with all problems."""
     if not isinstance(given, Mapping):
         raise SpecError(
             [f"a spec must be a mapping of keys, but is {type(given).__name__} instead: {shown(given)}"], source
@@ -234,7 +234,7 @@ def _from_mapping(given: Any, source: str | None) -> Spec:
     problems: list[str] = []
     values: dict[str, Any] = {}
     broken: set[str] = set()
-    """Keys whose value is not known, because it was refused or because the key is misspelt."""
+    """Keys whose value is unknown, because it is invalid or the key is misspelt."""
     unknown = 0
     for key, value in given.items():
         reader = READERS.get(key)
@@ -257,7 +257,7 @@ def _from_mapping(given: Any, source: str | None) -> Spec:
     if "policy" not in given:
         values["policy"] = _implied_policy(values)
     spec = Spec(**{key: value for key, value in values.items() if value is not None})
-    # A conflict with a key whose value is not known would follow from a mistake that is told already.
+    # A conflict with such a key would follow from a mistake that is already listed.
     problems += [text for text in _conflicts(spec, given) if broken.isdisjoint(re.findall(r"\w+", text))]
     if problems:
         raise SpecError(problems, source)
@@ -273,11 +273,11 @@ def _implied_policy(values: Mapping[str, Any]) -> str:
 
 
 _Checks = list[tuple[bool, str]]
-"""(whether the keys are in conflict, the sentence that says so) for each combination that is looked at."""
+"""(whether keys are in conflict, a sentence that says so) for each checked combination."""
 
 
 def _conflicts(spec: Spec, given: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for every combination of keys that cannot be honoured as a whole."""
+    """Return a sentence for every combination of keys that is in conflict."""
     policies = {spec.policy, *(rule.policy for rule in spec.rules)}
     planned = set(PLANNED_POLICIES) & policies
     checks = [

@@ -1,1 +1,1 @@
-"""What runs beside a training: the callback that measures it, the guard against running out of memory, and `verify`."""
+"""Tools for a training run: the callback that measures it, the guard against running out of memory, and `verify`."""

@@ -1,4 +1,4 @@
-"""Batch shapes, and the other state of a training that a plan depends on."""
+"""Batch shapes, and other training state that a plan depends on."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Forward:
 
     @property
     def text(self) -> tuple[int, int]:
-        """Sequences and tokens of each; (1, 0) for a forward without text."""
+        """(sequences, tokens of each); (1, 0) for a forward without text."""
         shapes = dict(self.shapes)
         for name in ("input_ids", "inputs_embeds", "hidden_states"):
             if len(shapes.get(name, ())) >= 2:
@@ -79,8 +79,8 @@ class Batch:
         return sum(math.prod(shape) for forward in self.forwards for _, shape in forward.shapes)
 
     def share_between(self, low: Batch, high: Batch) -> float | None:
-        """How far on the straight way from `low` to `high` a batch lies that covers this one, from 0 to 1; None if
-        `low` does not lie below this batch, or `high` not above it."""
+        """Return the smallest share, from 0 to 1, at which the linear interpolation from `low` to `high` covers this
+        batch; None if this batch does not lie between them."""
         if not (high.covers(self) and self.covers(low)):
             return None
         if len({len(low.forwards), len(self.forwards), len(high.forwards)}) != 1:
@@ -126,7 +126,7 @@ def look_of(base: nn.Module, device_type: str, sharded: bool) -> tuple[Any, ...]
     """Return what a step depends on beside its batch: which parameters are trained, their bytes (unless `sharded`), and
     autocast's type.
 
-    Every batch calls it. For 32 blocks of LLaMA it takes 0.1 to 0.2 ms, a quarter of `base.parameters()`.
+    It runs for every batch. For 32 blocks of LLaMA, it takes 0.1 to 0.2 ms, a quarter of `base.parameters()`.
     """
     found: list[nn.Parameter | None] = []
     modules = [base]

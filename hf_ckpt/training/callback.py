@@ -8,15 +8,15 @@ saving:
 | key | unit | meaning |
 |---|---|---|
 | `memory/peak_gib` | GiB | the largest memory use in the window, on the rank that used most |
-| `memory/reserved_gib` | GiB | the most that the allocator took from the device; on accelerators only |
-| `memory/head_gib` | GiB | the head's output (logits), where a head was found; loss and gradient need a multiple |
-| `memory/predicted_gib` | GiB | the largest peak that was predicted for a plan of `budget` or `auto` in the window |
-| `memory/prediction_error` | 1 | measured over predicted peak, less 1; on accelerators, whose meter counts tensors |
-| `plan/bucket` | tokens | size of the batches that the last step's plan was made for; only with `budget` and `auto` |
+| `memory/reserved_gib` | GiB | the most that the allocator reserved on the device; on accelerators only |
+| `memory/head_gib` | GiB | output of the head (logits), if a head was found; loss and gradient need a multiple |
+| `memory/predicted_gib` | GiB | the largest predicted peak of the plans in the window; only with `budget` and `auto` |
+| `memory/prediction_error` | 1 | measured over predicted peak, minus 1; on accelerators, whose meter counts tensors |
+| `plan/bucket` | tokens | size of the batch that the last step's plan was made for; only with `budget` and `auto` |
 | `time/step_s` | s | wall time of a step with its data loading, on the slowest rank |
-| `time/tokens_per_s` | 1/s | tokens in `input_ids` of all ranks; `time/samples_per_s` where inputs cannot be seen |
-| `time/recompute_share` | 0 to 1 | the share of the time spent recomputing blocks; only while a plan is enabled |
-| `ckpt/mismatch` | checks | how many checks found a block whose backward was not given what its forward saved |
+| `time/tokens_per_s` | 1/s | tokens in `input_ids` of all ranks; `time/samples_per_s` if inputs cannot be read |
+| `time/recompute_share` | 0 to 1 | share of the time that blocks are recomputed; only while a plan is enabled |
+| `ckpt/mismatch` | checks | checks that found a block whose backward did not get what its forward saved |
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ log = logging.getLogger(__name__)
 
 
 HEAD_SHARE = 0.25
-"""Share of the peak above which the head's output is warned of: with loss and gradient it is most of the peak then."""
+"""The callback warns if the head's output is a larger share of the peak. With loss and gradient, it is most of it."""
 METRICS_FILE = "hf_ckpt_metrics.jsonl"
-"""Name of the file in the output folder that the figures are written to, one JSON object a line."""
+"""Name of the file in the output folder that contains the figures, one JSON object per line."""
 Metrics = dict[str, float | None]
 """Key of the table above -> its value, or None if it is unknown."""
 
@@ -76,7 +76,7 @@ class MemoryTimeCallback(TrainerCallback):
         summary: print a table at the end of the training.
         check_every: for a model that hf_ckpt does not checkpoint (transformers itself does, for example): in every n-th
             step, check whether the backward of one block gets what its forward saved. Blocks take turns. 0 checks
-            nothing. Under a plan of hf_ckpt, the spec's `check_every` counts instead.
+            nothing. Under a plan of hf_ckpt, the spec's `check_every` applies instead.
         on_mismatch: what happens if such a check finds a difference: `warn`, or `raise` to stop the run before the
             optimizer steps.
 
@@ -90,7 +90,7 @@ class MemoryTimeCallback(TrainerCallback):
         self._forget()
 
     def _forget(self) -> None:
-        """Begin anew: remove the hooks of the last training and forget its figures."""
+        """Remove the hooks of the last training and forget its figures."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -101,7 +101,7 @@ class MemoryTimeCallback(TrainerCallback):
         self._watch = Watch(self.check_every, self.on_mismatch) if self.check_every else None
         """Checks a model that hf_ckpt does not checkpoint."""
         self._mismatches = 0
-        """Checks that had found a difference when the window began."""
+        """Number of checks that found a difference before the window."""
         self._windows: list[Metrics] = []
         self._counts = _Counts()
         self._written: list[Plan] = []
@@ -113,7 +113,7 @@ class MemoryTimeCallback(TrainerCallback):
         self._reserved: float | None = None
         self._counts.tokens = self._counts.head_bytes = 0
         self._used: list[Planned] = []
-        """The plans of the window's micro-steps, the last one last."""
+        """The plans of the window's micro-steps, the latest one last."""
 
     # --- events, which the Trainer calls ---
 
@@ -149,9 +149,9 @@ class MemoryTimeCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check the plan at the first step, and start the clock if it stands still.
+        """Check the plan at the first step, and start the clock if it is paused.
 
-        Raises `PlanLostError` if a planned block no longer carries its function.
+        Raises `PlanLostError` if a planned block has lost its checkpointing function.
         """
         record = _record(kwargs["model"])
         if record is not None:
@@ -160,7 +160,7 @@ class MemoryTimeCallback(TrainerCallback):
                 lost = lost_blocks(kwargs["model"])
                 if lost:
                     raise PlanLostError(lost)
-            record.functions.observe(self._recompute.observer())  # at every step: an enable call may have made others
+            record.functions.observe(self._recompute.observer())  # an enable call may create new functions
         elif self._watch is not None:
             self._counts.watch = self._watch_forward
         if not self._clock.running and self._meter is not None:
@@ -170,21 +170,21 @@ class MemoryTimeCallback(TrainerCallback):
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write down a plan that was made for a micro-step."""
+        """Record a plan that was made for a micro-step."""
         self._note_plan(args, state, kwargs["model"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Count the step, and write down a plan that was made in it."""
+        """Count the step, and record a plan that was made in it."""
         self._clock.count_step()
         self._note_plan(args, state, kwargs["model"])
-        if not control.should_log:  # else `on_log` comes first, and waits for the accelerator
+        if not control.should_log:  # otherwise `on_log` follows, and waits for the accelerator
             self._pause_for_others(control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop the clock where evaluation or saving follows, and no log comes first."""
-        # The Trainer logs a step only once: what the last step has logged already is not logged again here.
+        """Pause the clock if evaluation or saving follows without a log before it."""
+        # The Trainer logs a step only once: if the last step was logged already, no log follows.
         if not control.should_log or not self._clock.steps:
             self._pause_for_others(control)
 
@@ -212,7 +212,7 @@ class MemoryTimeCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write and print the summary of the run, with the steps since the last log, and let go of the model."""
+        """Write and print the summary of the run, including steps since the last log, and remove all hooks."""
         record = _record(kwargs["model"])
         if self._clock.steps:
             self._take_window(args, kwargs["model"])
@@ -227,7 +227,7 @@ class MemoryTimeCallback(TrainerCallback):
     # --- what the events do ---
 
     def _go_before_reporters(self) -> None:
-        """Let the Trainer call this callback before its reporters, which read what it adds to the logs."""
+        """Move this callback before the Trainer's reporters, which read what it adds to the logs."""
         handler = compat.callback_handler_of(self)
         if handler is None:
             log.warning("no callback handler found: figures go to %s only, not to the reporters.", METRICS_FILE)
@@ -238,15 +238,15 @@ class MemoryTimeCallback(TrainerCallback):
         handler.callbacks[:] = [*others[:place], self, *others[place:]]
 
     def _watch_forward(self, running: nn.Module) -> None:
-        """Have the watch see the forward of a model, plain or wrapped, that is about to begin."""
+        """Notify the watch of a forward that is about to begin, of a plain or wrapped model."""
         try:
             if self._watch is not None:
                 self._watch.on_forward(base_model(running), None, running)
-        except (NoBlocksError, OwnerConflictError):  # nothing there that could be checked
+        except (NoBlocksError, OwnerConflictError):  # nothing to check
             self._watch = None
 
     def _note_plan(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
-        """Write a plan that was made for batches to the metrics file, once; warn where torch.compile prevents plans."""
+        """Write each plan of `budget` or `auto` to the metrics file once; warn if torch.compile prevents a part."""
         record = _record(model)
         if record is None or not record.enabled:
             return
@@ -286,20 +286,20 @@ class MemoryTimeCallback(TrainerCallback):
         )
 
     def _pause_for_others(self, control: TrainerControl) -> None:
-        """Where evaluation, saving or the end comes next, keep its time and its memory out of the window."""
+        """If evaluation, saving or the end follows, exclude its time and memory from the window."""
         others = control.should_evaluate or control.should_save or control.should_training_stop
         if others and self._clock.running:
             self._read_meter()
             self._clock.pause()
 
     def _read_meter(self) -> None:
-        """Read the meter into the peak of the window, which later readings can only raise."""
+        """Raise the peaks of the window to those of the meter."""
         assert self._meter is not None
         self._peak = _largest(self._peak, self._meter.peak_bytes())
         self._reserved = _largest(self._reserved, self._meter.reserved_bytes())
 
     def _take_window(self, args: TrainingArguments, model: nn.Module) -> Metrics | None:
-        """Return the figures of the window that ends now, over all ranks, and begin a new one; None for no step."""
+        """Return the figures of the window over all ranks, or None if it has no step, and begin a new window."""
         if self._meter is None:
             return None
         seconds, steps = self._clock.take()
@@ -363,7 +363,7 @@ class MemoryTimeCallback(TrainerCallback):
         return metrics
 
     def _take_mismatches(self, record: Installation | None) -> float | None:
-        """Return how many checks of the window found a difference; None where nothing is checked."""
+        """Return how many checks of the window found a difference; None if nothing is checked."""
         watch = self._watch if record is None else record.watch
         if watch is None:
             return None
@@ -371,7 +371,7 @@ class MemoryTimeCallback(TrainerCallback):
         return float(max(0, self._mismatches - before))
 
     def _write(self, args: TrainingArguments, state: TrainerState, event: str, **row: Any) -> None:
-        """Append a row to the metrics file, on the first rank only; warn once where it cannot be written."""
+        """Append a row to the metrics file, on the first rank only; warn once if that fails."""
         if not state.is_world_process_zero or args.output_dir is None:
             return
         path = Path(args.output_dir) / METRICS_FILE
@@ -383,7 +383,7 @@ class MemoryTimeCallback(TrainerCallback):
 
 
 class _Counts:
-    """Tokens and the head's largest output in training forwards, counted by hooks. A copied model copies it along."""
+    """Tokens and the head's largest output in training forwards, counted by hooks. It is copied with the model."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -395,7 +395,7 @@ class _Counts:
         return {**vars(self), "watch": None}
 
     def see_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the model: count the tokens of training forwards, and tell the watch of the first."""
+        """Forward pre-hook of the model: count the tokens of training forwards, and notify the watch of the first."""
         if compat.is_compiling() or runs_again() or not (model.training and torch.is_grad_enabled()):
             return
         watch, self.watch = self.watch, None
@@ -451,7 +451,7 @@ def _share(part: float | None, whole: float | None) -> float | None:
 
 
 def _summarise(windows: list[Metrics]) -> Metrics:
-    """Return the figures of the whole run: the largest of the memory figures, and the median of the others."""
+    """Return the figures of the whole run: the largest memory use, the sum of mismatches, and medians of the others."""
     summary: Metrics = {}
     for key in dict.fromkeys(key for window in windows for key in window):
         values = [value for window in windows if (value := window.get(key)) is not None]

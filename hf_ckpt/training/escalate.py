@@ -1,4 +1,4 @@
-"""Enables a plan that needs less memory, after a step has run out of it."""
+"""Enable a plan that needs less memory after a step has run out of memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def step_down(model: nn.Module, *, exact: bool = False) -> str | None:
 
     Under `budget` and `auto`, the first change is a lower budget. After that, and for all other plans, one action
     changes at a time: `keep` to `selective`, `selective` to `full`, `full` to `offload` (not on a CPU), and the head to
-    chunks. A plan that is not enabled is enabled first. On a model without a plan, `selective` comes first, or what
-    follows `full` if transformers' own checkpointing is enabled.
+    chunks. A plan that is not enabled is enabled first. On a model without a plan, `selective` comes first, or the
+    change after `full` if transformers' own checkpointing is enabled.
 
     Args:
         model: a PreTrainedModel, plain or wrapped.

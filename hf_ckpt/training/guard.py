@@ -38,17 +38,17 @@ _again: contextvars.ContextVar[bool] = contextvars.ContextVar("hf_ckpt_again", d
 
 
 def runs_again() -> bool:
-    """Return whether the guard is repeating a step right now."""
+    """Return whether the guard is retrying a step right now."""
     return _again.get()
 
 
 _State = tuple[tuple[int, int], ...]
-"""For each of some tensors, which object it is and how often it was changed; equal states mean that none changed."""
+"""(id, version) of each of some tensors. If two states are equal, no tensor has changed."""
 
 
 @dataclasses.dataclass
 class _MicroStep:
-    """What is needed to run a micro-step again."""
+    """What the guard needs to rerun a micro-step."""
 
     run: Callable[[], Any]
     """The user's function with its arguments."""
@@ -58,7 +58,7 @@ class _MicroStep:
 
 @dataclasses.dataclass(frozen=True)
 class _Failure:
-    """How an attempt at a micro-step ran out of memory."""
+    """An attempt at a micro-step that ran out of memory."""
 
     error: BaseException
     """The error, without its tracebacks, whose frames hold the activations of the step."""
@@ -79,8 +79,8 @@ class OomGuard:
         guard = hf_ckpt.OomGuard(model)
         loss = guard(forward_and_backward, batch)  # runs forward_and_backward(batch), with retries
 
-    The guard starts with the plan of `hf_ckpt.install`, or without one. After each failure it takes the next of these
-    steps, and keeps it for the rest of the training: a smaller budget (under `budget` or `auto`), `selective`, `full`,
+    The guard starts with the plan of `hf_ckpt.install`, or without one. After each failure, it makes the next of these
+    changes, for the rest of the training: a smaller budget (under `budget` or `auto`), `selective`, `full`,
     hidden states in host memory, and the head in chunks. If the logits need more memory than the hidden states, the
     head comes first.
 
@@ -101,27 +101,27 @@ class OomGuard:
         find_blocks(model)
         self.model, self.exact, self.also = model, exact, tuple(also)
         self.taken: list[str] = []
-        """What was tightened so far, in words, in the order of trying."""
+        """The changes that the guard has made so far, in words and in order."""
         self.attempts = 0
-        """How many attempts at micro-steps have run out of memory."""
+        """Number of attempts at micro-steps that ran out of memory."""
         self._trained: list[nn.Parameter] = []
         """The parameters that are trained."""
         self._devices: set[torch.device] = set()
-        """The devices of all parameters, whose random state is kept."""
+        """The devices of all parameters. Their random state is saved."""
         self._steps: list[_MicroStep] = []
         """The micro-steps since the last optimizer step."""
         self._running = False
         """Whether a micro-step runs now."""
         self._left: _State | None = None
-        """The gradients as the last micro-step left them; None if the next one begins a new optimizer step."""
+        """State of the gradients after the last micro-step; None if the next one begins a new optimizer step."""
         self._zeroed = False
-        """Whether there were gradient tensors before the first micro-step, so that dropping means setting to zero."""
+        """Whether gradient tensors existed before the first micro-step; then dropped gradients are set to zero."""
         self._earlier = False
-        """Whether these gradients were not zero: they come from outside the guard and cannot be computed again."""
+        """Whether these gradients were not zero: they come from outside the guard and cannot be recomputed."""
         self._refuse_ranks()
 
     def __call__(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `step(*args, **kwargs)` until it does not run out of memory, and return its result.
+        """Run `step(*args, **kwargs)`, retry it if it runs out of memory, and return its result.
 
         Args:
             step: runs the forward, the loss and the backward of one micro-step, without the optimizer. Other effects
@@ -129,10 +129,10 @@ class OomGuard:
             args: positional arguments of `step`.
             kwargs: keyword arguments of `step`.
 
-        Raises `OutOfPlansError` if memory runs out under the tightest plan, or if the step cannot be repeated, and
+        Raises `OutOfPlansError` if memory runs out under the tightest plan, or if the step cannot be retried, and
         every other error of `step`.
         """
-        if self._running:  # a guard inside the same one: the outer one runs the step again
+        if self._running:  # a call inside a call of the same guard: the outer one retries
             return step(*args, **kwargs)
         gradients = self._gradients()
         if self._left is None or self._left != gradients or not any(found for found, _ in gradients):
@@ -145,13 +145,13 @@ class OomGuard:
         finally:
             self._running = False
         after = self._gradients()
-        # Where the step itself dropped gradients, an optimizer step has ended in it.
+        # If the step itself dropped gradients, an optimizer step has ended in it.
         if not any(old and old != new for (old, _), (new, _) in zip(gradients, after, strict=True)):
             self._left = after
         return result
 
     def _begin(self) -> None:
-        """Begin a new optimizer step: forget earlier micro-steps, and look at what is trained now."""
+        """Begin a new optimizer step: forget earlier micro-steps, and find the parameters that are trained now."""
         self._steps.clear()
         self._refuse_ranks()  # the model may have been wrapped or sharded since
         parameters = list(dict.fromkeys((*self.model.parameters(), *self.also)))
@@ -162,7 +162,7 @@ class OomGuard:
         self._earlier = any(bool(gradient.any()) for gradient in gradients)
 
     def _refuse_ranks(self) -> None:
-        """Raise `HfCkptError` where other ranks would wait for one that runs a step again."""
+        """Raise `HfCkptError` if other ranks would wait for a rank that retries a step."""
         if compat.ranks() > 1 or compat.steps_in_lockstep(self.model):
             raise HfCkptError(
                 "OomGuard works in a single process only, without FSDP and DeepSpeed: ranks wait for each other inside "
@@ -171,7 +171,7 @@ class OomGuard:
             )
 
     def _run(self) -> Any:
-        """Run the last micro-step, and earlier ones again where that is needed, until it has a result."""
+        """Run the last micro-step until it succeeds, and rerun earlier ones if necessary."""
         pending, again, result = self._steps[-1:], False, None
         while pending:
             if again:
@@ -190,7 +190,7 @@ class OomGuard:
         return result
 
     def _attempt(self, step: _MicroStep, again: bool) -> tuple[Any, _Failure | None]:
-        """Run a micro-step once, and return its result, or how it ran out of memory. Other errors pass."""
+        """Run a micro-step once. Return its result, or its failure if memory ran out. Other errors pass through."""
         gradients, weights = self._gradients(), self._weights()
         token = _again.set(again)
         try:
@@ -207,7 +207,7 @@ class OomGuard:
         return None, _Failure(error, trace, *changed)
 
     def _refuse(self, failure: _Failure) -> None:
-        """Raise `OutOfPlansError` when a failed step cannot be run again."""
+        """Raise `OutOfPlansError` if a failed step cannot be retried."""
         # A fused optimizer does not count its changes of weights.
         if failure.weights_changed or compat.has_gradient_hooks(self._trained):
             reason = "Weights may have been changed in the backward (an optimizer inside it), so it cannot run again."
@@ -218,7 +218,7 @@ class OomGuard:
         self._give_up(failure, reason)
 
     def _tighten(self, failure: _Failure) -> None:
-        """Put the next plan on that needs less memory. Raises `OutOfPlansError` if there is none."""
+        """Enable the next plan that needs less memory. Raises `OutOfPlansError` if there is none."""
         try:
             taken = step_down(self.model, exact=self.exact)
         except HfCkptError as error:
@@ -247,7 +247,7 @@ class OomGuard:
         raise OutOfPlansError(f"{failure.first_line} hf_ckpt: {reason}", tried=self.taken) from failure.error
 
     def _drop_gradients(self) -> None:
-        """Make the gradients what they were before the first micro-step of this optimizer step."""
+        """Restore the gradients from before the first micro-step of this optimizer step: none, or zeros."""
         for parameter in self._trained:
             if not self._zeroed:
                 parameter.grad = None
@@ -255,9 +255,9 @@ class OomGuard:
                 parameter.grad.zero_()
 
     def _state(self) -> Callable[[], None]:
-        """Read what a micro-step changes beside gradients, and return a function that restores it.
+        """Save what a micro-step changes beside gradients, and return a function that restores it.
 
-        That is the random state, and the model's buffers (running averages, for example).
+        That is the random state, and the model's buffers, such as running averages.
         """
         random_state = compat.RandomState(self._devices)
         buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
@@ -272,12 +272,12 @@ class OomGuard:
         return restore
 
     def _gradients(self) -> _State:
-        """Return which gradients there are, and how often each was changed."""
+        """Return the state of all gradients."""
         found = (parameter.grad for parameter in self._trained)
         return tuple((0, 0) if gradient is None else (id(gradient), gradient._version) for gradient in found)
 
     def _weights(self) -> _State:
-        """Return which weights are trained, and how often each was changed."""
+        """Return the state of all trained weights."""
         return tuple((id(parameter), parameter._version) for parameter in self._trained)
 
 
@@ -299,18 +299,18 @@ class OomGuardMixin:
 def guarded_training_step(
     trainer: Any, training_step: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `training_step(model, inputs, ...)` of a Trainer under its guard, which is made at the first call."""
+    """Run `training_step(model, inputs, ...)` of a Trainer under its guard, which the first call creates."""
     guard = getattr(trainer, "oom_guard", None)
     if guard is None or guard.model is not model:
         groups = getattr(trainer.optimizer, "param_groups", ())
         also = [parameter for group in groups for parameter in group["params"]]
         guard = trainer.oom_guard = OomGuard(model, also=also)
-    # A copy, because a Trainer that takes labels out of its inputs must find them there again.
+    # A copy, because some Trainers remove labels from their inputs, and a retry needs them.
     return guard(lambda: training_step(model, copy.copy(inputs), *args, **kwargs))
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """Return the error without its tracebacks, whose frames hold the activations of the step."""
+    """Return the error without tracebacks: their frames hold the activations of the step."""
     chain: list[BaseException] = [error]
     for seen in chain:
         seen.__traceback__ = None

@@ -52,7 +52,7 @@ def install(
     Returns the same as `describe(model)`, or None if no model is given.
 
     Raises:
-        SpecError: the spec is invalid. A plan that was installed before stays.
+        SpecError: the spec is invalid. An installed plan is unchanged.
         NoBlocksError: the model has no blocks that can be checkpointed.
         PlanMismatchError: the plan was made for another model.
         OwnerConflictError: the model is part of a larger model whose plan is enabled.
@@ -72,7 +72,7 @@ def uninstall(model: nn.Module | None = None) -> None:
         hf_ckpt.uninstall(model)
 
     Args:
-        model: plain or wrapped. A model without a plan stays as it is. None undoes `install()` without a model.
+        model: plain or wrapped. A model without a plan is unchanged. None undoes `install()` without a model.
     """
     if model is None:
         unhook_process()
@@ -100,7 +100,7 @@ def trial(model: nn.Module, spec: SpecLike | Plan = None) -> Iterator[None]:
 
 
 def install_one(model: nn.Module, spec: SpecLike | Plan) -> FoundBlocks:
-    """Install on one model and return its blocks. Without a spec, an installed plan stays.
+    """Install on one model and return its blocks. Without a spec, keep an installed plan.
 
     Raises the errors of `install`.
     """
@@ -152,7 +152,7 @@ class _Decider:
         } != found.modules.keys()  # layers were added or dropped
         if spec == record.spec and not changed:
             return None
-        # A plan that was loaded or given once stays; its file may be gone by now.
+        # Keep a plan that was loaded or passed before; its file may be gone by now.
         same = spec.plan is not None and spec.plan == record.spec.plan
         plan = decide(found, record.plan if same else spec)[1]
         chunks: dict[str, Any] = {key: getattr(spec, key) for key in ("head", "mlp") if key in asked}

@@ -34,7 +34,7 @@ def traced_costs(base: nn.Module, spec: Spec, batch: Batch) -> tuple[Costs, ...]
 
     Raises `HfCkptError` if the model cannot be traced, or parameters are split over ranks.
     """
-    autocast = compat.autocast_dtype(next(base.parameters()).device.type)  # which other threads do not know
+    autocast = compat.autocast_dtype(next(base.parameters()).device.type)  # thread-local
     return _in_clean_thread(lambda: _traced(base, spec, batch, autocast))
 
 

@@ -23,16 +23,16 @@ from hf_ckpt.spec.spec import SpecLike
 from hf_ckpt.training.install import trial
 
 ROUNDING, ROUNDING_16 = 1e-5, 5e-2
-"""What a gradient may differ by where head or feed-forwards run in chunks, or blocks are compiled, in float32 and in
-16-bit types.
+"""Largest allowed difference of a gradient, in float32 and in 16-bit types, if head or feed-forwards run in chunks or
+blocks are compiled.
 
-It is the norm of the difference over the norm of the gradient. The same sums are taken in another order, and a 16-bit
-gradient is as far from the exact one as that of the plain head is."""
+It is the norm of the difference over the norm of the gradient. Sums are computed in another order. In 16 bits, both
+gradients are equally far from the exact one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """The result of `verify`. It is true in a condition if the gradients are equal and the plan was carried out."""
+    """The result of `verify`. It is truthy if the gradients are equal and the plan was carried out."""
 
     plan: Plan
     """The plan that was verified."""
@@ -41,39 +41,39 @@ class Verification:
     loss_difference: float
     """Absolute difference of the two losses; 0.0 if they are bit-equal."""
     parameters: int
-    """How many parameters had a gradient without the plan, and were compared."""
+    """Number of parameters that had a gradient without the plan, and were compared."""
     different: int
-    """How many parameters have gradients that are not bit-equal."""
+    """Number of parameters whose gradients are not bit-equal."""
     first_difference: str | None
-    """The first of these parameters, in the model's order, and by how much it differs; None if there is none."""
+    """The first of these parameters, in the model's order, and its difference; None if there is none."""
     recomputed: dict[str, int]
-    """Planned block -> how often it, or operations inside it, were recomputed."""
+    """Planned block -> number of recomputations of it or of operations inside it."""
     not_recomputed: tuple[str, ...]
     """Planned blocks above the first trainable parameter that were not recomputed."""
     largest_difference: float
-    """The largest difference of a gradient or the loss: the norm of the difference over the norm without the plan, or
-    over 1 % of the largest gradient's norm where that is more."""
+    """The largest difference of a gradient or the loss: the norm of the difference over the norm without the plan. The
+    norm of a gradient counts as at least 1 % of the largest gradient's norm."""
     allowed_difference: float
-    """What `largest_difference` may be: 0 (bit-equal) unless head or feed-forwards run in chunks, or blocks are
+    """The limit of `largest_difference`: 0 (bit-equal) unless head or feed-forwards run in chunks, or blocks are
     compiled."""
     chunked_heads: int
     """Calls of the head that ran in chunks."""
     chunked_mlps: int
-    """Calls of feed-forwards that ran in chunks, those in recomputations included."""
+    """Calls of feed-forwards that ran in chunks, including those in recomputations."""
     in_graphs: tuple[str, ...]
-    """Planned blocks that were called from a graph of torch.compile, where no recomputation is counted."""
+    """Planned blocks inside a graph of torch.compile, where recomputations are not counted."""
     different_buffers: tuple[str, ...]
     """Buffers, such as running statistics, that are not bit-equal after the two steps."""
     compiled: tuple[str, ...]
-    """Planned blocks that are compiled. The step is compared with one of the same blocks, compiled, at share 1;
-    inductor may fuse each share in another way, so that gradients may differ by rounding."""
+    """Planned blocks that are compiled. The step is compared with a step of the same compiled blocks at share 1.
+    Inductor may fuse each share differently, so gradients may differ by rounding."""
 
     @property
     def ok(self) -> bool:
-        """Whether the plan holds what it promises.
+        """Whether the plan does what it promises.
 
-        That is, gradients were compared, they, the loss and the buffers are equal (or up to `allowed_difference`),
-        every planned block was recomputed, and head and feed-forwards ran in chunks if the plan says so.
+        Gradients were compared. Buffers are bit-equal; gradients and the loss are equal up to `allowed_difference`.
+        Every planned block was recomputed, and head and feed-forwards ran in chunks if the plan says so.
         """
         if self.not_recomputed or not self.parameters or self.different_buffers:
             return False
@@ -124,7 +124,7 @@ class Verification:
 
 
 class _Step(NamedTuple):
-    """What a step leaves behind."""
+    """The results of a step."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor | None]
@@ -148,16 +148,16 @@ def verify(
     The model, its gradients, its plan and the random state are restored at the end.
 
     Gradients must be bit-equal. They may differ by rounding if head or feed-forwards run in chunks, or blocks are
-    compiled. Two cases are compared with something else than the plain model: compiled blocks with the same blocks at
-    share 1, and feed-forwards in chunks with the same chunks if the model has active dropout, because each chunk draws
-    its own mask.
+    compiled. In two cases, the plain model is not the reference. Compiled blocks are compared with the same blocks at
+    share 1. If the model has active dropout, feed-forwards in chunks are compared with the same chunks, because each
+    chunk draws its own mask.
 
     Args:
         model: a model in train mode, plain or wrapped.
-        batch: keyword arguments of the forward, on the model's device. With labels, unless `loss_fn` is given. Without
-            `use_cache`, both runs build no key/value cache.
-        spec: the plan to verify, in any form that `install` accepts. None is the installed plan, or `full` if there is
-            none.
+        batch: keyword arguments of the forward, on the model's device, with labels unless `loss_fn` is given. Without
+            `use_cache`, neither run builds a key/value cache.
+        spec: the plan to verify, in any form that `install` accepts. None verifies the installed plan, or `full` if
+            there is none.
         loss_fn: returns a scalar loss, given the model's outputs. None uses `outputs.loss`.
         seed: the seed of both runs.
 
@@ -191,7 +191,7 @@ def verify(
     hidden = {*after.frozen, *(set(compiled) & set(after.in_graphs))}
     rounded = plan.head != "full" or plan.mlp != "full" or bool(compiled)
     unequal = [name for name, found in plain.gradients.items() if not _equal(found, planned.gradients[name])]
-    # A gradient that is 0 but for rounding (as that of a bias of keys) shares no digit with that of another run.
+    # A gradient that is 0 except for rounding, such as that of a key bias, shares no digit with that of another run.
     least = 0.01 * max((_norm(found) for found in plain.gradients.values() if found is not None), default=0.0)
     gaps = {name: _gap(plain.gradients[name], planned.gradients[name], least) for name in unequal}
     return Verification(
@@ -214,7 +214,7 @@ def verify(
 
 
 def _keeping(plan: Plan) -> Plan:
-    """Return a plan whose blocks keep everything, or where they are compiled, what makes the step fastest.
+    """Return the plan with `keep` for plain blocks and share 1 for compiled blocks.
 
     Head and feed-forwards run in chunks as before.
     """
@@ -230,7 +230,7 @@ def _norm(tensor: torch.Tensor) -> float:
 
 
 def _gap(one: torch.Tensor | None, other: torch.Tensor | None, least: float = 0.0) -> float:
-    """Return the norm of the difference over the norm of `one`, or over `least` where that norm is smaller."""
+    """Return the norm of the difference over the norm of `one`, or over `least` if that is larger."""
     if one is None or other is None:
         return float("inf")
     gap, norm = _norm(one.double() - other.double()), max(least, _norm(one))
@@ -238,7 +238,7 @@ def _gap(one: torch.Tensor | None, other: torch.Tensor | None, least: float = 0.
 
 
 def _rounding(gradients: Iterable[torch.Tensor | None]) -> float:
-    """Return what gradients of these types may differ by where they are only rounded otherwise."""
+    """Return the largest difference that rounding may cause in gradients of these types."""
     small = any(gradient.dtype.itemsize < 4 for gradient in gradients if gradient is not None)
     return ROUNDING_16 if small or compat.autocast_is_on() else ROUNDING
 
@@ -264,7 +264,7 @@ def _run(
 
 
 def _put_back(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
-    """Give the buffers of a model the values that they had before."""
+    """Restore the values of a model's buffers."""
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name in before and not _equal(buffer, before[name]):
@@ -273,7 +273,7 @@ def _put_back(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def _all_kept(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Give a model its gradients and buffers back, and the process its random state, after the `with` block.
+    """Restore a model's gradients and buffers, and the random state, after the `with` block.
 
     Yields copies of the buffers.
     """

@@ -1,11 +1,11 @@
-"""The watch of a training: which block is checked when, and what happens where a check finds a difference.
+"""The watch of a training run: which block is checked when, and what happens if a check finds a difference.
 
-`engines.watch.Check` compares, for one block and one step, what backward is given with what the forward saved. The
-watch has the blocks checked in turn, at the first step of every plan and in every n-th training forward after that. A
-check holds what the block would hold without checkpointing, so it keeps to the memory that is free: what the budget
-leaves beside the peak of the plan, or what the device has left.
+For one block and one step, `engines.watch.Check` compares the tensors that backward gets with those that the forward
+saved. The watch checks the blocks in turn, at the first step of every plan and in every n-th training forward. A check
+holds what the block would save without checkpointing. It uses only free memory: the budget minus the plan's peak, or
+what the device has left.
 
-After a difference, blocks of that class no longer run under the action that was off.
+After a difference, blocks of that class no longer run under the same action.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 RESERVE = 0.02
 """Share of a budget that a check leaves free, because predicted peaks are not exact."""
 MOST_SEEN = 256
-"""Most plans that are remembered."""
+"""The most plans that are remembered."""
 INSTEAD = (SELECTIVE, FULL, KEEP)
-"""Actions that take the place of one that was off; the first that was not off itself, and that fits, is taken."""
+"""Replacements for an action whose check found a difference. The first one without differences that fits is used."""
 
 
 class Watch:
@@ -47,23 +47,23 @@ class Watch:
 
     Args:
         check_every: check in every n-th training forward.
-        on_mismatch: `warn`, or `raise` to raise `MismatchError` from the backward that is wrong.
+        on_mismatch: `warn`, or `raise` to raise `MismatchError` in the wrong backward.
     """
 
     def __init__(self, check_every: int, on_mismatch: str = "warn") -> None:
         self.check_every, self.on_mismatch = check_every, on_mismatch
         self.differences: list[Difference] = []
-        """The first difference of each check that found some."""
+        """The first difference of each check that found one."""
         self._off: dict[type, set[str]] = {}
-        """Class of a block -> names of the actions that were off there."""
+        """Class of a block -> names of the actions under which a check found a difference."""
         self._seen: dict[int, Plan] = {}
-        """The plans that were on so far, by their ids."""
+        """The plans that were enabled so far, by their ids."""
         self._without_off: dict[int, tuple[Plan, Plan]] = {}
-        """Id of a plan -> (the plan, the same without actions that were off)."""
+        """Id of a plan -> (the plan, the plan with the actions in `_off` replaced)."""
         self._forwards = 0
-        """Training forwards so far, but for those that a session measures."""
+        """Training forwards so far, without those that a session measures."""
         self._due = False
-        """Whether a check is to come at the next forward that allows one."""
+        """Whether to check a block in the next forward that allows it."""
         self._in_vain = 0
         """Blocks in a row that had nothing to compare."""
         self._turn = 0
@@ -71,20 +71,20 @@ class Watch:
         self._not_checked: dict[str, str] = {}
         """What cannot be checked -> why."""
         self._check: weakref.ref[Check] | None = None
-        """The last one. It holds what its block was given, and so is held by the graph of that step only."""
+        """The last check. It holds the inputs of its block, so only the graph of that step may hold it."""
         self._told: set[Any] = set()
-        """What was warned of."""
+        """The kinds of differences that were logged."""
         self._kept_bytes = 0
-        """What the last block that was wrong holds without checkpointing."""
+        """Bytes that the last wrong block saves without checkpointing."""
         self._whole: bool | None = None
 
     def on_forward(self, base: nn.Module, record: Installation | None, running: nn.Module | None = None) -> None:
-        """Have a block of the training forward that is about to begin checked, if it is time to.
+        """Check a block of the training forward that is about to begin, if a check is due.
 
         Args:
             base: the model, plain.
-            running: what runs the forward, if it is not the model: compiled modules may hold its blocks.
-            record: what hf_ckpt keeps on it; None for a model that something else checkpoints.
+            running: the module whose forward begins, if it is not the model. Compiled modules in it may hold blocks.
+            record: the record of hf_ckpt on the model; None if something else checkpoints it.
         """
         self.stop()
         if record is not None:
@@ -97,7 +97,7 @@ class Watch:
                 self._seen = {**(self._seen if len(self._seen) < MOST_SEEN else {}), id(record.plan): record.plan}
         self._due |= self._forwards % self.check_every == 0
         self._forwards += 1
-        if not self._due or compat.is_capturing():  # a check waits for the device, which a CUDA graph cannot
+        if not self._due or compat.is_capturing():  # a check waits for the device, which a CUDA graph does not allow
             return
         blocks = self._blocks(base, record, running or base)
         room = _room_bytes(base, record, self._forwards == 1)
@@ -128,7 +128,7 @@ class Watch:
         self._check = weakref.ref(check)
 
     def _blocks(self, base: nn.Module, record: Installation | None, running: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The blocks that can be checked, in order."""
+        """Return (name, block) for the blocks that can be checked, in order."""
         if record is None:
             found = find_blocks(base).modules.items()
             blocks = [(name, module) for name, module in found if is_on(module) and getattr(module, FUNCTION, None)]
@@ -140,7 +140,7 @@ class Watch:
         return [(name, module) for name, module in blocks if module not in compiled]
 
     def _check_chunks(self, record: Installation) -> None:
-        """Have the next call of the head, and of a feed-forward, checked where they run in chunks."""
+        """Check the next call of the head, and of a feed-forward, if they run in chunks."""
         for what, chunks, calls in (
             ("head in chunks", record.plan.head, record.heads),
             ("feed-forward in chunks", record.plan.mlp, record.tiles),
@@ -165,10 +165,10 @@ class Watch:
             log.info("hf_ckpt: %s are not checked: %s.", what, why)
 
     def _has_ended(self, check: Check, kind: type, action: Action | None, blocks: int) -> None:
-        """Count a check that has ended. After one that had nothing to compare, the next block gets its turn at once,
-        until each of so many blocks has had one.
+        """Count a check that has ended. If it had nothing to compare, the next forward checks the next block, until all
+        `blocks` have had their turn.
 
-        Raises `MismatchError` if it found a difference and `on_mismatch` says so.
+        Raises `MismatchError` if the check found a difference and `on_mismatch` is `raise`.
         """
         if not (check.saved or check.compared or check.differences):
             self._in_vain += 1
@@ -203,7 +203,7 @@ class Watch:
             )
 
     def _avoid(self, base: nn.Module, record: Installation) -> None:
-        """Replace actions that were off on blocks of the same class."""
+        """Replace the actions in `_off` on all blocks of their class."""
         known = self._without_off.get(id(record.plan))
         if known is None:
             if compat.ranks_recompute_together(base):
@@ -214,7 +214,7 @@ class Watch:
             exchange(base, record, known[1])
 
     def _replaced(self, base: nn.Module, record: Installation) -> Plan:
-        """The plan of a record without actions that were off; the same plan where nothing is to be replaced."""
+        """Return the record's plan with the actions in `_off` replaced; the same plan if nothing changes."""
         off = {name: self._off.get(type(module), set()) for name, module in record.blocks.items()}
         affected = [block.name for block, action in record.plan.actions if action.kind in off.get(block.name, ())]
         if not affected:
@@ -233,13 +233,13 @@ class Watch:
         return dataclasses.replace(record.plan, actions=rows, prediction=None)
 
     def stop(self) -> None:
-        """Take a check off that no forward has come to."""
+        """Remove a check whose forward has not begun."""
         waiting = None if self._check is None else self._check()
         if waiting is not None:
             waiting.put_back(waiting)
 
     def report(self) -> Watched:
-        """Return what was checked so far."""
+        """Return the results so far."""
         return Watched(
             self._checks,
             self._compared,
@@ -250,7 +250,7 @@ class Watch:
 
 
 def _is_measured(record: Installation) -> bool:
-    """Whether a session measures this step, which a check would disturb."""
+    """Whether a session measures this step; a check would disturb it."""
     return record.session is not None and (record.session.is_measuring or bool(record.planned.measures))
 
 
@@ -259,7 +259,7 @@ def _action_of(record: Installation | None, name: str) -> Action | None:
 
 
 def _room_bytes(base: nn.Module, record: Installation | None, first: bool) -> int | None:
-    """The bytes that a check may hold; None where that is not known yet, before the first step on an accelerator."""
+    """Return the bytes that a check may hold; None if unknown, before the first step on an accelerator."""
     planned: Any = None if record is None else record.planned
     if planned is not None:
         prediction = planned.plan.prediction
