@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from hf_ckpt.spec.spec import Spec
 
     try:
-        spec = None if arguments.spec is None else Spec.parse(arguments.spec)  # before torch is imported, which takes seconds
+        spec = None if arguments.spec is None else Spec.parse(arguments.spec)  # before the slow import of torch
         from hf_ckpt.attach.process import enable_calls_since_hooked, missed_since_hooked
         from hf_ckpt.training.guard import guarded_training_step
         from hf_ckpt.training.install import install, uninstall

@@ -1,4 +1,4 @@
-"""Text classification with BERT, with the accuracy on a tenth of the rows that is held out.
+"""Text classification with BERT. A tenth of the rows is held out to measure the accuracy.
 
 Does it run? No download, no GPU, a few seconds:
 
@@ -11,8 +11,8 @@ For real, on one GPU or many:
     accelerate launch --config_file configs/accelerate/ddp.yaml \
         recipes/classify_bert.py configs/recipes/classify_bert.yaml
 
-Rows have a text and a label (a name or a whole number). Plain text files have none: then each file is a class, and the
-question is which file a line is from. `--tiny` asks that of this repository's license and README.
+Rows have a text and a label (a name or a whole number). Plain text files have no labels: each file is a class, and the
+model predicts which file a line is from. `--tiny` does that with this repository's license and README.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LabelledDataArguments(DataArguments):
 
 
 def load_labelled(data: LabelledDataArguments) -> Dataset:
-    """Rows whose label is a `ClassLabel`; lines of plain text files are labelled with their file's name."""
+    """Return rows whose label is a `ClassLabel`. Lines of plain text files are labelled with their file's name."""
     if data.train_file and reader_of(data.train_file) == "text":
         files = [load_rows(dataclasses.replace(data, train_file=[file])) for file in data.train_file]
         names = [[Path(file).name] * len(rows) for file, rows in zip(data.train_file, files, strict=True)]
@@ -53,7 +53,7 @@ def load_labelled(data: LabelledDataArguments) -> Dataset:
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Share of rows whose largest logit [rows, classes] is the label's."""
+    """Return the share of rows whose largest logit [rows, classes] is that of the label."""
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
@@ -72,8 +72,8 @@ def main() -> None:
         model = AutoModelForSequenceClassification.from_pretrained(
             options.model_name_or_path, dtype=torch.float32, id2label=dict(enumerate(names))
         )
-    # BERT averages its loss over the batch at hand, whatever Trainer concludes from its signature: else Trainer would
-    # not divide the loss by the accumulation steps, and would multiply it by the number of processes.
+    # BERT averages its loss over the batch, but its signature suggests otherwise. Without this line, Trainer would not
+    # divide the loss by the accumulation steps, and would multiply it by the number of processes.
     model.accepts_loss_kwargs = False
     hf_ckpt.install(model)
 

@@ -1,4 +1,4 @@
-"""What the four recipes share: options from a YAML file and the command line, and rows of text."""
+"""Shared by the four recipes: options from a YAML file and the command line, and rows of text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TINY = {
     "logging_steps": 1,
 }
 
-# transformers 5.23 renamed the flag and warns about the old name; 4.57 knows the old name only. The recipes take both.
+# transformers 5.23 renamed the flag and warns about the old name; 4.57 knows the old name only. The recipes accept both.
 _known = {field.name for field in dataclasses.fields(TrainingArguments)}
 FLAG = "activation_checkpointing" if "activation_checkpointing" in _known else "gradient_checkpointing"
 
@@ -68,10 +68,10 @@ class DataArguments:
 
 
 def parse(*kinds: type, argv: list[str] | None = None) -> tuple[Any, ...]:
-    """One filled dataclass for each of `kinds`: from the YAML file named first, then from the command line.
+    """Return a filled dataclass for each of `kinds`: from the YAML file named first, then from the command line.
 
-    Ends the program with a usage message when the YAML has a key that is no option. Raises `ValueError` for an unknown
-    flag on the command line.
+    Ends the program with a usage message if the YAML has an unknown key. Raises `ValueError` for an unknown flag on the
+    command line.
     """
     parser = HfArgumentParser(kinds)
     parser.add_argument("config", type=Path, help="YAML file of options; the command line overrides it.")
@@ -95,7 +95,7 @@ def parse(*kinds: type, argv: list[str] | None = None) -> tuple[Any, ...]:
 
 
 def load_rows(data: DataArguments, *, sample_by: str = "line") -> Dataset:
-    """The rows of `train_file` or of `dataset_name`; of a plain text file its lines, or itself (`document`)."""
+    """Return the rows of `train_file` or `dataset_name`. A row of plain text is a line, or a file (`document`)."""
     if data.train_file:
         reader = reader_of(data.train_file)
         how = {"sample_by": sample_by} if reader == "text" else {}
@@ -111,13 +111,13 @@ def load_rows(data: DataArguments, *, sample_by: str = "line") -> Dataset:
 
 
 def need_column(rows: Dataset, name: str) -> None:
-    """End the program when the rows have no such column."""
+    """End the program if the rows have no such column."""
     if name not in rows.column_names:
         raise SystemExit(f"the data has no column {name!r}, only {', '.join(rows.column_names)}.")
 
 
 def reader_of(files: list[str]) -> str:
-    """`text`, `csv` or `json`: the reader of `datasets` for these files. What is neither csv nor json is plain text."""
+    """Return the reader of `datasets` for these files: `csv` or `json` by suffix, or `text` for all others."""
     readers = {_READERS.get(Path(file).suffix, "text") for file in files}
     if len(readers) > 1:
         raise SystemExit(f"--train_file must be of one kind, but is {' and '.join(sorted(readers))} instead.")
@@ -125,13 +125,13 @@ def reader_of(files: list[str]) -> str:
 
 
 def pack(rows: Dataset, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> Dataset:
-    """Blocks of exactly `max_length` tokens with themselves as labels, for a causal language model.
+    """Return blocks of exactly `max_length` tokens, which are their own labels, for a causal language model.
 
-    Texts are joined by the end-of-text token; what is left over at the end of a thousand texts is dropped.
+    Texts are joined by the end-of-text token. After every thousand texts, the remainder is dropped.
     """
 
     def blocks(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        # `verbose=False`: a text longer than the model's context is no mistake here, it is cut below.
+        # `verbose=False`: a text may be longer than the model's context, because it is split below.
         texts = tokenizer(batch[data.text_column], add_special_tokens=False, verbose=False)["input_ids"]
         tokens = list(chain.from_iterable([*text, tokenizer.eos_token_id] for text in texts))
         ends = range(data.max_length, len(tokens) + 1, data.max_length)
@@ -148,13 +148,13 @@ def finish(trainer: Trainer) -> None:
     """Print what the plan did, and end all processes together."""
     if trainer.is_world_process_zero():
         print(hf_ckpt.describe(trainer.model))
-    # A process that leaves straight after a collective can hang or abort on the way out, and PyTorch's gloo can wait
-    # for itself where a process group ends within moments of one. https://github.com/pytorch/pytorch/issues/56297
+    # A process that exits right after a collective can hang or abort, and PyTorch's gloo can deadlock if a process group
+    # ends moments after one. https://github.com/pytorch/pytorch/issues/56297
     trainer.accelerator.wait_for_everyone()
     time.sleep(0.2)
     trainer.accelerator.end_training()
 
 
 def _installed_name(word: str) -> str:
-    """`--gradient_checkpointing_kwargs` -> `--activation_checkpointing_kwargs`, or back: as transformers has it."""
+    """`--gradient_checkpointing_kwargs` -> `--activation_checkpointing_kwargs`, or back: the name in the installed transformers."""
     return re.sub(r"^(--|)(activation|gradient)[-_]checkpointing", rf"\g<1>{FLAG}", word)

@@ -1,4 +1,4 @@
-"""Full fine-tuning of GPT-2 (or any causal language model hf_ckpt knows) on plain text.
+"""Full fine-tuning of GPT-2 (or any causal language model that hf_ckpt knows) on plain text.
 
 Does it run? No download, no GPU, a few seconds:
 
@@ -33,9 +33,9 @@ def main() -> None:
         tokenizer, model = byte_tokenizer(), tiny_model("gpt2", dropout=0.1)
     else:
         tokenizer = AutoTokenizer.from_pretrained(options.model_name_or_path)
-        # Weights that are trained stay in float32; `bf16: true` only lowers the precision of the arithmetic.
+        # Trained weights are in float32; `bf16: true` only lowers the precision of the arithmetic.
         model = AutoModelForCausalLM.from_pretrained(options.model_name_or_path, dtype=torch.float32)
-    # transformers looks for the loss in the class name, finds none in GPT-2's, and warns before it takes this one.
+    # transformers derives the loss from the class name. GPT-2's has none, so it would warn before it uses this one.
     model.loss_type = "ForCausalLM"
     hf_ckpt.install(model)
     with args.main_process_first(desc="packing the text"):

@@ -11,9 +11,9 @@ For real, on one GPU or many:
     accelerate launch --config_file configs/accelerate/ddp.yaml \
         recipes/lora_llama.py configs/recipes/lora_llama.yaml --per_device_train_batch_size 4
 
-A folder with a GGUF file needs its name too (`--model_name_or_path FOLDER --gguf_file FILE.gguf`); `--load_in_4bit`
-quantises the base (QLoRA, needs bitsandbytes; it goes with `--tiny`, too). The YAML holds every default; any option of
-`TrainingArguments` may be in it or on the command line.
+For a folder with a GGUF file, name the file, too (`--model_name_or_path FOLDER --gguf_file FILE.gguf`).
+`--load_in_4bit` quantises the base (QLoRA; needs bitsandbytes, and works with `--tiny`). The YAML holds every default;
+any option of `TrainingArguments` may be in it or on the command line.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LoraArguments(ModelArguments):
 
 
 def load_base(options: LoraArguments, dtype: torch.dtype) -> PreTrainedModel:
-    """The frozen base, in `dtype` or in 4 bits."""
+    """Return the frozen base, in `dtype` or in 4 bits."""
     if options.gguf_file and options.load_in_4bit:
         raise SystemExit("--gguf_file and --load_in_4bit exclude each other: give one of them.")
     how: dict[str, Any] = {"dtype": dtype}
@@ -59,14 +59,14 @@ def load_base(options: LoraArguments, dtype: torch.dtype) -> PreTrainedModel:
         )
     if not options.tiny:
         model = AutoModelForCausalLM.from_pretrained(options.model_name_or_path, **how)
-    elif options.load_in_4bit:  # weights are quantised while they are read
+    elif options.load_in_4bit:  # weights are quantised while they are loaded
         with tempfile.TemporaryDirectory() as folder:
             tiny_model("llama", hidden=64).save_pretrained(folder)
             model = AutoModelForCausalLM.from_pretrained(folder, **how)
     else:
         model = tiny_model("llama", dtype=dtype)
     if options.load_in_4bit:
-        # Checkpointing stays with hf_ckpt; by default this call would switch it on by itself, with its own settings.
+        # hf_ckpt does the checkpointing. By default, this call would enable it, too, with its own settings.
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return model
 

@@ -11,7 +11,7 @@ For real, on one GPU or many:
     accelerate launch --config_file configs/accelerate/deepspeed_zero2.yaml \
         recipes/seq2seq_t5.py configs/recipes/seq2seq_t5.yaml --model_name_or_path google/flan-t5-xl
 
-Rows have an input and a target. Plain text has no targets: then each line is the input whose target is the next line.
+Rows have an input and a target. Plain text has no targets: each line is an input, and the next line is its target.
 `--tiny` does that with this repository's license and README.
 """
 
@@ -42,7 +42,7 @@ class PairArguments(DataArguments):
 
 
 def load_pairs(data: PairArguments) -> Dataset:
-    """Rows with an input and a target; a line of plain text has the next line for its target."""
+    """Return rows with an input and a target. In plain text, the target of a line is the next line."""
     rows = load_rows(data)
     if data.train_file and reader_of(data.train_file) == "text":
         lines = list(rows[data.text_column])
@@ -52,7 +52,7 @@ def load_pairs(data: PairArguments) -> Dataset:
 
 
 def word_overlap(tokenizer: PreTrainedTokenizerBase) -> Callable[[EvalPrediction], dict[str, float]]:
-    """The F-score of the words that generated text and target share (ROUGE-1 without stemming), mean over the rows."""
+    """Return a metric: the mean F-score of words that output and target share (ROUGE-1 without stemming)."""
 
     def decode(ids: np.ndarray) -> list[Counter[str]]:
         texts = tokenizer.batch_decode(np.where(ids < 0, tokenizer.pad_token_id, ids), skip_special_tokens=True)
@@ -76,8 +76,8 @@ def main() -> None:
     else:
         tokenizer = AutoTokenizer.from_pretrained(options.model_name_or_path)
         model = AutoModelForSeq2SeqLM.from_pretrained(options.model_name_or_path, dtype=torch.float32)
-    # T5 averages its loss over the batch at hand, whatever Trainer concludes from its signature: else Trainer would
-    # not divide the loss by the accumulation steps, and would multiply it by the number of processes.
+    # T5 averages its loss over the batch, but its signature suggests otherwise. Without this line, Trainer would not
+    # divide the loss by the accumulation steps, and would multiply it by the number of processes.
     model.accepts_loss_kwargs = False
     hf_ckpt.install(model)
 

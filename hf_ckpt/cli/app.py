@@ -148,7 +148,7 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
 
 
 def _fields(gradio: Any, model: str) -> list[Any]:
-    """The fields of a question, in the order of `ASKED`."""
+    """Return the inputs of the page, in the order of `ASKED`."""
     fields = {}
     with gradio.Row(elem_id="hf-form"):
         fields.update({name: _field(gradio, name, {**VALUES, "model": model}) for name in FIRST})
@@ -158,7 +158,7 @@ def _fields(gradio: Any, model: str) -> list[Any]:
 
 
 def _field(gradio: Any, name: str, values: dict[str, Any]) -> Any:
-    """The field of the page for a field of a question."""
+    """Return the input of the page for a field of a question."""
     known, default = ASKED[name], FIELDS[name].default
     value = values.get(name, default)
     look = {"label": known.label, "elem_id": f"hf-{name}", "min_width": 140}
@@ -224,7 +224,7 @@ def run(arguments: argparse.Namespace, wait: Callable[[Any], None] | None = None
     Raises `MissingDependencyError` without gradio or plotly, and `HfCkptError` if the port is in use.
     """
     paths = is_own_address(arguments.host)
-    if not paths:  # whoever reaches the page would read files of this machine
+    if not paths:  # others could read files of this machine
         _refuse_path(arguments.model)
     gradio = import_gradio()
     quiet_libraries()

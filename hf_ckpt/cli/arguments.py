@@ -163,7 +163,7 @@ def importing(*, to_plan: bool = False) -> Iterator[None]:
     already. This saves a second or more, and is for processes that only plan.
     """
     if to_plan and not {"transformers", "peft", *_NOT_PLANNED} & sys.modules.keys():
-        sys.modules.update(dict.fromkeys(_NOT_PLANNED))  # type: ignore[arg-type]  # None: to others, not installed
+        sys.modules.update(dict.fromkeys(_NOT_PLANNED))  # type: ignore[arg-type]  # None: imports fail
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -176,7 +176,7 @@ def importing(*, to_plan: bool = False) -> Iterator[None]:
 
 def quiet_libraries() -> None:
     """Turn off progress bars and warnings of other libraries. Call it before transformers is imported."""
-    # torch logs the traceback of a shape that does not fit, beside raising the error.
+    # For a shape that does not fit, torch raises an error and also logs its traceback.
     logging.getLogger("torch._subclasses.fake_tensor").disabled = True
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # PEFT reads a deprecated name
@@ -190,7 +190,7 @@ def quiet_program(*, plans: bool) -> None:
     """
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
-    # A hub out of reach, and kernels that are not there.
+    # They report an unreachable hub and missing kernels.
     for logger in ("transformers", "huggingface_hub", "bitsandbytes", *(["hf_ckpt.attach.attach"] if plans else [])):
         logging.getLogger(logger).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="peft")  # of shapes and names that it sets right by itself
+    warnings.filterwarnings("ignore", module="peft")  # about shapes and names that it corrects itself

@@ -1,4 +1,4 @@
-"""`hf-ckpt check` answers: does a plan give this model the same loss and gradients as no checkpointing?"""
+"""`hf-ckpt check`: check that a model has the same loss and gradients with a plan as without checkpointing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add(verbs: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify the spec on each model. Prints a row each. Returns 1 if gradients differ or nothing was recomputed."""
+    """Verify the spec on each model, and print a row for each. Returns 1 if gradients differ or nothing was recomputed."""
     from hf_ckpt.spec.spec import Spec
 
     spec = Spec.parse(arguments.spec)  # before torch is imported, which takes seconds

@@ -77,8 +77,8 @@ def check_model(
 ) -> tuple[str, Verification]:
     """Verify a spec on a model from the hub or a folder, with random tokens; return its class name and the result.
 
-    The model's own head is used where its config names a class. `on_progress` is called before each
-    part. Raises `HfCkptError` when the model cannot be loaded.
+    The model's own head is used if its config names a class. `on_progress` is called before each part. Raises
+    `HfCkptError` if the model cannot be loaded.
     """
     on_progress(f"loading {name}")
     with told_as(f"cannot load a model from {name!r}"):
@@ -91,7 +91,7 @@ def check_model(
     model = model.to(device).train()
     on_progress(f"checking {name}")
     inputs = {key: value.to(device) for key, value in _random_batch(model, batch, tokens).items()}
-    if spec.head != "full":  # a head in chunks computes a loss of labels, and no logits
+    if spec.head != "full":  # a head in chunks computes a loss from labels, and no logits
         inputs["labels"] = inputs["input_ids"].clone()
         return name, verify(model, inputs, spec)
     return name, verify(model, inputs, spec, loss_fn=_loss)
@@ -105,7 +105,7 @@ def _auto_class(config: Any) -> Any:
 
 
 def _random_batch(model: Any, batch: int, tokens: int) -> dict[str, torch.Tensor]:
-    """Make random token ids and an attention mask [batch, tokens], with the ids for the decoder where there is one."""
+    """Make random token ids and an attention mask [batch, tokens], with the ids for a decoder, if there is one."""
     torch.manual_seed(0)
     ids = torch.randint(model.config.get_text_config().vocab_size, (batch, tokens))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -48,6 +48,6 @@ class Table:
         console.print(shown)
 
     def markdown(self) -> str:
-        """The table as Markdown, without its title."""
+        """Return the table as Markdown, without its title."""
         heading, *rows = (f"| {' | '.join(cells)} |" for cells in (self.columns, *self.rows))
         return "\n".join((heading, f"|{'---|' * len(self.columns)}", *rows))

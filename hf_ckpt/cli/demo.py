@@ -1,4 +1,4 @@
-"""`hf-ckpt demo`: its table and its picture."""
+"""`hf-ckpt demo`: the command, its table and its picture."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_demo(result)
         save_demo_picture(result, picture)
         return 0
-    # Loading bars of other libraries would tear ours apart. Must be set before transformers is imported.
+    # Progress bars of other libraries would break ours. Must be set before transformers is imported.
     quiet_libraries()
     os.environ.setdefault("TQDM_DISABLE", "1")
     console = make_console()
@@ -107,7 +107,7 @@ def _read(path: Path) -> DemoResult:
 
 
 def _make_folder(path: Path) -> None:
-    """Create a folder in an existing one. Raises `FileError` if it cannot."""
+    """Create a folder in an existing one. Raises `FileError` if that fails."""
     try:
         path.mkdir(exist_ok=True)
     except (OSError, ValueError) as error:
@@ -116,7 +116,7 @@ def _make_folder(path: Path) -> None:
 
 
 def print_demo(result: DemoResult, console: Console | None = None) -> None:
-    """The demo's table: memory and time of each plan, compared with the first row."""
+    """Print the demo's table: memory and time of each plan, compared with the first row."""
     console = console or make_console()
     console.print(
         f"{result.model}, LoRA r={result.lora_rank}, batch {result.batch} x {result.tokens} tokens of {result.text}, "
@@ -145,7 +145,7 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
 
 
 def _cells(run: DemoRun, first: DemoRun) -> tuple[str, ...]:
-    """The row of a plan, whose memory and time are compared with those of the first."""
+    """Return the row of a plan, with memory and time compared with those of the first."""
     times = ("-", "-", "-")
     if run.step_seconds is not None and first.step_seconds is not None:
         ratio = format_ratio(run.step_seconds / first.step_seconds)
@@ -163,7 +163,7 @@ def _cells(run: DemoRun, first: DemoRun) -> tuple[str, ...]:
 
 
 def save_demo_picture(result: DemoResult, path: Path) -> None:
-    """Two panels: live memory through one step of each plan, and peak memory against step time.
+    """Draw two panels: live memory through one step of each plan, and peak memory against step time.
 
     Raises `MissingDependencyError` without matplotlib.
     """

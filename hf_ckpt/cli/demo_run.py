@@ -41,7 +41,7 @@ LORA_RANK = 8
 BUDGET_SHARE = 0.4
 """The planned run's budget, from 0 for the lowest peak to 1 for the peak without checkpointing."""
 TIMELINE_POINTS = 400
-"""The most numbers of a timeline in the JSON file."""
+"""The most numbers per timeline in the JSON file."""
 
 
 @dataclasses.dataclass
@@ -100,7 +100,7 @@ def thinned(timeline: Sequence[int], points: int = TIMELINE_POINTS) -> list[int]
 
 
 def load_model(name: str | None, dtype: torch.dtype = torch.float32) -> tuple[str, Any, Any, str | None]:
-    """(label, model, tokenizer, what is missing): a hub id or folder, the packaged SmolLM2, or a small random model."""
+    """Return (label, model, tokenizer, what is missing) of a name, the packaged SmolLM2, or a small random model."""
     import transformers
 
     if name is not None:
@@ -121,7 +121,7 @@ def load_model(name: str | None, dtype: torch.dtype = torch.float32) -> tuple[st
 
 
 def load_text(name: str | None) -> tuple[str, str, str | None]:
-    """(label, text, what is missing): a text file, the packaged speeches, or the source of hf_ckpt."""
+    """Return (label, text, what is missing) of a text file, the packaged speeches, or the source of hf_ckpt."""
     if name is not None:
         try:
             return Path(name).name, read_bytes(name).decode("utf-8"), None
@@ -138,7 +138,7 @@ def load_text(name: str | None) -> tuple[str, str, str | None]:
 
 
 def package_folder(package: str) -> Path | None:
-    """The folder of an installed package, which is not imported; None if it is not installed."""
+    """Return the folder of a package, without importing it; None if it is not installed."""
     found = importlib.util.find_spec(package)
     places = list(found.submodule_search_locations or ()) if found else []
     return Path(places[0]) if places else None
@@ -159,14 +159,14 @@ def run_demo(
 ) -> DemoResult:
     """Train LoRA adapters for the same steps under every spec, in turns, and measure memory, time and gradients.
 
-    Two more runs have a budget of `BUDGET_SHARE`: one with the plan for it, and one with only the guard, on a card with
-    that much memory.
+    Two more runs have a budget of `BUDGET_SHARE`: one with a plan for it, and one with only the guard, on a simulated
+    card with that much memory.
 
     Args:
         model: a causal language model; LoRA adapters are injected into it.
-        text: what to train on; batches are its consecutive pieces of `batch` x `tokens` tokens.
-        specs: (name, spec); the gradients of the others are compared with those of the first.
-        steps: timed steps of each. One untimed step before them warms up, one after them counts live bytes.
+        text: the training text; batches are consecutive pieces of `batch` x `tokens` tokens.
+        specs: (name, spec) pairs. Gradients are compared with those of the first.
+        steps: timed steps of each. An untimed step before them warms up; one after them counts live bytes.
         on_progress: called with a short text before every step of every plan.
 
     Raises `HfCkptError` if the text is too short.
@@ -191,7 +191,7 @@ def run_demo(
             training.step(inputs, meter, seed=number, timed=0 < number <= steps, counted=counted)
             training.compare(trainings[0])
     for training in trainings:
-        if training.seconds:  # the fastest: whatever else a machine does only makes steps slower
+        if training.seconds:  # the fastest: other load on the machine only makes steps slower
             training.run.step_seconds = min(training.seconds)
             training.run.tokens_per_second = batch * tokens / min(training.seconds)
     runs = [training.run for training in trainings]
@@ -229,16 +229,16 @@ class _Training:
     def __init__(self, name: str, spec: Spec | Plan, model: nn.Module, memory_bytes: int | None = None) -> None:
         self.run, self.spec, self.model = DemoRun(name), spec, model
         self.memory_bytes = memory_bytes
-        """Memory of the card that it runs on, with a guard; None without a guard."""
+        """Memory of the simulated card, for a run under the guard; None for others."""
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.values = [parameter.detach().clone() for parameter in self.trained]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-3, fused=True)
         self.seconds: list[float] = []
         self.gradients: dict[str, torch.Tensor] = {}
-        """Those of the latest step."""
+        """Gradients of the latest step."""
 
     def guarded(self, memory_bytes: int) -> _Training:
-        """Run this training without a plan, under the guard, on a card with so much memory."""
+        """Return a copy of this training that runs under the guard, on a simulated card with so much memory."""
         name = f"guard: {memory_bytes >> 20}MiB"
         other = _Training(name, Spec.parse({"policy": "none"}), self.model, memory_bytes)
         other.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
@@ -257,7 +257,7 @@ class _Training:
         with torch.no_grad():
             for parameter, value in zip(self.trained, self.values, strict=True):
                 parameter.copy_(value)
-        self.model.zero_grad(set_to_none=True)  # the gradients of the plan before
+        self.model.zero_grad(set_to_none=True)  # the gradients of the previous plan
         live = None
         if counted:
             holders = (self.model, self.optimizer)
@@ -277,7 +277,7 @@ class _Training:
         run.losses.append(loss.item())
         run.recomputed = sum(done.recomputed.values())
         missed = [name for name, count in done.recomputed.items() if not count and name not in done.frozen]
-        if missed:  # gradients are equal, too, where nothing was installed
+        if missed:  # gradients are equal, too, if nothing was installed
             run.first_difference = f"{len(missed)} planned blocks were not recomputed"
         if guard is not None:
             run.tightened = guard.taken
@@ -308,7 +308,7 @@ class _Card(LiveBytes):  # type: ignore[no-untyped-call]
         peak = self.peak_bytes
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.current_bytes > self.memory_bytes:
-            self.peak_bytes = peak  # a card would not have given the memory
+            self.peak_bytes = peak  # a card would not have allocated this
             self.timeline.pop()
             raise torch.OutOfMemoryError(f"a card of {format_bytes(self.memory_bytes)} is full.")
         return result

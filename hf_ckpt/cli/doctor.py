@@ -1,4 +1,4 @@
-"""`hf-ckpt doctor`: find mistakes of checkpointing in configs and versions."""
+"""`hf-ckpt doctor`: find mistakes with checkpointing in configs and versions."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fit(facts: Facts) -> dict[str, Any] | None:
-    """Whether the training of the files fits the device; None without a training file.
+    """Return whether the training of the files fits the device; None without a training file.
 
-    `ask` is the command that says what to write. Where model, device and length are known there is more: `told`, a
-    sentence, and `fits`, which is None where no plan could be made.
+    `ask` is the command that prints what to write. If model, device and length are known, `told` is the answer in
+    words, and `fits` says whether it fits; None if no plan could be made.
     """
     from hf_ckpt.doctor.facts import TRAINING
     from hf_ckpt.doctor.trainings import workload_fields

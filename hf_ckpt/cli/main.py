@@ -1,4 +1,4 @@
-"""`hf-ckpt`: parses the command line and runs a command."""
+"""`hf-ckpt`: parse the command line and run a command."""
 
 from __future__ import annotations
 

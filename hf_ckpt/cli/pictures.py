@@ -17,7 +17,7 @@ from hf_ckpt.spec.files import refuse_unwritable, replacing
 PICTURES = (".png", ".svg", ".pdf")
 """Suffixes of pictures."""
 DPI = 130
-"""Pixels of an inch in a saved picture. With letters of `STYLE`'s size it can still be read at half its width."""
+"""Pixels per inch of a saved picture. With the font sizes of `STYLE`, it is readable at half its width."""
 STYLE = {
     "font.size": 12,
     "axes.titlesize": 12,
@@ -52,9 +52,9 @@ _COLOURS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 """Beginning of the name of a policy -> colour of its action. The first match counts."""
 _SIDES = ((1, 1), (1, -1), (-1, 1), (-1, -1), (1.4, 0), (-1.4, 0), (0, 1.4), (0, -1.4))
-"""Where a label may lie beside its point: to the right and up."""
+"""Directions from a point to its label: (right, up)."""
 _DISTANCES = (4, 10, 18, 28, 40, 54)
-"""How far a label may lie from its point, in points."""
+"""Distances from a point to its label, in typographic points."""
 
 
 def colour_of_policy(name: str) -> str:
@@ -91,14 +91,14 @@ def label_points(
     Call it last, because the positions depend on everything else.
 
     Args:
-        axes: of matplotlib.
+        axes: of a matplotlib figure.
         labels: (x, y, text), in the units of the axes.
         points: other points that must stay visible, in the units of the axes.
-        size: of letters, in points.
+        size: font size in typographic points.
     """
     from matplotlib.transforms import Bbox
 
-    axes.figure.draw_without_rendering()  # the layout is known then
+    axes.figure.draw_without_rendering()  # computes the layout
     pixels = [axes.transData.transform(point) for point in [*points, *((x, y) for x, y, _ in labels)]]
     taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in pixels]
     for x, y, text in labels:
@@ -127,7 +127,7 @@ def label_points(
 
 
 def text_box(note: Any) -> Any:
-    """Where the text of an annotation lies, in pixels, without the line to its point."""
+    """Return the box of an annotation's text in pixels, without the line to its point."""
     from matplotlib.text import Text
 
     note.update_positions(note.figure.canvas.get_renderer())
@@ -135,13 +135,13 @@ def text_box(note: Any) -> Any:
 
 
 def common_area(box: Any, other: Any) -> float:
-    """The area that two boxes have in common, in pixels."""
+    """Return the common area of two boxes, in square pixels."""
     common = type(box).intersection(box, other)
     return 0.0 if common is None else float(common.width * common.height)
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Save a figure to an existing folder, and close it. An existing file stays if this fails.
+    """Save a figure to an existing folder, and close it. If this fails, an existing file is unchanged.
 
     Raises `FileError` if it cannot be written.
     """

@@ -1,4 +1,4 @@
-"""`hf-ckpt doctor`: find mistakes of activation checkpointing in config files and installed versions.
+"""`hf-ckpt doctor`: find mistakes with activation checkpointing in config files and installed versions.
 
 `facts.py` reads the files into `Facts`; `rules.py` has a row for each kind of mistake. Nothing here imports torch.
 

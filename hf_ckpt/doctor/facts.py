@@ -216,7 +216,7 @@ class Facts:
         """FSDP, if accelerate's config or the training arguments enable it."""
         for file in self.of(ACCELERATE):
             if str(file.values.get("distributed_type")).upper() == "FSDP":
-                return _fsdp(file, "distributed_type", version="1")  # what the launcher takes where none is given
+                return _fsdp(file, "distributed_type", version="1")  # the launcher's default
         for file in self.of(TRAINING):
             if file.values.get("fsdp") not in (None, False, "", [], "false"):
                 return _fsdp(file, "fsdp", version=None, beside=self.of(FSDP))
@@ -293,7 +293,7 @@ def gather(
     """Read config files, the installed versions, and the config of a model if one is named.
 
     Args:
-        paths: config files. Their keys tell their kind.
+        paths: config files. Their kind is recognised by their keys.
         model: preset, folder, hub id or `config.json` of a model.
         device: name of a row in the device table.
         batch: sequences per micro-step.
@@ -340,7 +340,7 @@ def read_files(paths: Sequence[str | Path]) -> tuple[ConfigFile, ...]:
 
 
 def _read(path: str, kind: str | None, problems: list[str]) -> ConfigFile | None:
-    """Read a file; a `kind` of None is taken from its keys. On failure, add to `problems` and return None."""
+    """Read a file. If `kind` is None, its keys decide. On failure, add to `problems` and return None."""
     try:
         values = _load(Path(path))
     except ValueError as error:
@@ -405,7 +405,7 @@ def _named_by(file: ConfigFile, problems: list[str]) -> Iterator[ConfigFile]:
         if isinstance(value, Mapping) and kind == DEEPSPEED:
             yield ConfigFile(f"{file.path}: {'.'.join(keys)}", kind, value)
         elif isinstance(value, str) and value not in ("", "none"):
-            beside = Path(file.path).parent / value  # the path is seen from where training starts, maybe elsewhere
+            beside = Path(file.path).parent / value  # training may start in another folder
             found = _read(str(beside) if is_file(beside) and not is_file(Path(value)) else value, kind, problems)
             if found is None:
                 problems[-1] += f" {file.path} names it as `{'.'.join(keys)}`."
@@ -484,7 +484,7 @@ def from_json_text(value: Any) -> Any:
 
 
 def without_true_reentrant(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return checkpointing kwargs without `use_reentrant: true`, for which there is a rule."""
+    """Return checkpointing kwargs without `use_reentrant: true`, which has its own rule."""
     return {key: value for key, value in kwargs.items() if key != "use_reentrant" or value is not True}
 
 
@@ -526,7 +526,7 @@ def shown(value: Any) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version: `_numbers("2.13.0+cpu") == (2, 13, 0)`. Empty if the text is no version."""
+    """Return the numbers of a version: `_numbers("2.13.0+cpu") == (2, 13, 0)`. Empty if the text is not a version."""
     match = re.match(r"\d{1,9}(\.\d{1,9})*", version)
     return tuple(map(int, match.group().split("."))) if match else ()
 

@@ -31,9 +31,9 @@ _BESIDE = {
         *KWARGS,
     ),
 }
-"""More keys that are read, or that a plan replaces."""
+"""Other keys that are read, or that a plan replaces."""
 
-# What does not change the memory of a training step: data, optimization, logs, saving, evaluation, launching.
+# Keys that do not change the memory of a training step: data, optimization, logs, saving, evaluation, launching.
 _HARMLESS = re.compile(
     "|".join(
         (
@@ -93,7 +93,7 @@ def not_understood(facts: Facts) -> list[str]:
 
 
 def _named(facts: Facts, default: str) -> str:
-    """The type of the weights from its key."""
+    """Return the type of the weights from its key."""
     found = facts.option(*KEYS["dtype"])
     name = str(found.value).removeprefix("torch.") if found is not None else default
     name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "auto": "bfloat16"}.get(name, name)
@@ -101,26 +101,26 @@ def _named(facts: Facts, default: str) -> str:
 
 
 def _half(facts: Facts, *flags: tuple[str, str]) -> str | None:
-    """The type of the first flag that is on."""
+    """Return the type of the first flag that is on."""
     return next((name for flag, name in flags if facts.option_on(flag) is not None), None)
 
 
 def _launched(facts: Facts) -> str | None:
-    """The type that accelerate's launcher switches autocast on for."""
+    """Return the type of the autocast that accelerate's launcher enables."""
     names = {"bf16": "bfloat16", "fp16": "float16"}
     found = (names.get(str(file.values.get("mixed_precision"))) for file in facts.of(ACCELERATE))
     return next(filter(None, found), None)
 
 
 def _of_trainer(facts: Facts, frozen: bool) -> dict[str, Any]:
-    """Scripts load in float32 unless told, and `bf16` is autocast."""
+    """Scripts load in float32 by default, and `bf16` enables autocast."""
     quantised = any(facts.option_on(*KEYS[name]) is not None for name in ("load_in_4bit", "load_in_8bit"))
     autocast = _half(facts, ("bf16", "bfloat16"), ("fp16", "float16")) or _launched(facts)
     return {"dtype": _named(facts, "bfloat16" if quantised else "float32"), "autocast": autocast or "none"}
 
 
 def _of_trl(facts: Facts, frozen: bool) -> dict[str, Any]:
-    """As Trainer, but `bf16` is on unless it or `fp16` is set, and 4 bits leave the other weights in their type."""
+    """Like Trainer, but `bf16` is on unless it or `fp16` is set. With 4 bits, the other weights keep their type."""
     found = {**_of_trainer(facts, frozen), "dtype": _named(facts, "float32")}
     if found["autocast"] == "none" and facts.option("bf16") is None:
         found["autocast"] = "bfloat16"
@@ -128,7 +128,7 @@ def _of_trl(facts: Facts, frozen: bool) -> dict[str, Any]:
 
 
 def _of_axolotl(facts: Facts, frozen: bool) -> dict[str, Any]:
-    """`bf16`, on unless it is set, is the type of the weights, and autocast; `bfloat16` only that of the weights."""
+    """`bf16`, which is on by default, sets the type of weights and autocast; `bfloat16` only that of weights."""
     bf16, fp16 = facts.option("bf16"), facts.option_on("fp16")
     autocast = "float16" if fp16 is not None else "none"
     if (bf16 is None and fp16 is None) or (bf16 is not None and (is_on(bf16.value) or bf16.value in ("auto", "full"))):
@@ -138,7 +138,7 @@ def _of_axolotl(facts: Facts, frozen: bool) -> dict[str, Any]:
 
 
 def _of_llama_factory(facts: Facts, frozen: bool) -> dict[str, Any]:
-    """Weights have the type that is computed in; those that are trained are cast to float32, without `pure_bf16`."""
+    """Weights have the type of the computation. Trained weights are cast to float32, except with `pure_bf16`."""
     pure = facts.option_on("pure_bf16") is not None
     autocast = None if pure else _half(facts, ("bf16", "bfloat16"), ("fp16", "float16"))
     dtype = (autocast or "bfloat16") if frozen or pure else "float32"

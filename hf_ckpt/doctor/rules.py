@@ -129,7 +129,7 @@ def reentrant_default(facts: Facts) -> Values | None:
     if flag is None or facts.ours or "use_reentrant" in facts.kwargs:
         return None
     values = {"where": (given or flag).where, "kwargs": key_of(given) if given else KWARGS[1]}
-    to_torch = facts.kwargs.keys() - {"every_n_layers", "offload"}  # Trainer takes these two out
+    to_torch = facts.kwargs.keys() - {"every_n_layers", "offload"}  # Trainer removes these two
     installed = facts.versions.get("transformers")
     if to_torch:
         keys = ", ".join(sorted(to_torch))
@@ -204,7 +204,7 @@ def own_offloading(facts: Facts) -> Values | None:
 
 
 def random_state(facts: Facts) -> Values | None:
-    # `selective` by rebuilding needs no random state, because it keeps the masks of dropout.
+    # The rebuild engine needs no random state for `selective`, because it keeps dropout masks.
     spec, given, dropout = facts.spec, facts.given_kwargs, facts.dropout
     if spec is None or given is None or dropout is None or spec.preserve_rng_state:
         return None
@@ -291,7 +291,7 @@ def cuda_graphs(facts: Facts) -> Values | None:
 
 
 def _compiled(facts: Facts, key: str, applies: Callable[[Spec], bool]) -> Values | None:
-    """A spec that does not go together with torch.compile."""
+    """Return the values for a key of the spec that does not work under torch.compile."""
     spec, given, compiled = facts.spec, facts.given_kwargs, facts.compiled
     if spec is None or given is None or compiled is None or not applies(spec):
         return None
@@ -412,8 +412,8 @@ def quantised(facts: Facts) -> Values | None:
 
 
 def routers(facts: Facts) -> Values | None:
-    # In eager mode the choice of experts is kept, but by PyTorch's selective checkpointing. `selective` that saves
-    # linear layers keeps the routers' scores, so that the choice stays as it was.
+    # In eager mode, recomputed blocks choose the same experts, except under PyTorch's selective checkpointing. If
+    # `selective` saves linear layers, it keeps the routers' scores, so the choice is the same.
     model, spec = facts.model, facts.spec
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     found = (path for path, n in walk(model.config if model else {}) if path[-1] in names and is_positive(n) and n > 1)

@@ -1,4 +1,4 @@
-"""Reads the fields of `Workload` from training files: the model, its batch, adapters, types and optimizer."""
+"""Read the fields of `Workload` from training files: the model, its batch, adapters, types and optimizer."""
 
 from __future__ import annotations
 
