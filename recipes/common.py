@@ -33,7 +33,7 @@ TINY = {
     "logging_steps": 1,
 }
 
-# transformers 5.23 renamed the flag and warns about the old name; 4.57 knows the old name only. The recipes accept both.
+# transformers 5.23 renamed the flag and warns about the old name; 4.57 knows only the old one. The recipes accept both.
 _known = {field.name for field in dataclasses.fields(TrainingArguments)}
 FLAG = "activation_checkpointing" if "activation_checkpointing" in _known else "gradient_checkpointing"
 
@@ -148,13 +148,13 @@ def finish(trainer: Trainer) -> None:
     """Print what the plan did, and end all processes together."""
     if trainer.is_world_process_zero():
         print(hf_ckpt.describe(trainer.model))
-    # A process that exits right after a collective can hang or abort, and PyTorch's gloo can deadlock if a process group
-    # ends moments after one. https://github.com/pytorch/pytorch/issues/56297
+    # A process that exits right after a collective can hang or abort, and PyTorch's gloo can deadlock if a process
+    # group ends moments after one. https://github.com/pytorch/pytorch/issues/56297
     trainer.accelerator.wait_for_everyone()
     time.sleep(0.2)
     trainer.accelerator.end_training()
 
 
 def _installed_name(word: str) -> str:
-    """`--gradient_checkpointing_kwargs` -> `--activation_checkpointing_kwargs`, or back: the name in the installed transformers."""
+    """`--gradient_checkpointing_kwargs` -> `--activation_checkpointing_kwargs`, or back, as in transformers here."""
     return re.sub(r"^(--|)(activation|gradient)[-_]checkpointing", rf"\g<1>{FLAG}", word)

@@ -157,7 +157,7 @@ _NOT_PLANNED = ("bitsandbytes", "scipy", "sklearn")
 
 @contextlib.contextmanager
 def importing(*, to_plan: bool = False) -> Iterator[None]:
-    """Context manager for imports of large packages: turns garbage collection off, which takes a sixth of their time.
+    """Context manager for imports of large packages: pauses garbage collection, which takes a sixth of their time.
 
     With `to_plan`, packages that a plan does not need look as if they were not installed, unless one has been imported
     already. This saves a second or more, and is for processes that only plan.

@@ -34,7 +34,7 @@ def add(verbs: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify the spec on each model, and print a row for each. Returns 1 if gradients differ or nothing was recomputed."""
+    """Verify the spec on each model and print a row each. Returns 1 if gradients differ or nothing was recomputed."""
     from hf_ckpt.spec.spec import Spec
 
     spec = Spec.parse(arguments.spec)  # before torch is imported, which takes seconds
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def print_checks(rows: Sequence[tuple[str, str, Any]], console: Console | None = None) -> None:
-    """Print a table with a row for each (model, spec, `Verification`), and the details of those that failed."""
+    """Print a table with a row for each (model, spec, `Verification`), and the details of failed ones."""
     from rich.table import Table
 
     table = Table(title="same seed, without and with the plan", title_justify="left")

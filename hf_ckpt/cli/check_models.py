@@ -75,7 +75,7 @@ def check_model(
     dtype: torch.dtype = torch.float32,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[str, Verification]:
-    """Verify a spec on a model from the hub or a folder, with random tokens; return its class name and the result.
+    """Verify a spec on a model from the hub or a folder, with random tokens; return its name and the result.
 
     The model's own head is used if its config names a class. `on_progress` is called before each part. Raises
     `HfCkptError` if the model cannot be loaded.

@@ -1,4 +1,4 @@
-"""`hf-ckpt demo`: LoRA fine-tuning under several plans, on real weights and real text where they are installed."""
+"""`hf-ckpt demo`: LoRA fine-tuning under several plans, on real weights and real text if they are installed."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ class DemoResult:
 
 
 def thinned(timeline: Sequence[int], points: int = TIMELINE_POINTS) -> list[int]:
-    """Return a timeline with at most `points` numbers. Each is the maximum of its part, so the peak stays."""
+    """Return a timeline with at most `points` numbers. Each is the maximum of its part, so the peak is kept."""
     parts = min(points, len(timeline))
     ends = [len(timeline) * (part + 1) // parts for part in range(parts)]
     return [max(timeline[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def load_model(name: str | None, dtype: torch.dtype = torch.float32) -> tuple[str, Any, Any, str | None]:
-    """Return (label, model, tokenizer, what is missing) of a name, the packaged SmolLM2, or a small random model."""
+    """Return (label, model, tokenizer, what is missing) for a hub id or folder, SmolLM2, or a small random model."""
     import transformers
 
     if name is not None:

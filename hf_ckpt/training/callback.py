@@ -15,7 +15,7 @@ saving:
 | `plan/bucket` | tokens | size of the batch that the last step's plan was made for; only with `budget` and `auto` |
 | `time/step_s` | s | wall time of a step with its data loading, on the slowest rank |
 | `time/tokens_per_s` | 1/s | tokens in `input_ids` of all ranks; `time/samples_per_s` if inputs cannot be read |
-| `time/recompute_share` | 0 to 1 | share of the time that blocks are recomputed; only while a plan is enabled |
+| `time/recompute_share` | 0 to 1 | share of the time spent recomputing blocks; only while a plan is enabled |
 | `ckpt/mismatch` | checks | checks that found a block whose backward did not get what its forward saved |
 """
 
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 HEAD_SHARE = 0.25
-"""The callback warns if the head's output is a larger share of the peak. With loss and gradient, it is most of it."""
+"""The callback warns above this share of the peak: with loss and gradient, the head's output is most of it then."""
 METRICS_FILE = "hf_ckpt_metrics.jsonl"
 """Name of the file in the output folder that contains the figures, one JSON object per line."""
 Metrics = dict[str, float | None]

@@ -28,7 +28,7 @@ def step_down(model: nn.Module, *, exact: bool = False) -> str | None:
         model: a PreTrainedModel, plain or wrapped.
         exact: do not run the head in chunks, because its gradients are not bit-equal.
 
-    From then on, the watch checks nothing: there is no room.
+    From then on, the watch checks nothing, because there is no room.
 
     Returns the change in words; None if no plan needs less.
     """

@@ -158,7 +158,7 @@ def verify(
             `use_cache`, neither run builds a key/value cache.
         spec: the plan to verify, in any form that `install` accepts. None verifies the installed plan, or `full` if
             there is none.
-        loss_fn: returns a scalar loss, given the model's outputs. None uses `outputs.loss`.
+        loss_fn: returns a scalar loss from the model's outputs. None uses `outputs.loss`.
         seed: the seed of both runs.
 
     Raises `HfCkptError` if the model is in eval mode or returns no loss, and the errors of `install`.

@@ -75,7 +75,7 @@ class Watch:
         self._told: set[Any] = set()
         """The kinds of differences that were logged."""
         self._kept_bytes = 0
-        """Bytes that the last wrong block saves without checkpointing."""
+        """Bytes that the last block with a difference saves without checkpointing."""
         self._whole: bool | None = None
 
     def on_forward(self, base: nn.Module, record: Installation | None, running: nn.Module | None = None) -> None:
