@@ -44,7 +44,7 @@ def check_families(
     """
     rows, refused = [], []
     for family in FAMILIES:
-        # Gradients with dropout cannot be compared with those in float64, and chunks draw numbers of their own.
+        # Compiled blocks and chunks draw random numbers of their own, so that gradients with dropout differ.
         dropout = 0.1 if spec.compile is None and spec.mlp == "full" else 0.0
         model = tiny_model(family, dropout=dropout, dtype=dtype)
         if spec.head != "full" and vocabulary_head(model) is None:
