@@ -246,7 +246,7 @@ def rates(device):
 
 VERSIONS = re.findall(r"^\| ([a-z-]+) \| ([0-9.]+) \| (.+) \|$", VERSIONS_PAGE, re.MULTILINE)
 CONSTRAINTS = (ROOT / ".ci" / "constraints.txt").read_text(encoding="utf-8").split()
-TOOLS = ("mkdocs-material", "mkdocstrings", "mkdocstrings-python", "import-linter")
+TOOLS = ("mkdocs-material", "mkdocstrings", "mkdocstrings-python", "import-linter", "torch_remat")
 """Packages that no user of hf_ckpt needs."""
 
 
