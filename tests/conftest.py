@@ -1,4 +1,4 @@
-"""Settings and fixtures of all tests, and checks of what every test leaves behind."""
+"""Settings and fixtures of all tests, and checks that no test leaves anything behind."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from hf_ckpt.measure.levels import CountedLevels
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, candidates
 from hf_ckpt.training import traced
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # several of them share the cores
+if "PYTEST_XDIST_WORKER" in os.environ:  # several workers share the cores
     torch.set_num_threads(1)
-    os.environ.pop("COLUMNS", None)  # which readline sets in the process that has started this one
-# The same examples on every run; a new one is worth a named test.
+    os.environ.pop("COLUMNS", None)  # set by readline in the parent process
+# Every run tries the same examples; a new failing example becomes a named test.
 settings.register_profile("hf_ckpt", deadline=None, derandomize=True)
 settings.load_profile("hf_ckpt")
 
@@ -40,7 +40,7 @@ def cache_home():
 
 @pytest.fixture(autouse=True)
 def no_answer_is_remembered(cache_home, monkeypatch):
-    """No test sees what an earlier one, or the user of this machine, has asked."""
+    """Hide cached answers of earlier tests and of this machine's user."""
     monkeypatch.setenv("HF_HOME", cache_home)
     yield
     shutil.rmtree(f"{cache_home}/hf_ckpt", ignore_errors=True)
@@ -48,13 +48,14 @@ def no_answer_is_remembered(cache_home, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def every_warning_may_be_given_again():
-    """What a process is warned of once, every test is warned of once."""
+    """Let every test see the warnings that are given once per process."""
     forget_warnings()
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_on_the_process():
-    """`hf_ckpt.install()` changes a class; a test that forgets to undo it would change every later test."""
+    """`hf_ckpt.install()` changes a class: fail if a test forgets to undo it, because later tests would see the
+    change."""
     names = (*compat.ENABLE_NAMES, *compat.DISABLE_NAMES)
     before = {name: vars(compat.PreTrainedModel)[name] for name in names}
     yield
@@ -65,7 +66,7 @@ def nothing_left_on_the_process():
 
 @pytest.fixture(autouse=True)
 def no_count_left_on():
-    """What counts live bytes for a session ends with the test, not when the model is collected."""
+    """Stop a session's live-byte counter when the test ends, not when the model is collected."""
     yield
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, CountedLevels):
@@ -74,7 +75,7 @@ def no_count_left_on():
 
 @pytest.fixture(autouse=True)
 def no_block_left_open():
-    """Blocks that have ended leave no tape of the rebuild engine and no segment open in this thread."""
+    """Check that ended blocks leave no rebuild tape and no segment open in this thread."""
     yield
     assert tape.running.tape is None
     assert segments._open.run is None
@@ -82,8 +83,8 @@ def no_block_left_open():
 
 @pytest.fixture
 def nothing_compiled(monkeypatch):
-    """Graphs of compiled blocks of one test are not those of another."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would keep all of it
+    """Start without graphs that other tests compiled."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would store all of it
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled._compiled.cache_clear()
@@ -93,7 +94,7 @@ def nothing_compiled(monkeypatch):
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Graphs of compiled blocks, without inductor, which takes long."""
+    """Collect the graphs of compiled blocks, and compile them without the slow inductor."""
     found = []
 
     def compile_graph(graph, inputs):
@@ -106,7 +107,7 @@ def graphs(monkeypatch):
 
 @pytest.fixture
 def few_actions(monkeypatch):
-    """Plans for live models choose from three actions: the time of a trace grows with the square of their number."""
+    """Let plans for live models choose from three actions: trace time grows with the square of their number."""
 
     def actions_for(*_, compiled=False):
         return candidates(compiled=True) if compiled else (KEEP, SELECTIVE, FULL)
@@ -116,20 +117,20 @@ def few_actions(monkeypatch):
 
 @pytest.fixture
 def unwatched(monkeypatch):
-    """No block is checked: a check holds tensors and may run a block once more, where a test counts exactly these."""
+    """Turn off the watch: a check holds tensors and may run a block again, and the test counts both."""
     monkeypatch.setattr("hf_ckpt.training.watch.Watch.on_forward", lambda *args: None)
 
 
 @pytest.fixture
 def everywhere():
-    """`install()` for the process, undone after the test."""
+    """`install()` for the whole process, undone after the test."""
     yield hf_ckpt.install
     hf_ckpt.uninstall()
 
 
 @pytest.fixture
 def transformers_log():
-    """Records of transformers' own logger, which does not propagate to where `caplog` listens."""
+    """Records of transformers' own logger, which does not propagate to `caplog`."""
     records = []
     handler = logging.Handler()
     handler.emit = records.append

@@ -1,1 +1,1 @@
-"""What tests share: steps, toys, processes. No test module imports another."""
+"""Code that tests share: steps, toys, processes. Test modules do not import each other."""

@@ -13,11 +13,11 @@ TARGETS = {
     "bert": ["query", "dense"],
     "t5": ["q", "wi"],
 }
-"""Linear layers of the attention and of the feed-forward part."""
+"""Linear layers of the attention and the feed-forward."""
 
 
 def lora_config(family, targets=None, **options):
-    """Adapters with random values: PEFT begins B with zeros, and then no gradient would reach A."""
+    """Adapters with random values: PEFT initialises B with zeros, so that A would get no gradient."""
     return LoraConfig(
         r=4,
         init_lora_weights=False,
@@ -28,9 +28,9 @@ def lora_config(family, targets=None, **options):
 
 
 def add_inside(model, config):
-    """Put adapters into a model of transformers, with nothing around it, as its `add_adapter` does.
+    """Add adapters inside a transformers model, without a wrapper, as its `add_adapter` does.
 
-    Where that method wants a newer PEFT than there is, PEFT's own function does what it would do.
+    If that method requires a newer PEFT than is installed, call PEFT's own function instead.
     """
     if missing_for_add_adapter() is None:
         model.add_adapter(config)
@@ -40,7 +40,7 @@ def add_inside(model, config):
 
 
 def with_lora(model, family, *, hub=False, lora_dropout=0.1, **options):
-    """The model with adapters, always the same ones: wrapped by PEFT, or inside the model itself (`hub`)."""
+    """The model with the same adapters each time: wrapped by PEFT, or inside the model itself (`hub`)."""
     training = model.training
     torch.manual_seed(1)
     config = lora_config(family, lora_dropout=lora_dropout, **options)

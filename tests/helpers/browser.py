@@ -1,4 +1,4 @@
-"""A headless chromium: what it loads, what it says, and what lies in its clipboard."""
+"""A headless Chromium: the requests and console messages of a page, and the clipboard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from selenium.webdriver.common.keys import Keys
 SWITCHES = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # no name leads anywhere
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # no name resolves
 )
 
 
@@ -32,7 +32,7 @@ class Browser:
         self.driver.set_script_timeout(60)
 
     def open(self, address, width=1280, dark=False):
-        """Load a page in a window of a width, and forget what was logged before."""
+        """Load a page in a window of the given width, and clear the logs."""
         self.driver.switch_to.default_content()
         self.driver.get_log("performance"), self.driver.get_log("browser")
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -42,7 +42,7 @@ class Browser:
         self.driver.get(address)
 
     def look_into(self, selector, seconds=60):
-        """Wait for a frame, and find what is in it from now on; `driver.switch_to.default_content` ends that."""
+        """Wait for a frame and switch to it; `driver.switch_to.default_content` switches back."""
         visible = "return document.querySelector(arguments[0])?.checkVisibility()"
         self.wait(lambda: self.driver.execute_script(visible, selector), seconds)
         self.driver.switch_to.frame(self.find(selector))
@@ -54,9 +54,9 @@ class Browser:
         return self.driver.execute_script("return document.querySelector(arguments[0])?.textContent ?? ''", selector)
 
     def wait(self, condition, seconds=60):
-        """Wait until a condition holds, and return its value; fails if it never does.
+        """Wait until a condition holds, and return its value; fail if it never does.
 
-        What the condition looks for may not be on the page yet: gradio builds a folded part when it is opened.
+        Elements may appear late: Gradio builds a folded part when it is opened.
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -68,7 +68,7 @@ class Browser:
         raise AssertionError(f"waited for {seconds} s; the console says {self.driver.get_log('browser')}")
 
     def slide(self, selector, value):
-        """Move a slider as a person does, and return the milliseconds that the page took for it itself."""
+        """Move a slider as a user does, and return the milliseconds that the page's own code took."""
         script = """
             const slider = document.querySelector(arguments[0]), begin = performance.now();
             const set = Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, "value").set;
@@ -79,7 +79,7 @@ class Browser:
         return self.driver.execute_script(script, selector, value)
 
     def requested(self):
-        """Addresses that the page asked for, by http or as files."""
+        """Addresses that the page requested, over HTTP or as files."""
         entries = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = [entry["params"] for entry in entries if entry["method"] == "Network.requestWillBeSent"]
         sockets = [entry["params"]["url"] for entry in entries if entry["method"] == "Network.webSocketCreated"]
@@ -87,15 +87,15 @@ class Browser:
         return [url for url in found if not url.startswith(("data:", "blob:", "chrome:", "about:"))]
 
     def complaints(self):
-        """What the console was told: errors and warnings."""
+        """Errors and warnings on the console."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] != "INFO"]
 
     def too_wide(self):
-        """Whether the page has to be moved sideways to be read."""
+        """Whether the page scrolls sideways."""
         return self.driver.execute_script("return document.documentElement.scrollWidth > innerWidth")
 
     def clipboard(self):
-        """What was copied last, pasted into a field that is taken away again."""
+        """The clipboard's text, read by pasting it into a temporary field."""
         make = "const area = document.createElement('textarea'); area.id = 'pasted'; document.body.append(area);"
         self.driver.execute_script(make)
         self.find("#pasted").send_keys(Keys.CONTROL, "v")

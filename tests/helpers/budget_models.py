@@ -1,4 +1,4 @@
-"""Budgets on trainings of models outside the four families: see `budget_runs`. `ROWS` has them by name."""
+"""Budgets on trainings of models outside the four families, by name in `ROWS`; see `budget_runs`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = 14
 
 
 def training(name: str, change: str = "", accumulate: int = 1) -> Make:
-    """A row that trains a model of `unusual_models` with AdamW, whole or after a change."""
+    """A row that trains a model of `unusual_models` with AdamW, as it is or after a change."""
 
     def make(spec: dict | None) -> Scenario:
         model = CHANGES[change](unusual_model(name))
@@ -41,7 +41,7 @@ def training(name: str, change: str = "", accumulate: int = 1) -> Make:
 
 
 def without_images(model):
-    """The model with all that sees images frozen, as most people train it."""
+    """The model with its vision parts frozen, as most people train it."""
     for name, parameter in model.named_parameters():
         if "vision" in name or "visual" in name:
             parameter.requires_grad_(False)
@@ -68,4 +68,4 @@ ROWS = {
     **{f"{name}, lora": training(name, "lora") for name in (*IMAGE_TOKENS, "mixtral")},
     **{f"{name}, four micro-steps": training(name, accumulate=4) for name in ("qwen3_vl", "mixtral")},
 }
-"""Name -> `make` of every training of this file."""
+"""Name -> `make` for every training of this file."""

@@ -1,4 +1,4 @@
-"""Budgets on trainings of two processes: their cases, and what each rank saw. See `budget_runs`."""
+"""Budgets on trainings of two processes: the cases, and what each rank measured. See `budget_runs`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from helpers.budget_runs import SHARES, Run, Step
 from helpers.processes import each_rank, run_on_ranks
 
 WORKER = "budgets_of_ranks.py"
-# DeepSpeed compiles an operation of its own at the first start; killed half-way, that would lock out all later ones.
+# DeepSpeed compiles an extension at its first start; killing that leaves a lock that blocks all later starts.
 DEEPSPEED = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix, "torch_extensions"))}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training, and its budget."""
+    """A training and its budget."""
 
     way: str
     """`ddp`, `fsdp1`, `fsdp2`, `zero2` or `zero3`."""
@@ -27,13 +27,13 @@ class Case:
     half: bool = False
     """Whether forwards run in bfloat16."""
     accumulate: int = 1
-    """Micro-steps of an optimizer step, of which only the last exchanges gradients."""
+    """Micro-steps per optimizer step; only the last exchanges gradients."""
     tokens: tuple[tuple[int, ...], ...] = ((96,), (96,))
-    """For each rank, the lengths of its batches, one after another."""
+    """For each rank, the lengths of its batches in order."""
     steps: int = 12
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     share: float = 0.5
-    """Where its budget lies between the peak under `full` and that without checkpointing."""
+    """Position of the budget between the peaks under `full` and without checkpointing."""
 
 
 def _mixed(steps: int) -> tuple[tuple[int, ...], ...]:
@@ -76,23 +76,23 @@ DEEPSPEED_ROWS = {
         ", three micro-steps": _MICRO,
     }.items()
 }
-"""Those that need DeepSpeed."""
+"""The trainings that need DeepSpeed."""
 
 
 def at_every_share(rows: dict[str, Case], shares: tuple[float, ...] = SHARES) -> dict[str, Case]:
-    """The cases with each budget, by names such as `ddp at 0.5`."""
+    """The cases with each budget, named such as `ddp at 0.5`."""
     return {
         f"{name} at {share}": dataclasses.replace(case, share=share) for name, case in rows.items() for share in shares
     }
 
 
 def run_rows(cases: dict[str, Case], folder: Path, timeout: float = 1200) -> list[dict[str, Any]]:
-    """Run cases on two ranks, in one launch."""
+    """Run cases on two ranks in one launch."""
     extra = DEEPSPEED if any(case.way.startswith("zero") for case in cases.values()) else {}
     return run_on_ranks(WORKER, cases, folder, timeout=timeout, extra=extra)
 
 
 def judged(results: list[dict[str, Any]], name: str) -> list[Run]:
-    """What each rank saw in a case."""
+    """What each rank measured in a case."""
     runs = [found["run"] for found in each_rank(results, name)]
     return [Run(**{**run, "steps": [Step(**step) for step in run["steps"]]}) for run in runs]

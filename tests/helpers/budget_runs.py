@@ -1,12 +1,12 @@
-"""Runs a training under `policy: budget` and reports facts: real peaks, plans, predictions, gradients.
+"""Runs a training under `policy: budget` and reports real peaks, plans, predictions and gradients.
 
     reference = references(make)                   # the same training without hf_ckpt, and under `full`
     run = within(make, reference, share=0.5)       # under a budget half-way between their peaks
-    run.misses()                                   # [] where all of it holds
+    run.misses()                                   # [] if everything holds
 
-`make(spec)` returns a `Scenario`: a fresh model, always the same one, on which the spec is enabled, or nothing for
-None. A `LiveBytes` that is on through the whole training counts all live tensors. Nothing here knows how plans are
-made: what is on is read from `hf_ckpt.describe` and from the log.
+`make(spec)` returns a `Scenario`: a fresh model, always the same one, with the spec enabled; None enables nothing.
+One `LiveBytes` counts all live tensors during the whole training. This module does not depend on how plans are made:
+it reads the current plan from `hf_ckpt.describe` and from the log.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import hf_ckpt
 from hf_ckpt.measure.live import Holder, LiveBytes
 
 SHARES = (0.25, 0.5, 0.75)
-"""Where budgets lie between the peak under `full` and that without checkpointing."""
+"""Positions of budgets between the peak under `full` and the peak without checkpointing."""
 MOST, MOST_FIRST, MOST_PREDICTED = 1.01, 1.03, 1.03
-"""The largest allowed ratio of a real peak to the budget from the second planned step on, that of the first planned
-step, and that of a predicted to a real peak."""
+"""Largest allowed ratios: real peak to budget from the second planned step on, real peak to budget in the first planned
+step, and predicted to real peak."""
 SLACK = 0.05
-"""What tests allow beyond these: which plan is made depends on times, and on a busy machine any may be."""
+"""Extra tolerance of tests: plans depend on measured times, which vary on a busy machine."""
 
 
 @dataclasses.dataclass
@@ -39,13 +39,13 @@ class Scenario:
     """A model and its training."""
 
     model: nn.Module
-    """What `hf_ckpt.describe` is asked about; its parameters are compared at the end. `train` may replace it."""
+    """The model to describe; its parameters are compared at the end. `train` may replace it."""
     train: Callable[[Watch], None]
-    """Trains, and tells the watch where each micro-step begins and ends, and where the model was changed."""
+    """Trains, and reports to the watch where each micro-step begins and ends and when the model changed."""
     holders: tuple[Holder, ...] = ()
-    """What else holds tensors before the training begins, such as batches that were made already."""
+    """Other holders of tensors that exist before the training, such as batches."""
     settled: int = 0
-    """After so many micro-steps peaks under one plan change no more; 0 where only the whole training shows that."""
+    """Number of micro-steps after which peaks under one plan stop changing; 0: only the whole training shows that."""
 
 
 Make = Callable[[dict | None], Scenario]
@@ -53,30 +53,30 @@ Make = Callable[[dict | None], Scenario]
 
 @dataclasses.dataclass
 class Step:
-    """One micro-step, with the optimizer's step behind it if there is one."""
+    """One micro-step, with the optimizer's step after it, if there is one."""
 
     shape: str
-    """Names the batch's shape, where steps differ in it."""
+    """Name of the batch's shape if steps differ in it."""
     phase: int
-    """How often the model was changed before."""
+    """How often the model had changed before."""
     peak_bytes: int = 0
     plan: str = ""
-    """The actions of the plan when the step's forward began, as `2 full, 6 keep`."""
+    """Actions of the plan when the step's forward began, such as `2 full, 6 keep`."""
     predicted_bytes: int | None = None
-    """Predicted peak of that plan; None where it has no prediction."""
+    """Predicted peak of that plan; None if it has no prediction."""
     recomputed: int = 0
     said: list[str] = dataclasses.field(default_factory=list)
-    """What hf_ckpt logged of plans, and its warnings."""
+    """Log messages about plans, and warnings of hf_ckpt."""
     failed: bool = False
     """Whether an error ended it."""
 
 
 class Settled(Exception):
-    """Ends a training of which only the peaks are asked for."""
+    """Ends a training early when only its peaks are needed."""
 
 
 class Watch:
-    """Is told by a training where its micro-steps begin and end, and keeps what was seen in each."""
+    """Records what happens in each micro-step; the training reports where micro-steps begin and end."""
 
     def __init__(self, scenario: Scenario, planned: bool, live: LiveBytes, most: int = 0) -> None:
         self.scenario = scenario
@@ -90,7 +90,7 @@ class Watch:
 
     @contextlib.contextmanager
     def step(self, shape: str = "") -> Iterator[None]:
-        """As a context: a micro-step. An error inside is noted and goes on."""
+        """A micro-step, as a context manager. Errors inside are recorded and raised again."""
         self.begin(shape)
         try:
             yield
@@ -102,19 +102,19 @@ class Watch:
             self.end()
 
     def begin(self, shape: str = "") -> None:
-        """A micro-step begins: the one before ends, if it has not. Raises `Settled` where no more are asked for."""
+        """Begin a micro-step, ending the previous one if needed. Raises `Settled` if no more steps are needed."""
         self.end()
         if self._most and len(self.steps) >= self._most:
             raise Settled
         self._step = Step(shape, self._phase)
-        if self._planned:  # behind the hooks of the model, and before its blocks
+        if self._planned:  # after the model's hooks, before its blocks
             embedding = self.scenario.model.get_input_embeddings()
             self._handle = embedding.register_forward_pre_hook(self._note_plan)
         self._live.timeline.clear()
         self._live.peak_bytes = self._live.current_bytes
 
     def end(self) -> None:
-        """The micro-step ends, with the optimizer's step behind it; a second call changes nothing."""
+        """End the micro-step, including the optimizer's step; a second call does nothing."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -128,11 +128,11 @@ class Watch:
         self.steps.append(step)
 
     def changed(self) -> None:
-        """The model has changed, so that another plan may be needed."""
+        """Report that the model has changed, so that it may need another plan."""
         self._phase += 1
 
     def hear(self, record: logging.LogRecord) -> None:
-        """Keep what is logged in a step, or before the next one."""
+        """Store a message logged during a step or before the next one."""
         step = self._step or (self.steps[-1] if self.steps else None)
         if step is not None:
             step.said.append(record.getMessage())
@@ -159,13 +159,13 @@ def in_words(plan: hf_ckpt.Plan) -> str:
 
 @dataclasses.dataclass
 class Trained:
-    """What a training came to."""
+    """The results of a training."""
 
     steps: list[Step]
     weights: dict[str, torch.Tensor]
-    """All parameters at the end, and all gradients, as `NAME.grad`."""
+    """Final parameters, and gradients as `NAME.grad`."""
     error: str = ""
-    """The error that ended it, and where."""
+    """Traceback of the error that ended it."""
 
     @property
     def peak_bytes(self) -> int:
@@ -174,9 +174,9 @@ class Trained:
 
 
 def trained(make: Make, spec: dict | None, *, settle: bool = False) -> Trained:
-    """Train under a spec, or without hf_ckpt for None; with `settle` only until peaks change no more.
+    """Train under a spec, or without hf_ckpt for None; with `settle`, only until peaks stop changing.
 
-    Errors end the training and are kept, where a spec is given.
+    With a spec, an error ends the training and is stored.
     """
     gc.collect()
     scenario = make(spec)
@@ -205,7 +205,7 @@ def trained(make: Make, spec: dict | None, *, settle: bool = False) -> Trained:
 
 @contextlib.contextmanager
 def heard(watch: Watch) -> Iterator[None]:
-    """As a context: let a watch hear all messages of plans, and all warnings of hf_ckpt."""
+    """Pass all messages about plans and all warnings of hf_ckpt to a watch, as a context manager."""
     plans, every, handler = logging.getLogger("hf_ckpt.plans"), logging.getLogger("hf_ckpt"), logging.Handler()
     handler.emit = watch.hear
     handler.addFilter(lambda record: record.name == plans.name or record.levelno >= logging.WARNING)
@@ -221,7 +221,7 @@ def heard(watch: Watch) -> Iterator[None]:
 
 @dataclasses.dataclass
 class References:
-    """The training without hf_ckpt, and its peak under `full`."""
+    """The results of the training without hf_ckpt, and its peak under `full`."""
 
     keep: Trained
     full_bytes: int
@@ -232,12 +232,12 @@ class References:
         return 1 - self.full_bytes / self.keep.peak_bytes
 
     def budget_bytes(self, share: float) -> int:
-        """A share of what can be saved, above the peak under `full`."""
+        """The peak under `full` plus a share of what `full` saves."""
         return round(self.full_bytes + share * (self.keep.peak_bytes - self.full_bytes))
 
 
 def references(make: Make) -> References:
-    """Train without hf_ckpt and under `full`. Raises `ValueError` where `full` saves nothing."""
+    """Train without hf_ckpt and under `full`. Raises `ValueError` if `full` saves nothing."""
     keep = trained(make, None)
     full = trained(make, {"policy": "full"}, settle=True)
     if full.error:
@@ -250,7 +250,7 @@ def references(make: Make) -> References:
 
 @dataclasses.dataclass
 class Run:
-    """A training under a budget, and what is said of it. Ratios are 0 where there was no such step."""
+    """A training under a budget, and its ratios to the limits. A ratio is 0 if there was no such step."""
 
     budget_bytes: int
     full_bytes: int
@@ -259,9 +259,9 @@ class Run:
     """Whether the steps differ in the shape of their batches."""
     error: str
     differing: list[str]
-    """Names of parameters and gradients that are not bit-equal to those without hf_ckpt."""
+    """Parameters and gradients that are not bit-equal to those without hf_ckpt."""
     recomputed: int
-    """Recomputations of blocks and operations, in all steps."""
+    """Recomputations of blocks and operations in all steps."""
 
     def measuring(self) -> list[Step]:
         """The steps before the first plan."""
@@ -270,30 +270,30 @@ class Run:
 
     @property
     def worst_measuring(self) -> float:
-        """Largest real peak before the plan is on, over the larger of the budget and the peak under `full`."""
+        """Largest real peak before the first plan, divided by the larger of the budget and the peak under `full`."""
         return self._largest(self.measuring(), max(self.budget_bytes, self.full_bytes))
 
     @property
     def first_planned(self) -> float:
-        """Largest real peak of the first step under a plan, over the budget."""
+        """Largest real peak of the first step under a plan, divided by the budget."""
         return self._largest([group[0] for group in self._planned() if group], self.budget_bytes)
 
     @property
     def worst_planned(self) -> float:
-        """Largest real peak from the second step under a plan on, over the budget."""
+        """Largest real peak from the second step under a plan on, divided by the budget."""
         return self._largest([step for group in self._planned() for step in group[1:]], self.budget_bytes)
 
     @property
     def predicted(self) -> float:
-        """Predicted over real peak of the last plan, for the largest of its steps; 0 where it keeps everything."""
+        """Predicted over real peak of the last plan, for its largest step; 0 if it keeps everything."""
         last = next((group for group in reversed(self._planned()) if group), None)
-        if last is None or self.mixed or self._keeps_all(last[-1]):  # where all fits, a high prediction costs nothing
+        if last is None or self.mixed or self._keeps_all(last[-1]):  # if all fits, a high prediction does no harm
             return 0.0
         real = max(step.peak_bytes for step in (last[1:] or last))
         return (last[-1].predicted_bytes or 0) / real
 
     def misses(self, slack: float = 0.0) -> list[str]:
-        """What does not hold, in words; by how much more than the limits ratios may be."""
+        """Failed expectations in words; `slack` is added to the limits of the ratios."""
         limits = (
             ("planned", self.worst_planned, MOST),
             ("first planned", self.first_planned, MOST_FIRST),
@@ -311,7 +311,7 @@ class Run:
         return found
 
     def _planned(self) -> list[list[Step]]:
-        """The steps from the first plan on: those of each phase and, where shapes are mixed, of each shape."""
+        """The steps from the first plan on, grouped by phase and, if shapes are mixed, by shape."""
         found = []
         for steps in self._phases():
             if self.mixed:
@@ -335,7 +335,7 @@ class Run:
 
 
 def run_of(done: Trained, full_bytes: int, budget: int, expected: dict, found: dict) -> Run:
-    """A training under a budget, whose weights and gradients should be as `expected`."""
+    """A training under a budget; `expected` holds the weights and gradients that it should produce."""
     return Run(
         budget_bytes=budget,
         full_bytes=full_bytes,
@@ -348,7 +348,7 @@ def run_of(done: Trained, full_bytes: int, budget: int, expected: dict, found: d
 
 
 def within(make: Make, reference: References, share: float) -> Run:
-    """Train under a budget that is a share of what can be saved."""
+    """Train under a budget at this position between the two peaks."""
     budget = reference.budget_bytes(share)
     done = trained(make, {"policy": "budget", "budget": budget})
     return run_of(done, reference.full_bytes, budget, reference.keep.weights, done.weights)

@@ -1,4 +1,4 @@
-"""The trainings that budgets are judged on: see `budget_runs`. `ROWS` has them by name."""
+"""The trainings that test budgets, by name in `ROWS`; see `budget_runs`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def small(family: str, **more) -> nn.Module:
 
 
 def with_adapters(model: nn.Module, **more) -> nn.Module:
-    """The model in PEFT's wrapper, with adapters on all linear layers, and dropout in front of them."""
+    """The model in PEFT's wrapper, with adapters on all linear layers, and dropout before them."""
     torch.manual_seed(1)
     return add_lora(model, rank=4, lora_dropout=0.05, init_lora_weights=False, **more).train()
 
@@ -52,19 +52,19 @@ LINEAR = {
     "bert": ["query", "key", "value", "dense"],
     "t5": ["q", "k", "v", "o", "wi_0", "wi_1", "wo"],
 }
-"""All linear layers by name: PEFT takes its word for all of them only where it may adapt every block."""
+"""All linear layers by name: PEFT accepts "all-linear" only if every block may be adapted."""
 
 
 def adapted_on(family: str, blocks: slice) -> nn.Module:
-    """A small model with adapters on some blocks of each stack. Those before the first of them are frozen."""
+    """A small model with adapters on some blocks of each stack. Blocks before the first adapter are frozen."""
     depth = LAYERS // 2 if family == "t5" else LAYERS
-    pattern = "block" if family == "t5" else None  # T5's blocks hold lists of layers of their own
+    pattern = "block" if family == "t5" else None  # T5's blocks contain lists of layers, too
     chosen = list(range(depth))[blocks]
     return adapted(family, targets=LINEAR[family], layers_to_transform=chosen, layers_pattern=pattern)
 
 
 class Repeated(nn.ModuleList):
-    """One block that stands for eight of the same weights, as ALBERT's does."""
+    """One block used eight times with the same weights, as in ALBERT."""
 
     def __getitem__(self, index):
         block = super().__getitem__
@@ -94,7 +94,7 @@ def adafactor(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class LargeState(torch.optim.Optimizer):
-    """An optimizer that nobody knows: it keeps five averages, and needs two more tensors while it steps."""
+    """An optimizer that hf_ckpt does not know: it keeps five averages, and its step needs two more tensors."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 1e-3})
@@ -114,7 +114,7 @@ class LargeState(torch.optim.Optimizer):
 
 
 class ByHand:
-    """An update that is no optimizer of torch, with momentum of its own."""
+    """An update with momentum that is not a torch optimizer."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
@@ -132,30 +132,30 @@ class ByHand:
             parameter.grad = None
 
 
-# --- loops of one's own -----------------------------------------------------------------------------------------------
+# --- user-written loops -----------------------------------------------------------------------------------------------
 
 Change = Callable[[nn.Module], "nn.Module | None"]
-"""Changes a model between two steps; returns another one where it is replaced."""
+"""Changes a model between two steps; returns the new model if it replaces it."""
 
 
 class Loop:
     """An ordinary training loop.
 
     Args:
-        spec: what is enabled on the model; None leaves it alone.
-        model: a new one.
-        family: of its batches.
+        spec: the spec to enable on the model; None enables nothing.
+        model: a new model.
+        family: the family of its batches.
         steps: optimizer steps.
         batch, tokens: the shape of a batch.
-        lengths: instead of `tokens`: those of each step.
-        accumulate: micro-steps of an optimizer step.
+        lengths: the length of each step, instead of `tokens`.
+        accumulate: micro-steps per optimizer step.
         autocast: whether forwards run under bf16 autocast.
-        optimizer: makes one for parameters.
-        backward: takes the loss of micro-step i and runs backward.
-        changes: what happens to the model before a step.
-        interrupt: step -> (where, error): raised in the `forward` or `backward` of that step, after which it goes on.
-        forward: computes the loss; the model's own unless given.
-        settled: as in `Scenario`; unless given, three optimizer steps where all steps are alike.
+        optimizer: makes an optimizer for parameters.
+        backward: takes the loss and the number of its step, and runs backward.
+        changes: step -> change made to the model before it.
+        interrupt: step -> (where, error): raised in the `forward` or `backward` of that step; the loop then continues.
+        forward: computes the loss; by default the model's own.
+        settled: as in `Scenario`; by default three optimizer steps if all steps are alike.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ def _raise(error: type[BaseException], *_) -> None:
 
 @contextlib.contextmanager
 def raising_in_forward(model: nn.Module, error: type[BaseException]):
-    """As a context: the sixth attention of a model raises, once five blocks have run."""
+    """In this context the model's sixth attention raises, after five blocks have run."""
     names = ("self_attn", "attn", "attention", "SelfAttention")
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] in names]
     handle = found[5].register_forward_pre_hook(functools.partial(_raise, error))
@@ -254,7 +254,7 @@ def loop(model: Callable[[], nn.Module], family: str = "llama", **more) -> Make:
 
 
 def twice(loss: torch.Tensor, step: int, *, every: int) -> None:
-    """Backward, and again in every so manieth step, beginning with the third."""
+    """Backward, and a second backward in every `every`-th step, beginning with the third."""
     again = step % every == 2 % every
     loss.backward(retain_graph=again)
     if again:
@@ -314,7 +314,7 @@ CHANGES = {
 
 
 class Ends(transformers.TrainerCallback):
-    """Tells a watch that a micro-step has ended, before anything else happens, such as an evaluation."""
+    """Ends the watch's micro-step before anything else happens, such as an evaluation."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
@@ -326,7 +326,7 @@ class Ends(transformers.TrainerCallback):
 
 
 def watched(trainer: transformers.Trainer, spec: dict | None) -> Scenario:
-    """A Trainer whose micro-steps are told to a watch."""
+    """A Trainer that reports its micro-steps to a watch."""
 
     def train(watch: Watch) -> None:
         original = trainer.training_step
@@ -360,7 +360,7 @@ SETTINGS = {
 
 @functools.cache
 def folder() -> Path:
-    """Where Trainers put what they write, and a tokenizer."""
+    """The folder for output of Trainers, with a tokenizer."""
     kept = tempfile.TemporaryDirectory(prefix="budgets-")
     folder.kept = kept
     path = Path(kept.name)
@@ -399,7 +399,7 @@ def trainer_row(model: Callable[[], nn.Module], family: str = "llama", *, traine
 
 
 def smooth_and_short(outputs, labels, num_items_in_batch=None) -> torch.Tensor:
-    """A loss that the model does not know: of every other token, with a term for large logits."""
+    """A loss from outside the model: every other token, with a term for large logits."""
     logits = outputs["logits"][:, :-1:2].float()
     wanted = labels[:, 1::2]
     entropy = nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
@@ -411,7 +411,7 @@ def letters(completions, **_) -> list[float]:
     return [float(sum(map(ord, text)) % 7) for text in completions]
 
 
-TEXTS = [f"row {row:3d} " * 16 for row in range(64)]  # 128 tokens of a byte each
+TEXTS = [f"row {row:3d} " * 16 for row in range(64)]  # 128 tokens of one byte each
 PROMPTS = [f"say {row:3d}: " for row in range(64)]
 LONG_PROMPTS = [f"say {row:3d}: " * 12 for row in range(64)]
 ANSWERS = [f"ans {row:3d} " * 12 for row in range(64)]
@@ -439,7 +439,8 @@ TRL = {
 
 
 def trl_row(kind: str, *, lora: bool = True, hidden: int = 2 * HIDDEN, **more) -> Make:
-    """A row that trains with one of TRL's trainers, whose losses need as much as blocks of the usual size do."""
+    """A row that trains with one of TRL's trainers, whose losses need about as much memory as blocks of the usual
+    size."""
     name, columns, settings = TRL[kind]
 
     def make(spec: dict | None) -> Scenario:
@@ -479,7 +480,7 @@ def _lengths(count: int, seed: int = 0) -> list[int]:
 
 
 def quick() -> nn.Module:
-    """A smaller model, for a row of a second or two."""
+    """A smaller model, for a row that takes a second or two."""
     return with_adapters(tiny_model("llama", layers=4, hidden=32, attention="sdpa"))
 
 
@@ -537,4 +538,4 @@ def _rows() -> dict[str, Make]:
 
 
 ROWS = _rows()
-"""Name -> `make` of every training of this file."""
+"""Name -> `make` for every training of this file."""

@@ -1,4 +1,4 @@
-"""Models whose blocks are changed between forward and backward, and what their steps leave."""
+"""Models whose blocks change between forward and backward, and the results of their steps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def two_adapters(family="llama"):
 
 
 class PowerNorm(nn.Module):
-    """Divides by a running figure, which it changes in place first: what comes out depends on a buffer."""
+    """Divides by a running buffer after updating it in place, so that the output depends on a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ def outcome(model, *losses):
 
 
 def check_counts(model, forwards):
-    """Every block ran again: as a whole once for each forward, or parts of it."""
+    """Check that every block was recomputed: once for each forward, or in parts."""
     found = hf_ckpt.describe(model)
     regions = installation(base_model(model)).regions
     assert regions.keys() == found.recomputed.keys() == set(find_blocks(model).modules)
@@ -103,5 +103,5 @@ def check_counts(model, forwards):
 
 
 def without_forward_state(region, fn):
-    """In the place of `FullRegion.state_for`: a recomputation draws the same numbers, and nothing else is put back."""
+    """Replaces `FullRegion.state_for`: a recomputation draws the same numbers, and no other state is restored."""
     return ForwardState(region.block, None, None, whole=False, keeps_draws=True)

@@ -1,4 +1,4 @@
-"""Trainings with the trainers and scripts of other libraries, and exact comparisons of two of them."""
+"""Trainings with trainers and scripts of other libraries, and exact comparisons between two trainings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TASKS = {
     "kto": {"prompt": PROMPTS, "completion": TEXTS, "label": [row % 2 == 0 for row in range(20)]},
     "rloo": {"prompt": PROMPTS},
 }
-# What a user of TRL leaves alone stays alone: it computes in bf16 and asks for checkpointing by default.
+# TRL's defaults are kept: it computes in bf16 and enables checkpointing.
 COMMON = {
     "max_steps": STEPS,
     "per_device_train_batch_size": 2,
@@ -43,30 +43,31 @@ COMMON = {
     "disable_tqdm": True,
 }
 GRPO = {"num_generations": 2, "max_completion_length": 8, "beta": 0.04, "num_iterations": 2}
-TIMES = ("time", "runtime", "per_second")  # parts of the names of logged figures that are of the clock
+TIMES = ("time", "runtime", "per_second")  # parts of the names of logged times
 UPSTREAM = ("`gradient_checkpointing", "`is_gradient_checkpointing`", "only defines `gradient_checkpointing_enable`")
 
 
 @dataclasses.dataclass
 class Run:
-    """What a training came to."""
+    """The results of a training."""
 
     model: torch.nn.Module
     logs: list[dict]
-    """Every logged figure but those of the clock."""
+    """Every logged value except times."""
     gradients: list[dict[str, torch.Tensor]]
-    """Of every step."""
+    """One dictionary per step."""
     weights: dict[str, torch.Tensor]
     passes: int
     """Forwards of the model with gradients, in train mode."""
     computed: list[int]
-    """How often each block computed with gradients, recomputations included; seen from inside, past hf_ckpt."""
+    """How often each block computed with gradients, recomputations included; counted inside the block, not by
+    hf_ckpt."""
     messages: list[str]
     """Warnings of any kind."""
 
 
 def assert_same_training(reference: Run, run: Run, equal: Callable[..., bool] = torch.equal) -> None:
-    """Bit for bit, or as `equal` has it, with something to compare."""
+    """Compare all results with `equal`, bit for bit by default; fail if no gradients are nonzero."""
     assert len(reference.gradients) == len(run.gradients) == STEPS
     assert run.logs == reference.logs
     moved = [name for step in reference.gradients for name, value in step.items() if bool(value.any())]
@@ -80,7 +81,7 @@ def assert_same_training(reference: Run, run: Run, equal: Callable[..., bool] = 
 
 
 def assert_carried_out(plan: str, reference: Run, run: Run) -> None:
-    """The plan is on to the end, and every forward with gradients went through it, no other."""
+    """Check that the plan stays on to the end, and that every forward with gradients, and no other, used it."""
     assert reference.computed == [reference.passes] * LAYERS, "the reference is checkpointed"
     assert installation(reference.model) is None
     done = hf_ckpt.describe(run.model)
@@ -100,7 +101,7 @@ def assert_carried_out(plan: str, reference: Run, run: Run) -> None:
 
 
 class Watch(TrainerCallback):
-    """Notes gradients before every step."""
+    """Records gradients before every optimizer step."""
 
     def __init__(self):
         self.gradients = []
@@ -112,7 +113,7 @@ class Watch(TrainerCallback):
 
 @contextlib.contextmanager
 def counted(model):
-    """[forwards with gradients], [computations of each block with gradients] of a model in train mode."""
+    """Count, in train mode, [forwards with gradients] of a model and [computations with gradients] of each block."""
     base = base_model(model)
     found = find_blocks(base)
     passes, computed, handles = [0], [0] * len(found.blocks), []
@@ -134,11 +135,11 @@ def counted(model):
 
 @contextlib.contextmanager
 def every_message():
-    """Python's warnings and every logger's, as texts."""
+    """The texts of Python's warnings and of all loggers."""
     said = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
-    names = ("", "transformers", "datasets", "sentence_transformers")  # those that do not pass theirs on
+    names = ("", "transformers", "datasets", "sentence_transformers")  # loggers that do not propagate
     loggers = [logging.getLogger(name) for name in names]
     for logger in loggers:
         logger.addHandler(handler)
@@ -153,7 +154,7 @@ def every_message():
 
 
 def trained(make) -> Run:
-    """Train what `make(callback)` returns, a Trainer."""
+    """Train the Trainer that `make(callback)` returns."""
     watch = Watch()
     with every_message() as messages:
         set_seed(3)
@@ -171,7 +172,7 @@ def logs_of(trainer) -> list[dict]:
 
 
 def words_of(settings) -> list[str]:
-    """A command line."""
+    """Settings as command-line arguments."""
     found = []
     for name, value in settings.items():
         found += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]

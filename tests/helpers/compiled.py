@@ -1,4 +1,4 @@
-"""Ways in which users compile models, and what a step keeps."""
+"""The ways in which users compile models, and the bytes that a step keeps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def each_block(model, **options):
 
 
 def each_block_replaced(model, **options):
-    """Put a compiled module in the place of each block."""
+    """Replace each block by a compiled module."""
     for name, block in find_blocks(model).modules.items():
         parent, _, place = name.rpartition(".")
         setattr(base_model(model).get_submodule(parent), place, torch.compile(block, **options))
@@ -37,7 +37,7 @@ def in_place(model, **options):
 
 
 def kept(model, batch):
-    """A step, and the bytes that autograd keeps for it, parameters and buffers left out."""
+    """Run a step; returns its results and the bytes that autograd keeps for it, without parameters and buffers."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     seen = {}
 

@@ -48,7 +48,7 @@ def zero(stage):
 
 
 def facts_of(*files, versions=None, **others):
-    """Facts of these files, and of the versions above unless others are given."""
+    """Facts of these files, with the versions above by default."""
     return Facts(tuple(files), VERSIONS | (versions or {}), **others)
 
 
@@ -61,7 +61,7 @@ FULL, PLAIN = {"policy": "full"}, {"use_reentrant": False}
 
 
 def write(path, values):
-    """Write a mapping as JSON or YAML, by the suffix of the path; returns that as text."""
+    """Write a mapping as JSON or YAML, depending on the path's suffix; returns the path as text."""
     path.write_text(json.dumps(values) if path.suffix == ".json" else yaml.safe_dump(values))
     return str(path)
 

@@ -1,4 +1,4 @@
-"""Disks that are full, for a moment."""
+"""Disks that are temporarily full."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def full_disk(most_bytes: int) -> Iterator[None]:
-    """Let no file of this process grow beyond a size in bytes: a write up to there is cut, and the next one fails."""
+    """Limit files of this process to a size in bytes: a write is cut there, and the next one fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
     try:

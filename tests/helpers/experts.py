@@ -1,4 +1,4 @@
-"""Small mixtures of experts."""
+"""Small mixture-of-experts models."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ OTHERS = {
     ),
     "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM, {"num_local_experts": 4, "head_dim": 8}),
 }
-"""More of them, without auxiliary losses in some."""
+"""More of them, some without auxiliary losses."""
 ONE_BY_ONE = "eager" if len(compat.ENABLE_NAMES) > 1 else None
-"""The implementation that calls experts one by one; transformers 4 has no other, and no name for it."""
+"""The implementation that calls experts one by one; in transformers 4 it is the only one and has no name."""
 IMPLEMENTATIONS = (ONE_BY_ONE, "batched_mm", "grouped_mm") if ONE_BY_ONE else (None,)
 
 
 def experts(name, dtype=torch.float32, implementation=None):
-    """A mixture of experts with its auxiliary loss, and the kernels it calls its experts by."""
+    """A mixture of experts, with its auxiliary loss, that runs its experts with these kernels."""
     config_class, model_class, keys = {**EXPERTS, **OTHERS}[name]
     sizes = {
         "vocab_size": 320,
@@ -71,6 +71,6 @@ def experts(name, dtype=torch.float32, implementation=None):
     torch.manual_seed(0)
     model = model_class(config).to(dtype).train()
     for key, parameter in model.named_parameters():
-        if key.endswith((".gate.weight", ".router.weight")) and not parameter.any():  # of some, until they are loaded
+        if key.endswith((".gate.weight", ".router.weight")) and not parameter.any():  # some are zero until loaded
             torch.nn.init.normal_(parameter, std=0.02)
     return model

@@ -1,4 +1,4 @@
-"""Allocators that fail on purpose, and steps and Trainers whose memory runs out."""
+"""Allocators that fail on purpose, and steps and Trainers that run out of memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD = "the head in chunks"
 
 
 class Failing(TorchDispatchMode):
-    """Counts operations of steps, not those of a guard around them, and runs out of memory at some of them."""
+    """Counts operations inside steps, not those of the surrounding guard, and runs out of memory at some of them."""
 
     def __init__(self, *at, inside=True):
         super().__init__()
@@ -41,7 +41,7 @@ class Failing(TorchDispatchMode):
 
 
 def under(allocator, step):
-    """The step, with the allocator at work in it."""
+    """The step, with the allocator active inside it."""
 
     def run(*args):
         allocator.inside = True
@@ -54,7 +54,7 @@ def under(allocator, step):
 
 
 class Limited(LiveBytes):
-    """Runs out of memory when more bytes are alive than allowed."""
+    """Runs out of memory when live bytes exceed the limit."""
 
     def __init__(self, limit, *holders):
         super().__init__(*holders)
@@ -68,7 +68,7 @@ class Limited(LiveBytes):
 
 
 def forward_and_backward(model, batch, share=0.5):
-    """A micro-step with a draw of its own from every source of random numbers."""
+    """A micro-step that draws from every source of random numbers."""
     scale = 1 + 0.01 * (random.random() + float(numpy.random.rand()) + float(torch.rand(())))
     loss = model(**without_cache(model, batch)).loss * scale * share
     loss.backward()
@@ -93,7 +93,7 @@ def draws():
 
 
 def one_step(model, family, run=None, at=(), **sizes):
-    """Gradients of two micro-steps, what is drawn afterwards, and how many operations they took."""
+    """Gradients of two micro-steps, random draws after them, and the number of operations."""
     run = run or (lambda step, *args: step(*args))
     model.zero_grad(set_to_none=True)
     seed()
@@ -106,7 +106,7 @@ def one_step(model, family, run=None, at=(), **sizes):
 
 @functools.cache
 def plain(family):
-    """Gradients of `one_step` without hf_ckpt, and what is drawn after it."""
+    """Gradients of `one_step` without hf_ckpt, and random draws after it."""
     return one_step(tiny_model(family, layers=2, dropout=0.1), family)[:2]
 
 
@@ -114,7 +114,7 @@ ROWS = 24
 
 
 class FailsAt:
-    """A compute_loss that runs out of memory at some calls of it, before or after its forward."""
+    """A `compute_loss` that runs out of memory in some calls: after the forward, or in the backward."""
 
     calls = 0
     at: frozenset[int] = frozenset()
@@ -135,7 +135,7 @@ class FailsAt:
 
 
 def run_out(*_):
-    """Raise what an allocator without memory raises."""
+    """Raise an out-of-memory error."""
     raise torch.OutOfMemoryError(MESSAGE)
 
 
@@ -151,7 +151,8 @@ def _once(function):
 
 
 def train(folder, bases, at=(), spec=None, **options):
-    """A Trainer of these classes after 6 steps that ran out of memory at some calls, its history, and its weights."""
+    """Train a Trainer of these classes for 6 steps, out of memory in some calls; returns it, its history and
+    weights."""
     kind = type("Tested", (*bases, FailsAt, Trainer), {"at": frozenset(at), "calls": 0})
     rows = [{name: value[0] for name, value in tiny_batch("llama", batch=1, seed=n).items()} for n in range(ROWS)]
     model = tiny_model("llama", dropout=0.1)

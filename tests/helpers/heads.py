@@ -1,4 +1,4 @@
-"""Models and toy layers whose head runs in chunks, and how near to a plain head they must come."""
+"""Models and toy layers whose head runs in chunks, and comparisons with a plain head."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from hf_ckpt.models.blocks import vocabulary_head
 from hf_ckpt.models.tiny import VOCABULARY, tiny_batch, tiny_model
 
 CHUNK = 5
-"""How many tokens a chunk has."""
+"""Tokens per chunk."""
 
 
 def on(model, head=CHUNK, **keys):
-    """The model with its head in chunks, and nothing else."""
+    """Run the model's head in chunks, and change nothing else."""
     hf_ckpt.install(model, {"policy": "none", "head": head, **keys})
     enable(model)
     return model
 
 
 def calls(model):
-    """How often the head ran in chunks so far."""
+    """How often the head has run in chunks."""
     return hf_ckpt.describe(model).chunked_heads
 
 
 def error(truth, found):
-    """Relative norm of the difference of all gradients together."""
+    """Relative norm of the difference over all gradients together."""
     names = [name for name, value in truth.items() if value is not None and name != "loss"]
     assert names
     gap = sum(float((truth[name].double() - found[name].double()).square().sum()) for name in names)
@@ -61,7 +61,7 @@ def _other(name, **options):
 
 
 def bart(dtype, **keys):
-    """Its head adds a buffer to the logits, which is zero in a new model."""
+    """The head adds a buffer to the logits; a new model has zeros there."""
     model = _other("BartForConditionalGeneration", layers=1, max_position_embeddings=64)(dtype, **keys)
     model.final_logits_bias += torch.linspace(0, 1, VOCABULARY, dtype=dtype)
     return model
@@ -77,7 +77,7 @@ MODELS = {
 
 
 def batch_of(name):
-    """23 tokens a sequence, so that the last chunk is shorter than the others."""
+    """23 tokens per sequence, so that the last chunk is shorter than the others."""
     batch = tiny_batch(
         "t5" if name in ("t5", "bart") else "llama", batch=2, tokens=46 if name in ("t5", "bart") else 23
     )
@@ -87,7 +87,7 @@ def batch_of(name):
 
 
 def adapted(model, how):
-    """The model with adapters, or with parameters frozen: `how` says which are trained."""
+    """The model with adapters or frozen parameters: `how` says which parts are trained."""
     head = vocabulary_head(model)
     if how == "frozen head":
         head.requires_grad_(False)
@@ -121,7 +121,7 @@ def lazy(head, hidden, chunk=4):
 
 
 def labels_for(tokens=TOKENS, ignored=0.3, seed=0):
-    """Random labels, of which a share is ignored."""
+    """Random labels, a share of them ignored."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, WORDS, tokens, generator=generator)
     labels[torch.rand(tokens, generator=generator) < ignored] = -100
@@ -129,7 +129,7 @@ def labels_for(tokens=TOKENS, ignored=0.3, seed=0):
 
 
 def differentiate(work, make, head, hidden):
-    """What `work` makes of the logits that `make` gives, and its gradients."""
+    """The result of `work` on the logits from `make`, and its gradients."""
     head.zero_grad(set_to_none=True)
     hidden.grad = None
     loss = work(make(head, hidden))
@@ -138,7 +138,8 @@ def differentiate(work, make, head, hidden):
 
 
 def same_toys(work, whole, *, head=None, computed=0):
-    """A head in chunks gives what a plain one gives, and so many logits were computed as a whole."""
+    """Check that a chunked head gives the results of a plain one, and that `computed` logits were computed as a
+    whole."""
     head, hidden = toy(head=head)
     expected = differentiate(work, nn.Module.__call__, head, hidden)
     got = differentiate(work, lazy, head, hidden)
@@ -149,20 +150,20 @@ def same_toys(work, whole, *, head=None, computed=0):
 
 
 def loss_of(**options):
-    """A function of logits that calls `cross_entropy` as losses of models do."""
+    """A function of logits that calls `cross_entropy` as models do."""
     labels = labels_for().view(-1)
     return lambda logits: functional.cross_entropy(logits.float().view(-1, WORDS), labels, **options)
 
 
 def selected(logits):
-    """Logarithms of the labels' probabilities, as TRL takes them in float32."""
+    """Log probabilities of the labels, as TRL computes them in float32."""
     labels = labels_for(ignored=0.0).unsqueeze(-1)
     chosen = logits.gather(-1, labels).squeeze(-1)
     return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
 
 
 class Doubled(torch.autograd.Function):
-    """A function with a gradient of its own, which a loss behind it must go through."""
+    """A function with a custom gradient, which the gradients of a later loss must pass through."""
 
     @staticmethod
     def forward(ctx, logits):
@@ -174,7 +175,7 @@ class Doubled(torch.autograd.Function):
 
 
 class Passed(Doubled):
-    """A function that changes nothing, as DDP puts behind what a model returns."""
+    """An identity function, such as DDP adds to the outputs of a model."""
 
     @staticmethod
     def forward(ctx, logits):
@@ -182,11 +183,11 @@ class Passed(Doubled):
 
 
 def copy_for_a_thread(module):
-    """What `nn.DataParallel` makes of a module for another device, where weights are no parameters."""
+    """A replica as `nn.DataParallel` makes for another device, in which weights are not parameters."""
     copied = module._replicate_for_data_parallel()
     for name, child in module.named_children():
         copied._modules[name] = copy_for_a_thread(child)
     for name, parameter in module._parameters.items():
-        # As they are on the other device; here, they have other values.
+        # They stand for weights on the other device; different values show which ones are used.
         (copied._parameters if parameter is None else vars(copied))[name] = None if parameter is None else 2 * parameter
     return copied

@@ -1,4 +1,4 @@
-"""What can be seen of a plan on a small LLaMA: flags, hooks, and the blocks that really run again."""
+"""Visible effects of a plan on a small LLaMA: flags, hooks, and recomputed blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALL = [f"model.layers.{index}" for index in range(4)]
 
 
 def forward_hooks(model):
-    """How many hooks of each kind every module has."""
+    """Number of hooks of each kind on every module."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return {name: [len(vars(module)[kind]) for kind in kinds] for name, module in model.named_modules()}
 
@@ -22,7 +22,7 @@ def flags(model):
 
 
 def active(model):
-    """Names of the planned blocks that a training step really recomputes now."""
+    """Names of the blocks that a training step recomputes."""
     before = hf_ckpt.describe(model).recomputed
     step(model, tiny_batch("llama"))
     model.zero_grad()

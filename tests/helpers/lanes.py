@@ -1,4 +1,4 @@
-"""Lanes that stand in for an accelerator's stream, where tests move tensors to host memory and back."""
+"""Lanes that replace an accelerator's stream in tests that move tensors to host memory and back."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ HIDDEN = 2 * 16 * 32 * 4
 
 
 class Delayed:
-    """A stream on which nothing happens before somebody waits for it.
+    """A stream that copies nothing until something waits for it.
 
-    Until then the host's buffer and what comes back hold NaN, and the source is held by nobody but the engine.
+    Until then the host buffer and the tensor coming back hold NaN, and only the engine holds the source.
     """
 
     def __init__(self, device=None):
         self.queue = []
         self.log = []
-        """What was copied: ("out" or "back", bytes)."""
+        """Copies as ("out" or "back", bytes)."""
         self.sources = []
         """Weak references to the storages that were moved."""
         self.dropped = 0
@@ -68,7 +68,7 @@ class Delayed:
 
 
 class Eager(Delayed):
-    """A stream whose copies are done as soon as they are asked for."""
+    """A stream that finishes each copy at once."""
 
     def out(self, tensor, host):
         copying = super().out(tensor, host)
@@ -82,7 +82,7 @@ class Eager(Delayed):
 
 
 class DeviceBytes(LiveBytes):
-    """Counts live bytes without the host's buffers, which are the only `uint8` storages of a power of two."""
+    """Counts live bytes without host buffers: the only `uint8` storages whose size is a power of two."""
 
     def __init__(self, *holders):
         self.host = set()
@@ -97,8 +97,8 @@ class DeviceBytes(LiveBytes):
 
 @contextlib.contextmanager
 def lanes_of(lane_class):
-    """Let this class stand in for the stream of every device, and nothing be too small to be moved; yields the lanes
-    that are made. With None everything stays as it is."""
+    """Use this class as the stream of every device, and move even the smallest tensors; yields the lanes as they are
+    created. None changes nothing."""
     made = []
     if lane_class is None:
         yield made
@@ -112,7 +112,7 @@ def lanes_of(lane_class):
         yield made
 
 
-# --- a device whose streams are written down --------------------------------------------------------------------------
+# --- a device that logs what its streams do ---------------------------------------------------------------------------
 
 
 class FakeStream:
@@ -132,7 +132,7 @@ class FakeStream:
 
 
 class FakeDevice:
-    """A stand-in for the module of a device that `torch.get_device_module` returns."""
+    """Replaces the device module that `torch.get_device_module` returns."""
 
     def __init__(self):
         self.log = []

@@ -1,4 +1,4 @@
-"""Costs that fit together and mean nothing, to plan with."""
+"""Random but consistent costs to plan with."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ LADDERS = {
     3: (KEEP, Action("selective", ("linear",)), FULL),
     4: (KEEP, Action("selective", ("linear", "attention")), Action("selective", ("attention",)), FULL),
 }
-"""How many actions -> which ones, the dearest in bytes first."""
+"""Number of actions -> the actions, from most bytes to least."""
 DEPTHS = {2: 6, 3: 5, 4: 4}
-"""How many actions -> how many blocks in all, so that every choice can be tried."""
+"""Number of actions -> number of blocks in all, so that every choice can be tried."""
 
 
 def blocks_of(name, count):
-    """So many blocks of one kind in a stack."""
+    """Blocks of one kind in a stack."""
     return tuple(Block(f"{name}.layers.{index}", name, index, "SomeLayer") for index in range(count))
 
 
 def ends_of(costs):
-    """The lowest peak, and that of keeping everything if it is not even lower."""
+    """The lowest peak, and the peak of keeping everything, or the lowest if that is larger."""
     low, high = (worst_timeline(costs, choice).peak_bytes for choice in (smallest(costs), costs.uniform(0)))
     return low, max(low, high)
 
 
 def made_up(seed, rows, *, frozen=(), actions=4, accumulation=1, largest=9):
-    """Costs that fit together and mean nothing.
+    """Random but consistent costs.
 
-    `rows`: for every stack, the kind of each of its blocks. `frozen`: for every stack, which kinds choose nothing.
+    `rows`: for every stack, the kind of each of its blocks. `frozen`: for every stack, the kinds without a choice.
     """
     rng = random.Random(seed)
 
     def work(bias=0, gradients=None, nanoseconds=0):
-        """A phase: everything else goes up and down, gradients only up."""
+        """A phase: live bytes go up and down, finished gradients only grow."""
         others = [rng.randint(-2, largest) + bias * number for number in range(rng.randint(1, 3))]
         done = sorted(rng.randint(0, gradients or 0) for _ in others)
         if gradients is not None:
@@ -104,11 +104,10 @@ def made_up(seed, rows, *, frozen=(), actions=4, accumulation=1, largest=9):
 
 
 def as_of_real_blocks(costs, rng, *, lent=0, held=0, most_blocks=None):
-    """The costs, where a block costs the same at every place, and what it keeps less is computed again.
+    """Costs as of real models: a block costs the same at every place, and recomputes what it does not keep.
 
-    So do those of real models, nearly. `lent`, `held`: most bytes of a block
-    that last until the forward ends, and until the backward ends. `most_blocks`: how many blocks may have the second
-    of three actions or more.
+    `lent`: most bytes of a block that last until the forward ends; `held`: until the backward ends. `most_blocks`: how
+    many blocks may have the second of three or more actions.
     """
     stacks = []
     for stack in costs.stacks:
@@ -137,9 +136,9 @@ def as_of_real_blocks(costs, rng, *, lent=0, held=0, most_blocks=None):
 
 @st.composite
 def some_costs(draw, most=None):
-    """One stack or two, of one kind or two, of which the first may be frozen; as many blocks as can all be tried.
+    """One or two stacks of one or two kinds, the first perhaps frozen; few enough blocks to try every choice.
 
-    Some mean nothing at all, others are as those of real blocks.
+    Some costs are arbitrary, others like those of real blocks.
     """
     actions = draw(st.integers(2, 4))
     depth = draw(st.integers(1, most or DEPTHS[actions]))
@@ -147,7 +146,7 @@ def some_costs(draw, most=None):
     rows, frozen = [], []
     for length in [first, depth - first]:
         if length:
-            still = draw(st.integers(0, length))  # kind 0, frozen, comes before all others
+            still = draw(st.integers(0, length))  # kind 0, which may be frozen, comes first
             row = [0] * still + draw(st.lists(st.integers(0, 1), min_size=length - still, max_size=length - still))
             is_frozen = still > 0 and draw(st.booleans())
             rows.append([kind or int(is_frozen and place >= still) for place, kind in enumerate(row)])

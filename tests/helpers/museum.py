@@ -1,4 +1,4 @@
-"""A small model to plant faults in, and checkpointing engines as others have written them, with their faults."""
+"""A small model to plant faults in, and checkpointing engines with the faults of published ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ExhibitModel(transformers.PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module):
-        """Nothing to do: linear layers start themselves."""
+        """Linear layers initialise themselves."""
 
     def forward(self, hidden_states, shift):
         hidden_states = self.first(hidden_states)
@@ -49,13 +49,13 @@ class ExhibitModel(transformers.PreTrainedModel):
 
 
 def work(block, hidden, shift):
-    """What a block without a fault does."""
+    """What a block without a fault computes."""
     normed = block.norm(hidden)
     return block.two(functional.silu(block.one(normed if shift is None else normed + shift)))
 
 
 def exhibit_model(at=1, fault=None):
-    """A model of three blocks, of which the one at this place does something else."""
+    """A model of three blocks; the block at this place runs `fault` instead."""
     torch.manual_seed(0)
     model = ExhibitModel(ExhibitConfig()).train()
     if fault is not None:
@@ -73,12 +73,12 @@ def exhibit_loss(model, number=0):
 
 
 def put_on(model, function):
-    """Have all blocks checkpointed by a function, as transformers puts on its own."""
+    """Checkpoint all blocks with a function, the way transformers sets its own."""
     model._set_gradient_checkpointing(True, function)
 
 
 class _OwnCheckpoint(torch.autograd.Function):
-    """A checkpoint as many programs have written one themselves: it runs again, in backward, what it is told to."""
+    """A hand-written checkpoint as found in many programs; its backward runs the function `again`."""
 
     @staticmethod
     def forward(ctx, run, again, parameters, times, *args):
@@ -101,21 +101,21 @@ class _OwnCheckpoint(torch.autograd.Function):
 
 
 def own_checkpoint(again=lambda function: function, parameters=True, times=1):
-    """A checkpointing function; `again` makes of a block's forward what is run in backward.
+    """A checkpointing function; `again` turns a block's forward into the function that backward runs.
 
-    It adds the gradients of parameters so many `times`, or leaves them out.
+    It adds the gradients of parameters `times` times, or leaves them out.
     """
     return lambda function, *args: _OwnCheckpoint.apply(function, again(function), parameters, times, *args)
 
 
 def without_shift(function):
-    """The forward of a block without a keyword argument, which the engine has not stored."""
+    """A block's forward without a keyword argument, which the engine failed to store."""
     keywords = {name: value for name, value in function.keywords.items() if name != "shift"}
     return lambda *args: function.func(*function.args, *args, **keywords)
 
 
 def under(context):
-    """Run again under a context."""
+    """Recompute under a context."""
 
     def again(function):
         def run(*args):
@@ -131,7 +131,7 @@ def under(context):
 
 
 def offloaded(store, load):
-    """A checkpointing function that recomputes nothing and stores what the block saves elsewhere."""
+    """A checkpointing function that recomputes nothing and stores saved tensors elsewhere."""
 
     def function(run, *args):
         with torch.autograd.graph.saved_tensors_hooks(store, load):
@@ -146,7 +146,7 @@ def is_activation(tensor):
 
 @contextlib.contextmanager
 def offloading_to(buffers):
-    """Store activations in so many buffers, in turn, as an engine with a ring of pinned memory does."""
+    """Store activations in this many buffers in turn, like an engine with a ring of pinned memory."""
     ring, count = [torch.empty(2, 8, 16) for _ in range(buffers)], [0]
 
     def store(tensor):
@@ -165,7 +165,7 @@ def offloading_to(buffers):
 
 
 def rounding(dtype):
-    """Store activations as another type, and load them as their own."""
+    """Store activations in another dtype, and load them as float32."""
 
     def store(tensor):
         return tensor.to(dtype) if is_activation(tensor) else tensor
@@ -174,7 +174,7 @@ def rounding(dtype):
 
 
 def each_address_once(with_strides):
-    """Store one copy for each address; `with_strides` tells views of one tensor apart."""
+    """Store one copy per address; `with_strides` distinguishes views of one tensor."""
 
     def function(run, *args):
         copies, alive = {}, []
@@ -182,7 +182,7 @@ def each_address_once(with_strides):
         def store(tensor):
             if tensor.shape != (2, 8, 8):
                 return tensor, None
-            alive.append(tensor.detach())  # so that no other tensor gets its address
+            alive.append(tensor.detach())  # prevents other tensors from getting its address
             key = (tensor.data_ptr(), *(tensor.stride() if with_strides else ()))
             if key not in copies:
                 copies[key] = torch.empty_strided(tensor.size(), tensor.stride()).copy_(tensor.detach())

@@ -1,4 +1,4 @@
-"""Models whose blocks move what they keep to host memory, and what can be seen of it."""
+"""Models whose blocks move saved tensors to host memory, and what tests read from them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def ours(family="llama", spec=OFFLOAD, **options):
 
 
 def regions(model):
-    """The functions of its blocks."""
+    """The functions of the model's blocks."""
     return list(installation(model).regions.values())
 
 
 def mover(model):
-    """What moves tensors for all of its blocks."""
+    """The mover that all blocks share."""
     (found,) = {region.mover for region in regions(model) if getattr(region, "mover", None) is not None}
     return found
 
@@ -46,7 +46,8 @@ def moved(model):
 
 
 def same_steps(run, family="llama", spec=OFFLOAD, **options):
-    """`run` gives the same with and without offloading, and something was moved; returns the model that moved it."""
+    """Check that `run` gives the same with and without offloading, and that something moved; returns the offloading
+    model."""
     model = ours(family, spec, **options)
     assert_same(run(tiny_model(family, **options)), run(model), f"{family} {spec}")
     assert moved(model)

@@ -35,11 +35,11 @@ OTHERS = {
     "BartForConditionalGeneration": _BART,
     "ViTForImageClassification": {**_SIZES, "image_size": 16, "patch_size": 4},
 }
-"""Class -> sizes in its config, but for the number of layers."""
+"""Class -> sizes in its config, except the number of layers."""
 
 
 def other_model(name, *, layers=2, dropout=None, attention=None, dtype=torch.float32, **keys):
-    """A model of this class in train mode, always the same one; without `dropout` its config's own."""
+    """A model of this class in train mode, the same each time; `dropout=None` keeps the config's dropout."""
     model_class = getattr(transformers, name)
     depth = ("encoder_layers", "decoder_layers") if "d_model" in OTHERS[name] else ("num_hidden_layers",)
     config = model_class.config_class(**{**OTHERS[name], **dict.fromkeys(depth, layers), **keys})

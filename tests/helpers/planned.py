@@ -1,4 +1,4 @@
-"""Models under `budget` and `auto`, and what their steps really need."""
+"""Models under `budget` and `auto`, and the memory that their steps need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEPT: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def model_of(family="llama", *, lora=False, dropout=0.0, layers=6):
-    """A small model to plan for; T5 of transformers 4 has no attention but its own."""
+    """A small model to plan for; T5 of transformers 4 has only eager attention."""
     has_sdpa = family != "t5" or "activation_checkpointing_enable" in compat.ENABLE_NAMES
     attention = "sdpa" if has_sdpa else "eager"
     model = tiny_model(family, layers=layers, hidden=128, attention=attention, dropout=dropout)
@@ -27,19 +27,19 @@ def model_of(family="llama", *, lora=False, dropout=0.0, layers=6):
 
 
 def without_state(model):
-    """The model, with an optimizer that keeps no state, so that a plan counts none."""
+    """The model, with an optimizer that keeps no state, so that plans count none."""
     _KEPT[model] = known(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0))
     return model
 
 
 def known(optimizer):
-    """The optimizer, which plans know of as if it had stepped before."""
+    """Register the optimizer with hf_ckpt, as its first step would."""
     compat.remember_optimizer(optimizer)
     return optimizer
 
 
 def budgeted(model, budget, **more):
-    """Install on a model and enable `budget`."""
+    """Install hf_ckpt on a model and enable `budget`."""
     hf_ckpt.install(model)
     enable(model, {"policy": "budget", "budget": budget, **more})
 
@@ -50,7 +50,7 @@ def text_batch(sequences, tokens):
 
 
 def live_peak(model, batch):
-    """Peak of one step by an exact count, with an optimizer that keeps nothing."""
+    """Exact peak of one step, with an optimizer that keeps no state."""
     model.zero_grad(set_to_none=True)
     with LiveBytes(model, batch) as live:
         model(**without_cache(model, batch)).loss.backward()
@@ -59,6 +59,6 @@ def live_peak(model, batch):
 
 
 def saved_config(folder):
-    """The folder, with the config of a tiny LLaMA of six blocks, as a model is saved."""
+    """The folder, with the saved config of a tiny LLaMA of six blocks."""
     tiny_model("llama", layers=6).config.to_json_file(folder / "config.json", use_diff=False)
     return folder

@@ -1,4 +1,4 @@
-"""Start other processes from tests, so that none of them outlives its test, whatever it does."""
+"""Start processes from tests so that none of them outlives its test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
-# What a launcher tells its children; a test that is itself run under a launcher must not hand it on.
+# Variables that launchers set for their children; a test under a launcher must not pass them on.
 _LAUNCHER_PREFIXES = ("ACCELERATE_", "TORCHELASTIC_", "FSDP_")
 _LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
@@ -29,7 +29,7 @@ def run(
     cwd: Path | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end and return what it printed; fail, with its output, when it takes longer."""
+    """Run a command and return what it printed; fail with its output if it takes longer than `timeout` seconds."""
     process = subprocess.Popen(
         [str(part) for part in command],
         stdin=subprocess.DEVNULL,
@@ -58,14 +58,14 @@ def python(*arguments: str | Path, **options: Any) -> subprocess.CompletedProces
 
 
 def wanted(request: pytest.FixtureRequest, cases: Mapping[str, Any]) -> dict[str, Any]:
-    """Of `cases`, those that a selected test of this fixture has as its parameter `name`, in their order."""
+    """The `cases` that selected tests of this fixture use as their parameter `name`, in order."""
     tests = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
     names = {item.callspec.params["name"] for item in tests}
     return {name: case for name, case in cases.items() if name in names}
 
 
 def run_on_ranks(script: str, cases: Mapping[str, Any], folder: Path, **options: Any) -> list[dict[str, Any]]:
-    """Run cases (dicts, or dataclasses) by one of `tests/scripts` on two ranks; for each rank, name -> what it found.
+    """Run cases (dicts or dataclasses) in one of `tests/scripts` on two ranks; for each rank, name -> result.
 
     They share one launch, because starting processes costs far more than a case.
     """
@@ -76,12 +76,12 @@ def run_on_ranks(script: str, cases: Mapping[str, Any], folder: Path, **options:
 
 
 def read_ranks(folder: Path) -> list[dict[str, Any]]:
-    """What two ranks wrote down."""
+    """The results that two ranks wrote."""
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def each_rank(results: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """What every rank found in one case; a case that raised fails with its traceback."""
+    """Every rank's result of one case; fails with the traceback if the case raised."""
     for rank, found in enumerate(results):
         assert "error" not in found[name], f"rank {rank}: {found[name]['error']}"
     return [found[name] for found in results]
@@ -100,12 +100,12 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(_LAUNCHER_PREFIXES) and name not in _LAUNCHER_NAMES
     }
-    # One thread each: several processes share the cores, and sums are then taken in one order.
+    # One thread each: several processes share the cores, and the order of sums is fixed.
     return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"} | dict(extra)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill the process and everything below it: elastic launchers put their workers into sessions of their own."""
+    """Kill the process and all its descendants: elastic launchers start workers in their own sessions."""
     try:
         family = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Cases of training on two ranks, for the tests that judge them and for the worker that runs them."""
+"""Cases of training on two ranks, for the tests and for the worker that runs them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ MIXED = {"rules": [{"layers": "0", "policy": "full"}, {"layers": "2", "policy": 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, how the ranks share it, and a few backward passes."""
+    """A model, how ranks share it, and a few backward passes."""
 
     by: str
     """`ddp`, `fsdp2`, `trainer` or `zero2`."""
     family: str = "llama"
     specs: tuple[dict[str, Any] | None, ...] = ({"policy": "full"},)
-    """Of each rank, or of all."""
+    """One for each rank, or one for all."""
     model: str = ""
-    """What is done to the model first, see `build` in the worker."""
+    """A change made to the model first, see `build` in the worker."""
     steps: str = "one"
-    """`one`, `pair` (two forwards, one backward), `accumulate` (two not reduced, then one), `repeat` (twice)."""
+    """`one`, `pair` (two forwards, one backward), `accumulate` (two without reduction, then one), `repeat` (twice)."""
     order: str = "before"
     """Enabled `before` or `after` the model is wrapped; `stock`: transformers' reentrant checkpointing."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of DistributedDataParallel."""
+    """Options of DistributedDataParallel."""
     half: bool = False
     """FSDP2 runs forward and backward in bfloat16."""
     dropout: float = 0.0
     tokens: tuple[int, ...] = (16,)
-    """A sequence's length on each rank, or on all."""
+    """The sequence length for each rank, or for all."""
 
     @property
     def forwards(self) -> int:
-        """How often each block runs, recomputation left out."""
+        """How often each block runs, without recomputations."""
         return {"one": 1, "pair": 2, "accumulate": 3, "repeat": 2}[self.steps]
 
     @property
@@ -45,7 +45,7 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """Whether gradients have the same bits: sums over chunks, and compiled kernels, round otherwise."""
+        """Whether gradients are bit-equal: sums over chunks and compiled kernels round differently."""
         return not self.compiled and not any("mlp" in spec for spec in self.specs)
 
     def blocks(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Scripts, run as users run them."""
+"""Run scripts as users do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers.processes import python
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py") if path.stem != "common")
 
-# What may stand on stderr, and why it is not ours to fix.
+# Texts allowed on stderr, and the upstream reason for each.
 ALLOWED = {
     "`is_gradient_checkpointing` is deprecated": "peft 0.21 reads a property that transformers 5.23 renamed",
     "Could not find a config file in": "peft looks for the base's config.json, which a folder with a GGUF file lacks",
@@ -33,11 +33,11 @@ def launch(*command: str | Path, cache: Path, **environment: str) -> subprocess.
 
 
 def complaints(stderr: str) -> list[str]:
-    """Lines of stderr that are no progress bar, no table of ours and not allowed. Loggers need not say "warning"."""
+    """Lines of stderr except progress bars, tables of hf_ckpt and allowed texts. Not all warnings say "warning"."""
     lines = re.split(r"[\r\n]+", PROGRESS.sub("", COLOURS.sub("", stderr)))
     return [line for line in lines if line.strip() and not SUMMARY.search(line) and not any(a in line for a in ALLOWED)]
 
 
 def metrics(out: Path) -> list[dict]:
-    """Rows of the callback's file."""
+    """Rows of the callback's metrics file."""
     return [json.loads(line) for line in (out / "hf_ckpt_metrics.jsonl").read_text().splitlines()]

@@ -1,7 +1,7 @@
-"""A small random model of any model type that transformers knows, and a batch for it, made from its default config.
+"""A small random model and a batch for any transformers model type, made from its default config.
 
-Widths are divided by one factor, so that what must divide or add up still does; depth, vocabulary, images, recordings
-and the number of experts are cut.
+Widths are divided by one factor, so that sizes still divide and add up; depth, vocabulary, images, audio and the
+number of experts are cut.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hf_ckpt import compat
 
 DEPTH, VOCABULARY, BATCH, TOKENS = 4, 512, 2, 16
 MOST_PARAMETERS = 60_000_000
-"""A model with more is divided by a larger factor; one with more even then is left out."""
+"""Larger models try the next factor; a model that is too large for all factors is left out."""
 FACTORS = (8, 4, 2, 1, 16, 32)
-"""Widths are divided by the first of these with which the model trains."""
+"""Widths are divided by the first factor with which the model trains."""
 _TASKS = (
     *("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "SPEECH_SEQ_2_SEQ", "CTC"),
     *("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION"),
@@ -42,9 +42,9 @@ _WIDTHS = re.compile(
 )
 _NO_WIDTHS = re.compile(r"^(num|in|audio)_channels$|patch|image|vocab|^codebook|output_dim$|state_dim|label")
 _OF_DEFAULTS = ("model_type", "transformers_version", "out_features", "out_indices", "stage_names", "_name_or_path")
-"""Keys that follow from others, or cannot be given."""
+"""Keys that are derived from others or cannot be passed."""
 _MISSING = {"diffusion_gemma_text": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}}
-"""What the default config of a type leaves out."""
+"""Keys missing in the default config of a type."""
 _CAPS = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "n_group"), 2),
     **dict.fromkeys(("topk_group", "num_nextn_predict_layers", "first_k_dense_replace"), 1),
@@ -55,12 +55,12 @@ _CAPS = {
 
 
 def types():
-    """Every model type of transformers, in its order."""
+    """Every model type of transformers, in order."""
     return list(CONFIG_MAPPING_NAMES)
 
 
 def classes(model_type):
-    """The model classes of a type that an Auto class makes, those that compute a loss first."""
+    """The model classes that Auto classes create for a type; classes that compute a loss come first."""
     mappings = [f"MODEL_FOR_{task}_MAPPING_NAMES" for task in _TASKS]
     mappings += ["MODEL_FOR_PRETRAINING_MAPPING_NAMES", "MODEL_MAPPING_NAMES"]
     every = sorted(name for name in dir(modeling_auto) if name.startswith("MODEL_") and name.endswith("_MAPPING_NAMES"))
@@ -72,16 +72,16 @@ def classes(model_type):
 
 
 def small_config(model_type, factor):
-    """The type's default config, made small; see `shrunk`."""
+    """The type's default config with small sizes; see `shrunk`."""
     default = transformers.CONFIG_MAPPING[model_type]()
     return type(default)(**shrunk(default.to_dict(), factor))
 
 
 def shrunk(keys, factor, ids=None):
-    """The keys of a config with widths divided by `factor`, and with the depth and everything else cut.
+    """The keys of a config with widths divided by `factor`, and with depth and other sizes cut.
 
-    Lists with an entry for each layer are cut with the depth. Ids of special tokens go into the vocabulary, each name's
-    to one place in all parts of the model (`ids`).
+    Lists with an entry per layer are cut with the depth. Ids of special tokens move into the vocabulary; a name gets
+    the same id in all parts of the model (`ids`).
     """
     ids = {} if ids is None else ids
     keys = {**keys, **_MISSING.get(keys.get("model_type"), {})}
@@ -127,7 +127,7 @@ def _shrunk(key, value, factor, ids):
             return [min(item, 2) for item in value]
         if key == "mrope_section" or (_WIDTHS.search(key) and not _NO_WIDTHS.search(key)):
             return [_divided(item, factor, 8) for item in value]
-        if key.endswith("_layers") and value:  # the numbers of some layers
+        if key.endswith("_layers") and value:  # indices of layers
             return [item for item in value if item < DEPTH] or [1]
     return value
 
@@ -149,7 +149,7 @@ def _divided(value, factor, least):
 
 
 def small_model(name, config):
-    """A model of the class `name` in train mode, always the same one; `ValueError` where it is too large."""
+    """A model of the class `name` in train mode, the same each time; `ValueError` if it is too large."""
     model_class = getattr(transformers, name)
     with torch.device("meta"), compat.uninitialised():
         size = sum(parameter.numel() for parameter in model_class(config).parameters())
@@ -158,7 +158,7 @@ def small_model(name, config):
     torch.manual_seed(0)
     model = model_class(config).float().train()
     generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():  # some begin with zeros, behind which nothing would have a gradient
+    for parameter in model.parameters():  # gradients would not pass through zeros
         if parameter.requires_grad and parameter.is_floating_point() and not bool(parameter.any()):
             parameter.data.normal_(0.0, 0.02, generator=generator)
     return model
@@ -168,7 +168,7 @@ def small_model(name, config):
 
 
 def batches(model):
-    """Yield batches that the model may take, the likeliest first: with labels, and with more and more inputs."""
+    """Yield batches that the model may accept, the likeliest first: with labels, then with additional inputs."""
     parameters = inspect.signature(model.forward).parameters
     makers = _makers(model.config)
     required = [
@@ -189,7 +189,7 @@ def batches(model):
 
 
 def _with_labels(model, found):
-    """Labels of the shapes that losses want: one a token, one a sequence."""
+    """Add labels in the shapes that losses expect: one per token, then one per sequence."""
     generator = torch.Generator().manual_seed(2)
     ids = found.get("decoder_input_ids", found.get("input_ids"))
     most = getattr(model.config, "num_labels", 2) or 2
@@ -200,11 +200,11 @@ def _with_labels(model, found):
 
 
 def _makers(config):
-    """Name of an input -> what makes it."""
+    """Name of an input -> function that creates it."""
     generator = torch.Generator().manual_seed(1)
     try:
         text = config.get_text_config()
-    except ValueError:  # it has several
+    except ValueError:  # there are several text configs
         text = config.decoder
     vocabulary = min(_known(config, "vocab_size", VOCABULARY), _known(text, "vocab_size", VOCABULARY), VOCABULARY) // 2
     channels, size = _known(config, "num_channels", 3), _known(config, "image_size", 32)
@@ -239,14 +239,14 @@ def _makers(config):
 
 
 def _known(config, name, otherwise):
-    """What a config, or else one of its parts, says."""
+    """The value in a config, or in one of its sub-configs."""
     parts = (part for part in vars(config).values() if isinstance(part, transformers.PretrainedConfig))
     found = (getattr(part, name, None) for part in (config, *parts))
     return next((value for value in found if value is not None), otherwise)
 
 
 def loss_of(outputs):
-    """The model's own loss, or else the mean squares of all that it returns."""
+    """The model's own loss, or the sum of the mean squares of its outputs."""
     loss = getattr(outputs, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
         return loss.squeeze()

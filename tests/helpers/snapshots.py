@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def snapshot(model):
-    """`vars()` of every module, with the contents of its dicts (parameters, buffers, hooks) as they are now."""
+    """`vars()` of every module, with copies of its dicts (parameters, buffers, hooks)."""
     return {
         name: {key: dict(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
         for name, module in model.named_modules()

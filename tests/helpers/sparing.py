@@ -1,4 +1,4 @@
-"""Many cases of one test, of which only a few are run by default."""
+"""Parametrised tests with many cases, only a few of which run by default."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def sparing(names, cases, *fast, ids=None):
-    """Parametrise a test with all cases; those that are not among `fast` are marked `thorough`."""
+    """Parametrise a test with all cases; cases that are not in `fast` are marked `thorough`."""
     cases = list(cases)
     strange = [case for case in fast if case not in cases]
     assert not strange, f"no cases of this test: {strange}"

@@ -1,4 +1,4 @@
-"""One training step as a dict of tensors, and comparisons of two such dicts."""
+"""One training step as a dict of tensors, and comparisons between two steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import base_model
 
 CACHED_BYTES = 1024
-"""What transformers itself may keep of a forward, on a model as small as those of the tests."""
+"""What transformers itself may keep of a forward, for models as small as in these tests."""
 ROUNDING = 2e-6
-"""Relative norm of the difference that float32 sums taken in another order may have: 4e-7 to 9e-7 were seen."""
+"""Allowed relative norm of the difference if float32 sums change order: 4e-7 to 9e-7 were seen."""
 ROUNDING_16 = 5e-2
-"""That of all gradients together where 16-bit types take part."""
+"""The same for all gradients together, with 16-bit dtypes."""
 
 
 def step(model, batch, seed=7):
@@ -30,20 +30,20 @@ def step(model, batch, seed=7):
 
 
 def outcome(model, loss):
-    """The loss and the gradients that lie on the model."""
+    """The loss and the model's gradients."""
     return {"loss": loss.detach(), **gradients(model)}
 
 
 def without_cache(model, batch):
-    """The batch with `use_cache=False`, where the forward takes it.
+    """The batch with `use_cache=False` if the forward accepts it.
 
-    A cache lays keys and values out in another order, which rounds differently with or without checkpointing.
+    A cache changes the memory layout of keys and values, which rounds differently with or without checkpointing.
     """
     return {**batch, "use_cache": False} if compat.wants_use_cache(base_model(model)) else batch
 
 
 def gradients(model):
-    """Name -> gradient of every trainable parameter; None where backward left none."""
+    """Name -> gradient of every trainable parameter; None if backward left none."""
     return {
         name: None if parameter.grad is None else parameter.grad.clone()
         for name, parameter in model.named_parameters()
@@ -52,7 +52,7 @@ def gradients(model):
 
 
 def assert_same(expected, got, what=""):
-    """Bit-equal, with something to compare: a gradient missing on one side fails, and so do all-zero gradients."""
+    """Check bit-equality. A gradient missing on one side fails, and so do gradients that are all zero."""
     assert expected.keys() == got.keys(), what
     assert any(value is not None and bool(value.any()) for name, value in expected.items() if name != "loss"), (
         f"{what}: no trainable parameter has a gradient other than 0"
@@ -63,9 +63,9 @@ def assert_same(expected, got, what=""):
 
 
 def assert_near(expected, got, most=ROUNDING, *, together=False):
-    """The relative norm of every difference is at most `most`: of each gradient, or of all gradients `together`.
+    """Check that the relative norm of the difference is at most `most`, for each gradient or for all `together`.
 
-    A gradient that is nearly zero is measured by a hundredth of the largest one.
+    The norm of a nearly zero gradient is replaced by a hundredth of the largest one.
     """
     assert expected.keys() == got.keys()
     assert [name for name in expected if expected[name] is None] == [name for name in got if got[name] is None]
@@ -84,23 +84,23 @@ def assert_near(expected, got, most=ROUNDING, *, together=False):
 
 
 def enable(model, kwargs=None):
-    """Enable by the newest name this transformers has; the old one warns of its own deprecation there."""
+    """Enable by the newest method name; where it exists, the old one warns that it is deprecated."""
     getattr(base_model(model), compat.ENABLE_NAMES[-1])(kwargs)
 
 
 def recomputed(model):
-    """Names of the blocks that were recomputed, each as often as it was."""
+    """Names of the blocks that were recomputed, repeated for each recomputation."""
     return [name for name, times in hf_ckpt.describe(model).recomputed.items() for _ in range(times)]
 
 
 def input_gradient_hooks(model):
-    """How many hooks make embedding outputs require gradients, those included that lost their handle."""
+    """Number of hooks that make embedding outputs require gradients, including hooks that lost their handle."""
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     return sum("input_require_grads" in getattr(hook, "__qualname__", "") for hook in hooks)
 
 
 def assert_frees_everything(model, batch, meter=LiveBytes):
-    """A forward without a backward leaves nothing, with the garbage collector off: no cycle holds activations."""
+    """Check that a forward without a backward leaves nothing, with the garbage collector off: no reference cycles."""
     batch = without_cache(model, batch)
     step(model, batch)
     gc.collect()
@@ -116,7 +116,7 @@ def assert_frees_everything(model, batch, meter=LiveBytes):
 
 
 def checkpoints_compiled(counts, compiler="aot_eager"):
-    """A compiler backend that appends to `counts` how many checkpointed regions each graph holds."""
+    """A compiler backend that appends to `counts` the number of checkpointed regions in each graph."""
 
     def backend(graph, inputs):
         counts.append(sum("checkpoint" in str(node.target) for node in graph.graph.nodes if node.op == "call_function"))

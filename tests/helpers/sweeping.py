@@ -1,4 +1,4 @@
-"""What becomes of one model type under each way of checkpointing, and of many types, each in a process of its own."""
+"""Results of a model type under each way of checkpointing, and of many types, each in its own process."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ WAYS = {
     "LoRA": {"policy": "selective"},
     "budget": {"policy": "budget"},
 }
-"""What is tried, by the name of its column."""
+"""The ways to try, by column name."""
 EQUAL, NOTHING, REFUSED, FAILED = "equal", "nothing", "refused", "failed"
-"""Bit-equal, with something run again; bit-equal, with nothing run again; a typed error; anything else."""
+"""Bit-equal with recomputation; bit-equal without recomputation; a typed error; anything else."""
 BUDGET_BATCH, LARGE_BATCH = 4, 50_000
-"""How often the batch of a type is repeated under a budget, unless it has more numbers than this."""
+"""How often a budget's batch repeats the type's batch, unless that has more elements than this."""
 BUDGET_STEPS = 12
-"""Steps under a budget: some of them measure, the others run the plan."""
+"""Steps under a budget: the first ones measure, the others run the plan."""
 OVER, OVER_AT_FIRST = 1.01, 1.03
-"""Share of the budget that a step may need, and that the first step of the plan may."""
+"""Largest share of the budget that a step may need, and that the first step of the plan may need."""
 LEAST_SAVED = 0.02
-"""Share of the peak that `full` has to save, or else there is nothing for a budget to be between."""
+"""Least share of the peak that `full` must save; otherwise there is no room for a budget."""
 NEAR = 2e-5
-"""Relative difference that gradients may have with the head in chunks, whose sums are taken in another order."""
+"""Largest relative difference of gradients with a chunked head, which sums in another order."""
 LIMIT_SECONDS = 120
 
 
 class NotSwept(Exception):
-    """The type is left out, for the reason that the message gives."""
+    """The type is left out; the message says why."""
 
 
 def sweep(model_type, ways=tuple(WAYS)):
-    """Try all ways on a small model of a type: a dict that can be written as JSON.
+    """Try all ways on a small model of a type; returns a dict that can be written as JSON.
 
-    `left_out` says why there is nothing to try; else `ways` has, for each way, what came of it and a few words more.
+    `left_out` says why there is nothing to try; otherwise `ways` has, for each way, the result and a short explanation.
     """
     found = {"type": model_type}
     transformers.logging.set_verbosity_error()
@@ -75,7 +75,7 @@ def sweep(model_type, ways=tuple(WAYS)):
                 raise NotSwept("two steps without checkpointing differ")
             found |= {"class": type(model).__name__, "divided_by": factor, "ways": {}}
             found["blocks"] = sum(isinstance(m, compat.GradientCheckpointingLayer) for m in model.modules())
-            for way in [way for way in WAYS if way in ways]:  # adapters last: some that fail stay on the model
+            for way in [way for way in WAYS if way in ways]:  # adapters last: if they fail, some stay on the model
                 found["ways"][way] = tried(model, batch, expected[0], way)
         except NotSwept as reason:
             found["left_out"] = str(reason)
@@ -85,7 +85,7 @@ def sweep(model_type, ways=tuple(WAYS)):
 def trained(model_type):
     """A small model of a type that trains without checkpointing, a batch, and the factor that divided its widths.
 
-    Raises `NotSwept` where there is none.
+    Raises `NotSwept` if there is none.
     """
     names = classes(model_type)
     if not names:
@@ -94,7 +94,7 @@ def trained(model_type):
     for factor in FACTORS:
         try:
             config = small_config(model_type, factor)
-        except Exception as error:  # each config checks itself in its own way
+        except Exception as error:  # configs validate themselves in different ways
             reason = reason or f"no small config: {_short(error)}"
             continue
         for name in names:
@@ -115,10 +115,10 @@ def trained(model_type):
 
 
 def step_of(model, batch, *, plain=True, then=None):
-    """Loss and gradients of a step from a fixed seed of every generator; `plain` without a cache, where there is one.
+    """Loss and gradients of a step with every generator seeded; `plain` turns off the cache, if there is one.
 
-    With a plan on the model, no cache is to be made unasked: see `without_cache`. `then` is called when gradients are
-    there.
+    With a plan, hf_ckpt must turn off the default cache itself: see `without_cache`. `then` is called once gradients
+    exist.
     """
     model.zero_grad(set_to_none=True)
     torch.manual_seed(7)
@@ -139,7 +139,8 @@ def step_of(model, batch, *, plain=True, then=None):
 
 @contextlib.contextmanager
 def no_cache_by_default(model):
-    """Inside this context no config of the model asks for a cache; some models take `use_cache` from nowhere else."""
+    """In this context, configs of the model do not ask for a cache; some models read `use_cache` only from the
+    config."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     asking = [config for config in configs.values() if getattr(config, "use_cache", False)]
     for config in asking:
@@ -165,10 +166,10 @@ def _same(expected, got):
 
 
 def tried(model, batch, expected, way):
-    """[what came of a way, a few words more].
+    """[result of a way, a short explanation].
 
-    Plans within a budget are made for adapters, where they work: beside whole gradients and an optimizer's state, what
-    so small a batch saves would be too little to recompute anything for.
+    Budgets are tested with adapters if these work: beside full gradients and optimizer state, so small a batch would
+    save too little to recompute anything for.
     """
     adapted, trainable = None, [parameter for parameter in model.parameters() if parameter.requires_grad]
     plain = model
@@ -177,7 +178,7 @@ def tried(model, batch, expected, way):
             try:
                 adapted = add_lora(model, rank=4, init_lora_weights=False).train()
                 wanted = step_of(adapted, batch)
-            except Exception as error:  # code of others
+            except Exception as error:  # third-party code
                 reason = f"adapters do not work without checkpointing: {_short(error)}"
             else:
                 reason = "" if _trains(wanted) else "no adapter is reached by the batch"
@@ -205,7 +206,7 @@ def tried(model, batch, expected, way):
 
 
 def _without_adapters(model, adapted, trainable):
-    """Take adapters off a model, which leave its own parameters frozen."""
+    """Remove adapters from a model; its own parameters stay frozen."""
     if adapted is not None:
         adapted.unload()
     for parameter in trainable:
@@ -213,7 +214,7 @@ def _without_adapters(model, adapted, trainable):
 
 
 def _compared(model, batch, expected, spec, near=False, steps=2):
-    """Two steps under a spec or plan: the first may be a trial of unknown blocks."""
+    """Compare two steps under a spec or plan: the first may be a trial of unknown blocks."""
     hf_ckpt.install(model, spec)
     enable(model)
     for _ in range(steps):
@@ -232,9 +233,9 @@ def _compared(model, batch, expected, spec, near=False, steps=2):
 
 
 def within_budget(model, batch, expected):
-    """Steps under a budget half way between the peaks of `full` and of no checkpointing, each counted and compared.
+    """Count and compare steps under a budget half-way between the peaks of `full` and of no checkpointing.
 
-    The optimizer keeps nothing and changes nothing, so that each step has the gradients of the first.
+    The optimizer has no state and changes nothing, so that all steps have the same gradients.
     """
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     peaks = {}
@@ -248,7 +249,7 @@ def within_budget(model, batch, expected):
     if peaks["keep"] - peaks["full"] < LEAST_SAVED * peaks["keep"]:
         return [NOTHING, f"`full` needs {format_bytes(peaks['full'])} of {format_bytes(peaks['keep'])}"]
     budget = (peaks["keep"] + peaks["full"]) // 2
-    hf_ckpt.install(model, {"policy": "budget", "budget": f"{budget}B"})  # a plain number is none below 1 MiB
+    hf_ckpt.install(model, {"policy": "budget", "budget": f"{budget}B"})  # below 1 MiB a number needs a unit
     enable(model)
     shares, planned_at = [], None
     for number in range(BUDGET_STEPS):
@@ -267,19 +268,19 @@ def within_budget(model, batch, expected):
 
 
 def repeated(model, batch, expected):
-    """The batch several times over, and its loss and gradients, so that more is saved; itself where that fails."""
-    if sum(value.numel() for value in batch.values()) > LARGE_BATCH:  # as films are
+    """The batch repeated, with its loss and gradients, so that more is saved; the batch itself if that fails."""
+    if sum(value.numel() for value in batch.values()) > LARGE_BATCH:  # such as videos
         return batch, expected
     larger = {name: torch.cat([value] * BUDGET_BATCH) for name, value in batch.items()}
     try:
         found = step_of(model, larger)
         return (larger, found) if _same(found, step_of(model, larger)) else (batch, expected)
-    except Exception:  # such as inputs without a dimension for sequences
+    except Exception:  # such as inputs without a batch dimension
         return batch, expected
 
 
 def _counted(model, batch, optimizer, expected, plain):
-    """The peak of a step in bytes, which must have the expected loss and gradients."""
+    """The peak of a step in bytes; the step must have the expected loss and gradients."""
     gc.collect()
     with LiveBytes(model) as live:
         got = step_of(model, batch, plain=plain, then=optimizer.step)
@@ -296,7 +297,7 @@ def _short(error):
 
 
 def sweep_all(types, processes=1, limit=LIMIT_SECONDS, ways=tuple(WAYS)):
-    """`sweep` every type, each in a process of its own with a limit in seconds; yield what was found."""
+    """`sweep` each type in its own process with a time limit in seconds; yields results as they come."""
     with concurrent.futures.ThreadPoolExecutor(processes) as pool:
         waiting = [pool.submit(_in_a_process, model_type, limit, tuple(ways)) for model_type in types]
         for done in concurrent.futures.as_completed(waiting):
@@ -326,13 +327,13 @@ def _left_out(model_type, reason):
 
 def _send(model_type, ways, sender):
     torch.set_num_threads(1)
-    gc.freeze()  # what has been imported takes a quarter of a second to look through
+    gc.freeze()  # collecting over all imported objects takes a quarter of a second
     sender.send(sweep(model_type, ways))
     sender.close()
 
 
 def table(found):
-    """What became of how many types, as lines of Markdown."""
+    """Number of types by way and result, as a Markdown table."""
     swept = [each for each in found if "ways" in each]
     lines = [f"| way | {EQUAL} | {NOTHING} | {REFUSED} | {FAILED} |", "|---|--:|--:|--:|--:|"]
     for way in WAYS:
@@ -342,18 +343,18 @@ def table(found):
 
 
 def left_out(found):
-    """Why how many types were left out: reason -> how many."""
+    """Reason -> number of types that were left out for it."""
     reasons = collections.Counter(each["left_out"].split(":")[0] for each in found if "left_out" in each)
     return dict(reasons.most_common())
 
 
 def trains(found):
-    """Whether a type trains under `full`, with something run again."""
+    """Whether a type trains under `full` with recomputation."""
     return found.get("ways", {}).get("full", ("",))[0] == EQUAL
 
 
 def failures(found):
-    """Every failure, one a line."""
+    """Every failure as a line."""
     return [
         f"{each['type']} ({each['class']}), {way}: {words}"
         for each in found

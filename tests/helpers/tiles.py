@@ -1,4 +1,4 @@
-"""Models whose feed-forward runs in chunks, the same done by hand, and counts of what was run."""
+"""Models whose feed-forward runs in chunks, a chunked reference by hand, and counts of runs."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from helpers.steps import enable
 from hf_ckpt.models.blocks import base_model, feed_forwards, find_blocks
 
 CHUNK = 5
-"""How many tokens a chunk has."""
+"""Tokens per chunk."""
 
 
 def on(model, mlp=CHUNK, **spec):
-    """The model with its feed-forward in chunks; without a spec, blocks keep everything."""
+    """Run the model's feed-forward in chunks; without a spec, blocks keep everything."""
     hf_ckpt.install(model, {**(spec or {"policy": "none"}), "mlp": mlp})
     enable(model)
     return model
 
 
 def calls(model):
-    """How often a feed-forward ran in chunks so far."""
+    """How often a feed-forward has run in chunks."""
     return hf_ckpt.describe(model).chunked_mlps
 
 
 def owners(model):
-    """(module, name of the method) of each feed-forward."""
+    """(module, method name) of each feed-forward."""
     return [(found.owner, found.where[1]) for found in feed_forwards(find_blocks(model))]
 
 
 @contextlib.contextmanager
 def by_hand(model, tokens=CHUNK):
-    """Split the input of each feed-forward, and let autograd do the rest: the same draws, nothing is saved."""
+    """Split the input of each feed-forward and leave the rest to autograd: the draws are the same, and no memory is
+    saved."""
 
     def split(plain):
-        def run(hidden):  # BERT's method is asked how many parameters it has
+        def run(hidden):  # transformers counts the parameters of BERT's method
             rows = hidden.reshape(1, -1, hidden.shape[-1])
             return torch.cat([plain(part) for part in rows.split(tokens, dim=1)], dim=1).view_as(hidden)
 
@@ -55,7 +56,7 @@ def by_hand(model, tokens=CHUNK):
 
 @contextlib.contextmanager
 def counted_tokens(model):
-    """A list that gets the number of tokens of each run of a feed-forward, with and without a graph."""
+    """A list of the number of tokens in each run of a feed-forward, with and without a graph."""
     seen = []
     classes = {(type(owner), method) for owner, method in owners(model)}
     before = {(kind, method): getattr(kind, method) for kind, method in classes}

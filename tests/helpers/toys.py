@@ -1,4 +1,4 @@
-"""Small models and blocks for tests of the rebuild engine, and comparisons of them with themselves without it."""
+"""Small models and blocks for tests of the rebuild engine, and comparisons with the same models without it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ each_save = pytest.mark.parametrize("save", SAVES, ids="+".join)
 
 
 def plain_and_ours(family="llama", save=SAVES[0], layers=LAYERS, **options):
-    """The same model twice, the second one with `selective` enabled."""
+    """The same model twice, the second with `selective` enabled."""
     plain = tiny_model(family, layers=layers, **options)
     ours = tiny_model(family, layers=layers, **options)
     hf_ckpt.install(ours, {**SELECTIVE, "save": save})
@@ -32,12 +32,12 @@ def plain_and_ours(family="llama", save=SAVES[0], layers=LAYERS, **options):
 
 
 def rebuilt(model):
-    """How many operations and modules were run again so far."""
+    """Number of operations and modules recomputed so far."""
     return sum(hf_ckpt.describe(model).recomputed.values())
 
 
 def same_steps(run, family="llama", save=SAVES[0], **options):
-    """`run` gives the same on both models, and something was rebuilt."""
+    """Check that `run` gives the same on both models, and that something was rebuilt."""
     plain, ours = plain_and_ours(family, save, **options)
     assert_same(run(plain), run(ours), f"{family} {save}")
     assert rebuilt(ours) > 0
@@ -51,14 +51,14 @@ WEIGHT = nn.Parameter(torch.linspace(-1, 1, 256).view(16, 16).contiguous())
 
 
 def hooked(module):
-    """The module with the hooks that a family's norms get."""
+    """The module with the hooks that norms of a family get."""
     module.register_forward_pre_hook(enter_module, with_kwargs=True)
     module.register_forward_hook(leave_module, always_call=True)
     return module
 
 
 class Norm(nn.Module):
-    """A small module, hooked as a family's norms are."""
+    """A small module, hooked like a family's norms."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ class Norm(nn.Module):
 
 
 def toy(block, region=None, *, dtype=torch.float32, parameters=(SCALE, WEIGHT)):
-    """Gradients of a block's input and of the parameters, by the region if one is given."""
+    """Gradients of a block's input and of the parameters, with a region if given."""
     for parameter in parameters:
         parameter.grad = None
     torch.manual_seed(1)
@@ -82,7 +82,7 @@ def toy(block, region=None, *, dtype=torch.float32, parameters=(SCALE, WEIGHT)):
 
 
 def same_toys(block, *, save=SAVES[0], dtype=torch.float32, parameters=(SCALE, WEIGHT), rebuilds=True):
-    """A region that rebuilds gives a block's own gradients; returns the region."""
+    """Check that a rebuilding region gives the block's own gradients; returns the region."""
     region = RebuildRegion("toy", save=tuple(save))
     expected = toy(block, dtype=dtype, parameters=parameters)
     assert_same(expected, toy(block, region, dtype=dtype, parameters=parameters))

@@ -1,4 +1,4 @@
-"""Models and steps that are traced, and really run, so that predicted bytes are compared with those that are held."""
+"""Trace models and run them, to compare predicted with real bytes."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from hf_ckpt.spec.plan import Plan
 CPU = DEVICES["cpu"]
 TUNINGS = ("everything", "lora")
 PEAK = {"layers": 6, "hidden": 64}
-"""Shape of models whose activations are most of the peak of a step with `PEAK_BATCH`; many CPUs are slow in 16 bits."""
+"""Shape of models whose peak with `PEAK_BATCH` is mostly activations; many CPUs are slow in 16 bits."""
 PEAK_BATCH = {"batch": 4, "tokens": 128}
 TOLERANCE = 0.03
-"""Share by which a predicted peak may be off."""
+"""Largest relative error of a predicted peak."""
 a_family = sparing("family", FAMILIES, "llama")
-"""Every family, one of them by default."""
+"""Every family; only one runs by default."""
 
 
 # --- models and plans -------------------------------------------------------------------------------------------------
 
 
 def model_of(family, tuning="everything", *, attention="sdpa", **options):
-    """A tiny model to train; T5 of transformers 4 has no attention but its own."""
+    """A tiny model to train; T5 of transformers 4 has only eager attention."""
     if attention == "sdpa" and family == "t5" and not transformers.T5ForConditionalGeneration._supports_sdpa:
         attention = "eager"
     model = tiny_model(family, attention=attention, **options)
@@ -46,18 +46,18 @@ def model_of(family, tuning="everything", *, attention="sdpa", **options):
 
 
 def plan_of(model, actions):
-    """The plan that gives the blocks of a model these actions, one after the other."""
+    """The plan that gives the model's blocks these actions, in order."""
     found = find_blocks(model)
     return Plan(found.family, found.model, tuple(zip(found.blocks, actions, strict=True)))
 
 
 def chosen(costs, choice):
-    """The actions of a choice, block after block."""
+    """The actions of a choice, block by block."""
     return [costs.actions[action] for stack in choice for action in stack]
 
 
 def mixed(costs):
-    """A choice with every action in every stack, in no order."""
+    """A choice that mixes all actions in every stack."""
     order = (2, 0, 3, 1, 1, 3, 0, 2)
 
     def one(stack, place):
@@ -77,12 +77,12 @@ def plans_of(costs):
 
 
 def inputs_of(model, batch):
-    """The batch, without a cache where the model would build one."""
+    """The batch, without a cache if the model would build one."""
     return {**batch, "use_cache": False} if compat.wants_use_cache(base_model(model)) else dict(batch)
 
 
 def loss_of(model, inputs):
-    """The loss of a step, in a function of its own: the outputs are gone before the backward, as in a Trainer."""
+    """The loss of a step; returning from this function frees the outputs before the backward, as in a Trainer."""
     return model(**inputs).loss
 
 
@@ -105,7 +105,7 @@ def micro_steps(model, batch, autocast=None):
 
 
 def real_peaks(model, actions, batch, autocast=None):
-    """Peaks by `LiveBytes`, of the model itself; what has an action must have been recomputed."""
+    """Peaks of the model by `LiveBytes`; checks that every block with an action was recomputed."""
     with trial(model, plan_of(model, actions)):
         peaks = micro_steps(model, batch, autocast=autocast)
         told = hf_ckpt.describe(model)
@@ -114,18 +114,18 @@ def real_peaks(model, actions, batch, autocast=None):
     return peaks
 
 
-# --- predicted against found ------------------------------------------------------------------------------------------
+# --- predicted and real peaks -----------------------------------------------------------------------------------------
 
 
 def deviations(costs, choice, peaks):
-    """Predicted against found, of both micro-steps."""
+    """Relative errors of the predicted peaks of both micro-steps."""
     predicted = [timeline(costs, choice, accumulated).peak_bytes for accumulated in (False, True)]
     assert worst_timeline(costs, choice).peak_bytes == max(predicted)
     return [ours / theirs - 1 for ours, theirs in zip(predicted, peaks, strict=True)]
 
 
 def assert_near(found):
-    """`found`: name -> deviations."""
+    """Check the errors in `found`: name -> relative errors."""
     worst = max(found, key=lambda name: max(map(abs, found[name])))
     told = ", ".join(f"{deviation:+.2%}" for deviation in found[worst])
     print(f"largest deviation: {told} under {worst}")
@@ -133,7 +133,7 @@ def assert_near(found):
 
 
 def near_real(model, batch, actions=(KEEP, SELECTIVE, FULL), **keys):
-    """Uniform plans and a mixed one, both micro-steps, against real tensors. Returns the costs."""
+    """Compare uniform plans and a mixed one with real tensors, in both micro-steps. Returns the costs."""
     around = Step(batch, accumulation=2, optimizer="sgd", **keys)
     costs = trace_costs(skeleton_of(model), around, CPU, actions=actions)
     plans, autocast = plans_of(costs), keys.get("autocast")

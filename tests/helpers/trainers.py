@@ -15,7 +15,7 @@ from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.training.callback import METRICS_FILE, MemoryTimeCallback
 
 KNOWN = {field.name for field in dataclasses.fields(TrainingArguments)}
-# The flag's name since transformers 5.23, and before.
+# The flag's name since transformers 5.23, and the older name.
 FLAG = "activation_checkpointing" if "activation_checkpointing" in KNOWN else "gradient_checkpointing"
 
 

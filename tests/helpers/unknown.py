@@ -1,4 +1,4 @@
-"""Blocks whose code nobody knows, as code from the hub is, and what they may do in place."""
+"""Blocks whose code hf_ckpt does not know, such as code from the hub, and their in-place changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class WorkingBlock(compat.GradientCheckpointingLayer):
     def __init__(self, work):
         super().__init__()
         self.one, self.two, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)
-        self.frozen = nn.Linear(16, 16).requires_grad_(False)  # as under adapters
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)  # as with adapters
         self.work = work
 
     def forward(self, hidden_states):
@@ -37,10 +37,10 @@ class WorkingModel(transformers.PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module):
-        """Nothing to do: linear layers start themselves."""
+        """Linear layers initialise themselves."""
 
     def forward(self, hidden_states):
-        hidden_states = self.first(hidden_states).clone()  # what a linear layer returns is a view
+        hidden_states = self.first(hidden_states).clone()  # the output of a linear layer is a view
         for layer in self.layers:
             hidden_states = layer(hidden_states)
         return hidden_states
@@ -53,7 +53,7 @@ def working(work, dtype=torch.float32):
 
 
 def steps_of(model, steps=3):
-    """Loss and gradients of some steps, each from a seed of its own."""
+    """Loss and gradients of some steps, each with its own seed."""
     found = []
     for number in range(steps):
         model.zero_grad(set_to_none=True)

@@ -1,6 +1,6 @@
-"""Small models outside the four families that people fine-tune: images beside text, experts, BART; and their batches.
+"""Small models outside the four families that people fine-tune: vision-language, experts, BART; and their batches.
 
-They are as large as a budget needs: what blocks save is a third of the peak or more, and a step takes about 0.2 s.
+They are large enough for budgets: saved tensors are a third of the peak or more, and a step takes about 0.2 s.
 """
 
 from __future__ import annotations
@@ -141,12 +141,12 @@ IMAGE_TOKENS = {
     "idefics3": PATCHES // 4,
     "qwen3_vl": PATCHES // 4,
 }
-"""Tokens that stand for one image, of which every sequence has one."""
+"""Tokens that stand for one image; every sequence has one image."""
 MODELS = tuple(_CONFIGS)
 
 
 def unusual_model(name):
-    """A model of the name, always the same one, in train mode and float32."""
+    """The model of this name in train mode and float32, the same each time."""
     config = _CONFIGS[name]()
     for each in (config, *(part for part in vars(config).values() if isinstance(part, transformers.PretrainedConfig))):
         if hasattr(each, "use_cache"):
@@ -159,7 +159,7 @@ def unusual_model(name):
 
 
 def unusual_batch(name, seed=0, batch=BATCH, tokens=TOKENS):
-    """A batch for it, with labels, and with an image a sequence where the model takes images."""
+    """A batch with labels, and with one image per sequence if the model takes images."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(10, 290, (batch, tokens), generator=generator)
     found = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}

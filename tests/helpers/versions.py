@@ -1,4 +1,4 @@
-"""What the versions at hand do not have: tests that need it are skipped, and say why."""
+"""Skip tests whose requirements the installed versions lack, with the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 
 def skip_where_absent(family, attention):
-    """Skip the test where the family has no such attention: T5 has no sdpa before transformers 5."""
+    """Skip the test if the family lacks this attention: T5 has no sdpa before transformers 5."""
     try:
         tiny_model(family, layers=1, attention=attention)(**tiny_batch(family))
     except ValueError as error:
@@ -21,9 +21,9 @@ def skip_where_absent(family, attention):
 
 @functools.cache
 def missing_for_add_adapter():
-    """Why `add_adapter` of a transformers model does not work here; None where it does.
+    """Why `add_adapter` of transformers models does not work here; None if it does.
 
-    Each transformers names the oldest PEFT that it takes: 5.24 one that came out after it.
+    Each transformers requires a minimum PEFT; for 5.24, that PEFT was released later.
     """
     try:
         with torch.random.fork_rng():
@@ -34,7 +34,7 @@ def missing_for_add_adapter():
 
 
 def skip_without_add_adapter():
-    """Skip the test where transformers wants another PEFT for `add_adapter`."""
+    """Skip the test if transformers requires another PEFT for `add_adapter`."""
     missing = missing_for_add_adapter()
     if missing is not None:
         pytest.skip(missing)
