@@ -1,8 +1,7 @@
-"""The museum: public faults that made gradients wrong in silence, in small, and whether the watch finds them.
+"""The museum: small copies of public faults that silently made gradients wrong, and whether the watch finds them.
 
-Each row of `EXHIBITS` is a fault that was reported in public, or that hf_ckpt had. It says where, how to set it up, in
-which blocks it lies, and which cause the watch has to name. `NOT_CAUGHT` has those that the watch cannot find, with the
-reason.
+Each row of `EXHIBITS` is a fault that was reported in public, or that hf_ckpt had: the report, the setup, the faulty
+blocks, and the cause that the watch must name. `NOT_CAUGHT` lists faults that the watch cannot find, and why.
 """
 
 from __future__ import annotations
@@ -52,38 +51,38 @@ from hf_ckpt.training.watch import Watch
 
 @dataclasses.dataclass
 class Exhibit:
-    """A fault. What takes `faulty` sets up the same without the fault, too."""
+    """A fault. Functions with a parameter `faulty` also set up the same case without the fault."""
 
     kind: str
-    """Of its cause: a key of `KINDS`."""
+    """Kind of the cause: a key of `KINDS`."""
     reference: str
-    """Where it was reported, by repository and number, and its numbers in tests/users/test_traps.py."""
+    """Reports as repository and number, and numbers of traps in tests/users/test_traps.py."""
     cause: str
-    """What the watch says, in part."""
+    """Part of the message of the watch."""
     checkpoint: Callable[[Any, bool], None]
-    """Puts checkpointing on a model."""
+    """Enables checkpointing on a model."""
     model: Callable[[bool], nn.Module] = lambda faulty: exhibit_model()
     loss: Callable[[Any, int], torch.Tensor] = exhibit_loss
-    """Runs the forward of a step, by its number."""
+    """Runs the forward of the step with this number."""
     between: Callable[[Any], Any] = lambda model: contextlib.nullcontext()
-    """The fault, where it lies between a forward and its backward: a context in which the latter runs."""
+    """A context in which the backward runs, for faults between a forward and its backward."""
     around: Callable[[bool | None], Any] = lambda faulty: contextlib.nullcontext()
-    """A context in which the forward runs; for None that of the run without checkpointing."""
+    """A context in which the forward runs; called with None for the run without checkpointing."""
     patch: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
     """Puts an old fault back into hf_ckpt."""
     blocks: tuple[str, ...] = ("layers.1",)
-    """The blocks that the fault lies in."""
+    """The faulty blocks."""
     wrong: str = "gradients"
-    """What is wrong: `gradients`, or `buffers` alone."""
+    """What is wrong: `gradients`, or only `buffers`."""
     rounding: float = 0.0
-    """How far the gradients are without the fault; the loss with the fault is right if this is 0."""
+    """Largest error of the gradients without the fault; at 0, the loss with the fault must be exact."""
     mended_in_torch: bool = False
-    """Whether a newer torch may be without the fault. Then the watch must find nothing."""
+    """Whether newer versions of torch may fix the fault. The watch must then find nothing."""
     long: bool = False
 
 
 def ours(**spec):
-    """Put hf_ckpt's own checkpointing on, watched at every step."""
+    """Enable hf_ckpt's checkpointing, watched at every step."""
 
     def checkpoint(model, faulty):
         hf_ckpt.install(model, {**spec, "check_every": 1})
@@ -93,7 +92,7 @@ def ours(**spec):
 
 
 def theirs(**faulty_options):
-    """Put transformers' own checkpointing on: with these options where the fault is there, else with the right ones."""
+    """Enable transformers' own checkpointing, with these options if `faulty`, otherwise with correct ones."""
 
     def checkpoint(model, faulty):
         enable(model, {"use_reentrant": False, "preserve_rng_state": True, **(faulty_options if faulty else {})})
@@ -110,11 +109,11 @@ def with_function(faulty_function, right_function):
 
 
 def in_one_block(fault, right=work, at=1):
-    """A model of which one block does something else, where the fault is there."""
+    """A model in which one block does something else if `faulty`."""
     return lambda faulty: exhibit_model(at, fault if faulty else right)
 
 
-# --- what blocks do -----------------------------------------------------------------------------------------------
+# --- faults inside blocks -----------------------------------------------------------------------------------------
 
 
 def drops(block, hidden, shift):
@@ -141,7 +140,7 @@ def draws_from_a_generator_of_its_own(faulty):
 
 
 def breaks_ties_by_rounding(faulty):
-    """Scores of two experts are equal up to rounding, which in every other run is another one."""
+    """Scores of two experts differ only by rounding, and the rounding changes in every other run."""
     rounding = itertools.cycle((1e-7, -1e-7) if faulty else (1e-7,))
 
     def sends_to_experts(block, hidden, shift):
@@ -182,7 +181,7 @@ def multiplies_a_softmax_by_noise(block, hidden, shift):
 
 
 class Router(nn.Module):
-    """Sends tokens to one of two experts, and balances the load by a bias that it updates as it goes."""
+    """Sends tokens to one of two experts, and balances the load with a bias that each forward updates."""
 
     def __init__(self, balances):
         super().__init__()
@@ -215,7 +214,7 @@ def normalises_batches(faulty):
     return model
 
 
-# --- what lies between forward and backward ------------------------------------------------------------------------
+# --- faults between forward and backward ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -227,7 +226,7 @@ def in_eval_mode(model):
 
 @contextlib.contextmanager
 def in_memory_of_others(model):
-    """New memory holds other numbers than by chance those that were there before."""
+    """Fill freed memory, so that new memory does not hold the old numbers by chance."""
     del [torch.full((2, 8, 16), 7.0) for _ in range(200)][:]
     yield
 
@@ -251,7 +250,7 @@ def with_a_changed_weight(model):
 
 
 def by_functional_call(model, number):
-    """An inner step of meta-learning: one block runs with faster weights."""
+    """An inner step of meta-learning: one block runs with fast weights."""
     faster = [*model.named_parameters()] if model.is_faster else []
     fast = {name: value * 1.5 for name, value in faster if name.startswith("layers.1.")}
 
@@ -269,7 +268,7 @@ def with_faster_weights(faulty):
 
 
 def with_offsets_by_hooks(model, number):
-    """An adapter that gets a position by hooks, which lie on the model for a forward only."""
+    """An adapter whose offsets come from hooks that stay on the model for one forward only."""
     handle = model.layers[1].one.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
     loss = exhibit_loss(model, number)
     model.handle = handle
@@ -286,7 +285,7 @@ def without_hooks(model):
 
 
 def offloads(faulty):
-    """Each block's input, and what the loss saves; the last one gets the buffer of the first one."""
+    """Offloads each block's input and what the loss saves; with the fault, the last tensor overwrites the first."""
     return contextlib.nullcontext() if faulty is None else offloading_to(LAYERS if faulty else LAYERS + 1)
 
 
@@ -298,7 +297,7 @@ bf16, fp16 = autocast(torch.bfloat16), autocast(torch.float16)
 
 
 def ends_early(faulty):
-    """The recomputation ends as soon as it has saved all that is needed, or it runs to its end."""
+    """Recomputation stops once it has saved all it needs, or runs to its end."""
     return torch.utils.checkpoint.set_checkpoint_early_stop(faulty is not False)
 
 
@@ -314,7 +313,7 @@ def adapters_alone(faulty):
 
 def adapters_without_gradients(model, faulty):
     enable(model, {"use_reentrant": faulty})
-    if faulty:  # transformers itself has them require gradients
+    if faulty:  # transformers itself makes the embeddings require gradients
         base_model(model).disable_input_require_grads()
 
 
@@ -337,7 +336,7 @@ def llama(*places):
 
 
 def masks_by_place(patch):
-    """A mask is what follows a softmax and has its shape, whatever its numbers."""
+    """The old rule: any tensor that follows a softmax and has its shape is a mask, whatever its values."""
     patch.setattr(Tape, "_is_of_attention", lambda tape, tensor: tape.softmax and tape.softmax[0] == tensor.shape)
     patch.setattr(masks, "holds", lambda mask, scale: True)
 
@@ -350,11 +349,11 @@ def hooks_not_looked_for(patch):
     patch.setattr(CompiledRegion, "_is_hooked", lambda *args: False)
 
 
-# --- what the watch cannot find ------------------------------------------------------------------------------------
+# --- faults that the watch cannot find -----------------------------------------------------------------------------
 
 
 def shares_across_blocks(faulty):
-    """The first block leaves a tensor for the last one in an object, past the arguments of both."""
+    """The first block passes a tensor to the last one in an object, not through their arguments."""
     shared = {}
 
     def leaves(block, hidden, shift):
@@ -370,7 +369,7 @@ def shares_across_blocks(faulty):
 
 
 def gap_of(exhibit):
-    """How wrong the gradients of the first step are, and the watch."""
+    """Relative error of the first step's gradients, and the watch."""
     expected, _ = run(exhibit, faulty=True, checkpointed=False)
     got, watch = run(exhibit, faulty=True, checkpointed=True)
     assert torch.equal(expected[0][0], got[0][0])
@@ -378,7 +377,7 @@ def gap_of(exhibit):
 
 
 def gap_of_a_penalty():
-    """A penalty on the gradient of the input: gradients of gradients."""
+    """A penalty on the input's gradient needs second derivatives."""
     found = []
     for function in (None, own_checkpoint()):
         model, watch = exhibit_model(), Watch(1)
@@ -395,7 +394,7 @@ def gap_of_a_penalty():
 
 
 def gap_of_generation():
-    """The logits that generate() takes tokens from, in train mode, where checkpointing leaves the cache out."""
+    """Error of the logits of generate() in train mode, in which checkpointing drops the cache."""
     found = []
     for on in (False, True):
         model, watch = tiny_model("gpt2"), Watch(1)
@@ -410,7 +409,7 @@ def gap_of_generation():
 
 
 def gap_of_a_loud_one():
-    """torch itself ends a step whose recomputation saves tensors of other shapes."""
+    """torch raises an error if a recomputation saves tensors of other shapes."""
     lengths = itertools.cycle((8, 4))
 
     def cuts(block, hidden, shift):
@@ -456,7 +455,7 @@ NOT_CAUGHT = {
         gap_of_a_loud_one,
     ),
 }
-"""Name -> (reference, why the watch says nothing, what shows the fault and returns the watch)."""
+"""Name -> (reference, why the watch finds nothing, function that shows the fault and returns the watch)."""
 
 KINDS = {
     "random numbers": "random numbers drawn again",
@@ -472,7 +471,7 @@ KINDS = {
     "storage": "saved tensors stored wrongly, such as by offloading",
     "graphs": "hooks that a compiled block ignores",
 }
-"""Kind of a cause -> what the page calls it."""
+"""Kind of a cause -> its name on the page."""
 RANDOM = "Random numbers are drawn anew: set preserve_rng_state to True"
 HOST = "draws from Python's `random` or numpy"
 EXHIBITS = {
@@ -667,7 +666,7 @@ EXHIBITS = {
 
 
 def run(exhibit, faulty, checkpointed):
-    """As many steps as there are blocks: loss, gradients and buffers after each, and the watch."""
+    """Run as many steps as there are blocks; returns loss, gradients and buffers after each, and the watch."""
     torch.manual_seed(0)
     model = exhibit.model(faulty)
     if checkpointed:
@@ -692,7 +691,7 @@ def run(exhibit, faulty, checkpointed):
 
 
 def distance(expected, got):
-    """Norm of the difference of all tensors together over the norm; a missing one counts as 0."""
+    """Relative norm of the difference over all tensors; a missing tensor counts as 0."""
     assert expected.keys() == got.keys()
     pairs = [
         (value, torch.zeros_like(value) if got[name] is None else got[name])
@@ -709,13 +708,13 @@ PAGE = (Path(__file__).parents[2] / "docs" / "watch.md").read_text(encoding="utf
 
 
 def shown(mark):
-    """Cells of the table between two marks of the page."""
+    """Cells of the page's table between two marks."""
     table = PAGE.partition(f"<!-- {mark} -->\n")[2].partition(f"\n<!-- end of {mark} -->")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 
 def reported(kind):
-    """Where faults of this kind were reported, and how many there are."""
+    """The page's row for this kind: its name, the number of faults, and the public reports."""
     references = [each.reference.split(", ") for each in EXHIBITS.values() if each.kind == kind]
     public = [part for parts in references for part in parts if not part.startswith("trap")]
     return [KINDS[kind], str(len(references)), ", ".join(dict.fromkeys(public)) or "tests of hf_ckpt"]

@@ -1,4 +1,4 @@
-"""Fixtures of tests that run out of memory, and of those that compare gradients bit by bit."""
+"""Fixtures for tests that run out of memory and for tests that compare gradients bit by bit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hf_ckpt.training.measurements import Measurements
 
 @pytest.fixture
 def host_memory(monkeypatch):
-    """The CPU has no host memory beside its own. That a plan is taken is seen here; the engine's own tests move."""
+    """Pretend that the CPU has host memory: these tests check only that plans offload."""
     monkeypatch.setattr(escalate, "lane_of", lambda device: device)
 
 
 @pytest.fixture(scope="module")
 def little_to_collect():
-    """The garbage collector runs after every failure; what other tests left need not be looked through each time."""
+    """Hide objects of other tests from the garbage collector, which runs after every failure."""
     gc.collect()
     gc.freeze()
     yield
@@ -29,7 +29,7 @@ def little_to_collect():
 
 @pytest.fixture
 def one_thread():
-    """Sums are taken in one order."""
+    """Fix the order of sums."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -38,8 +38,7 @@ def one_thread():
 
 @pytest.fixture
 def steady_times(monkeypatch):
-    """Every block takes as long as any other, and an action the same share of that on every machine, so that plans
-    depend on bytes alone."""
+    """Give all blocks the same time and each action a fixed share of it, so that plans depend on bytes alone."""
     learn = Measurements.learn_times
 
     def learn_times(known, *seen):

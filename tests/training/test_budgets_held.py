@@ -1,5 +1,7 @@
-"""Budgets hold in trainings of every kind, in one process and on two ranks of DDP, FSDP and ZeRO: see
-`helpers.budget_scenarios`, `helpers.budget_models` and `helpers.budget_ranks`."""
+"""Budgets hold in trainings of every kind, in one process and on two ranks of DDP, FSDP and ZeRO.
+
+See `helpers.budget_scenarios`, `helpers.budget_models` and `helpers.budget_ranks`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ USUAL = (
     *("trl sft, smoothed", "trl dpo", "mixed lengths", "one block eight times"),
     *MODELS,
 )
-"""Rows that CI tries at one share; all of them at all shares are a further case."""
+"""Rows that CI runs at one share; another case runs all rows at all shares."""
 
 
 def cases(rows, usual):
@@ -34,14 +36,14 @@ def cases(rows, usual):
 @pytest.mark.usefixtures("one_thread", "steady_times")
 @pytest.mark.parametrize(("name", "shares"), [pytest.param("quick", (0.5,), id="quick"), *cases(ROWS, USUAL)])
 def test_budgets_hold(name, shares):
-    """Real peaks stay within the budget, the prediction is not too high, and gradients and weights are bit-equal."""
+    """Real peaks stay within the budget, predictions are not too high, and gradients and weights are bit-equal."""
     reference = references(ROWS[name])
     missed = {share: within(ROWS[name], reference, share).misses(SLACK) for share in shares}
     assert missed == {share: [] for share in shares}
 
 
 def missed_on_ranks(rows, name, shares, folder):
-    """What does not hold of a row on two ranks, by name and share."""
+    """Failed expectations of a row on two ranks, by name and share."""
     named = at_every_share({name: rows[name]}, shares)
     results = run_rows(named, folder)
     missed = {case: [run.misses(SLACK) for run in judged(results, case)] for case in named}
@@ -50,7 +52,7 @@ def missed_on_ranks(rows, name, shares, folder):
 
 @pytest.mark.parametrize(("name", "shares"), [*cases(RANK_ROWS, ("ddp", "fsdp1", "fsdp2"))])
 def test_budgets_hold_on_ranks(name, shares, tmp_path):
-    """The same on two ranks, each with its own peaks."""
+    """Budgets hold on two ranks, each with its own peaks."""
     assert missed_on_ranks(RANK_ROWS, name, shares, tmp_path) == {}
 
 

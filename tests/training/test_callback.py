@@ -1,4 +1,4 @@
-"""The Trainer, end to end: what the callback logs, where it arrives, and that training is what it was without us."""
+"""The Trainer from end to end: what the callback logs, where it logs, and that it does not change the training."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_figures_reach_the_file_the_history_and_the_console(tmp_path, capsys):
 
 @pytest.mark.compat
 def test_a_short_run_that_logs_nothing_still_tells_its_memory(tmp_path, capsys):
-    """`logging_steps` is 500 by default. What is printed leaves the lines of a progress bar whole."""
+    """The callback reports memory even if a run ends before `logging_steps`, and keeps progress bars intact."""
     trainer(tmp_path, callbacks=[MemoryTimeCallback()], logging_steps=500, disable_tqdm=False).train()
     assert metrics(tmp_path) == []
     (end,) = metrics(tmp_path, "end")
@@ -77,7 +77,7 @@ def test_a_short_run_that_logs_nothing_still_tells_its_memory(tmp_path, capsys):
 
 @pytest.mark.long
 def test_a_cpu_compares_no_peak_of_the_process_with_bytes_of_tensors(tmp_path, capsys, monkeypatch):
-    """The prediction is of tensors, which an allocator counts; the resident size has all of Python in it."""
+    """The predicted peak is compared only with a meter that counts tensors: resident size includes Python itself."""
     found = {}
     for exact in (False, True):
         monkeypatch.setattr(callback, "peak_meter", lambda exact=exact: Meter(exact))
@@ -96,7 +96,7 @@ def test_a_cpu_compares_no_peak_of_the_process_with_bytes_of_tensors(tmp_path, c
 
 
 class Meter(NoMeter):
-    """Has measured 1 GiB."""
+    """A meter that always reads 1 GiB."""
 
     def __init__(self, exact: bool) -> None:
         super().__init__("made up")
@@ -131,7 +131,7 @@ def test_tensorboard_event_file_has_the_figures(tmp_path):
     model = tiny_model("llama")
     hf_ckpt.install(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # logging_dir is on its way out; it works on both versions
+        warnings.simplefilter("ignore", FutureWarning)  # logging_dir is deprecated, but works in both versions
         run = trainer(
             tmp_path,
             model,
@@ -148,7 +148,7 @@ def test_tensorboard_event_file_has_the_figures(tmp_path):
 
 
 def test_samples_where_the_inputs_cannot_be_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(compat, "is_compiling", lambda: True)  # as inside a compiled graph: hooks count nothing
+    monkeypatch.setattr(compat, "is_compiling", lambda: True)  # as inside a compiled graph, where hooks count nothing
     run = trainer(tmp_path, max_steps=2)
     run.train()
     row = metrics(tmp_path)[0]
@@ -158,14 +158,14 @@ def test_samples_where_the_inputs_cannot_be_seen(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hours_pass(monkeypatch):
-    """A function after which the clock of steps is an hour ahead, so that what is not to be counted would show."""
+    """A function that moves the step clock an hour ahead, to expose time that must not be counted."""
     real, ahead = time.perf_counter, [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: real() + ahead[0])
     return lambda: ahead.append(ahead.pop() + 3600)
 
 
 def test_evaluation_and_saving_are_not_counted(tmp_path, monkeypatch, hours_pass):
-    """A slow evaluation and a large allocation in it change neither the step time nor the peak."""
+    """A slow evaluation with a large allocation changes neither the step time nor the peak."""
     keys = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     run = trainer(tmp_path, evaluate=True, **keys)
     evaluate, save = run.evaluate, run._save_checkpoint
@@ -187,7 +187,7 @@ def test_evaluation_and_saving_are_not_counted(tmp_path, monkeypatch, hours_pass
 
 
 def test_evaluation_after_an_epoch_whose_last_step_is_logged_already(tmp_path, monkeypatch, hours_pass):
-    """Trainer does not log that step again, so nothing but the end of the epoch tells that an evaluation comes."""
+    """Evaluation after an already logged step is not counted: only the end of the epoch announces it."""
     run = trainer(tmp_path, evaluate=True, eval_strategy="epoch", max_steps=-1, num_train_epochs=2)
     run.add_callback(LogAtEpochEnd())
     evaluate = run.evaluate
@@ -210,7 +210,7 @@ class LogAtEpochEnd(transformers.TrainerCallback):
 
 
 def test_window_of_several_steps_with_evaluation_between(tmp_path):
-    """Logged every fourth step, evaluated every second: one window over both halves."""
+    """Evaluating every second step and logging every fourth gives one window over both halves."""
     run = trainer(
         tmp_path, evaluate=True, eval_strategy="steps", eval_steps=2, logging_steps=4, max_steps=8, num_train_epochs=3
     )
@@ -223,7 +223,7 @@ def test_window_of_several_steps_with_evaluation_between(tmp_path):
 
 @sparing("later", ["full", "none", "layers"], "layers")
 def test_row_29_resume_equals_one_run_also_with_another_policy(tmp_path, later):
-    """The optimizer state is there before the first forward; 4 steps == 2 + resume 2."""
+    """Resuming after 2 of 4 steps, also with another policy, equals one run; optimizer state exists from the start."""
     specs = {"full": {"policy": "full"}, "none": {"policy": "none"}, "layers": {"layers": "1,-1"}}
 
     def run(folder: Path, resume: Path | None, stop: int, spec: dict) -> tuple[dict, int]:
@@ -286,7 +286,7 @@ def test_a_normal_run_warns_of_nothing_and_saves_the_config_unchanged(tmp_path, 
     config = model.config.to_dict()
     hf_ckpt.install(model)
     names = ["transformers", "hf_ckpt", "accelerate"]
-    for name in names:  # transformers' logger does not propagate to where caplog listens
+    for name in names:  # transformers' logger does not propagate to caplog
         logging.getLogger(name).addHandler(caplog.handler)
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -306,7 +306,7 @@ def test_a_normal_run_warns_of_nothing_and_saves_the_config_unchanged(tmp_path, 
     assert not ours
     assert not logged
     saved = json.loads((tmp_path / "model" / "config.json").read_text())
-    # transformers 5's Trainer writes args.use_cache into the config by itself, with or without checkpointing
+    # transformers 5's Trainer always writes args.use_cache into the config, even without checkpointing
     assert saved.get("use_cache", config["use_cache"]) == getattr(run.args, "use_cache", config["use_cache"])
 
 
@@ -368,7 +368,7 @@ def test_a_model_of_nobodys_is_measured_too(tmp_path):
 
 
 def test_figures_of_the_worst_rank_are_logged(tmp_path, monkeypatch):
-    """Memory and time: the largest of all ranks; tokens: their sum."""
+    """Memory and time are the largest of all ranks; tokens are their sum."""
 
     def two_ranks(values):
         other = {**values, "peak": values["peak"] * 3, "seconds": values["seconds"] * 2, "tokens": 1000.0}

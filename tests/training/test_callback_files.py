@@ -1,4 +1,4 @@
-"""A disk that is full, or a folder that cannot be written, ends no training."""
+"""A full disk or an unwritable folder does not end a training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def warnings_about_figures(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def _pipe(path):
-    """A pipe with a reader, without whom opening it would wait for ever, here and in a training."""
+    """A pipe with a reader, because opening one without a reader blocks, here and in a training."""
     os.mkfifo(path)
     os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
@@ -38,7 +38,7 @@ def test_a_file_that_cannot_be_written_is_warned_of_once(make, reason, tmp_path,
 
 
 class FullAtStep2(MemoryTimeCallback):
-    """Meets a full disk when it writes the figures of step 2, which are the fourth of its rows at most."""
+    """Fills the disk while the callback writes step 2, at most the fourth of its rows."""
 
     def _write(self, args, state, event, **row):
         if event == "log" and state.global_step == 2:

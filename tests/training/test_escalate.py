@@ -1,4 +1,4 @@
-"""The next plan that needs less memory, of any plan, and of a model."""
+"""The next plan that needs less memory, for a given plan or model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_ckpt.training.escalate import step_down
 
 
 def test_nothing_is_offloaded_where_there_is_no_host():
-    """On a CPU, `segments` keep less than what offloading would leave there."""
+    """On a CPU, stepping down skips offloading, which would leave more there than `segments`."""
     model = tiny_model("llama")
     hf_ckpt.install(model, {"segments": 2})
     model.gradient_checkpointing_enable()
@@ -26,7 +26,7 @@ def test_nothing_is_offloaded_where_there_is_no_host():
 
 
 def test_where_the_first_plan_comes_from(monkeypatch):
-    monkeypatch.setattr(escalate, "lane_of", lambda device: device)  # as if there were host memory beside the CPU's
+    monkeypatch.setattr(escalate, "lane_of", lambda device: device)  # as if the device had host memory beside it
     stock = tiny_model("llama")
     stock.gradient_checkpointing_enable({"use_reentrant": False})
     assert step_down(stock, exact=True) == OFFLOAD  # transformers' own checkpointing was `full` already

@@ -1,6 +1,6 @@
-"""Running out of memory, by an allocator that fails on purpose: anywhere in a step, again and again, above a limit.
+"""The guard retries steps after artificial out-of-memory errors: anywhere in a step, repeatedly, above a limit.
 
-The training goes on as if it had not happened, and what runs is counted.
+Training continues with the same results, and operations are counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("host_memory", "little_to_collect", "few_ac
 
 
 STRIDE = {"llama": 29, "gpt2": 41, "bert": 41, "t5": 101}
-"""Operations from one tried point to the next: a prime, so that every kind of operation has its turn."""
+"""Operations between tested points: a prime, so that all kinds of operations are tested."""
 
 
 @pytest.mark.long
@@ -50,7 +50,7 @@ def test_any_point_of_a_step(family):
     model = tiny_model(family, layers=2, dropout=0.1)
     hf_ckpt.install(model, "selective")
     model.gradient_checkpointing_enable()
-    one_step(model, family)  # what is made once in a process is made here
+    one_step(model, family)  # create what is made once per process
     found, _, operations = one_step(model, family, OomGuard(model))
     assert_same(expected, found)
     touched = untouched = 0
@@ -73,7 +73,7 @@ def test_any_point_of_a_step(family):
         assert guard.taken == [FULL], at
         done = hf_ckpt.describe(model)
         assert {str(action) for _, action in done.plan.actions} == {"full"}
-        assert set(done.recomputed.values()) <= {1, 2}  # of what ran again
+        assert set(done.recomputed.values()) <= {1, 2}  # of blocks that were recomputed
         assert len(counts) in (3, 4)
         touched += len(counts) == 4  # the first micro-step ran again with the second
         untouched += len(counts) == 3
@@ -92,7 +92,7 @@ def test_any_point_of_a_step(family):
     ],
 )
 def test_from_any_plan(spec, lora):
-    """Bit-equal down to offloading; without a plan nothing is installed until memory runs out."""
+    """Gradients stay bit-equal from any plan down to offloading; without one, nothing is installed before an error."""
     models = [tiny_model("llama", layers=3, dropout=0.1) for _ in range(2)]
     if lora:
         peft = pytest.importorskip("peft")
@@ -143,7 +143,7 @@ def test_several_times_in_one_step(at):
 
 
 def trajectory(model, batches, run=None, optimizer=torch.optim.AdamW, zeros=False):
-    """Losses of optimizer steps of two micro-steps each, and the weights at the end."""
+    """Losses of optimizer steps with two micro-steps each, and the final weights."""
     run = run or (lambda step, *args: step(*args))
     stepper = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
     losses = []
@@ -161,7 +161,7 @@ def trajectory(model, batches, run=None, optimizer=torch.optim.AdamW, zeros=Fals
     ("family", "zeros"), [*((family, False) for family in FAMILIES), ("llama", True)], ("llama", True), ("bert", False)
 )
 def test_a_limit_is_kept_from_the_step_on_that_met_it(family, zeros):
-    """Longer batches come in the middle: the plan gets tight at the first of them, and stays so."""
+    """When longer batches hit the limit, the guard tightens the plan at the first of them, and keeps it."""
     batches = [tiny_batch(family, seed=n, tokens=16 if n < 4 else 96, batch=4) for n in range(10)]
     plain_model, model = (tiny_model(family, dropout=0.1) for _ in range(2))
     seed()
@@ -223,11 +223,11 @@ def test_out_of_plans():
     with Limited(bytes_of(model) + 20_000, model), pytest.raises(OutOfPlansError, match="no tighter plan") as raised:
         guard(forward_and_backward, model, batch)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert should_reduce_batch_size(raised.value)  # accelerate's own way out comes next
+    assert should_reduce_batch_size(raised.value)  # accelerate can then reduce the batch size
     assert raised.value.tried == tuple(guard.taken)
     assert set(guard.taken) == {SELECTIVE, FULL, OFFLOAD, HEAD}
-    assert guard.attempts == 5  # without a plan, and with four
-    # What is left behind is a model that trains.
+    assert guard.attempts == 5  # without a plan, then with four
+    # The model can still train.
     guard(forward_and_backward, model, batch)
     assert min(hf_ckpt.describe(model).recomputed.values()) > 0
 
@@ -264,7 +264,7 @@ def test_a_planned_policy_is_planned_again_for_less(policy, steady_times):
     def step(*args):
         forward_and_backward(*args)
         prediction = hf_ckpt.describe(model).plan.prediction
-        predicted.append(prediction.peak_bytes if prediction is not None else 0)  # none where every block offloads
+        predicted.append(prediction.peak_bytes if prediction is not None else 0)  # none if every block offloads
         if len(predicted) < 3:
             raise torch.OutOfMemoryError(MESSAGE)
 
@@ -274,7 +274,7 @@ def test_a_planned_policy_is_planned_again_for_less(policy, steady_times):
     assert predicted[2] < predicted[1]
     assert_same(gradients(reference), gradients(model))
     assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
-    while step_down(model, exact=True):  # it ends, and a larger batch does not bring the planned policy back
+    while step_down(model, exact=True):  # ends at last; a larger batch does not restore the policy
         pass
     forward_and_backward(model, tiny_batch("llama", tokens=96, batch=4))
     assert {str(action) for _, action in hf_ckpt.describe(model).plan.actions} == {"offload"}

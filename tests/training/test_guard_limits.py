@@ -1,4 +1,4 @@
-"""Steps that a guard cannot rescue and says so, and what it leaves as it was."""
+"""Steps that the guard cannot rescue, its error messages, and what it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_gradients_of_before_cannot_be_made_again():
     guard = OomGuard(model)
     forward_and_backward(model, tiny_batch("llama"))
     before = gradients(model)
-    with Failing(10):  # in the forward: nothing of theirs is touched
+    with Failing(10):  # in the forward, before gradients change
         guard(forward_and_backward, model, tiny_batch("llama", seed=1))
     assert guard.attempts == 1
     model.zero_grad()
@@ -66,7 +66,7 @@ def test_gradients_of_before_cannot_be_made_again():
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, functools.partial(torch.optim.AdamW, fused=True)])
 def test_an_optimizer_inside_backward_is_noticed(kind):
-    """Fused ones do not even count as a change of the weights."""
+    """The guard notices optimizers inside backward, even fused ones, which do not mark weights as changed."""
     model = tiny_model("llama", layers=2)
     for parameter in model.parameters():
         optimizer = kind([parameter], lr=0.1)
@@ -76,7 +76,7 @@ def test_an_optimizer_inside_backward_is_noticed(kind):
             optimizer.zero_grad()
 
         parameter.register_post_accumulate_grad_hook(step_and_forget)
-    for _ in range(2):  # the first one makes the optimizers' state
+    for _ in range(2):  # the first one creates optimizer state
         with Failing() as counted:
             forward_and_backward(model, tiny_batch("llama"))
     guard = OomGuard(model)
@@ -86,7 +86,7 @@ def test_an_optimizer_inside_backward_is_noticed(kind):
 
 
 def test_weights_outside_the_model_are_not_trained_twice():
-    """A loss with weights of its own: their gradients come first, before any of the model's."""
+    """A retry does not add gradients of the loss's own weights twice, although they come before the model's."""
     grads = {}
     for at in (None, "in backward"):
         model = tiny_model("llama", layers=2)
@@ -129,7 +129,7 @@ def test_buffers_are_put_back():
 
 @pytest.mark.parametrize(("zero", "fused"), [("before", False), ("after", True), ("never", False)])
 def test_steps_that_end_themselves_are_not_kept(zero, fused):
-    """The optimizer was meant to stay outside; what was done before it cannot be, and is not, done again."""
+    """If steps include the optimizer, the guard stores only the current one: earlier ones must not be repeated."""
     model = tiny_model("llama", layers=2)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     guard = OomGuard(model)
@@ -178,7 +178,7 @@ def test_a_plan_that_cannot_be_put_on_hides_nothing():
     model = Pair(tiny_model("llama", layers=2).config).train()
     hf_ckpt.install(model, "full")
     model.gradient_checkpointing_enable()
-    guard = OomGuard(model.model)  # an inner model of one that is installed
+    guard = OomGuard(model.model)  # an inner model of an installed one
 
     with pytest.raises(OutOfPlansError, match="out of memory") as raised:
         guard(run_out)
@@ -186,7 +186,7 @@ def test_a_plan_that_cannot_be_put_on_hides_nothing():
 
 
 def test_data_parallel_inside_a_compiled_model_is_seen(monkeypatch):
-    """accelerate compiles last, around DistributedDataParallel."""
+    """The guard sees data parallelism inside a compiled model: accelerate compiles around DistributedDataParallel."""
     wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
     nn.Module.__init__(wrapped)
     wrapped.process_group = None
@@ -203,7 +203,7 @@ def test_a_model_without_blocks_is_refused_before_it_runs():
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("what", ["FSDPLinear", "DeepSpeedEngine", "ranks"])
 def test_several_ranks_are_refused(what, late, monkeypatch):
-    """Also where the model is wrapped, or sharded in place, after the guard was made."""
+    """The guard refuses several ranks, also if the model is wrapped or sharded after the guard was created."""
     model = tiny_model("llama", layers=2)
     guard = OomGuard(model) if late else None
     if what == "ranks":
@@ -236,7 +236,7 @@ def test_what_counts_as_out_of_memory(error, expected):
 
 
 def test_an_allocation_that_really_fails():
-    """The CPU's own allocator, asked for more than there is: its error is recognised, and the step runs again."""
+    """A real allocation error of the CPU's allocator is recognised, and the step retried."""
     model = tiny_model("llama", layers=2)
     guard = OomGuard(model)
     tries = []

@@ -1,4 +1,4 @@
-"""A guard around the steps of a Trainer, and of every Trainer of a process."""
+"""A guard around the steps of one Trainer, and of every Trainer in a process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_trainer_goes_on_as_if_nothing_had_happened(tmp_path, undisturbed):
     assert_same({"loss": None, **weights}, {"loss": None, **others})
     assert trainer.oom_guard.attempts == 3
     assert trainer.oom_guard.taken == [SELECTIVE, FULL, HEAD] or trainer.oom_guard.taken == [SELECTIVE, FULL, OFFLOAD]
-    assert type(trainer).calls > 12 + 3 - 1  # 12 micro-steps, three of them again, and what came before them
+    assert type(trainer).calls > 12 + 3 - 1  # 12 micro-steps, three of them retried, and the micro-steps before them
     assert min(hf_ckpt.describe(trainer.model).recomputed.values()) > 0
 
 

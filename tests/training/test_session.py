@@ -1,4 +1,4 @@
-"""`budget` and `auto` in a run: what is measured, when the plan comes, and what a run does in between."""
+"""`budget` and `auto` during training: what is measured, when the plan comes, and how changes are handled."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def forward_and_backward(model, batch):
 
 
 def run(model, batches, optimizer=None):
-    """Steps of a training; the actions that were on in each of them, block by block."""
+    """Run training steps; returns each step's actions, block by block."""
     seen = []
     for batch in batches:
         forward_and_backward(model, batch)
@@ -59,7 +59,7 @@ def peak_under(spec, batch, **more):
 
 
 def half(batch, share=0.5, **more):
-    """A budget half way between the peaks of `full` and of no checkpointing, without an optimizer."""
+    """A budget half-way between the peaks of `full` and of no checkpointing, without an optimizer."""
     least, most = (peak_under(policy, batch, **more) for policy in ({"policy": "full"}, {"policy": "none"}))
     return int(least + share * (most - least))
 
@@ -74,8 +74,7 @@ def hooks_on(model):
 
 
 def test_a_run_is_measured_and_planned_for(caplog):
-    """A step under `full`, trials of single blocks, timed steps, then the plan, with the gradients of no checkpointing
-    in each of them; afterwards nothing is measured, and no hook is left."""
+    """A run tries `full`, then other actions on few blocks, then plans; gradients never change, and no hook remains."""
     caplog.set_level("INFO", logger="hf_ckpt")
     batch = tiny_batch("llama", **SHAPE)
     plain, model = model_of("llama"), model_of("llama")
@@ -116,7 +115,7 @@ def test_a_run_is_measured_and_planned_for(caplog):
 
 @pytest.mark.parametrize(("where", "error"), [("forward", KeyboardInterrupt), ("backward", RuntimeError)])
 def test_an_error_in_a_measured_step_comes_to_nothing(error, where):
-    """What such a step has left is not learned from, and the next step begins as if it had not been."""
+    """An interrupted step teaches nothing, and the next step starts afresh."""
     batch = tiny_batch("llama", **SHAPE)
     model = model_of("llama")
     budgeted(model, half(batch))
@@ -147,7 +146,7 @@ def test_an_error_in_a_measured_step_comes_to_nothing(error, where):
 
 
 def test_it_is_measured_no_longer_once_it_is_off():
-    """Disable, a pause, and uninstall in the middle of the measurement leave no hook and no dispatch mode."""
+    """Disabling, pausing or uninstalling during measurement leaves no hook and no dispatch mode."""
     batch = tiny_batch("llama", **SHAPE)
     model = model_of("llama")
     before = snapshot(model)
@@ -205,7 +204,7 @@ def test_a_model_that_changes_is_measured_again(change):
 
 
 def test_shorter_batches_take_the_plan_of_longer_ones_and_get_their_own():
-    """A longer batch is measured once; a much shorter one when it has come twice; what lies between needs no step."""
+    """A longer batch is measured, a much shorter one at its second occurrence; others need no step under `full`."""
     model = model_of("llama")
     batches = {tokens: tiny_batch("llama", batch=4, tokens=tokens) for tokens in (16, 24, 40, 60, 64)}
     budgeted(model, half(batches[64]))
@@ -223,19 +222,18 @@ def test_shorter_batches_take_the_plan_of_longer_ones_and_get_their_own():
     assert short.shape.forwards[0].text == (4, 16)
     assert 0 < short.plan.prediction.step_seconds <= long.plan.prediction.step_seconds
     run(model, [batches[40], batches[24]])
-    assert steps + 3 <= session.measured_steps <= steps + 4  # one plan for both where it keeps everything
+    assert steps + 3 <= session.measured_steps <= steps + 4  # both share a plan that keeps everything
     assert len(session.ways[0].full) == 2
     assert {"4 x 16 tokens", "4 x 40 tokens", "4 x 64 tokens"} <= hf_ckpt.describe(model).plans.keys()
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_micro_steps_are_planned_for_with_gradients(by_hand, monkeypatch):
-    """The plan of an accumulated run is for the micro-steps that find gradients, once the optimizer has stepped, or
-    gradients are gone."""
+    """With accumulation, plans are for micro-steps that already hold gradients, whoever resets these."""
     batch = tiny_batch("llama", **SHAPE)
     model = model_of("llama")
     optimizer = torch.optim.AdamW(model.parameters())
-    monkeypatch.setattr("gc.get_objects", None)  # a walk over all objects breaks other threads
+    monkeypatch.setattr("gc.get_objects", None)  # walking all objects breaks other threads
     budgeted(model, 2 * half(batch))
     for number in range(24):
         forward_and_backward(model, batch)
@@ -253,7 +251,7 @@ def test_micro_steps_are_planned_for_with_gradients(by_hand, monkeypatch):
 
 
 def test_a_longer_first_micro_step_is_not_measured():
-    """There are no gradients yet, so that it would need less than those to come."""
+    """A longer first micro-step is not measured: without gradients it needs less memory than later ones."""
     batch, longer = (tiny_batch("llama", batch=4, tokens=tokens) for tokens in (32, 64))
     model = model_of("llama")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
@@ -265,7 +263,7 @@ def test_a_longer_first_micro_step_is_not_measured():
             optimizer.zero_grad()
     session = session_of(model)
     steps = session.measured_steps
-    for measured in (0, 1):  # when gradients are there, it is
+    for measured in (0, 1):  # measured once gradients exist
         forward_and_backward(model, longer)
         assert {action for _, action in hf_ckpt.describe(model).plan.actions} == {FULL}
         assert session.measured_steps == steps + measured
@@ -280,7 +278,7 @@ def test_with_another_optimizer_the_step_under_full_is_measured_again():
 
 
 def test_the_state_of_the_optimizer_counts_from_the_second_step_on():
-    """It comes after the first step, the only one under `full`; what the second one tries has to fit beside it."""
+    """Optimizer state appears after the first step; later trials must leave room for it."""
     batch, model = tiny_batch("llama", **SHAPE), model_of("llama")
     optimizer = torch.optim.AdamW(model.parameters())
     budgeted(model, 2 * half(batch))
@@ -314,7 +312,7 @@ def test_steps_that_cannot_be_measured_are_given_up(monkeypatch, caplog):
 
 
 def test_a_second_forward_in_a_step_that_tries_something_runs_under_full():
-    """As in DPO: what is tried has to fit beside one forward, not beside two."""
+    """A second forward in the same step, as in DPO, runs under `full`: a trial has room beside one forward only."""
     batch, model = tiny_batch("llama", **SHAPE), model_of("llama")
     budgeted(model, half(batch))
     run(model, [batch])
@@ -326,7 +324,7 @@ def test_a_second_forward_in_a_step_that_tries_something_runs_under_full():
 
 
 def test_blocks_that_need_more_memory_are_of_another_kind():
-    """As one of the same modules that is given longer sequences: what an action changes in one is not true of both."""
+    """Equal blocks that need different memory, such as for longer sequences, are planned separately."""
     look = _Look("Block", (1000, 1000), exactly="parameters", needs=(100_000, 400_000))
     assert look.is_of_kind(dataclasses.replace(look, needs=(100_100, 400_900)))
     assert not look.is_of_kind(dataclasses.replace(look, needs=(100_000, 430_000)))
@@ -343,7 +341,7 @@ def test_a_block_that_never_ran_is_planned_for_as_full():
 
 
 def test_steps_count_that_are_followed_by_a_pause():
-    """TRL disables checkpointing between steps, to write completions."""
+    """Steps followed by a pause still count: TRL disables checkpointing between steps to generate completions."""
     batch, model = tiny_batch("llama", **SHAPE), model_of("llama")
     budgeted(model, half(batch))
     for _ in range(10):
@@ -354,7 +352,7 @@ def test_steps_count_that_are_followed_by_a_pause():
 
 
 def test_every_action_is_timed_although_few_blocks_can_keep_much():
-    """An action that was not timed counts as slow as `full`, so that no plan would choose it."""
+    """Every action is timed even if few blocks can use it: plans never choose untimed actions."""
     batch = tiny_batch("llama", **SHAPE)
     model = model_of("llama", layers=8)
     budgeted(model, half(batch, share=0.05, layers=8))
@@ -365,7 +363,7 @@ def test_every_action_is_timed_although_few_blocks_can_keep_much():
 
 
 def test_a_plan_that_changes_nothing_tells_what_it_costs(monkeypatch):
-    """Where there is no room to try anything, `full` stays, and is the plan."""
+    """If there is no room to try anything, `full` becomes the plan and has a prediction."""
     monkeypatch.setattr("hf_ckpt.training.measurements.Measurements.to_try", lambda *_: {})
     batch, model = tiny_batch("llama", **SHAPE), model_of("llama")
     budgeted(model, half(batch))
@@ -386,7 +384,7 @@ def test_the_guard_gets_a_plan_for_less():
     assert less.plan.prediction.peak_bytes <= 0.9 * before
     run(model, [batch])
     assert installation(model).planned.plan == less.plan
-    for _ in range(10):  # tighter ones, and then what every plan gives way to
+    for _ in range(10):  # tighter plans, then tighter actions
         taken = step_down(model)
         if taken is None or not taken.startswith(("a plan", "the plan")):
             break
@@ -403,13 +401,15 @@ def test_nothing_more_is_tried_once_a_step_has_run_out_of_memory():
 
 
 def test_a_plan_that_needs_more_than_predicted_lowers_the_limit_for_good(caplog):
-    """The first step of a plan is measured, too: here, after half of what actions keep was forgotten, so that the
-    fastest plan seems to fit."""
+    """If a plan's first step exceeds its prediction, the limit is lowered for all later plans.
+
+    The test makes the fastest plan seem to fit by halving the measured changes of the actions.
+    """
     caplog.set_level("INFO", logger="hf_ckpt")
     batch, model = tiny_batch("llama", **SHAPE), model_of("llama")
     budget = half(batch)
     budgeted(model, budget)
-    run(model, [batch] * 5)  # all that actions keep is known
+    run(model, [batch] * 5)  # all changes are measured by now
     session = session_of(model)
     known = session.ways[0]
     for pair, change in known.changes.items():
@@ -424,7 +424,7 @@ def test_a_plan_that_needs_more_than_predicted_lowers_the_limit_for_good(caplog)
 
 
 def test_ranks_that_recompute_together_take_the_plan_of_the_largest_batch(monkeypatch):
-    """As under ZeRO-3: whoever has another plan than its own measures nothing in that step."""
+    """Ranks that recompute together, as under ZeRO-3, use the plan of the largest batch and then measure nothing."""
     batch, model = tiny_batch("llama", **SHAPE), model_of("llama")
     budgeted(model, half(batch))
     monkeypatch.setattr(compat, "is_distributed", lambda: True)
@@ -436,7 +436,7 @@ def test_ranks_that_recompute_together_take_the_plan_of_the_largest_batch(monkey
         compat, "of_all_ranks", lambda mine: [mine, (mine[0] + 1, theirs.to_dict())] if larger else [mine, mine]
     )
     run(model, [batch] * 3)
-    assert session_of(model).measured_steps == 1  # the third step is the first that is measured
+    assert session_of(model).measured_steps == 1  # the third step is the first measured one
     larger.append(True)
     (actions,) = run(model, [batch])
     assert actions == [SELECTIVE] * 6
@@ -460,11 +460,11 @@ def test_where_no_plan_fits_the_run_goes_on_with_the_least(caplog):
     assert sum("no plan fits 4 x 64 tokens" in record.message for record in caplog.records) == 1
 
 
-# --- what an accelerator is asked for ---------------------------------------------------------------------------------
+# --- reads of an accelerator's statistics -----------------------------------------------------------------------------
 
 
 class Allocator:
-    """Stands in for `torch.cuda`: it counts what it is asked for."""
+    """Replaces `torch.cuda` and records calls."""
 
     def __init__(self):
         self.asked, self.current, self.peak = [], 0, 0
@@ -508,8 +508,10 @@ class Event:
 
 @pytest.mark.compat
 def test_an_accelerator_is_read_once_a_boundary(monkeypatch):
-    """One read of its statistics and one reset for each boundary, no wait for the device inside the step, and the peak
-    that a callback reads is that of the whole step although boundaries reset it."""
+    """Each boundary reads statistics and resets the peak once, without waiting for the device.
+
+    A callback still reads the peak of the whole step although boundaries reset it.
+    """
     allocator, clock, waited = Allocator(), [], []
     monkeypatch.setattr(compat, "memory_module", lambda device_type: allocator)
     monkeypatch.setattr(compat, "accelerator_type", lambda: "cuda")
@@ -521,7 +523,7 @@ def test_an_accelerator_is_read_once_a_boundary(monkeypatch):
     found = levels.Levels(levels.meter_for({torch.device("cuda", 0)}))
     model, batch = model_of("llama"), tiny_batch("llama", **SHAPE)
     hf_ckpt.install(model, "full")
-    enable(model)  # blocks that run again in backward are no boundaries
+    enable(model)  # recomputed blocks are not boundaries
     boundaries = Boundaries(find_blocks(model).modules, found.mark)
     found.mark("begin")
     allocator.take(400)
@@ -541,7 +543,7 @@ def test_an_accelerator_is_read_once_a_boundary(monkeypatch):
 
 
 def test_a_device_that_tells_no_peaks_is_planned_for_by_traces(monkeypatch):
-    """As `mps`: torch has the functions, but they raise for this device."""
+    """Devices such as `mps`, whose peak functions raise, are planned for by traces."""
 
     def refuses(*_):
         raise RuntimeError("Allocator for mps is not a DeviceAllocator.")

@@ -1,4 +1,4 @@
-"""`hf_ckpt.verify`: equal gradients that were really recomputed, and what makes it fail."""
+"""`hf_ckpt.verify` requires equal gradients and real recomputation, and reports what fails."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_an_installed_plan_is_checked_and_kept():
     description = hf_ckpt.describe(model)
     assert description.enabled
     assert set(description.plan.active()) == {"model.layers.1", "model.layers.2"}
-    assert not sum(description.recomputed.values())  # a verification has counts of its own
+    assert not sum(description.recomputed.values())  # a verification keeps its own counts
 
 
 def test_fails_when_nothing_was_recomputed(monkeypatch):
-    """Gradients are perfectly equal when nothing is installed: that must not pass."""
+    """A model without checkpointing fails, although its gradients are equal."""
     monkeypatch.setattr(full.FullRegion, "_checkpoint", lambda self, fn, *args: fn(*args))
     result = hf_ckpt.verify(tiny_model("llama"), tiny_batch("llama"))
     assert not result
@@ -65,7 +65,7 @@ def test_fails_when_nothing_was_recomputed(monkeypatch):
 
 
 def test_fails_and_names_the_first_parameter_that_differs():
-    """Dropout drawn again: equal loss, gradients of another sample."""
+    """Redrawn dropout gives the same loss but other gradients; the error names the first parameter that differs."""
     result = hf_ckpt.verify(
         tiny_model("llama", dropout=0.5), tiny_batch("llama"), {"policy": "full", "preserve_rng_state": False}
     )
@@ -81,7 +81,7 @@ def test_fails_when_nothing_is_compared():
     model = tiny_model("llama").requires_grad_(False)
     model.lm_head.weight.requires_grad_(True)
     result = hf_ckpt.verify(model, tiny_batch("llama"))
-    assert result  # the head has a gradient; every block is below it, so none must be recomputed
+    assert result  # only the head has a gradient, so no block below it must be recomputed
     assert result.parameters == 1
     assert not sum(result.recomputed.values())
 
@@ -89,13 +89,13 @@ def test_fails_when_nothing_is_compared():
 def test_buffers_are_compared_and_put_back(monkeypatch):
     model = tiny_model("llama")
     for block in model.model.layers:
-        block.mlp.act_fn = nn.Sequential(block.mlp.act_fn, nn.BatchNorm1d(16))  # of 16 tokens
+        block.mlp.act_fn = nn.Sequential(block.mlp.act_fn, nn.BatchNorm1d(16))  # over 16 tokens
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     result = hf_ckpt.verify(model, tiny_batch("llama"))
     assert result, result
     assert result.different_buffers == ()
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
-    monkeypatch.setattr(full.FullRegion, "state_for", without_forward_state)  # statistics move twice
+    monkeypatch.setattr(full.FullRegion, "state_for", without_forward_state)  # statistics are updated twice
     result = hf_ckpt.verify(model, tiny_batch("llama"))
     assert not result
     assert not result.different
@@ -105,7 +105,7 @@ def test_buffers_are_compared_and_put_back(monkeypatch):
 
 @pytest.mark.compat
 def test_no_cache_is_built_in_either_run():
-    """Kernels may round otherwise with one; here a layer computes something else."""
+    """Neither run builds a cache, because kernels may round differently with one; here a layer makes it visible."""
     model = tiny_model("llama")
 
     def with_cache(module, args, kwargs, output):
@@ -145,7 +145,7 @@ def test_a_head_in_chunks_may_differ_by_rounding_and_has_to_run(dtype):
     assert result.chunked_heads == 1
     assert 0 < result.largest_difference <= result.allowed_difference == (1e-5 if dtype == torch.float32 else 5e-2)
     assert "head: 1 calls in chunks" in str(result)
-    assert not hf_ckpt.verify(model, batch, {"policy": "full", "head": 4096})  # one chunk: nothing ran in several
+    assert not hf_ckpt.verify(model, batch, {"policy": "full", "head": 4096})  # one chunk does not count
     wrong = hf_ckpt.verify(
         tiny_model("llama", dropout=0.5), tiny_batch("llama"), {"head": 8, "preserve_rng_state": False}
     )
@@ -166,7 +166,7 @@ def test_feed_forwards_in_chunks_may_differ_by_rounding_and_have_to_run():
 
 
 def test_draws_of_chunks_are_compared_with_those_of_chunks():
-    """Each chunk draws its own dropout, so that a step without chunks is another one."""
+    """Both runs use chunks: each chunk draws its own dropout, so a run without chunks would differ."""
     model, batch = tiny_model("gpt2", dropout=0.3), {**tiny_batch("gpt2"), "use_cache": False}
     result = hf_ckpt.verify(model, batch, {"policy": "full", "mlp": 5})
     assert result, result

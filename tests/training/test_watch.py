@@ -1,5 +1,4 @@
-"""The watch of a training: what it does where it finds a difference, how much memory it takes, and that it changes
-nothing."""
+"""The watch: how it reacts to differences, how much memory it uses, and that it changes nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ each_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
 def watched(policy="full", **spec):
-    """A small model with dropout, every step of which is checked."""
+    """A small model with dropout; every step is checked."""
     model = tiny_model("llama", layers=LAYERS, dropout=0.1)
     hf_ckpt.install(model, {**POLICIES[policy], "check_every": 1, **spec})
     enable(model)
@@ -54,12 +53,12 @@ def differences(model):
 
 
 def masks_of_ones(patch):
-    """A fault of `selective`: dropout is left out of what is rebuilt."""
+    """Plant a fault in `selective`: rebuilt results lack dropout."""
     unpack = masks.unpack
     patch.setattr(masks, "unpack", lambda *args, **options: torch.ones_like(unpack(*args, **options)))
 
 
-# --- a difference --------------------------------------------------------------------------------------------------
+# --- differences ---------------------------------------------------------------------------------------------------
 
 OURS = {f"{FLAG}_kwargs": {"policy": "selective", "check_every": 1, "on_mismatch": "raise"}}
 THEIRS = {f"{FLAG}_kwargs": {"use_reentrant": False, "preserve_rng_state": False}}
@@ -89,14 +88,14 @@ def test_an_error_comes_before_the_optimizer(whose, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("whose", "found"), [("ours", [1, 0, 0, 0]), ("theirs", [1, 1, 1, 1])])
 def test_differences_are_logged(whose, found, tmp_path, monkeypatch, caplog):
-    """Under hf_ckpt, blocks run under another action after the first one."""
+    """Differences are logged; hf_ckpt's own blocks then switch to another action, so later steps have none."""
     training = faulty_trainer(tmp_path, monkeypatch, whose, "warn")
     training.train()
     assert [row["ckpt/mismatch"] for row in metrics(tmp_path)] == found
     assert [row["ckpt/mismatch"] for row in training.state.log_history[:4]] == found
     assert metrics(tmp_path, "end")[0]["ckpt/mismatch"] == sum(found)
     warned = [record for record in caplog.records if "gradients of this step are wrong" in record.message]
-    assert len(warned) == 1  # for all blocks of a class
+    assert len(warned) == 1  # one warning for all blocks of the class
 
 
 def test_a_run_without_differences_logs_none(tmp_path):
@@ -119,7 +118,7 @@ def compiled_frames(folder, check_every):
 
 
 def test_a_trainer_that_compiles_its_model_compiles_it_once(tmp_path):
-    """The Trainer gives callbacks the plain model, and compiles it outside: nothing is put on its blocks."""
+    """The watch adds nothing to a compiled model's blocks, so the Trainer still compiles it once."""
     frames, graphs, breaks = compiled_frames(tmp_path / "on", 1)
     assert (frames, graphs, breaks) == compiled_frames(tmp_path / "off", 0)
     assert graphs == 1
@@ -146,7 +145,7 @@ def exhibit_step(model, number):
     ("room", "action"), [(1 << 30, "selective (save linear, attention)"), (1, "full")], ids=["room", "no room"]
 )
 def test_after_a_difference_under_full(room, action, monkeypatch, caplog):
-    """The fault lies in the second block; all blocks are of its class, and none runs under that action any more."""
+    """After a difference in one block, all blocks of its class change their action, if there is room."""
     monkeypatch.setattr(compat.RandomState, "restored", lambda state: contextlib.nullcontext())
     expected = [exhibit_step(exhibit_model(fault=draws_from_python), number) for number in range(5)]
     model = exhibit_model(fault=draws_from_python)
@@ -188,7 +187,7 @@ CHUNKS = {"head in chunks": {"head": 8}, "feed-forward in chunks": {"mlp": 8}}
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
 @pytest.mark.parametrize("what", CHUNKS)
 def test_chunks_are_compared_within_rounding(what, precision, monkeypatch):
-    """A fiftieth more than the gradient of plain code is no rounding in float32, and a half more nowhere."""
+    """Chunks may differ by rounding only: an error of 2 % is found in float32, and one of 50 % in every dtype."""
 
     def differences_of(factor):
         dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
@@ -211,7 +210,7 @@ def test_chunks_are_compared_within_rounding(what, precision, monkeypatch):
 
 
 class TwoResultsBlock(ExhibitBlock):
-    """A block that updates buffers, and returns beside its result what a second loss is computed from."""
+    """A block that updates buffers and also returns a result for a second loss."""
 
     def __init__(self):
         super().__init__()
@@ -236,7 +235,7 @@ class TwoResultsModel(ExhibitModel):
 
 @pytest.mark.parametrize("case", ["both losses", "one loss after the other", "the second run fails"])
 def test_a_compiled_block_is_compared_and_left_alone(case, monkeypatch):
-    """With two differentiable results, with two backwards, and where there is no memory for the second run."""
+    """A compiled block is compared but not changed: with two results, two backwards, or no memory for a second run."""
     found = {}
     for every in (0, 1):
         torch.manual_seed(0)
@@ -273,7 +272,7 @@ def fails(*args, **options):
 
 @pytest.mark.parametrize("room", [0, 3_000, 30_000, 1 << 30])
 def test_a_check_keeps_to_its_room(room, monkeypatch):
-    """By an exact count of what lives at the peak, with and without a check."""
+    """A check uses no more memory than its room, by an exact count of the peak with and without it."""
     monkeypatch.setattr(watching, "_room_bytes", lambda *args: room)
     batch = tiny_batch("llama")
     peaks = {}
@@ -294,7 +293,7 @@ def test_a_check_keeps_to_its_room(room, monkeypatch):
 
 @each_policy
 def test_a_graph_that_is_dropped_frees_everything(policy):
-    """A check is held by the graph of its step alone, without a cycle."""
+    """Dropping a step's graph frees its check: there is no reference cycle."""
     assert_frees_everything(watched(policy), tiny_batch("llama"))
 
 
@@ -312,8 +311,7 @@ def test_every_n_th_forward_and_the_first_of_every_plan():
 
 @pytest.mark.parametrize("fault", [False, True], ids=["right", "wrong"])
 def test_plans_that_take_turns(fault, monkeypatch, caplog):
-    """As under a budget, where batches of other sizes have other plans: each is checked when it comes for the first
-    time, and each loses an action that was off."""
+    """Plans that alternate, as under a budget, are each checked once, and lose actions that differed."""
     if fault:
         masks_of_ones(monkeypatch)
     model = watched("selective", check_every=1000)
@@ -328,13 +326,13 @@ def test_plans_that_take_turns(fault, monkeypatch, caplog):
         step(model, tiny_batch("llama", seed=number))
     assert [action.kind for _, action in record.plan.actions] == ["keep"] + ["full" if fault else "selective"] * 3
     assert len(differences(model)) == fault
-    # Where an action was off, the plans without it are plans of their own.
+    # Without the faulty action, the plans become new plans, and are checked again.
     assert hf_ckpt.describe(model).watched.checks == (3 if fault else 2)
     assert sum("from now on" in found.message for found in caplog.records) == (2 if fault else 0)
 
 
 def test_blocks_without_gradients_are_looked_for_once(monkeypatch):
-    """Where only the head is trained no block saves anything, and no forward but every n-th looks for one that does."""
+    """If only the head trains, blocks save nothing: after one look at each, only every n-th forward looks again."""
     model = watched(check_every=20)
     model.model.requires_grad_(False)
     turns = []
@@ -347,7 +345,7 @@ def test_blocks_without_gradients_are_looked_for_once(monkeypatch):
 
 
 def test_a_nested_tensor_is_left_out():
-    """Its layout is called strided, but it has no shape."""
+    """Nested tensors are left out: their layout claims to be strided, but they have no shape."""
 
     def nests(block, hidden, shift):
         return torch.nested.to_padded_tensor(block.one(torch.nested.as_nested_tensor(list(hidden))), 0.0)
@@ -362,7 +360,7 @@ def test_a_nested_tensor_is_left_out():
 
 
 def test_nothing_is_checked_in_a_cuda_graph(monkeypatch):
-    """A check waits for the device; the next forward outside is checked."""
+    """Nothing is checked during CUDA graph capture, because a check waits for the device; the next forward is."""
     model = tiny_model("llama", layers=LAYERS)
     hf_ckpt.install(model, {"policy": "full", "check_every": 100, "preserve_rng_state": False})
     enable(model)
@@ -375,10 +373,10 @@ def test_nothing_is_checked_in_a_cuda_graph(monkeypatch):
 
 
 def test_a_trained_block_may_use_none_of_its_parameters():
-    """Below the first block that does, no gradient is due, as without checkpointing."""
+    """Missing gradients of unused parameters are not a difference: without checkpointing they are missing, too."""
     model = exhibit_model().requires_grad_(False)
     for layer in model.layers:
-        layer.expert = torch.nn.Linear(16, 16)  # not chosen
+        layer.expert = torch.nn.Linear(16, 16)  # unused
     model.last.requires_grad_(True)
     hf_ckpt.install(model, {"policy": "full", "check_every": 1, "on_mismatch": "raise"})
     enable(model)
@@ -388,7 +386,7 @@ def test_a_trained_block_may_use_none_of_its_parameters():
 
 @pytest.mark.parametrize("factor", [1.0, 1.5], ids=["moved", "changed"])
 def test_parameters_that_are_moved_are_no_difference(factor):
-    """Programs that offload weights put them into other memory between forward and backward."""
+    """Moving parameters between forward and backward, as weight offloading does, is not a difference."""
     model, watch = exhibit_model(), Watch(1)
     enable(model, {"use_reentrant": False})
     watch.on_forward(model, None)
@@ -434,7 +432,7 @@ def test_a_watched_run_is_the_same_run(policy):
 
 @pytest.mark.parametrize("whose", ["ours", "theirs"])
 def test_a_run_with_differences_is_the_same_wrong_run(whose, monkeypatch):
-    """To find the cause, a block runs twice more: without a trace in gradients, buffers and random state."""
+    """Finding the cause runs a block twice more without changing gradients, buffers or random state."""
 
     def draws(block, hidden, shift):
         shift = shift + torch.rand(16) + torch.from_numpy(numpy.random.rand(16)) + random.random()
@@ -471,7 +469,7 @@ def has_check(model):
 
 @each_policy
 def test_a_model_is_copied_and_taken_off_while_a_check_is_pending(policy):
-    """Before the block's forward its function is the check; afterwards its backward is still to be compared."""
+    """A model can be copied, pickled and uninstalled with a check pending, before or after the block's forward."""
     model = watched(policy)
     keys = list(model.state_dict())
     raises = model.model.embed_tokens.register_forward_hook(lambda *args: 1 / 0)
@@ -479,13 +477,13 @@ def test_a_model_is_copied_and_taken_off_while_a_check_is_pending(policy):
         step(model, tiny_batch("llama"))
     raises.remove()
     assert has_check(model)
-    assert hf_ckpt.describe(model).plan.actions  # which looks for lost blocks
+    assert hf_ckpt.describe(model).plan.actions  # looks for lost blocks
     assert list(model.state_dict()) == keys
     batch = tiny_batch("llama")
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert not has_check(copied)
         assert_same(step(watched(policy), batch), step(copied, batch))
-    loss = model(**without_cache(model, batch)).loss  # the one that is pending is put back, and the next block checked
+    loss = model(**without_cache(model, batch)).loss  # the pending check is undone, and the next block is checked
     assert not has_check(model)
     copy.deepcopy(model), pickle.dumps(model)
     hf_ckpt.uninstall(model)
@@ -564,7 +562,7 @@ def fails_in_backward(model):
 
 
 def looks_at_its_graph(model):
-    """As torchviz does, which reads what autograd has saved."""
+    """Read what autograd saved, as torchviz does."""
     loss = loss_of(model, 0)
     nodes = {loss.grad_fn}
     while nodes:
@@ -588,9 +586,9 @@ STEPS = {
     fails_in_backward: 1,
     looks_at_its_graph: 1,
 }
-"""A step -> checks that end in it."""
+"""A step -> number of checks that end in it."""
 NOT_UNDER_SAC = ("sac", keeps_its_graph), ("sac", looks_at_its_graph)
-"""SAC gives what it has saved once."""
+"""SAC returns saved tensors only once."""
 
 
 @pytest.mark.parametrize(
