@@ -1,7 +1,7 @@
-"""Random specs, plans, and sequences of all that can be done with a model: each works as promised, or is refused.
+"""Random specs, plans and sequences of operations on a model: each works as promised or is refused.
 
-The same few examples run every time. `HF_CKPT_FUZZ=1000 pytest -n 0 -m slow tests/parity` runs about 1,000 other ones,
-and takes `--hypothesis-seed=N` to repeat a run and `--hypothesis-show-statistics`.
+By default, the same few examples run every time. `HF_CKPT_FUZZ=1000 pytest -n 0 -m slow tests/parity` runs about 1,000
+others; add `--hypothesis-seed=N` to repeat a run, and `--hypothesis-show-statistics` for statistics.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FUZZ = int(os.environ.get("HF_CKPT_FUZZ", "0"))
 
 
 def examples(count, share=0.0):
-    """So many examples by default, always the same; or that share of those asked for, if it has one."""
+    """By default, `count` examples, the same each time; with HF_CKPT_FUZZ and a share, that share of its examples."""
     other = bool(FUZZ and share)
     return settings(
         max_examples=max(1, round(FUZZ * share)) if other else count,
@@ -69,7 +69,7 @@ def examples(count, share=0.0):
 
 
 def assert_equal(expected, got):
-    """Bit-equal, NaN like NaN."""
+    """Check bit-equality; NaN equals NaN."""
     assert expected.keys() == got.keys()
     for name, value in expected.items():
         other = got[name]
@@ -79,7 +79,7 @@ def assert_equal(expected, got):
 
 
 def unchanged(model, before):
-    """Whether a model's snapshot is what it was: no bare comparison, whose failure pytest would explain for minutes."""
+    """Whether the model's snapshot is the same. A bare comparison would keep pytest busy for minutes if it failed."""
     return snapshot(model) == before
 
 
@@ -97,7 +97,7 @@ EVAL_SAID = "runs in eval mode with gradients on"
 
 
 class Said(logging.Handler):
-    """Warnings of hf_ckpt's loggers while it is entered."""
+    """Collects warnings of hf_ckpt's loggers while active."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -115,7 +115,7 @@ class Said(logging.Handler):
         logging.getLogger("hf_ckpt").removeHandler(self)
 
     def unexpected(self, *expected):
-        """Messages that none of the texts is a part of."""
+        """Messages that contain none of these texts."""
         return [message for message in self.messages if not any(text in message for text in expected)]
 
 
@@ -123,7 +123,7 @@ class Said(logging.Handler):
 
 
 def layer_text(least=-9, most=99):
-    """Choices of layers as texts, like "0-15,-1"."""
+    """Texts that select layers, such as "0-15,-1"."""
     index = st.integers(least, most)
     span = st.tuples(index, index).map(lambda pair: f"{pair[0]}-{pair[1]}")
     return st.lists(index.map(str) | index.map("{}-".format) | span, min_size=1, max_size=4).map(",".join)
@@ -142,7 +142,7 @@ def rules(layers):
 
 
 def values(layers):
-    """Key of a spec -> what can be written for it."""
+    """Key of a spec -> its possible values."""
     return {
         "policy": st.sampled_from(POLICIES),
         "budget": SIZE | st.floats(0.01, 1.0) | st.sampled_from(["80%", "12.5%"]),
@@ -164,7 +164,7 @@ def values(layers):
 
 @st.composite
 def valid_specs(draw, least=-9, most=99):
-    """Specs: a policy, and of other keys in any order those that go with what is there already."""
+    """Valid specs: a policy, and other keys in any order as far as they go together."""
     every = values(layer_text(least, most))
     spec = {"policy": draw(every.pop("policy"))}
     if spec["policy"] == "budget":
@@ -176,7 +176,7 @@ def valid_specs(draw, least=-9, most=99):
 
 
 def accepted(given_dict):
-    """Whether it is a spec."""
+    """Whether the dictionary is a valid spec."""
     try:
         Spec.parse(given_dict)
     except SpecError:
@@ -185,7 +185,7 @@ def accepted(given_dict):
 
 
 def check_forms(spec):
-    """A spec comes back from dict, JSON, YAML and words, exactly; and the short form is no longer than needed."""
+    """Check that a spec survives dict, JSON, YAML and words exactly, and that its short form is minimal."""
     short = spec.to_dict()
     assert Spec.parse(short).to_dict() == short
     written = yaml.safe_dump(short, sort_keys=False)
@@ -212,7 +212,7 @@ YAML += ["1:2", "2001-01-01", "~", "yes", "0.5", "9", "\t", "\\", "é", "\x85", 
 
 @st.composite
 def nearly_specs(draw):
-    """Valid specs with a key too many, too few, or of another value."""
+    """Valid specs with keys added, removed or changed."""
     spec = draw(valid_specs())
     for _ in range(draw(st.integers(1, 3))):
         key = draw(KEYS | st.sampled_from(sorted(spec)) if spec else KEYS)
@@ -225,7 +225,7 @@ def nearly_specs(draw):
 
 @st.composite
 def nearly_words(draw):
-    """Texts like key=value words, with pieces of YAML for values."""
+    """Texts such as key=value words, with pieces of YAML as values."""
     piece = st.sampled_from(YAML) | WORDS | st.text(max_size=3)
     words = [f"{draw(KEYS)}={''.join(draw(st.lists(piece, max_size=4)))}" for _ in range(draw(st.integers(1, 3)))]
     return " ".join(words)
@@ -243,18 +243,18 @@ def test_every_spec_comes_back_from_every_form(given_dict):
 
 @examples(400, 0.3)
 @given(nearly_specs() | nearly_words() | ANY_DICT | ANY_TEXT)
-@example({"policy": "budget", "budget": "9" * 400 + ".5"})  # more than a float holds
+@example({"policy": "budget", "budget": "9" * 400 + ".5"})  # exceeds a float
 @example({"budget": float("nan")})
 @example({"every_n_layers": 10**400})
 @example({"layers": {"encoder": []}})
 @example({"save": [["linear"]]})
-@example("a\0b")  # no path can hold this
+@example("a\0b")  # invalid in a path
 @example("\0=1")
-@example("budget=2001-99-99")  # YAML takes it for a date, and then fails on it
-@example("policy=full layers=" + ",".join(["1"] * 400))  # longer than a file name may be
+@example("budget=2001-99-99")  # YAML reads a date and then fails
+@example("policy=full layers=" + ",".join(["1"] * 400))  # longer than file names may be
 @example('{"budget": ' + "9" * 400 + "}")
 @example("!!python/object:os.system")
-@example('{"a":' * 100_000)  # deeper than any parser goes
+@example('{"a":' * 100_000)  # too deep for any parser
 def test_anything_is_a_spec_or_a_spec_error(given_spec):
     with contextlib.suppress(SpecError):
         check_forms(Spec.parse(given_spec))
@@ -272,7 +272,7 @@ def test_anything_is_a_spec_or_a_spec_error(given_spec):
     ids=["int", "bool", "timestamp", "nesting", "digits"],
 )
 def test_hostile_texts(text, tmp_path):
-    """Such texts are refused as words or JSON, and as the content of a file."""
+    """Hostile texts raise only SpecError, as words or JSON and as the content of a file."""
     path = tmp_path / "spec.yaml"
     path.write_text(text if text.startswith("{") else text.replace("=", ": ", 1), encoding="utf-8")
     for given_spec in (text, path):
@@ -283,14 +283,14 @@ def test_hostile_texts(text, tmp_path):
 @pytest.mark.long
 @examples(60, 0.2)
 @given(valid_specs(-3, 3), st.booleans(), st.sampled_from(FAMILIES))
-@example({"policy": "selective", "save": ["attention"], "engine": "sac"}, False, "gpt2")  # has no attention to save
+@example({"policy": "selective", "save": ["attention"], "engine": "sac"}, False, "gpt2")  # has no attention op to save
 @example({"policy": "full", "mlp": 5}, False, "bert")
 @example({"policy": "none", "head": 5, "mlp": 5}, True, "t5")
 def test_a_spec_works_on_every_family_or_is_refused(given_spec, through_enable, family):
-    """Install, enable, one step, disable, uninstall: each works or raises a typed error, and leaves no trace."""
+    """Install, enable, step, disable, uninstall: each works or raises a typed error, and leaves no trace."""
     assume(given_spec["policy"] not in ("budget", "auto"))
     chunks = given_spec.get("mlp", "full") != "full"
-    same_masks = given_spec.get("preserve_rng_state", True) and not chunks  # each chunk draws its own
+    same_masks = given_spec.get("preserve_rng_state", True) and not chunks  # each chunk draws its own masks
     model = tiny_model(family, layers=3, dropout=0.1 if same_masks else 0.0)
     batch = tiny_batch(family, tokens=8)
     expected = train(model, batch)
@@ -314,7 +314,7 @@ def test_a_spec_works_on_every_family_or_is_refused(given_spec, through_enable, 
 
 
 def check_trained(model, batch, expected, got):
-    """The gradients are the same, and every planned block ran again."""
+    """Check that gradients are the same and that every planned block was recomputed."""
     described = hf_ckpt.describe(model)
     active = described.plan.active()
     assert described.forwards == dict.fromkeys(active, 1)
@@ -337,7 +337,7 @@ PREDICTION = {"peak_bytes": 9, "step_seconds": 0.5, "tokens": 8, "parts": {"bloc
 
 
 def damaged(*path, value):
-    """A saved plan with `value` at a place."""
+    """A saved plan with `value` at this path."""
     saved: Any = {**PLAN.to_dict(), "prediction": copy.deepcopy(PREDICTION)}
     place = saved
     for key in path[:-1]:
@@ -348,7 +348,7 @@ def damaged(*path, value):
 
 @st.composite
 def nearly_plans(draw):
-    """A saved plan with something in it replaced."""
+    """A saved plan with some parts replaced."""
     saved = PLAN.to_dict()
     for _ in range(draw(st.integers(1, 2))):
         place, path = saved, []
@@ -412,7 +412,7 @@ BAD = [{"policy": "ful"}, {"layers": "7"}, {"use_reentrant": 1}, {"policy": "ful
 OPTIONS = [None, {}, {"use_reentrant": False}, {"determinism_check": "none"}, {"preserve_rng_state": True}]
 SAVES = st.sampled_from([("linear", "attention"), ("attention",), ("linear",)])
 SEGMENT = st.builds(Action, st.just("full"), segment=st.integers(0, 1))
-"""1 joins the segment before, 0 begins a new one."""
+"""1 joins the previous segment, 0 begins a new one."""
 ACTION = st.one_of(
     st.just(KEEP),
     st.builds(Action, st.just("selective"), SAVES, moved=st.booleans()),
@@ -423,7 +423,7 @@ ACTION = st.one_of(
 
 
 def plan_of(model, actions):
-    """The plan that gives the blocks of a model these actions."""
+    """The plan that gives the model's blocks these actions."""
     found = find_blocks(model)
     pairs = []
     for block, action in zip(found.blocks, actions, strict=False):
@@ -437,11 +437,11 @@ def plan_of(model, actions):
 
 
 def shape_of(value):
-    """What can be compared of an attribute of two models that went through the same."""
+    """The comparable part of an attribute, for two models with the same history."""
     if isinstance(value, torch.Tensor):
         return type(value).__name__, value.dtype, value.requires_grad, hash(value.detach().float().numpy().tobytes())
     if isinstance(value, dict):
-        if all(isinstance(key, int) for key in value):  # hooks, by the number of their handle
+        if all(isinstance(key, int) for key in value):  # hooks, by handle number
             return [getattr(hook, "__qualname__", type(hook).__name__) for hook in value.values()]
         return {key: shape_of(inner) for key, inner in value.items()}
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -450,7 +450,7 @@ def shape_of(value):
 
 
 def shape_of_all(model):
-    """`vars()` of every module, without the loose handles of transformers' embedding hooks."""
+    """`vars()` of every module, except handles of transformers' embedding hooks."""
     handles = ("_require_grads_hook", "_require_grads_hooks")
     return {
         name: {key: shape_of(value) for key, value in vars(module).items() if key not in handles}
@@ -464,7 +464,7 @@ def hooks_of(model):
 
 
 class Sequences(RuleBasedStateMachine):
-    """Two equal models that go through the same operations, of which only one gets hf_ckpt."""
+    """Applies the same operations to two equal models; only one has hf_ckpt."""
 
     @initialize(
         family=st.sampled_from(FAMILIES),
@@ -599,11 +599,11 @@ class Sequences(RuleBasedStateMachine):
         if record is not None and installation(self.ours) is record:
             self.enabled = True
 
-    # --- what others do ---
+    # --- other libraries --
 
     @rule(through=st.sampled_from(["deepcopy", "pickle", "plain pickle"]))
     def copied(self, through):
-        whole = through == "deepcopy" or self.theirs or self.hooked or self.captured  # hooks that do not pickle
+        whole = through == "deepcopy" or self.theirs or self.hooked or self.captured  # these hooks do not pickle
         work = copy.deepcopy if whole else lambda model: pickle.loads(pickle.dumps(model))
         self.both(lambda model: model.zero_grad(set_to_none=True))
         plain, ours = self.both(work)
@@ -611,7 +611,7 @@ class Sequences(RuleBasedStateMachine):
         self.resume_all()
         self.pending.clear()
         self.flags_and_hooks_are_as_the_state_says()  # of the original
-        if self.installed and through != "plain pickle":  # what happens to it is no matter to the copy
+        if self.installed and through != "plain pickle":  # the copy must not depend on it
             hf_ckpt.uninstall(self.ours)
         self.plain, self.ours, self.enabled = plain, ours, enabled
 
@@ -650,7 +650,7 @@ class Sequences(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 2), autocast=st.booleans(), through=st.sampled_from(["loss", "tuple", "states"]))
     def step(self, seed, autocast, through):
         before = hf_ckpt.describe(self.ours) if self.installed else None
-        self.captured |= through == "states"  # by a hook of transformers
+        self.captured |= through == "states"  # by transformers' hook
 
         def work(model):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
@@ -693,7 +693,7 @@ class Sequences(RuleBasedStateMachine):
     @precondition(lambda self: not self.pending)
     @rule()
     def a_forward_alone_leaves_nothing(self):
-        """With the garbage collector off: no cycle holds activations."""
+        """A forward without a backward leaves nothing, with the garbage collector off: no cycle holds activations."""
         batch = self.batch()
         self.ours(**batch)
         gc.collect()
@@ -717,7 +717,7 @@ class Sequences(RuleBasedStateMachine):
     def zero(self):
         self.both(lambda model: model.zero_grad(set_to_none=True))
 
-    # --- always ---
+    # --- invariants 
 
     @invariant()
     def flags_and_hooks_are_as_the_state_says(self):
@@ -757,7 +757,7 @@ class Sequences(RuleBasedStateMachine):
 
 
 def freeze_below_block_1(model):
-    """Freeze all parameters that come before the second block's."""
+    """Freeze all parameters before the second block."""
     first = f"{find_blocks(model).blocks[1].name}."
     for name, parameter in model.named_parameters():
         if name.startswith(first):

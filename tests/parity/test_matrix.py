@@ -1,8 +1,8 @@
-"""Every action in every way of training: the gradients of no checkpointing, bit for bit, and exact counts.
+"""Every action in every way of training: gradients equal to no checkpointing, bit for bit, and exact counts.
 
-Each cell compares a step under hf_ckpt with the same step without it, which is run once for every family and mode, and
-says for every block by which engine it ran, how often it ran again, and what of it was moved to host memory. Some modes
-change the model between forward and backward: blocks run again as they ran forward.
+Each cell compares a step under hf_ckpt with the same step without it, and checks each block's engine, number of
+recomputations and moved bytes. The step without hf_ckpt runs once per family and mode. Some modes change the model
+between forward and backward; blocks must then recompute what the forward computed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STACKS = {
 
 @functools.cache
 def built(family, dropout, attention, dtype):
-    """The model that cells copy, because a copy is made faster than a model."""
+    """The model that cells copy: copying is faster than building."""
     return tiny_model(family, layers=LAYERS, dropout=dropout, attention=attention, dtype=dtype)
 
 
@@ -61,18 +61,18 @@ class Mode:
     attention: str = "eager"
     dtype: torch.dtype = torch.float32
     autocast: str = ""
-    """What runs under bf16 autocast: nothing, the `forward`, or the backward too (`all`)."""
+    """The parts under bf16 autocast: none, `forward`, or also backward (`all`)."""
     adapters: str = ""
-    """Who puts LoRA on the model: nobody, `peft`, or the model itself (`hub`); `two` are an actor and a critic."""
+    """Who adds LoRA: nobody, `peft`, or the model itself (`hub`); `two` adds an actor and a critic."""
     options: dict = dataclasses.field(default_factory=dict, hash=False)
-    """Of the adapters."""
+    """Options of the adapters."""
     enable_first: bool = False
-    """Whether checkpointing is enabled before the adapters come."""
+    """Whether checkpointing is enabled before adapters are added."""
     inside: Callable | None = None
-    """Makes a module with buffers that is put into each block."""
+    """Makes a module with buffers to add to each block."""
     loop: str = "one step"
     change: Callable | None = None
-    """A generator that changes the model: it yields to the forward, and perhaps to the backward."""
+    """A generator that changes the model; it yields at the forward, and perhaps at the backward."""
     families: tuple[str, ...] = tuple(FAMILIES)
 
     @property
@@ -82,18 +82,18 @@ class Mode:
 
     @property
     def backwards(self):
-        """How often every block is gone through backward."""
+        """How often backward passes through every block."""
         return 2 if self.loop == "kept graph" else self.forwards
 
     def model(self, family):
-        """A new model, always the same one."""
+        """A new model, the same each time."""
         model = copy.deepcopy(built(family, self.dropout, self.attention, self.dtype))
         for block in find_blocks(model).modules.values() if self.inside else ():
             block.mlp.act_fn = nn.Sequential(block.mlp.act_fn, self.inside())
         return model.requires_grad_(self.loop != "input embeddings")
 
     def adapted(self, model, family):
-        """The model with its adapters, if it gets some."""
+        """The model with its adapters, if the mode has some."""
         if not self.adapters:
             return model
         model = with_lora(model, family, hub=self.adapters == "hub", **{"lora_dropout": 0.0, **self.options})
@@ -104,25 +104,25 @@ class Mode:
         return model.train()
 
     def frozen(self, family):
-        """Names of the blocks that come before the first trainable parameter."""
+        """Names of the blocks before the first trainable parameter."""
         first_stack = next(iter(STACKS[family].values()))
         below = range(LAYERS - 1) if "layers_to_transform" in self.options else ()
         return {f"{first_stack}.{index}" for index in below}
 
     def loss(self, model, family, number):
-        """One of the losses."""
+        """Loss number `number` of the step."""
         batch = tiny_batch(family, seed=number)
-        batch["attention_mask"][1, -3:] = 0  # so that masks take part
+        batch["attention_mask"][1, -3:] = 0  # so that masks matter
         batch = dict(without_cache(model, batch))
         if (
             self.loop == "functional call"
-        ):  # a meta-learner: parameters that were computed, backward outside of the call
+        ):  # meta-learning: computed parameters, and backward outside of the call
             fast = {name: parameter * 1.5 for name, parameter in model.named_parameters()}
             return torch.func.functional_call(model, fast, (), batch).loss
-        if self.loop == "input embeddings":  # soft prompts and attributions, with every weight frozen
+        if self.loop == "input embeddings":  # soft prompts and attributions, with all weights frozen
             model.embeds = model.get_input_embeddings()(batch.pop("input_ids")).requires_grad_()
             return model(inputs_embeds=model.embeds, **batch).loss
-        if self.loop == "actor and critic":  # both forwards before the one backward
+        if self.loop == "actor and critic":  # two forwards before one backward
             model.set_adapter(("default", "critic")[number])
         if self.loop == "with reference" and number == 0:  # of a preference loss, with gradients
             with model.disable_adapter():
@@ -130,7 +130,7 @@ class Mode:
         return model(**batch).loss
 
     def train(self, model, family):
-        """Train as the mode says: losses and gradients."""
+        """Train in this mode; returns losses and gradients."""
         model.zero_grad(set_to_none=True)
         torch.manual_seed(7)
         change = self.change(model, family) if self.change else iter(())
@@ -260,12 +260,12 @@ CHANGED = {
     "other scaling": Mode(adapters="peft", change=other_scaling, **LLAMA),
     "frozen": Mode(change=frozen_blocks, **LLAMA),
 }
-"""Modes in which something is another in backward than it was in the forward."""
+"""Modes in which something changes between forward and backward."""
 
 
 @functools.cache
 def reference(family, mode):
-    """What the mode gives without hf_ckpt. Nobody may change the tensors."""
+    """The results of the mode without hf_ckpt. They are shared, so do not change them."""
     mode = (MODES | CHANGED)[mode]
     skip_where_absent(family, mode.attention)
     return mode.train(mode.adapted(mode.model(family), family), family)
@@ -286,22 +286,22 @@ REGIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A spec, and the engines that it means, written out by hand."""
+    """A spec, and the expected engines, written out by hand."""
 
     spec: dict
     engines: str
-    """The engine of every block of a stack; `-` for none."""
+    """The engine of each block in a stack; `-` for none."""
     modes: tuple[str, ...] = tuple(MODES)
-    """The modes that it is compared in."""
+    """The modes to compare in."""
     t5: tuple[dict, str, str] | None = None
-    """For T5, which has two stacks to tell apart: the spec, and the engines of its encoder and of its decoder."""
+    """For T5 and its two stacks: the spec, the encoder's engines, the decoder's engines."""
 
     def spec_for(self, family):
-        """What is asked of this family."""
+        """The spec for this family."""
         return self.t5[0] if family == "t5" and self.t5 else self.spec
 
     def engines_for(self, family):
-        """Block name -> engine, for all blocks that get one."""
+        """Block name -> engine, for all blocks with an engine."""
         rows = self.t5[1:] if family == "t5" and self.t5 else [self.engines] * len(STACKS[family])
         pairs = [
             (f"{path}.{index}", engine)
@@ -320,10 +320,10 @@ def rule(layers, policy, **keys):
     return {"layers": layers, "policy": policy, **keys}
 
 
-# Engines cannot tell who puts adapters on a model, so not every action is compared in these modes.
+# Engines cannot tell who added the adapters, so only some actions run in these modes.
 RARE = ("autocast around backward", "hub, then enabled", "enabled, then hub")
 COMMON = tuple(mode for mode in MODES if mode not in RARE)
-# Where it may make a difference which blocks are chosen, and which form of an action they get.
+# Modes in which the choice of blocks may matter, and modes in which the form of an action may.
 CHOICES = ("dropout", "LoRA", "hub, then enabled", "LoRA on the last layer")
 FORMS = ("plain", "sdpa", "dropout", "bf16", "autocast", "lora_dropout")
 BOTH = " ".join(["full+selective"] * LAYERS)
@@ -370,7 +370,7 @@ ACTIONS = {
     "1 segment": Asked({"segments": 1}, "segment segment segment", (*FORMS, "LoRA on the last layer")),
     "2 segments": Asked({"segments": 2}, "segment segment segment", COMMON),
     "3 segments": Asked({"segments": 3}, "segment segment segment", ("dropout", "sdpa")),
-    # Nothing is moved of the last block of a stack, whose backward comes at once.
+    # The last block of a stack moves nothing, because its backward comes at once.
     "offload": Asked({"policy": "offload"}, "offload offload full", COMMON),
     "saved": Asked(
         selective(offload="saved"), "moved moved selective", (*FORMS, "two losses", "LoRA", "LoRA on the last layer")
@@ -379,9 +379,9 @@ ACTIONS = {
     "head": Asked({"policy": "none", "head": 5}, "- - -"),
     "head and selective": Asked(selective(head=5), "selective selective selective", FORMS),
 }
-# Actions whose engines differ in how blocks run again.
+# Actions whose engines recompute blocks in different ways.
 CHANGES = ("full", "selective", "save attention", "sac, save linear", "2 segments", "offload", "full around selective")
-# What runs on the oldest transformers too.
+# Actions that also run on the oldest transformers.
 COMPAT = ("full", "layers", "selective", "sac", "1 segment", "2 segments")
 
 
@@ -389,7 +389,7 @@ def cells():
     found = []
     for family in FAMILIES:
         for action, asked in ACTIONS.items():
-            if action.startswith("head") and family == "bert":  # a classifier, which has no head to chunk
+            if action.startswith("head") and family == "bert":  # a classifier has no head to chunk
                 continue
             marks = [pytest.mark.compat] if action in COMPAT else []
             for mode in (*asked.modes, *(CHANGED if action in CHANGES else ())):
@@ -402,7 +402,7 @@ def cells():
 
 
 def prepared(family, spec, mode):
-    """The model with its plan enabled and its adapters on, in the order that the mode says."""
+    """The model with its plan enabled and its adapters added, in the mode's order."""
     model = mode.model(family)
     if not mode.enable_first:
         model = mode.adapted(model, family)
@@ -413,7 +413,7 @@ def prepared(family, spec, mode):
 
 @contextlib.contextmanager
 def other_arguments(model):
-    """Storages of all that blocks are given beside their hidden states, and of the parameters."""
+    """Storages of the parameters, and of all block inputs except hidden states."""
     found = [parameter.untyped_storage() for parameter in model.parameters()]
 
     def look(block, args, kwargs):
@@ -428,12 +428,12 @@ def other_arguments(model):
 
 
 def check_counts(mode, engines, frozen, found, regions):
-    """Every planned block ran by its engine, and again as often as it must, unless it is frozen."""
+    """Check that every planned block used its engine, and was recomputed as often as needed unless frozen."""
     assert {name: type(region) for name, region in regions.items()} == {
         name: REGIONS[engine] for name, engine in engines.items()
     }
     assert found.forwards == dict.fromkeys(engines, mode.forwards)
-    if mode.loop != "input embeddings":  # all are frozen, and run again for the gradient of what comes before them
+    if mode.loop != "input embeddings":  # all are frozen, but recomputed for the inputs' gradient
         assert set(found.frozen) == frozen & engines.keys()
     for name, engine in engines.items():
         times, region = found.recomputed[name], regions[name]
@@ -444,7 +444,7 @@ def check_counts(mode, engines, frozen, found, regions):
             assert region.rebuilding.recomputed > 0
         if name in frozen:
             assert times == 0, name
-        elif REGIONS[engine] is RebuildRegion:  # which counts operations
+        elif REGIONS[engine] is RebuildRegion:  # counts operations
             assert times > 0, name
             assert times % mode.backwards == 0, name
             assert sum(region.dropped.values()) > 0, name
@@ -453,7 +453,7 @@ def check_counts(mode, engines, frozen, found, regions):
 
 
 def check_moved(family, mode, engines, frozen, found, regions, lanes, others):
-    """Hidden states lie in host memory with exactly their bytes, and nothing was moved that blocks are given beside."""
+    """Check that exactly the hidden states' bytes are in host memory, and that no other block inputs were moved."""
     moving = {name: engine for name, engine in engines.items() if engine in ("offload", "moved")}
     assert found.moved.keys() - frozen == moving.keys() - frozen
     for name, size in found.moved.items():
@@ -464,7 +464,7 @@ def check_moved(family, mode, engines, frozen, found, regions, lanes, others):
         assert size > 0, name
     (lane,) = lanes
     if mode.forwards == mode.backwards == 1 and not frozen and set(moving.values()) == {"offload"}:
-        for way in ("out", "back"):  # each once, and nothing else
+        for way in ("out", "back"):  # each exactly once
             assert sorted(size for kind, size in lane.log if kind == way) == sorted(found.moved.values())
     assert others
     assert not {id(source()) for source in lane.sources} & {id(storage) for storage in others}
@@ -494,15 +494,15 @@ def test_gradients_are_those_of_no_checkpointing(family, action, mode):
         check_moved(family, mode, engines, frozen, found, regions, lanes, others)
 
 
-# --- what the cells are worth ---------------------------------------------------------------------------------------
+# --- whether cells can fail -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modes_differ(family):
-    """Were dropout not drawn, or autocast without effect, their cells would prove nothing."""
+    """Dropout, autocast and bf16 change the loss: otherwise their cells would prove nothing."""
     losses = {mode: reference(family, mode)["loss"].flatten()[0] for mode in ("plain", "dropout", "autocast", "bf16")}
     assert len(set(map(float, losses.values()))) == 4
-    # T5's first block computes the position bias that every block adds: its gradient passes through all of them.
+    # T5's first block computes the position bias that all blocks add, so its gradient passes through all blocks.
     biases = [name for name in reference("t5", "plain") if "relative_attention_bias" in name]
     assert [name.partition(".")[0] for name in biases] == ["encoder", "decoder"]
     assert all(reference("t5", "plain")[name].any() for name in biases)
@@ -525,7 +525,7 @@ def test_the_comparison_notices_what_is_not_moved(monkeypatch):
 
 @pytest.mark.parametrize("mode", CHANGED)
 def test_each_change_would_show(mode, monkeypatch):
-    """Without the state of the forward there is an error, or something differs."""
+    """Without the restored state, every change leads to an error or to a difference."""
     monkeypatch.setattr(FullRegion, "state_for", without_forward_state)
     family = CHANGED[mode].families[0]
     expected = reference(family, mode)
@@ -535,7 +535,7 @@ def test_each_change_would_show(mode, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["BertForMaskedLM", "OPTForCausalLM"])
 def test_verify_of_a_head_in_chunks_where_gradients_are_zero_in_theory(kind):
-    """The bias of an attention's keys moves all scores of a query alike, so its gradient is 0 but for rounding."""
+    """`verify` accepts rounding in gradients that should be 0: a key bias shifts all scores of a query alike."""
     model = other_model(kind, dropout=0.0, attention="eager", max_position_embeddings=64)
     result = hf_ckpt.verify(model, tiny_batch("llama"), {"policy": "none", "head": 5})
     assert result, result
