@@ -10,14 +10,14 @@ from hf_ckpt.engines.head.logits import Logits
 
 @pytest.fixture
 def lanes():
-    """The lanes that are made, instead of an accelerator's; nothing is too small to be moved."""
+    """Stand-ins for an accelerator's lanes, as they are created; even the smallest tensors are moved."""
     with lanes_of(Delayed) as made:
         yield made
 
 
 @pytest.fixture
 def whole(monkeypatch):
-    """The logits of a head in chunks that were computed as a whole after all."""
+    """Chunked logits that were computed as a whole."""
     found = []
     values = Logits.values
 
@@ -31,7 +31,7 @@ def whole(monkeypatch):
 
 @pytest.fixture
 def dynamo():
-    """torch.compile without what earlier tests have compiled; its counters."""
+    """torch.compile without the graphs of earlier tests; yields its counters."""
     import torch._dynamo
 
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Blocks that are compiled by themselves: what a share keeps, in how many graphs, and the same gradients."""
+"""Blocks that are compiled one by one: what a share keeps, how many graphs there are, and equal gradients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BLOCKS = {"compile": "blocks"}
 
 
 def compiled(spec, family="llama", lora=False, **options):
-    layers = 1 if family == "t5" else 2  # its blocks are of as many kinds already
+    layers = 1 if family == "t5" else 2  # its encoder and decoder blocks already differ
     model = tiny_model(family, **{"layers": layers, "attention": "sdpa", **options})
     model = with_lora(model, family, lora_dropout=0.0) if lora else model
     hf_ckpt.install(model, {**BLOCKS, **spec})
@@ -64,7 +64,7 @@ def test_a_share_keeps_less_and_changes_nothing(family):
 
 @sparing("family", FAMILIES, "llama")
 def test_shares_are_bit_equal_where_kernels_are(graphs, family):
-    """The same kernels run, whatever is run again; inductor may fuse each share in another way."""
+    """Gradients are bit-equal if all shares run the same kernels; inductor may fuse each share differently."""
     batch = tiny_batch(family, tokens=32)
     (first, most), (second, less), (third, least) = (kept(compiled({"share": s}, family), batch) for s in SHARES)
     assert_same(first, second)
@@ -75,7 +75,7 @@ def test_shares_are_bit_equal_where_kernels_are(graphs, family):
 @pytest.mark.slow
 @sparing("family", ["llama", "gpt2", "bert"], "bert")
 def test_backward_has_the_dropout_of_the_forward(family):
-    """Whatever is run again, because the seeds are kept."""
+    """For every share, backward uses the dropout masks of the forward, because seeds are saved."""
     draws = {"attention_dropout": 0.3} if family == "llama" else {"dropout": 0.3}
     batch = tiny_batch(family, tokens=32)
     models = [compiled({"share": share}, family, **draws) for share in SHARES]
@@ -90,7 +90,7 @@ def test_backward_has_the_dropout_of_the_forward(family):
 
 @pytest.mark.slow
 def test_other_masks_in_backward_are_seen(monkeypatch):
-    """What torch does by itself: the test above would fail."""
+    """Without saved seeds, backward has other masks: the test above would notice."""
     monkeypatch.setattr(compiler, "_draws", lambda node: False)
     with torch._inductor.config.patch(force_disable_caches=True):
         first, last = (
@@ -102,7 +102,7 @@ def test_other_masks_in_backward_are_seen(monkeypatch):
 
 @pytest.mark.long
 def test_blocks_of_a_kind_share_graphs(graphs):
-    """However many there are, and whatever the length after the second."""
+    """Blocks of one kind share graphs, whatever their number, and whatever the length from the second on."""
     for layers in (2, 5):
         model = compiled({"share": 0.5}, layers=layers)
         for tokens in (16, 16, 24, 40):
@@ -116,7 +116,7 @@ def test_blocks_of_a_kind_share_graphs(graphs):
 @pytest.mark.parametrize("when", ["later", "in another model", "on every module", "of gradients"])
 @pytest.mark.parametrize("share", [1.0, 0.0])
 def test_hooks_inside_a_block_are_called(graphs, share, when, caplog, request):
-    """torch does not look at them: graphs of blocks without hooks ran in the place of blocks with some, in silence."""
+    """Hooks inside a block are called: torch does not check for them, and reused graphs of blocks without hooks."""
     batch = tiny_batch("llama")
     plain, model = tiny_model("llama", layers=2, attention="sdpa"), compiled({"share": share})
     step(model, batch)
@@ -161,8 +161,10 @@ def test_hooks_inside_a_block_are_called(graphs, share, when, caplog, request):
 
 
 def test_stacks_of_other_lengths_have_graphs_of_their_own_sizes(graphs):
-    """An encoder and a decoder have blocks of one class; graphs for both lengths would be for any length, and keep
-    other tensors than was planned."""
+    """An encoder and a decoder of different lengths get separate graphs with fixed sizes.
+
+    Their blocks share a class; graphs for any length would keep other tensors than planned.
+    """
     model = compiled({"share": 0.0}, "t5")
     batch = tiny_batch("t5", tokens=16)
     assert batch["labels"].shape[1] != batch["input_ids"].shape[1]
@@ -174,7 +176,7 @@ def test_stacks_of_other_lengths_have_graphs_of_their_own_sizes(graphs):
 
 
 def sizes(node):
-    """The sizes of a node's result, numbers or symbols; none for what is not a tensor."""
+    """The sizes of a node's result, as numbers or symbols; empty if it is not a tensor."""
     value = node.meta.get("example_value", node.meta.get("val"))
     return [value] if isinstance(value, torch.SymInt) else getattr(value, "shape", ())
 
@@ -189,7 +191,7 @@ def test_what_is_described_and_taken_off_again(graphs):
     assert {action.share for action in done.plan.active().values()} == {0.0}
     with hf_ckpt.paused(model):
         assert_same(step(plain, batch), step(model, batch))
-    with torch.no_grad():  # blocks run as they are, also where they fill a cache
+    with torch.no_grad():  # blocks run eagerly, even if they fill a cache
         assert torch.equal(plain(**batch).logits, model(**batch).logits)
         prompt = {"input_ids": batch["input_ids"][:, :8], "max_new_tokens": 6, "do_sample": False}
         assert torch.equal(plain.generate(**prompt), model.generate(**prompt))
@@ -217,13 +219,13 @@ def test_adapters_autocast_and_accumulation(graphs, share):
     model = compiled({"share": share}, lora=True)
     for each in (plain, model):
         with torch.autocast("cpu", torch.bfloat16):
-            each(**batch).loss.backward()  # and a second backward on top of it
+            each(**batch).loss.backward()  # gradients also accumulate
     assert_near(step(plain, batch), step(model, batch))
-    assert len(graphs) == 4  # under autocast and without; the input of the first block needs no gradient
+    assert len(graphs) == 4  # with and without autocast; the first block's input needs no gradient
 
 
 class Branching(torch.nn.Module):
-    """Looks at values, which no graph can."""
+    """Branches on a value, which graphs cannot do."""
 
     def __init__(self, inner):
         super().__init__()
@@ -269,14 +271,14 @@ def test_errors_of_the_user_are_theirs(graphs):
     base_model(model).model.layers[1].mlp.forward = broken
     with pytest.raises(KeyError, match="mine"):
         step(model, tiny_batch("llama"))
-    assert graphs  # of the block before
+    assert graphs  # of the first block
 
 
-# --- others ---------------------------------------------------------------------------------------------------------
+# --- other compilers ------------------------------------------------------------------------------------------------
 
 
 def test_blocks_in_graphs_of_others_are_named(graphs, caplog):
-    """A model that is compiled as a whole: no share counts, and that is said."""
+    """If the whole model is compiled, shares have no effect, and hf_ckpt says so."""
     callback, batch = hf_ckpt.MemoryTimeCallback(), tiny_batch("llama", tokens=8)
     plain = tiny_model("llama", layers=2, attention="sdpa")
     model, other = (compiled({"share": 0.0}) for _ in range(2))
@@ -299,7 +301,7 @@ def test_blocks_in_graphs_of_others_are_named(graphs, caplog):
 @pytest.mark.parametrize("way", [compile_regions, each_block, each_block_replaced])
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 def test_blocks_that_something_else_compiles_by_themselves_are_refused(first, way):
-    """Two compilers would decide what is kept, and no share or budget would hold."""
+    """Blocks that something else compiles are refused: that compiler would decide what is kept, not the share."""
     model = tiny_model("llama", layers=2)
     if first == "theirs":
         model = way(model, backend="aot_eager")
@@ -313,10 +315,10 @@ def test_blocks_that_something_else_compiles_by_themselves_are_refused(first, wa
 
 @pytest.mark.parametrize(("share", "again"), [(1.0, 0), (0.5, 2), (0.0, 2)])
 def test_a_count_of_operations_sees_blocks_in_eager_mode(share, again):
-    """torch compiles nothing then; blocks keep what the policy keeps that the share is nearest to."""
+    """While an operation counter is active, blocks run eagerly under the policy that comes nearest to the share."""
     batch = tiny_batch("llama", tokens=32)
     model = compiled({"share": share})
-    with FlopCounterMode(display=False) as counter:  # which runs other kernels for some operations
+    with FlopCounterMode(display=False) as counter:  # runs other kernels for some operations
         plain = step(tiny_model("llama", layers=2, attention="sdpa"), batch)
         found = step(model, batch)
     assert_same(plain, found)
@@ -365,7 +367,7 @@ def test_verify_sees_compiled_blocks_that_compute_something_else(monkeypatch):
     assert result.largest_difference > result.allowed_difference
 
 
-# --- caches on disk, and passes of the user -------------------------------------------------------------------------
+# --- caches on disk, and the user's passes --------------------------------------------------------------------------
 
 
 def process(folder, *shares):
@@ -377,7 +379,7 @@ def process(folder, *shares):
 
 @pytest.mark.slow
 def test_a_second_process_finds_the_graphs_of_the_first(tmp_path):
-    """Those of forward and backward of the same share, and no others."""
+    """A second process finds the graphs for forward and backward of the same share, and no others."""
     (first,) = process(tmp_path, "0.5")
     again, other = process(tmp_path, "0.5", "0")
     assert first["graphs"] == other["graphs"] == {"hit": 0, "miss": 2, "bypass": 0}
@@ -389,7 +391,7 @@ def test_a_second_process_finds_the_graphs_of_the_first(tmp_path):
 
 
 def test_draws_are_kept_of_what_the_user_adds():
-    """Their pass comes first."""
+    """Draws that the user's pass adds are saved, too: that pass runs first."""
 
     def adds(graph):
         source = next(iter(graph.nodes))
@@ -403,14 +405,14 @@ def test_draws_are_kept_of_what_the_user_adds():
     both(graph)
     kept = [node for node in graph.nodes if "recompute" in node.meta]
     assert [node.target for node in kept] == [torch.ops.aten.rand.default]
-    assert both.uuid() is None  # so that no cache takes these graphs for others
+    assert both.uuid() is None  # keeps caches from mixing up these graphs
 
 
-# --- what compiled graphs take, shown on fake tensors -----------------------------------------------------------------
+# --- memory of compiled graphs, measured on fake tensors --------------------------------------------------------------
 
 
 def graph_of(function, *shapes):
-    """The graph of a function of tensors; its results come as a tuple, as compilers have them."""
+    """The graph of a function of tensors; like compilers, it returns a tuple."""
 
     def results(*args):
         found = function(*args)
@@ -421,7 +423,7 @@ def graph_of(function, *shapes):
 
 
 def units(graph):
-    """For each unit: (operation or None for a fused group, how many tensors it reads, shapes of what it writes)."""
+    """For each unit: (operation, or None for a fused group; number of tensors read; shapes written)."""
     return [
         (
             None if unit.operation is None else unit.operation.target.overloadpacket.__name__,
@@ -433,7 +435,7 @@ def units(graph):
 
 
 def _read_far_behind(do):
-    """Another group reads the result of `do` behind two products."""
+    """A later group reads the result of `do` after two products."""
 
     def run(x, w):
         found = do(x)
@@ -490,7 +492,7 @@ def test_what_compiled_graphs_run_at_once(name):
 
 def test_each_of_several_results_is_freed_by_itself():
     def run(x, w):
-        values, _places = torch.sort(x)  # a kernel of its own
+        values, _places = torch.sort(x)  # has its own kernel
         return values @ w
 
     (first, second) = units_of(graph_of(run, (4, 8), (8, 8)).graph)
@@ -499,14 +501,14 @@ def test_each_of_several_results_is_freed_by_itself():
 
 
 def run_on_fakes(graph, *shapes):
-    """Peak of the bytes of live tensors while the graph runs, its inputs left out."""
+    """Peak of live tensors in bytes while the graph runs, without its inputs."""
     fake = FakeGraph(graph)
     with torch._subclasses.fake_tensor.FakeTensorMode():
         args = [torch.empty(*shape) for shape in shapes]
         with LiveBytes(torch.nn.Identity(), {str(number): arg for number, arg in enumerate(args)}) as live:
             given = list(args)
             result = fake(args)
-    assert args == []  # they are given up, so that they can be freed
+    assert args == []  # the graph takes them, so that it can free them
     assert len(given) == len(shapes)
     return result, live.peak_bytes - live.start_bytes
 
@@ -516,12 +518,12 @@ def test_it_takes_memory_for_what_is_written_only():
     graph = graph_of(lambda x, w: torch.relu(torch.sigmoid(x @ w) * 3 - 1), *shapes)
     (result,), peak = run_on_fakes(graph, *shapes)
     assert result.shape == (64, 64)
-    assert peak == 64 * 64 * 4  # in the memory of the product
+    assert peak == 64 * 64 * 4  # reuses the product's memory
 
 
 @pytest.mark.long
 def test_its_peak_is_that_of_compiled_code():
-    """That of a forward here; see `test_compiled_plans` for whole steps of models."""
+    """The predicted peak of a forward is that of compiled code; `test_compiled_plans` compares whole steps."""
     shapes = (32, 64), (64, 256), (256, 64)
 
     def run(x, w, v):

@@ -1,4 +1,4 @@
-"""What users do around every engine: other backwards, threads, checkpoints, hooks, copies, saved plans."""
+"""Ways of training that every engine supports: unusual backwards, threads, checkpoints, hooks, copies, saved plans."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def ours(family, engine, **options):
 
 
 def check(model, moves):
-    """Every block ran again, and tensors were moved or not."""
+    """Check that every block was recomputed, and whether tensors were moved."""
     found = hf_ckpt.describe(model)
     assert found.recomputed.keys() == {block.name for block, _ in found.plan.actions}
     assert all(found.recomputed.values())
@@ -81,7 +81,7 @@ def second_derivative(model, family):
 
 
 def optimizer_inside_backward(model, family):
-    """Parameters change as soon as their gradient is there; nothing that is recomputed later may read them."""
+    """Parameters change as soon as their gradient exists; later recomputations must not read them."""
 
     def update(parameter):
         with torch.no_grad():
@@ -106,14 +106,14 @@ def backward_in_another_thread(model, family):
 
 
 def forwards_in_two_threads(model, family):
-    """Both are inside the same block at once, as replicas of nn.DataParallel are, which share its function."""
+    """Two threads run the same block at once and share its function, like replicas of nn.DataParallel."""
     barrier, losses = threading.Barrier(2), {}
 
     def run(seed):
         losses[seed] = loss_of(model, family, seed)
 
     def meet(module, args):
-        if threading.current_thread() in threads:  # and not when the blocks run again
+        if threading.current_thread() in threads:  # only in the forward
             barrier.wait(timeout=20)
 
     threads = [threading.Thread(target=run, args=(seed,)) for seed in range(2)]
@@ -129,7 +129,7 @@ def forwards_in_two_threads(model, family):
 
 
 def other_parameters(model, family):
-    """Under `functional_call`; the model has its own again when backward comes."""
+    """The forward runs under `functional_call`, and the backward after the model has its own parameters again."""
     leaves = {name: (1.5 * value.detach()).requires_grad_() for name, value in model.named_parameters()}
     loss = torch.func.functional_call(model, leaves, (), without_cache(model, tiny_batch(family))).loss
     loss.backward()
@@ -137,7 +137,7 @@ def other_parameters(model, family):
 
 
 def own_checkpoint_around_the_model(model, family):
-    """Chunked losses and GradCache checkpoint whole forwards; torch lets each packed tensor be asked for once."""
+    """Chunked losses and GradCache checkpoint whole forwards; torch then unpacks each saved tensor only once."""
     torch.manual_seed(3)
     loss = checkpoint(lambda: loss_of(model, family), use_reentrant=False)
     loss.backward()
@@ -145,7 +145,7 @@ def own_checkpoint_around_the_model(model, family):
 
 
 def own_checkpoint_inside_a_block(model, family):
-    """BERT's blocks end in a norm, here under such a checkpoint."""
+    """The norm at the end of BERT's blocks runs under a checkpoint."""
     for block in find_blocks(model).modules.values():
         block.output.forward = functools.partial(checkpoint, block.output.forward, use_reentrant=False)
     step(model, tiny_batch(family))
@@ -167,13 +167,14 @@ RUNS = {
     own_checkpoint_inside_a_block: ("bert",),
     own_hooks_around_the_model: ("llama", "bert"),
 }
-"""Way of training -> families. Under hooks around the model nothing that `selective` keeps is moved, which is said."""
+"""Way of training -> families. Under hooks around the model, tensors that `selective` keeps are not moved; a warning
+says so."""
 CASES = [
     pytest.param(engine, run, family, id=f"{engine}-{run.__name__}-{family}")
     for engine in SPECS
     for run, families in RUNS.items()
     for family in families
-    if (engine, run) != ("sac", second_derivative)  # SAC allows one backward
+    if (engine, run) != ("sac", second_derivative)  # SAC allows one backward only
 ]
 
 
@@ -191,7 +192,7 @@ def test_gradients_of_other_ways_of_training(engine, run, family, caplog):
 @each_engine
 @two_families
 def test_a_graph_without_a_backward_frees_everything(family, engine):
-    """With the garbage collector off: no reference cycle holds activations."""
+    """A forward without a backward leaves nothing, with the garbage collector off: no cycle holds activations."""
     model = ours(family, engine, dropout=0.1, dtype=torch.bfloat16)
     assert_frees_everything(model, tiny_batch(family), meter=DeviceBytes)
     check(model, engine in MOVING)
@@ -202,7 +203,7 @@ def test_a_graph_without_a_backward_frees_everything(family, engine):
 @each_engine
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_an_error_in_a_block_leaves_nothing(engine, place):
-    """The user may catch an error, as when memory runs out, and go on."""
+    """Training can continue after an error inside a block, such as running out of memory."""
     model, batch = ours("llama", engine), without_cache(tiny_model("llama"), tiny_batch("llama"))
     expected, before = step(model, batch), hf_ckpt.describe(model).recomputed
 
@@ -225,7 +226,7 @@ def test_an_error_in_a_block_leaves_nothing(engine, place):
         gc.enable()
     assert raised == [place]
     x = torch.ones(2, requires_grad=True)
-    (x * x).sum().backward()  # nobody's hooks are left behind
+    (x * x).sum().backward()  # no hooks are left behind
     assert_same(expected, step(model, batch))
     assert hf_ckpt.describe(model).recomputed == {name: 2 * times for name, times in before.items()}
     assert all(before.values())
@@ -252,7 +253,7 @@ def _loss_of_rows(model, batch):
     ids=["head", "rows of the head", "mlp", "mlp under full"],
 )
 def test_a_second_derivative_of_chunks_is_refused(spec, loss, instead):
-    """It was wrong in silence: gradients of chunks counted as constants."""
+    """Second derivatives of chunks are refused, because gradients of chunks would count as constants."""
     model = tiny_model("llama", layers=2)
     batch = tiny_batch("llama")
     expected = step(model, batch)
@@ -263,13 +264,13 @@ def test_a_second_derivative_of_chunks_is_refused(spec, loss, instead):
     assert_near(expected, step(model, batch))
 
 
-# --- models and plans that go elsewhere -----------------------------------------------------------------------------
+# --- copies and saved plans -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("engine", [*SPECS, "chunks"])
 def test_copies_and_saved_plans_work_by_themselves(engine, lanes, tmp_path):
-    """Copies, and a model with the plan from a file, have functions, weights and host memory of their own."""
+    """Copies, and models with a plan from a file, have their own functions, weights and host memory."""
     spec = {**SPECS, "chunks": {"policy": "full", "head": 5, "mlp": 5}}[engine]
     model = tiny_model("t5", layers=3)
     hf_ckpt.install(model, spec)
@@ -297,7 +298,7 @@ def test_copies_and_saved_plans_work_by_themselves(engine, lanes, tmp_path):
         for chunks in ("chunked_heads", "chunked_mlps"):
             assert getattr(found, chunks) == times * getattr(before, chunks)
             assert bool(getattr(found, chunks)) == (engine == "chunks")
-        if not (engine == "sac" and twin is loaded):  # which is the spec's choice, not the plan's
+        if not (engine == "sac" and twin is loaded):  # the spec chooses SAC, not the plan
             assert found.recomputed == {name: times * count for name, count in before.recomputed.items()}
         assert not found.moved or mover(twin).held_bytes == mover(model).held_bytes
         hf_ckpt.uninstall(twin)

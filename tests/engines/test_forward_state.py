@@ -1,4 +1,4 @@
-"""The state of a block's forward: what cannot be put back, what is left alone, and what a recomputation leaves."""
+"""The state of a block's forward: what cannot be restored, what is ignored, and what a recomputation leaves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.errors import ChangedBlockError, InPlaceError
 from hf_ckpt.models.blocks import base_model, find_blocks
 
-# --- what cannot be had again ---------------------------------------------------------------------------------------
+# --- what cannot be restored ----------------------------------------------------------------------------------------
 
 
 def given_other_values(model):
@@ -72,7 +72,7 @@ def test_merging_adapters_is_a_named_error(engine):
 
 @pytest.mark.parametrize("engine", ["full", "selective", "save attention"])
 def test_parameters_that_are_not_used_may_change(engine):
-    """An optimizer steps one adapter before the backward of the other one."""
+    """Unused parameters may change: an optimizer may step one adapter before the backward of the other."""
 
     def run(model):
         model.set_adapter("default")
@@ -97,7 +97,7 @@ def test_parameters_that_are_not_used_may_change(engine):
 
 
 def state_of(model):
-    """All that a change may touch."""
+    """Everything that a change may affect."""
     return [
         (
             {name: value for name, value in vars(module).items() if not isinstance(value, dict)},
@@ -109,7 +109,7 @@ def state_of(model):
 
 
 def test_the_model_stays_as_the_change_left_it():
-    """Also where the recomputation raises an error."""
+    """A recomputation leaves the model as it was after the change, even if it raises an error."""
     model = enabled(two_adapters(), "full")
     losses = [loss_of(model)]
     model.set_adapter("critic")
@@ -140,7 +140,7 @@ def test_a_graph_that_is_kept_runs_again_from_the_same_buffers():
 
 
 def test_a_buffer_that_begins_to_change():
-    """Its forward is refused, because nothing is left to run it again from; the next one is as it should be."""
+    """If a buffer starts to change, that forward's backward is refused; later steps are correct."""
     make = functools.partial(with_modules, PowerNorm)
     plain, ours = make(), enabled(make(), "full")
     rate = [1.0]
@@ -173,7 +173,7 @@ def test_nothing_is_compared_where_parameters_come_and_go():
     model = enabled(plain_model(), "full")
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            vars(module)["_hf_hook"] = None  # as accelerate marks what it moves
+            vars(module)["_hf_hook"] = None  # accelerate's mark on modules that it moves
     loss = loss_of(model)
     given_other_values(model)
     with contextlib.suppress(RuntimeError):
@@ -182,7 +182,7 @@ def test_nothing_is_compared_where_parameters_come_and_go():
 
 
 def test_counts_of_deepspeed_go_on():
-    """It counts on modules what its hooks see, in a recomputation, too; they are neither compared nor put back."""
+    """DeepSpeed's counters on modules also count recomputations; they are neither compared nor restored."""
     model = enabled(plain_model(), "full")
     inner = model.model.layers[0].self_attn
     inner.applied_pre_backward_ref_cnt = 0
@@ -192,6 +192,6 @@ def test_counts_of_deepspeed_go_on():
 
     inner.register_forward_hook(count)
     loss = loss_of(model)
-    model.eval()  # so that something is put back
+    model.eval()  # so that some state is restored
     loss.backward()
     assert inner.applied_pre_backward_ref_cnt == 2

@@ -1,4 +1,4 @@
-"""Losses that the chunked head computes a chunk at a time; other uses of its logits, which are computed or refused."""
+"""Losses that the chunked head computes in chunks, and other uses of its logits, which are computed or refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hf_ckpt.errors import HfCkptError
 
 
 def _selected_by_rows(logits):
-    """The same logarithms as `selected`, row by row, as TRL computes them in 16 bits."""
+    """The log probabilities of `selected`, row by row, as TRL computes them in 16 bits."""
     found = []
     for row, labels in zip(logits, labels_for(ignored=0.0), strict=True):
         found.append(functional.log_softmax(row, dim=-1).gather(dim=-1, index=labels.unsqueeze(-1)).squeeze(-1))
@@ -77,8 +77,10 @@ def test_losses_stay_in_chunks(name, whole):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_in_16_bits_are_hardly_worse(name, whole):
-    """The weight's gradient is rounded once a chunk and once in all, and so is what each row gives by itself: where
-    plain heads round nothing but that gradient, that is up to sqrt(2) of their error. So few values need several draws.
+    """Errors in 16 bits are at most 1.5 times those of a plain head.
+
+    The weight's gradient is rounded for each chunk and again for the sum; a plain head rounds it only once. That is up
+    to sqrt(2) times its error. Several draws make up for the small number of values.
     """
     gaps = []
     for seed in range(8):
@@ -93,7 +95,7 @@ def test_losses_in_16_bits_are_hardly_worse(name, whole):
 
 
 def test_float16_gradients_fit_as_well_as_plain_ones(whole):
-    """Gradients are of the scaled loss: else those of many like tokens overflow, and those of rare words vanish."""
+    """Gradients include the loss scale: otherwise frequent tokens would overflow and rare ones vanish."""
     head, hidden = toy(torch.float16, tokens=(4, 64))
     hidden = (500 * hidden.detach()).requires_grad_()
     labels = torch.zeros(256, dtype=torch.long)
@@ -111,7 +113,7 @@ def test_float16_gradients_fit_as_well_as_plain_ones(whole):
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_no_label_at_all(reduction, trains, whole):
-    """Where no token has a label, plain heads give a mean of 0 / 0, and gradients that are all zero."""
+    """If no token has a label, the mean is 0 / 0 and all gradients are zero, as with a plain head."""
     head, hidden = toy()
     head.requires_grad_(trains)
     labels = labels_for(ignored=1.1).view(-1)
@@ -152,7 +154,7 @@ def test_any_sizes(chunk, tokens, ignored, reduction, bias):
 
 
 class Shared(nn.Module):
-    """A head for two of whose parameters autograd gives one and the same gradient."""
+    """A head in which two parameters get the same gradient tensor from autograd."""
 
     def __init__(self):
         super().__init__()
@@ -168,7 +170,7 @@ def test_gradients_that_share_memory_are_summed_apart(whole):
 
 
 def test_nothing_to_train(whole):
-    """A frozen head on frozen hidden states gives the loss, and a loss without a graph."""
+    """A frozen head on frozen hidden states gives the right loss, without a graph."""
     for head in (nn.Linear(HIDDEN, WORDS), Shared()):
         head, hidden = toy(head=head.requires_grad_(False))
         loss = loss_of()(lazy(head, hidden.detach()))
@@ -178,10 +180,10 @@ def test_nothing_to_train(whole):
 
 
 def test_a_reparametrised_head_is_run_whole():
-    """The weight of such a head is a result of autograd itself, whose graph cannot be gone through for each chunk."""
+    """A reparametrised head runs as a whole: its weight has a graph, which each chunk would have to go through."""
     head, hidden = toy()
     head = torch.nn.utils.weight_norm(head)
-    head(hidden)  # its hook makes the weight
+    head(hidden)  # its hook computes the weight
     assert type(chunked(head, head.forward, hidden, 4)) is torch.Tensor
 
 
@@ -192,7 +194,7 @@ def test_how_many_tokens():
 
 
 def test_keywords(whole):
-    """Those that a rule has are its arguments; others are for torch to take or to refuse."""
+    """Keywords of a rule are passed to it; torch handles or refuses all others."""
     head, hidden = toy()
     parts = torch.split(lazy(head, hidden), split_size_or_sections=6, dim=1)
     assert [part.shape for part in parts] == [(3, 6, WORDS), (3, 1, WORDS)]
@@ -248,7 +250,7 @@ USES = {
 @pytest.mark.compat
 @pytest.mark.parametrize("name", USES)
 def test_other_uses_get_plain_logits(name, whole, caplog):
-    """They are computed as a whole, once, and that is said once."""
+    """For other uses, logits are computed as a whole, once, and hf_ckpt says so once."""
     same_toys(USES[name], whole, computed=1)
     said = [record.args[0] for record in caplog.records if "the chunked head does not compute" in record.message]
     assert said
@@ -277,7 +279,7 @@ def test_what_is_known_needs_no_values(whole):
 
 
 def test_logits_without_a_graph(whole):
-    """What is computed from detached logits, or from those made under `no_grad`, has no gradient."""
+    """Results of detached logits, and of logits computed under `no_grad`, have no gradient."""
     head, hidden = toy()
     logits = lazy(head, hidden)
     with torch.no_grad():
@@ -297,7 +299,7 @@ def test_logits_without_a_graph(whole):
 
 
 def test_gradients_for_what_is_asked_for(whole):
-    """Several times, scaled, of one input only, or from gradients of the logits given by hand."""
+    """Gradients are right if computed repeatedly, scaled, for one input only, or from given gradients of the logits."""
     head, hidden = toy()
     for work in (loss_of(), selected):
         expected = differentiate(work, nn.Module.__call__, head, hidden)
@@ -366,7 +368,7 @@ def _change_below_autograd(logits):
     ],
 )
 def test_what_cannot_be_followed_is_refused(work, says):
-    """Logits in chunks would give other values than plain ones there, so they raise an error."""
+    """Uses that would give other values with chunks than with plain logits raise an error."""
     head, hidden = toy()
     with pytest.raises(HfCkptError, match=says):
         work(lazy(head, hidden))
@@ -379,7 +381,7 @@ def test_logits_after_the_optimizers_step_are_refused(optimizer):
     logits, kept = lazy(head, hidden), lazy(head, hidden)
     kept.exp()
     loss_of()(logits).backward()
-    after = logits.softmax(-1)  # after backward they are still those of this forward
+    after = logits.softmax(-1)  # still this forward's logits after backward
     torch.testing.assert_close(after, head(hidden).softmax(-1))
     late = lazy(head, hidden)
     optimizer(head.parameters(), lr=0.1).step()

@@ -1,4 +1,4 @@
-"""The chunked head on models and in training loops: gradients of the plain head but for rounding, less memory."""
+"""The chunked head in models and training loops: gradients of the plain head up to rounding, with less memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("unwatched")
 
 
 def both(name, how="all", dtype=torch.float32, autocast=None, **keys):
-    """What a plain head gives, what one in chunks gives, and the model in float32; no logits were made as a whole."""
+    """Gradients of a plain and a chunked head, and the model in float32; checks that logits stay chunked."""
     plain = adapted(MODELS[name](dtype, **keys), how)
     ours = on(adapted(MODELS[name](dtype, **keys), how))
     batch = batch_of(name)
@@ -108,7 +108,7 @@ def test_only_tokens_with_a_label_are_computed(name, monkeypatch):
 
 @pytest.mark.compat
 def test_logits_that_the_user_keeps():
-    """Logits that are kept can be used after the backward, and be saved."""
+    """Stored logits can be used after the backward, and saved."""
     plain, ours = (tiny_model("llama", layers=1) for _ in range(2))
     on(ours)
     expected, got = (trained(model, batch_of("llama"))[1] for model in (plain, ours))
@@ -141,7 +141,7 @@ def test_what_was_put_on_comes_off(take_off):
     model = tiny_model("llama", layers=1)
     before = dict(vars(model.lm_head))
     on(model)
-    enable(model)  # twice
+    enable(model)  # a second time
     step(model, batch_of("llama"))
     assert vars(model.lm_head).keys() - before.keys() == {"forward"}
     assert calls(model) == 1
@@ -152,7 +152,7 @@ def test_what_was_put_on_comes_off(take_off):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_adapters_around_the_head_after_enabling(again):
-    """After adapters came, only the head's base layer is in chunks, so logits are computed; enabling again helps."""
+    """Adapters added later leave only the head's base layer chunked, so logits are computed; enabling again helps."""
     plain, ours = (tiny_model("llama", layers=1) for _ in range(2))
     plain, ours = adapted(plain, "lora"), adapted(on(ours), "lora")
     if again:
@@ -179,7 +179,7 @@ def test_compiled_models_have_a_plain_head(dynamo):
     assert_near(expected, got)
 
 
-# --- where the head stays plain ---------------------------------------------------------------------------------------
+# --- when the head stays plain ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.compat
@@ -239,7 +239,7 @@ def test_plain_with_the_reason_said_once(make, caplog):
 
 
 def test_a_head_that_nobody_calls_is_said_once(caplog):
-    """A loss may be computed from the head's weight, as in TRL. A forward that fails before the head does not count."""
+    """A warning says once if the head is never called, as with TRL, whose loss uses its weight."""
     model = on(tiny_model("llama", layers=1))
     batch = batch_of("llama")
 
@@ -283,7 +283,7 @@ def test_one_chunk_is_the_plain_head():
 
 
 class Watched(Trainer):
-    """A Trainer that notes the logits which the model returned."""
+    """A Trainer that records the logits returned by the model."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **keys):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **keys)
@@ -295,12 +295,12 @@ class Watched(Trainer):
 @pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}], ids=["plain", "smoothed"])
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_trainer(name, options, tmp_path, whole):
-    """Losses are divided by `num_items_in_batch` over two micro-batches with unequal numbers of labels, or smoothed."""
+    """Chunks fit the Trainer, which divides losses by `num_items_in_batch`, or smooths labels."""
     batch = tiny_batch(name, batch=12, tokens=32)
     generator = torch.Generator().manual_seed(1)
     batch["labels"][torch.rand(batch["labels"].shape, generator=generator) < 0.4] = -100
     if name == "t5":
-        batch["decoder_input_ids"] = batch["labels"].clamp(min=0)  # smoothing takes the labels away
+        batch["decoder_input_ids"] = batch["labels"].clamp(min=0)  # smoothing removes the labels
     rows = [{key: value[index] for key, value in batch.items()} for index in range(12)]
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
@@ -356,7 +356,7 @@ def test_ddp(options, whole):
 
 
 def test_a_copy_of_data_parallel_uses_its_own_weights(whole):
-    """Another device's head must not run here: gradients reach the original through the copy."""
+    """A replica for another device uses its own weights, and gradients reach the original through it."""
     found = []
     for plan in (None, CHUNK):
         model = tiny_model("llama", layers=1)
@@ -366,7 +366,7 @@ def test_a_copy_of_data_parallel_uses_its_own_weights(whole):
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert found[0]["lm_head.weight"].abs().max() > 0
     assert calls(model) == 0
-    model(**batch_of("llama"), use_cache=False).loss.backward()  # the original still runs in chunks
+    model(**batch_of("llama"), use_cache=False).loss.backward()  # the original still uses chunks
     assert calls(model) == 1
     assert not whole
 
@@ -375,7 +375,7 @@ def test_a_copy_of_data_parallel_uses_its_own_weights(whole):
 
 
 def peak_of(head, hidden, labels, make, **holders):
-    """The most bytes alive during forward, loss and backward, above those that were alive before."""
+    """Peak bytes during forward, loss and backward, above the bytes before."""
     with LiveBytes(head, {"hidden": hidden, "labels": labels}) as live:
         logits = make(head, hidden * 1)
         functional.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels).backward()
@@ -389,7 +389,7 @@ def peak_of(head, hidden, labels, make, **holders):
     ids=["float32", "float32, frozen", "bfloat16, frozen"],
 )
 def test_the_peak_falls(dtype, tokens, size, trained, least, whole):
-    """The peak falls by `least` times where `auto` takes 256 tokens at a time, as it does here."""
+    """With `auto`, here 256 tokens per chunk, the peak falls by at least the factor `least`."""
     torch.manual_seed(0)
     head = nn.Linear(size, 32000, bias=False).to(dtype).requires_grad_(trained)
     hidden = torch.randn(1, tokens, size, dtype=dtype, requires_grad=True)
@@ -404,7 +404,7 @@ def test_the_peak_falls(dtype, tokens, size, trained, least, whole):
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["plain", "autocast"])
 def test_nothing_stays_alive(autocast, whole):
-    """Gradients, which are computed before the backward, go with the loss, also while the garbage collector is off."""
+    """Gradients are computed before the backward, but freed with the loss, even with the garbage collector off."""
     head, hidden = toy(tokens=(4, 256))
     labels = labels_for((4, 256)).view(-1)
     gc.collect()

@@ -1,7 +1,7 @@
-"""What blocks change in place: the gradients of no checkpointing, or an error that names the block; never other ones.
+"""Blocks that work in place: gradients equal those without checkpointing, or an error names the block.
 
-`selective` trusts the blocks of known models. Of others it tries what it would drop in a first forward, and falls back
-to recomputing the block where that fails.
+`selective` trusts the blocks of known models. For others it tries in a first forward to rebuild what it would drop,
+and recomputes the whole block if that fails.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ SAC = {"policy": "selective", "engine": "sac"}
 
 
 def planned(work, spec, dtype=torch.float32):
-    """A model of such blocks, with a plan enabled."""
+    """A model of blocks that run `work`, with a plan enabled."""
     model = working(work, dtype)
     hf_ckpt.install(model, spec)
     enable(model)
     return model
 
 
-# --- code that is not known -------------------------------------------------------------------------------------------
+# --- unknown code -----------------------------------------------------------------------------------------------------
 
-# What a block does -> whether `selective` finds that it cannot rebuild, (float32, bfloat16); None: autograd refuses it.
+# What a block does -> whether `selective` falls back to recomputing it, in (float32, bfloat16); None if autograd
+# refuses it.
 WORKING_IN_PLACE = {
     unknown.adds_to_its_input: (False, False),
     unknown.scales_its_input: (False, False),
@@ -74,7 +75,7 @@ CASES = [
 
 @pytest.mark.parametrize(("work", "dtype", "falls_back"), CASES)
 def test_what_trains_without_checkpointing_trains_with_it(work, dtype, falls_back, caplog):
-    """In-place operations inside a block: other gradients in silence, or an error that names nothing."""
+    """Blocks that work in place train as without checkpointing, and do not get silently different gradients."""
     if falls_back is None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             steps_of(working(work, dtype))
@@ -90,7 +91,7 @@ def test_what_trains_without_checkpointing_trains_with_it(work, dtype, falls_bac
             assert set(hf_ckpt.describe(model).recomputed.values()) == {3}
             assert not said
         elif falls_back:
-            assert [region.recomputed for region in regions(model)] == [2] * 3  # whole, from the second step on
+            assert [region.recomputed for region in regions(model)] == [2] * 3  # as a whole, from the second step on
             assert [message.split("'")[1] for message in said] == ["layers.0", "layers.1", "layers.2"]
             assert hf_ckpt.describe(model).dropped == {}
         else:
@@ -123,7 +124,7 @@ def test_the_warning_names_block_and_operation(caplog):
     ids=["products", "dropout", "input"],
 )
 def test_a_trial_leaves_nothing_behind(work, spec):
-    """A first forward that looks closely holds no more, once its block has ended, than those after it."""
+    """Once its block has ended, the trial in the first forward holds no more memory than later forwards."""
     model = planned(work, spec)
     inputs, held = torch.randn(2, 8, 16), []
     for _ in range(3):
@@ -145,8 +146,8 @@ def test_a_trial_leaves_nothing_behind(work, spec):
     ],
 )
 def test_what_cannot_be_helped_is_told_with_the_block(work, spec, operation):
-    """`one of the variables needed for gradient computation has been modified`, and no word of where."""
-    expected = steps_of(working(work), 1)  # it trains without
+    """In-place errors that cannot be avoided name the block and the operation, which autograd's message does not."""
+    expected = steps_of(working(work), 1)  # works without a plan
     model = planned(work, spec)
     with pytest.raises(InPlaceError, match=r"block 'layers\.[02]'.*was changed in place.*`full`") as raised:
         steps_of(model, 1)
@@ -156,7 +157,7 @@ def test_what_cannot_be_helped_is_told_with_the_block(work, spec, operation):
 
 
 def test_a_kept_result_that_is_changed_in_place_is_told_or_right():
-    """The result of a linear layer, which SAC keeps. torch 2.15 trains with that; earlier ones raise an error."""
+    """With torch 2.15, a linear layer's result that SAC keeps may change in place; before, that is an error."""
     expected = steps_of(working(unknown.relu_in_place), 1)
     model = planned(unknown.relu_in_place, SAC)
     if torch.__version__ < "2.15":
@@ -168,7 +169,7 @@ def test_a_kept_result_that_is_changed_in_place_is_told_or_right():
 
 
 def test_hidden_states_changed_behind_a_block_are_told():
-    """A block would be recomputed from what somebody has made of its input since."""
+    """Changing a block's input after its forward is an error: the recomputation would use the changed input."""
     region, hidden = FullRegion("block"), torch.ones(4, requires_grad=True) * 1
     output = region(torch.sin, hidden)
     hidden.add_(1.0)
@@ -189,7 +190,7 @@ def test_what_no_backward_needs_may_change_in_place():
 @pytest.mark.compat
 @pytest.mark.parametrize("work", [unknown.writes_data, unknown.clamps_without_a_graph])
 def test_under_the_users_hooks_nothing_can_be_proved(work):
-    """`selective` dropped what unknown blocks had changed behind autograd's back, where hooks hid that."""
+    """Gradients of unknown blocks are right even if the user's hooks hide changes behind autograd's back."""
     models = (working(work), planned(work, "selective"))
     found = []
     for model in models:
@@ -202,14 +203,14 @@ def test_under_the_users_hooks_nothing_can_be_proved(work):
 
 @pytest.mark.compat
 def test_what_is_changed_in_place_is_not_offloaded(lanes):
-    """What comes back from host memory would be what the block has made of its input."""
+    """A block's input that changes in place is not offloaded, because the changed values would come back."""
     expected = steps_of(working(unknown.adds_to_its_input))
     model = planned(unknown.adds_to_its_input, OFFLOAD)
     for one, other in zip(expected, steps_of(model), strict=True):
         assert_same(one, other)
     assert set(hf_ckpt.describe(model).recomputed.values()) == {3}
     assert not hf_ckpt.describe(model).moved
-    model = planned(unknown.writes_data, OFFLOAD)  # it leaves its input alone: from the second forward on that moves
+    model = planned(unknown.writes_data, OFFLOAD)  # keeps its input, so it moves from the second forward on
     steps_of(model, 1)
     assert not hf_ckpt.describe(model).moved
     steps_of(model, 1)
@@ -228,13 +229,13 @@ def test_memory_that_runs_out_in_a_trial_is_no_proof(monkeypatch):
     assert not any(region.failed for region in regions(model))
 
 
-# --- code that is known -----------------------------------------------------------------------------------------------
+# --- known code -------------------------------------------------------------------------------------------------------
 
 UNSEEN = {unknown.clamps_without_a_graph, unknown.writes_data, unknown.writes_data_of_a_norm}
-"""Changes behind autograd's back, which no known model makes, and which only a trial finds."""
+"""Changes behind autograd's back: no known model makes them, and only a trial finds them."""
 KNOWN = [work for work, found in WORKING_IN_PLACE.items() if None not in found and work not in UNSEEN]
 HARMLESS = {unknown.scales_its_input, unknown.relu_in_place, unknown.masks_scores, unknown.adds_rows}
-"""Changes that raise no error where the results of linear layers and of attention stay."""
+"""Changes that cause no error if results of linear layers and attention are kept."""
 CHANGES_ITS_INPUT = {unknown.adds_to_its_input, unknown.scales_its_input, unknown.drops_its_input}
 
 
@@ -249,7 +250,7 @@ REGIONS = {
 @pytest.mark.parametrize("kind", REGIONS)
 @pytest.mark.parametrize("work", KNOWN, ids=lambda work: work.__name__)
 def test_a_change_in_place_is_harmless_or_said(work, kind, lanes):
-    """What autograd accepts gives the same gradients here, or an error that names the block; never other gradients."""
+    """Changes that autograd accepts give the same gradients, or an error that names the block."""
     (block, *_) = working(work).layers
     hooked(block.norm)
     options = {"parameters": [*block.parameters()]}
@@ -272,10 +273,10 @@ def test_a_change_in_place_is_harmless_or_said(work, kind, lanes):
 
 
 def test_a_change_in_place_of_what_stays_is_found():
-    """Autograd's own check does not see tensors that hooks hold."""
+    """Changing a kept tensor in place is found, although autograd does not check tensors held by hooks."""
 
     def block(x):
-        middle = torch.cumprod(x, -1)  # has no row
+        middle = torch.cumprod(x, -1)  # cannot be rebuilt
         known = functional.silu(middle)  # saves `middle`
         out = known * known
         with torch.no_grad():
@@ -288,7 +289,7 @@ def test_a_change_in_place_of_what_stays_is_found():
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_a_norm_whose_parameter_is_changed_before_backward_is_said(name):
-    """An optimizer may step between forward and backward. Autograd itself refuses it for the weight only."""
+    """Changing a norm's weight or bias before backward is an error; autograd checks only the weight."""
     norm = hooked(nn.LayerNorm(16))
 
     def block(x):
@@ -311,14 +312,14 @@ def written_to(module, args, output):
     return output
 
 
-def noisy(module, args, output):  # as NEFTune
+def noisy(module, args, output):  # as in NEFTune
     return output + torch.rand_like(output)
 
 
 @pytest.mark.parametrize("hook", [written_to, noisy])
 @each_family
 def test_embeddings_changed_by_a_hook(family, hook):
-    """Looking embeddings up again would undo what a hook makes of them."""
+    """Changes that a hook makes to embeddings are kept: looking embeddings up again would undo them."""
 
     def run(model):
         model.get_input_embeddings().register_forward_hook(hook)
@@ -328,7 +329,7 @@ def test_embeddings_changed_by_a_hook(family, hook):
 
 
 def test_an_output_changed_before_it_is_handed_over():
-    """A block that ends in a norm and changes its result without a graph: the next block must not undo that."""
+    """If a hook changes the result of a block's last norm without a graph, the next block does not undo that."""
 
     def run(model):
         for block in model.bert.encoder.layer:

@@ -1,4 +1,4 @@
-"""Masks of dropout stay as bits: which ones, how many, at what size, and with the same gradients."""
+"""Dropout masks are stored as bits: which tensors, how many, their size, and equal gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 DTYPES = (torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.float64)
-ELEMENTS = 2 * 8 * 16  # of the input of a toy
+ELEMENTS = 2 * 8 * 16  # of a toy's input
 
 
 def unpacked(mask):
@@ -32,7 +32,7 @@ def unpacked(mask):
 
 @pytest.fixture
 def counts(monkeypatch):
-    """How often masks were packed and unpacked."""
+    """Number of masks packed and unpacked."""
     counts = {"packed": 0, "unpacked": 0}
 
     def counted(name, function):
@@ -53,7 +53,7 @@ def counts(monkeypatch):
 @pytest.mark.compat
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_mask_comes_back_from_its_bits(dtype):
-    """All patterns of eight elements, and every number of elements up to three bytes of bits."""
+    """Masks survive packing: all patterns of eight elements, and every number of elements up to three bytes."""
     patterns = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1
     torch.manual_seed(0)
     for mask in (patterns, patterns.t(), *(torch.rand(1, count) < 0.8 for count in range(1, 25))):
@@ -68,7 +68,7 @@ def test_a_mask_comes_back_from_its_bits(dtype):
 
 
 def test_a_part_of_a_mask_is_not_packed():
-    """Its elements do not lie side by side, and to drop it would free nothing."""
+    """A slice of a mask is not packed: its elements are not contiguous, and dropping it would free nothing."""
     mask = torch.ones(4, 8, dtype=torch.bool)
     assert masks.can_pack(mask)
     assert masks.can_pack(mask.t())
@@ -77,7 +77,7 @@ def test_a_part_of_a_mask_is_not_packed():
 
 @pytest.mark.parametrize("scale", [float("inf"), 0.0])
 def test_a_mask_whose_scale_is_no_plain_number(scale):
-    """1 / (1 - p) can be too large for float16, and a mask can drop everything."""
+    """Masks with an unusual scale survive: 1 / (1 - p) can overflow float16, and a mask can drop everything."""
     mask = torch.tensor([0.0, scale, scale], dtype=torch.float16)
     assert torch.equal(unpacked(mask), mask)
 
@@ -97,7 +97,7 @@ DROPOUT = nn.Dropout(0.3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", DROPOUTS)
 def test_a_mask_stays_as_bits(name, dtype, counts):
-    """The mask serves the product that saves it, and makes the dropout's result again; it is unpacked once for both."""
+    """One mask serves the product that saves it and rebuilds the dropout's result; it is unpacked once for both."""
     region = same_toys(lambda x: DROPOUTS[name](x) * SCALE, dtype=dtype)
     assert counts == {"packed": 1, "unpacked": 1}
     assert region.dropped[MASK] == ELEMENTS * dtype.itemsize
@@ -105,21 +105,21 @@ def test_a_mask_stays_as_bits(name, dtype, counts):
 
 
 def _noise_behind_a_softmax(x, call):
-    """Numbers of a block's own, of the shape of a softmax, and changed in place as often as a mask."""
+    """The block's own noise, with the shape of a softmax, changed in place as often as a mask."""
     q = (functional.silu(x) * 0.5).view(2, 8, 4, 4).transpose(1, 2)
     noise = torch.empty(2, 4, 8, 8).uniform_(0.5, 1.0).mul_(2.0)
     return functional.silu(call(q @ q.transpose(-1, -2), noise))
 
 
 def _by_one_call(y, noise):
-    """One instruction of Python, as one call of torch's attention is: only the numbers tell that this is no mask."""
+    """Run softmax and product from one Python instruction, like torch's attention: only values tell them apart."""
     for function, *rest in ((torch._safe_softmax, -1), (torch.mul, noise)):
         y = function(y, *rest)
     return y
 
 
 def _noise_on_attention(x):
-    """Attention without dropout, and then noise of a block's own."""
+    """Attention without dropout, followed by the block's own noise."""
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         found = _attention(x, attn_mask=torch.zeros(2, 1, 8, 8))
     return found * torch.empty_like(found).uniform_(0.5, 1.0).mul_(2.0)
@@ -131,7 +131,7 @@ NO_DROPOUTS = {
     "p 1": lambda x: functional.dropout(x * x, 1.0) + x,
     "eval": lambda x: functional.dropout(x * x, 0.3, training=False),
     "of channels": lambda x: functional.dropout2d((x * x).view(2, 2, 8, 8), 0.3).view(2, 8, 16),
-    # The same numbers, of another origin.
+    # The values of a mask, from another source.
     "noise of a block's own": lambda x: x * x * torch.empty_like(x).bernoulli_(0.7).div_(0.7),
     "behind a softmax": lambda x: _noise_behind_a_softmax(x, lambda y, noise: torch._safe_softmax(y, -1) * noise),
     "behind a softmax, by one call": lambda x: _noise_behind_a_softmax(x, _by_one_call),
@@ -164,7 +164,7 @@ def _attention(x, **options):
 @pytest.mark.compat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_mask_inside_attention_stays_as_bits(dtype, counts):
-    """On the CPU such attention is single operations, in float32."""
+    """On the CPU, attention with dropout is separate float32 operations; its mask is stored as bits."""
     region = same_toys(lambda x: _attention(x, dropout_p=0.4), dtype=dtype)
     assert counts == {"packed": 1, "unpacked": 1}
     assert region.dropped[MASK] == 2 * 4 * 8 * 8 * 4
@@ -182,7 +182,7 @@ def test_only_the_first_forward_compares_masks(monkeypatch):
 
 @pytest.mark.parametrize("p", [0.25, 1.0])
 def test_masks_of_truth_values_stay_as_bits(p, counts, monkeypatch):
-    """On CUDA dropout is one operation, with such a mask. Here that operation has to be called by itself."""
+    """On CUDA, dropout is one operation with a boolean mask; here the test calls that operation directly."""
     monkeypatch.setattr(compat, "input_of_dropout", lambda: torch.empty(0))
     region = same_toys(lambda x: (torch.native_dropout(x * x, p, True)[0] + x) * SCALE, dtype=torch.bfloat16)
     assert counts["packed"] == 1
@@ -191,12 +191,12 @@ def test_masks_of_truth_values_stay_as_bits(p, counts, monkeypatch):
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
-# Dropouts of one block; a T5 has blocks of the encoder, and of the decoder, which attend twice.
+# Dropouts per block; T5's decoder blocks have a second attention.
 IN_BLOCK = {"llama": 1, "gpt2": 3, "bert": 3, "t5": 5}
 
 
 def masks_of(model):
-    """How many masks the last forward packed, by the bytes that they stay in, where all of one kind are of one size."""
+    """Bytes of the packed masks of each block in the last forward."""
     return {name: region.kept.get(MASKS, 0) for name, region in installation(model).regions.items()}
 
 
@@ -227,7 +227,7 @@ def test_adapters_keep_their_masks_as_bits(family, hub, counts):
     plain, ours = (with_lora(tiny_model(family, layers=2, dtype=torch.bfloat16), family, hub=hub) for _ in range(2))
     hf_ckpt.install(ours, SELECTIVE)
     enable(ours)
-    graphed = []  # a dropout of what needs no gradient, as in the first block, saves no mask
+    graphed = []  # a dropout whose input needs no gradient, as in the first block, saves no mask
     inside = (module for block in find_blocks(ours).modules.values() for module in block.modules())
     for module in inside:
         if isinstance(module, nn.Dropout) and module.p:
@@ -238,7 +238,7 @@ def test_adapters_keep_their_masks_as_bits(family, hub, counts):
 
 @each_family
 def test_the_peak_is_not_raised(family, monkeypatch):
-    """Packing takes memory for a moment, and so does unpacking: less than the masks took all the time."""
+    """Packing masks lowers the peak, although packing and unpacking take memory for a moment."""
     peaks = {}
     for way in ("bits", "whole"):
         if way == "whole":

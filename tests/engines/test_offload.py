@@ -1,4 +1,4 @@
-"""Offloading block by block: what leaves the device, when it comes back, how many bytes that are; users around it."""
+"""Offloading block by block: what leaves the device, when it returns, how many bytes, and unusual uses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hf_ckpt.models.tiny import tiny_batch, tiny_model
 @each_kind
 @each_family
 def test_steps_and_accumulation(family, spec, lanes):
-    """Buffers of host memory are used again in the next steps, and no more are taken."""
+    """Later steps reuse the buffers in host memory and allocate no more."""
     held = []
 
     def run(model):
@@ -61,7 +61,7 @@ FIRST = {"llama": "input_layernorm", "gpt2": "ln_1", "bert": "attention.self.que
 
 
 def at_start_of_blocks(model, family, note):
-    """Call `note` with a block's number when its first module runs: hooks of the block itself may not run again."""
+    """Call `note` with a block's number when its first module runs; hooks of the block itself may not run again."""
     for number, block in enumerate(find_blocks(model).modules.values()):
         first = block.get_submodule(FIRST[family])
         first.register_forward_pre_hook(lambda *_, number=number: note(number))
@@ -69,8 +69,10 @@ def at_start_of_blocks(model, family, note):
 
 @each_family
 def test_hidden_states_leave_the_device(family):
-    """Against `full` all of them but the last of each stack; and when a block is recomputed, its own and those of the
-    block before it are back."""
+    """Compared with `full`, all hidden states but each stack's last leave the device.
+
+    When a block is recomputed, its hidden states and those of the block before it are back.
+    """
     stays, recomputing = [], []
     batch = tiny_batch(family, tokens=64)
     with lanes_of(Eager):
@@ -86,8 +88,8 @@ def test_hidden_states_leave_the_device(family):
                 recomputing[-1].clear()
                 outputs.loss.backward()
     hidden = 4 * HIDDEN
-    away = [5, 3, 2, 1, 0, 0]  # of 5 that are moved; the block whose hidden states are not is recomputed first
-    if family == "t5":  # its decoder has half of the tokens
+    away = [5, 3, 2, 1, 0, 0]  # of 5 that are moved; the block whose hidden states stay is recomputed first
+    if family == "t5":  # its decoder has half as many tokens
         assert stays[0] - stays[1] == 5 * hidden + 5 * hidden // 2
         away = [5 + 5 / 2, 5 + 3 / 2, 5 + 2 / 2, 5 + 1 / 2, 5, 4, 4, 3, 2, 1, 0, 0]
     else:
@@ -96,7 +98,7 @@ def test_hidden_states_leave_the_device(family):
 
 
 def test_a_copy_back_begins_one_block_ahead(lanes):
-    """Hidden states begin to come back before the block above is recomputed; the first ones when they are needed."""
+    """Hidden states start coming back before the next block up is recomputed; the first ones when they are needed."""
     model = ours(layers=5)
     at_start_of_blocks(model, "llama", lambda number: lanes[0].log.append(number))
     loss = model(**tiny_batch("llama")).loss
@@ -108,7 +110,7 @@ def test_a_copy_back_begins_one_block_ahead(lanes):
 
 
 def test_what_selective_keeps_is_moved_once(lanes):
-    """The block's input and its results are moved, and nothing else that it was given."""
+    """Only the block's input and its saved results are moved, not its other arguments."""
     weight, mask = torch.randn(4, 4, requires_grad=True), torch.randn(8, 4) * 1
     pool = Mover()
 
@@ -129,7 +131,7 @@ def test_what_selective_keeps_is_moved_once(lanes):
 
 
 def test_copies_of_results_are_waited_for_one_block_later(lanes):
-    """Copies are waited for at the end of the next block or of the stack; a result changed before that is an error."""
+    """Copies end with the next block or the stack; changing a result before its copy ends is an error."""
     pool = Mover()
     regions = [RebuildRegion(name, save=("linear", "attention"), mover=pool) for name in ("one", "two")]
     weights = [torch.randn(4, 4, requires_grad=True) for _ in regions]
@@ -145,7 +147,7 @@ def test_copies_of_results_are_waited_for_one_block_later(lanes):
     lanes[0].log.clear()
     pool.end_of_block(None)
     out, ended = run()
-    assert all(ended)  # the copies of the block that has just ended are under way, and no others
+    assert all(ended)  # only copies of the block that has just ended are in progress
     assert ended[1] <= ended[0] + 1
     pool.end_of_block(None)
     assert not lanes[0].queue
@@ -161,15 +163,15 @@ def test_copies_of_results_are_waited_for_one_block_later(lanes):
 
 
 def test_views_share_a_copy(lanes):
-    """Views of one tensor share its copy until the last of them is there again; another backward copies anew."""
+    """Views of a tensor share one copy until the last of them is back; another backward copies again."""
     lane, pool = Delayed(), Mover()
     x = torch.linspace(-1, 1, 32).view(8, 4).requires_grad_() * 1
     group = Group(pool, "block", lane, x)
     y = x * 2
-    cast = nn.Parameter(torch.ones(8, 4)).to(torch.bfloat16)  # autocast lends it to all
+    cast = nn.Parameter(torch.ones(8, 4)).to(torch.bfloat16)  # autocast shares it between blocks
     tensors = [y, y[1:3], y.t(), y[:, 2], x, y.view(torch.int32), cast, y > 0]
     packed = [group.pack(tensor) for tensor in tensors]
-    for left, tensor in zip(packed[5:], tensors[5:], strict=True):  # as it is, but without the graph that made it
+    for left, tensor in zip(packed[5:], tensors[5:], strict=True):  # unchanged, but without its graph
         assert left.tensor.data_ptr() == tensor.data_ptr()
         assert left.tensor.grad_fn is None
     expected = [tensor.clone() for tensor in tensors]
@@ -190,12 +192,12 @@ def test_views_share_a_copy(lanes):
         changed.close()
 
 
-# --- hidden states of all kinds ---------------------------------------------------------------------------------------
+# --- kinds of hidden states -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [lambda x: x.transpose(0, 1), lambda x: x[:, :, :4], lambda x: x[:1].expand(3, 6, 8)])
 def test_hidden_states_that_are_not_contiguous(make, lanes):
-    """Hidden states come back with their strides; those that do not lie dense stay on the device."""
+    """Hidden states come back with their strides; those with gaps or overlaps stay on the device."""
     x = torch.randn(5, 6, 8, requires_grad=True)
     weight = torch.randn(8, 8)
     expected = torch.autograd.grad((make(x * 1).matmul(weight[: make(x).shape[-1]]).sin() ** 2).sum(), x)[0]
@@ -213,7 +215,7 @@ def test_hidden_states_that_are_not_contiguous(make, lanes):
 
 
 def test_what_would_stay_anyway_is_not_moved(lanes):
-    """Leaves, views of leaves, integers, empty tensors and subclasses stay, and no lane is made for them."""
+    """Leaves, their views, integers, empty tensors and subclasses stay on the device, without a lane."""
     weight = nn.Parameter(torch.randn(4))
     for hidden in (
         weight,
@@ -230,7 +232,7 @@ def test_what_would_stay_anyway_is_not_moved(lanes):
 
 
 def test_frozen_blocks_below_the_first_that_trains(lanes):
-    """Backward needs nothing of frozen blocks, so after the first forward they move nothing until they are unfrozen."""
+    """Backward needs no input of frozen blocks below the first trained one, so they move only in the first forward."""
 
     def frozen(model, frozen=True):
         for part in (model.model.embed_tokens, *model.model.layers[:3]):
@@ -249,11 +251,11 @@ def test_frozen_blocks_below_the_first_that_trains(lanes):
     assert list(moved(model)) == names
 
 
-# --- what users do around it ----------------------------------------------------------------------------------------
+# --- unusual uses ---------------------------------------------------------------------------------------------------
 
 
 def test_two_threads_in_one_graph(lanes):
-    """Two backwards through one graph may share hidden states that came back; none are let go too early."""
+    """Several backwards through one graph may share hidden states that came back; none are freed too early."""
     blocks = [OffloadRegion(str(number), mover) for mover in [Mover()] for number in range(6)]
     x = torch.randn(4, 8, requires_grad=True)
     out = functools.reduce(lambda hidden, block: block(torch.sin, hidden), blocks, x * 1)
@@ -271,7 +273,7 @@ def test_two_threads_in_one_graph(lanes):
 
 @each_kind
 def test_blocks_that_are_left_out(spec, lanes):
-    """As LayerDrop leaves blocks out: copies come back in order, whichever blocks did not run."""
+    """If blocks are left out, as by LayerDrop, copies still come back in order."""
 
     def run(model):
         layers = list(model.model.layers)

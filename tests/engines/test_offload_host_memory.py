@@ -1,4 +1,4 @@
-"""Host memory that blocks are moved to, its budget, and the order of copies on a stream of the device."""
+"""Host memory for offloading and its budget, and the order of copies on a device's stream."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_host_budget_counts_powers_of_two(tokens, buffer, lanes, caplog):
 
 
 def test_longer_batches_get_buffers_of_their_own(lanes):
-    """A budget that shorter batches have used up serves longer ones too, and the other way round."""
+    """Longer batches can use a budget that shorter ones have filled, and the other way round."""
     model = ours(spec={**OFFLOAD, "host_budget": "24KiB"})
     counts = []
     for tokens in (8, 16, 32, 16, 8, 32):
@@ -59,20 +59,20 @@ def test_pools_of_a_mover():
     assert pool.take(lane, 10) is None
     small = pool.take(lane, 8)
     pool.give(lane, small)
-    assert pool.take(other, 8) is None  # copies of the other lane may still read from it
+    assert pool.take(other, 8) is None  # copies of the other lane may still read it
     assert pool.take(lane, 7) is small
     pool = Mover(limit_bytes=64, make_lane=Delayed)
     buffers = [pool.take(lane, 16) for _ in range(4)]
     for buffer in buffers[:3]:
         pool.give(lane, buffer)
-    assert pool.take(lane, 3) is not None  # in one that is larger than needed
+    assert pool.take(lane, 3) is not None  # in a larger buffer
     assert pool.take(lane, 32) is None  # while others are in use
     pool.give(lane, buffers[3])
     assert pool.held_bytes == 64
 
 
 def test_what_comes_back_has_the_bits_it_left_with():
-    """float32 is rounded in silence, through a pool of bfloat16 buffers."""
+    """Tensors of every dtype come back bit-equal, although they share one buffer."""
     lane, pool = Delayed(), Mover(make_lane=Delayed)
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float32):
@@ -81,17 +81,17 @@ def test_what_comes_back_has_the_bits_it_left_with():
         group = Group(pool, "block", lane, tensor)
         slot = group.send(tensor)
         group.close()
-        tensor.fill_(torch.nan)  # its memory is somebody else's now
+        tensor.fill_(torch.nan)  # its memory may be reused now
         found = slot.fetch()
         assert found.dtype is dtype
         assert torch.equal(found, expected)
         del slot, group
-    assert pool.held_bytes == 1024  # one buffer for all of them
+    assert pool.held_bytes == 1024  # one buffer for all
 
 
 @pytest.mark.compat
 def test_memory_that_cannot_be_pinned_and_is_rounded_up(lanes, monkeypatch, caplog):
-    """The driver has no more pinned pages; and 17 tokens take as much of it as 32."""
+    """Unpinned memory is used if pinning fails; buffers are rounded up, so 17 tokens need as much memory as 32."""
     empty, refused = torch.empty, []
 
     def refusing(*args, **keys):
@@ -110,7 +110,7 @@ def test_memory_that_cannot_be_pinned_and_is_rounded_up(lanes, monkeypatch, capl
             assert_same(step(tiny_model("llama"), batch), step(model, batch))
             assert list(moved(model).values()) == [hidden] * count
         assert mover(model).held_bytes == count * 8192
-    assert refused == [8192] * 3  # asked once a pool
+    assert refused == [8192] * 3  # once per pool
     (message,) = [text for text in said(caplog) if "cannot be pinned" in text]
     assert "CUDA error: out of memory" in message
     assert "unpinned memory is used" in message
@@ -139,7 +139,7 @@ def test_a_copy_that_fails_gives_its_buffer_back(lanes):
 
 @pytest.mark.parametrize("how", ["no room", "too small"])
 def test_what_finds_no_room_in_host_memory_is_freed(how, monkeypatch):
-    """What stays on the device is freed after a forward without a backward, as in an evaluation with gradients on."""
+    """Tensors that do not fit host memory are freed after a forward without a backward, as in evaluation."""
     least_bytes = host.LEAST_BYTES
     with lanes_of(Eager):
         if how == "too small":
@@ -157,7 +157,7 @@ def test_what_finds_no_room_in_host_memory_is_freed(how, monkeypatch):
     assert left <= CACHED_BYTES
 
 
-# --- order on a stream ------------------------------------------------------------------------------------------------
+# --- order of copies on a stream --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -188,12 +188,12 @@ def test_a_stream_lane_waits_where_it_must(device):
     made, copying = lane.back(host)
     assert device.log == BACK
     lane.wait(copying)
-    assert device.log[4:] == ["main waits for event 0"]  # and nothing that would keep the memory from being used again
+    assert device.log[4:] == ["main waits for event 0"]  # and nothing that would delay the reuse of its memory
     assert torch.equal(made, tensor)
 
 
 def test_a_stream_lane_under_another_stream(device):
-    """Memory that is used on another stream is guarded for it; a copy nobody waited for ends before it is let go."""
+    """A tensor used on another stream is recorded there; a copy nobody waited for ends before its memory is freed."""
     lane = StreamLane(torch.device("cpu"))
     _, copying = lane.back(torch.ones(3))
     device.log.clear()
@@ -206,7 +206,7 @@ def test_a_stream_lane_under_another_stream(device):
 
 
 def test_a_block_on_a_stream(device):
-    """A copy is waited for when its block ends, also by an error; a copy back that nobody used, when it is let go."""
+    """A block waits for its copy when it ends, also by an error; an unused copy back is waited for when it is freed."""
     mover = Mover(make_lane=lambda device: StreamLane(device))
     first, second = OffloadRegion("0", mover), OffloadRegion("1", mover)
     x = torch.randn(4, 4, requires_grad=True) * 1
@@ -215,7 +215,7 @@ def test_a_block_on_a_stream(device):
     waits = ["main waits for event 0", "main waits for event 1"]
     assert [entry for entry in device.log if entry.startswith("main waits")] == waits
     device.log.clear()
-    torch.autograd.grad(two.sum(), one)  # the first block's hidden states come back for nothing
+    torch.autograd.grad(two.sum(), one)  # the first block's hidden states come back unused
     assert device.log.count("copy_ on side") == 2
     assert [entry for entry in device.log if entry.startswith("main waits")] == waits[:1]
     del one, two

@@ -1,4 +1,4 @@
-"""Every row of `engines.rebuild.ops`: it is used, and it makes the very same bits."""
+"""Every row of `engines.rebuild.ops` is used, and rebuilds bit-equal results."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _qkv(x):
     return [x.view(2, 8, 4, 4).transpose(1, 2) * factor for factor in (1.0, 0.5, 2.0)]
 
 
-# Node, and perhaps a constant that its row must read -> a function whose product saves the node's result, which must
-# then be made again. `y` is saved by itself first.
+# Node, and sometimes a constant that its row must read -> a function whose product saves the node's result, which must
+# then be rebuilt. `y` is saved by itself first.
 TOYS = {
     "SiluBackward0": functional.silu,
     "GeluBackward0": lambda y: functional.gelu(y, approximate="tanh"),
@@ -110,7 +110,7 @@ TOYS = {
 }
 
 
-# Rows that are exercised elsewhere, or cannot be here.
+# Rows that other tests exercise.
 ELSEWHERE = {"EmbeddingBackward0"}
 
 
@@ -122,7 +122,7 @@ def test_every_row_that_was_seen_to_run_is_run():
         "ScaledDotProductFlashAttentionBackward0",
         "ScaledDotProductEfficientAttentionBackward0",
         "ScaledDotProductCudnnAttentionBackward0",
-    }  # CUDA only
+    }  # need CUDA
 
 
 OF_NUMBERS = ("MulBackward0: a number", "DivBackward0: a number", "CloneBackward0: then a product")
@@ -132,7 +132,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], i
 @each_dtype
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.compat] * (":" in name)) for name in TOYS])
 def test_a_row_makes_the_same_bits(name, dtype, monkeypatch):
-    """The result is saved by a product with a parameter, so it is made again by the row."""
+    """A product with a parameter saves the result, so the row must rebuild it."""
     if name in OF_NUMBERS and not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
         pytest.skip("this torch (2.8) does not tell whether a number lies behind saved-tensor hooks: results stay")
     used, node = [], name.partition(":")[0]
@@ -177,7 +177,7 @@ def test_an_embedding_is_looked_up_again():
 
 def test_an_embedding_that_may_be_elsewhere_is_kept():
     plain, model = plain_and_ours()
-    model.model.layers[0]._hf_hook = None  # as if something moved parameters in and out
+    model.model.layers[0]._hf_hook = None  # as if something moved parameters
     assert_same(step(plain, tiny_batch("llama")), step(model, tiny_batch("llama")))
     first = installation(model).regions["model.layers.0"]
     assert not first.reaches_back
@@ -186,7 +186,7 @@ def test_an_embedding_that_may_be_elsewhere_is_kept():
 
 @pytest.mark.parametrize("operands", [None, 2])
 def test_inputs_that_a_row_reads_itself_are_no_operands(operands, monkeypatch):
-    """Such as the bias of efficient attention, which is often not there."""
+    """Inputs that a row reads itself, such as the optional bias of efficient attention, do not count as operands."""
 
     def prepare(node, metadata):
         factor = node._saved_tensor2
@@ -227,7 +227,7 @@ VIEWS_OF_A_RESULT = {
 @pytest.mark.compat
 @pytest.mark.parametrize("name", VIEWS_OF_A_RESULT)
 def test_a_view_of_what_is_made_again(name):
-    """The result is saved before its view, which is then taken without walking the graph, or after it."""
+    """A view of a rebuilt result is right, whether the result or the view is saved first."""
 
     def first(x):
         y = functional.silu(x)

@@ -1,4 +1,4 @@
-"""Random state around blocks that run again, of Python and numpy, too; and CUDA graphs, in which it cannot be read."""
+"""Random state around recomputed blocks, including Python's and numpy's; and CUDA graphs, which forbid reading it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 @pytest.mark.parametrize("preserve", [True, False])
 def test_random_state_while_a_graph_is_captured(monkeypatch, preserve):
-    """The error came from deep inside the generator; here it names the block, where anything is preserved."""
+    """During graph capture, preserving random state is an error that names the block."""
     model = tiny_model("llama")
     expected = step(model, tiny_batch("llama"))
     hf_ckpt.install(model, {"preserve_rng_state": preserve})
@@ -35,7 +35,7 @@ def test_random_state_while_a_graph_is_captured(monkeypatch, preserve):
         with pytest.raises(GraphCaptureError, match=r"block 'model.layers.0' preserves random state"):
             step(model, tiny_batch("llama"))
         with torch.no_grad():
-            model(**tiny_batch("llama"))  # nothing is preserved where nothing is recomputed
+            model(**tiny_batch("llama"))  # nothing is recomputed, so nothing is preserved
 
 
 # --- Python's and numpy's ---------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ RUN_AGAIN = {
 
 
 def _seeded(run, *args):
-    """What `run` returns from fixed seeds, and a number of each generator after that."""
+    """What `run` returns with fixed seeds, and the next number of each generator."""
     random.seed(5)
     numpy.random.seed(5)
     return run(*args), random.random(), numpy.random.random(), random.gauss(0.0, 1.0), numpy.random.normal()
@@ -78,7 +78,7 @@ MOVES = {
 
 
 def test_every_draw_is_noticed_and_only_draws_are():
-    """Nothing is read from the generators where nothing was drawn: that would take longer than all else of `full`."""
+    """Every draw is noticed; without one, generators are not read: that takes longer than the rest of `full`."""
     bits, state = numpy.random.get_bit_generator(), random.getstate()
     random.seed(5)
     numpy.random.seed(5)
@@ -103,7 +103,7 @@ def test_every_draw_is_noticed_and_only_draws_are():
 @pytest.mark.parametrize("name", RUN_AGAIN)
 @pytest.mark.parametrize("draw", DRAWS)
 def test_a_block_draws_the_same_numbers_again(draw, name, lanes):
-    """They were others, and gradients wrong in silence. Later draws are those of a run without recomputation."""
+    """Recomputations repeat Python's and numpy's numbers, and later draws are as without recomputation."""
     if name == "torch's state is not kept" and draw == "sometimes":
         pytest.skip("draws from torch as well")
 

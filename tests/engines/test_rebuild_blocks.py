@@ -1,4 +1,4 @@
-"""What blocks are made of: modules, custom functions, adapters, frozen and compiled parts; ways of going backward."""
+"""Contents of blocks: modules, custom functions, adapters, frozen and compiled parts; and kinds of backward."""
 
 from __future__ import annotations
 
@@ -35,15 +35,17 @@ from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_linear_layers_with_a_frozen_bias_run_again(family):
-    """Autograd holds no frozen bias, so that nothing of the base model was run again under adapters. And FSDP2 runs a
-    block on gathered parameters, which are others than those that the model shows between steps."""
+    """Linear layers with a frozen bias are rebuilt under adapters, although autograd does not hold the bias.
+
+    FSDP2 runs a block on gathered parameters, which differ from those between steps, so the test replaces them.
+    """
     plain, model = (with_lora(tiny_model(family, attention="sdpa"), family, lora_dropout=0.0) for _ in range(2))
     hf_ckpt.install(model, {**SELECTIVE, "save": ["attention"]})
     enable(model)
     expected = step(plain, tiny_batch(family))
     for _ in range(2):
         assert_same(expected, step(model, tiny_batch(family)))
-        assert sum(hf_ckpt.describe(model).kept.values()) == 51200  # 169984 and 137216 where such layers are kept
+        assert sum(hf_ckpt.describe(model).kept.values()) == 51200  # 169984 and 137216 if such layers are kept
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if not parameter.requires_grad:
@@ -51,7 +53,7 @@ def test_linear_layers_with_a_frozen_bias_run_again(family):
 
 
 class Triple(torch.autograd.Function):
-    """Its context has an attribute of a name that leaves of the graph have, too."""
+    """Its context has an attribute whose name graph leaves use, too."""
 
     @staticmethod
     def forward(ctx, x):
@@ -64,7 +66,7 @@ class Triple(torch.autograd.Function):
 
 
 class Quantised(torch.autograd.Function):
-    """Like bitsandbytes: saves a weight of another type, and returns a gradient for the input only."""
+    """Like bitsandbytes, saves a weight of another dtype and returns a gradient for the input only."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -78,7 +80,7 @@ class Quantised(torch.autograd.Function):
 
 
 class FusedNorm(torch.autograd.Function):
-    """Like Liger's: a norm of its own, with its statistics saved."""
+    """Like Liger's norms, saves its own statistics."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -95,13 +97,13 @@ class FusedNorm(torch.autograd.Function):
 
 
 class Quantised4(nn.Parameter):
-    """Parameters of a class of their own, as those of bitsandbytes are."""
+    """A parameter subclass, as in bitsandbytes."""
 
 
 NORM, CODES = Norm(), torch.arange(256, dtype=torch.int8).view(16, 16)
 
 
-def under_no_grad(x):  # as a router or a target may look at it
+def under_no_grad(x):  # as in a router or target
     with torch.no_grad():
         seen = NORM(x)
     return x * seen * SCALE
@@ -112,7 +114,7 @@ def norm_three_times(x):
     return functional.silu(NORM(x)) * NORM(x)
 
 
-def norm_that_fails(x):  # one way is tried, and then another
+def norm_that_fails(x):  # a failed attempt, then another
     with contextlib.suppress(RuntimeError):
         NORM(x[..., :3])
     return functional.silu(NORM(x)) * NORM(x)
@@ -123,7 +125,7 @@ def custom(x):
     return functional.silu(Quantised.apply(y, CODES)) * y
 
 
-# What a block does -> the class that some of its tensors are kept as, or dropped as.
+# What a block does -> the name under which some of its tensors are kept or dropped.
 BLOCKS = {
     under_no_grad: ("kept", "block input"),
     norm_three_times: ("dropped", "Norm"),
@@ -135,7 +137,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_what_blocks_are_made_of(block):
-    """Modules that run several times or without gradients are rebuilt; what custom functions save is kept."""
+    """Modules that run several times or without gradients are rebuilt; tensors that custom functions save are kept."""
     region = same_toys(block, parameters=(SCALE, NORM.weight))
     where, what = BLOCKS[block]
     assert any(what in name for name in getattr(region, where))
@@ -146,7 +148,7 @@ def test_views_of_leaves(kind):
     leaf = torch.linspace(-1, 1, 256).view(16, 16).clone()
     leaf = leaf.requires_grad_() if kind is None else kind(leaf)
     with torch.no_grad():
-        leaf.mul_(2.0)  # initialised in place, as most are
+        leaf.mul_(2.0)  # as most parameters are initialised
 
     def block(x):
         return functional.silu((x @ leaf.t()) * leaf[3]) @ leaf.view(4, 4, 16).transpose(0, 1).reshape(16, 16)
@@ -168,7 +170,7 @@ def test_an_inference_tensor_goes_through():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @each_family
 def test_adapters_merged_and_unmerged(family, dtype):
-    """One step before merging, one while merged (when norms train), and one after unmerging."""
+    """Gradients are right before merging, while merged with trained norms, and after unmerging."""
 
     def run(model):
         model = with_lora(model, family)
@@ -196,7 +198,7 @@ FREEZING = {
 @pytest.mark.parametrize("which", FREEZING)
 @each_family
 def test_parts_that_are_frozen(family, which):
-    """Operands that need no gradient are read off the nodes; where a node does not hold them, the result is kept."""
+    """Operands without gradients are read from nodes; if a node does not hold them, the result is kept."""
 
     def run(model):
         for place, (name, parameter) in enumerate(model.named_parameters()):
@@ -227,11 +229,11 @@ def test_other_models(name):
         found = hf_ckpt.describe(model)
         assert all(found.recomputed.values()), save
         assert sum(found.dropped.values()) > 0
-    if name == "Phi3ForCausalLM":  # whose norms' names are in no row: the first forward tries them
+    if name == "Phi3ForCausalLM":  # no row has its norms' names: the first forward tries them
         assert found.dropped["Phi3RMSNorm"] > 0
 
 
-# --- ways of going backward -------------------------------------------------------------------------------------------
+# --- kinds of backward ------------------------------------------------------------------------------------------------
 
 
 @each_save
@@ -253,7 +255,7 @@ def test_a_graph_that_is_kept_gives_the_same_twice_and_grows_no_more(family, sav
 
 @each_save
 def test_parts_of_a_graph_one_after_another(save):
-    """Gradients are asked of one parameter at a time, in both orders."""
+    """Gradients can be requested one parameter at a time, in either order."""
 
     def run(model):
         loss = model(**without_cache(model, tiny_batch("llama"))).loss
@@ -281,12 +283,12 @@ class _Operations(TorchDispatchMode):
 @each_save
 @pytest.mark.parametrize("leaf", [False, True], ids=["computed", "leaf"])
 def test_nothing_from_before_the_block_runs_again(save, leaf):
-    """Embeddings that the user computed stay as they are, and so do those that are leaves (soft prompts)."""
+    """Embeddings that the user computed, or passes as leaves (soft prompts), are kept."""
     found, sines = [], []
     for model in plain_and_ours(save=save):
         torch.manual_seed(0)
         inputs = torch.randn(2, 8, 32).requires_grad_()
-        # mish is nothing that the model itself uses, and has a row.
+        # The model does not use mish, which has a row.
         embeds = inputs if leaf else functional.mish(functional.mish(inputs))
         loss = model(inputs_embeds=embeds, labels=torch.ones(2, 8, dtype=torch.long), use_cache=False).loss
         with _Operations() as operations:
@@ -301,7 +303,7 @@ def test_nothing_from_before_the_block_runs_again(save, leaf):
 # --- compiled parts ---------------------------------------------------------------------------------------------------
 
 
-# A part of every block: without a small module of ours inside, with one, and one by itself.
+# Parts of every block: one without a small module that hf_ckpt rebuilds, one with such modules, or one by itself.
 PARTS = {
     "llama": ["mlp", "input_layernorm"],
     "gpt2": ["mlp", "ln_1"],
@@ -317,7 +319,7 @@ PARTS_OF_FAMILIES = [
 
 @pytest.mark.parametrize(("family", "part"), PARTS_OF_FAMILIES)
 def test_a_compiled_part_of_a_block_is_kept(family, part, dynamo):
-    """What the compiler saves is not ours to make again; the rest of the block is."""
+    """What the compiler saves in a compiled part is kept; the rest of the block is rebuilt."""
 
     def run(model):
         torch._dynamo.reset()
@@ -332,7 +334,7 @@ def test_a_compiled_part_of_a_block_is_kept(family, part, dynamo):
 
 @pytest.mark.long
 def test_compiled_and_then_not(dynamo):
-    """One model, one step compiled and one without: the region takes what fits each call."""
+    """The same model can run compiled in one step and eagerly in the next."""
     plain, model = plain_and_ours(attention="sdpa")
     expected = step(plain, tiny_batch("llama"))
     compiled = torch.compile(model, backend="aot_eager")

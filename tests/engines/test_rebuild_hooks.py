@@ -1,4 +1,4 @@
-"""The user's hooks around the model, inside a block and on its modules; and the hooks that the engine needs itself."""
+"""The user's hooks around the model, inside a block and on its modules, work beside the engine's own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("unwatched")
 
 
 class MovedAway:
-    """Saved-tensor hooks that turn activations into bytes that nobody counts, and give each of them back once."""
+    """Saved-tensor hooks that store activations as uncounted bytes, and return each of them once."""
 
     def __init__(self):
         self.store, self.asked, self.moved_bytes = {}, 0, 0
@@ -54,14 +54,14 @@ class MovedAway:
         plain = torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
         if 0 in stride:
             return plain
-        return torch.empty_strided(shape, stride, dtype=dtype).copy_(plain)  # another layout rounds differently
+        return torch.empty_strided(shape, stride, dtype=dtype).copy_(plain)  # another layout would round differently
 
 
 @each_save
 @each_family
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_hooks_around_the_model_get_what_stays(family, save, dropout):
-    """Activations that stay go through the user's hooks and nowhere else, and are asked for once, in the backward."""
+    """Kept activations go only through the user's hooks, and are unpacked once, in backward."""
     plain, ours = plain_and_ours(family, save, dropout=dropout)
     batch = without_cache(plain, tiny_batch(family, tokens=64))
     expected, left, through = step(plain, batch), [], []
@@ -85,8 +85,8 @@ def test_hooks_around_the_model_get_what_stays(family, save, dropout):
 HALVES, SWAP, MASK, NORM = torch.full((16,), 0.5), torch.tensor([1, 0]), torch.zeros(8, 8), Norm()
 CALLS = []
 
-# What a block runs under a checkpoint of its own. Most of it could be rebuilt, if the checkpoint did not have what is
-# saved there.
+# Functions that a block runs under its own checkpoint. Most of them could be rebuilt if the checkpoint did not store
+# their saved tensors.
 UNDER_A_CHECKPOINT = {
     "operands with a graph": lambda y: functional.gelu(y @ WEIGHT) * y,
     "a constant": lambda y: functional.silu(y * HALVES) * 1.5 * HALVES,
@@ -103,7 +103,7 @@ UNDER_A_CHECKPOINT = {
 @each_save
 @pytest.mark.parametrize("name", UNDER_A_CHECKPOINT)
 def test_the_users_own_checkpoint_inside_a_block(name, save):
-    """Its function runs again in backward, never in the middle of the forward. What is around it is rebuilt."""
+    """A checkpointed function runs again only in backward; tensors around it are rebuilt."""
     CALLS.clear()
 
     def inner(y):
@@ -124,7 +124,7 @@ def test_the_users_own_checkpoint_inside_a_block(name, save):
         CALLS.clear()
         assert_same(expected, toy(block, region))
         assert region.recomputed > 0
-        assert 2 <= len(CALLS) <= 2 + (type(region) is FullSelectiveRegion)  # again with the block, and then by itself
+        assert 2 <= len(CALLS) <= 2 + (type(region) is FullSelectiveRegion)  # once with the block, and then by itself
         assert type(region) is FullSelectiveRegion or region.dropped
 
 
@@ -146,7 +146,7 @@ def test_save_on_cpu_inside_and_around(save):
 
 @each_family
 def test_the_users_hook_on_a_norm(family):
-    """Hooks that change what a norm is given, what it returns, or its gradient, are called in a rebuilt block too."""
+    """Hooks that change a norm's input, output or gradient are called in rebuilt blocks, too."""
 
     def norms(model):
         return [module for module in model.modules() if type(module).__name__.endswith(("Norm", "LayerNorm"))]

@@ -1,4 +1,4 @@
-"""What the rebuild engine keeps and drops, to the byte; adapters; and that what is over frees everything."""
+"""What the rebuild engine keeps and drops, to the byte; adapters; and no memory left afterwards."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("unwatched")
 
 
 def test_a_parameter_that_is_written_with_a_graph_is_freed():
-    """A block may fill a frozen memory slot: that parameter has a graph then."""
+    """A frozen parameter that a block fills in place, and that gets a graph by that, is freed."""
 
     def left(run):
         x = torch.randn(4, 16, requires_grad=True)
@@ -62,7 +62,7 @@ def test_a_parameter_that_is_written_with_a_graph_is_freed():
 
 
 def held_by(model, batch):
-    """Bytes alive at the end of a forward, and then a step."""
+    """Bytes alive at the end of a forward, and the result of a step."""
     with LiveBytes(model) as live:
         loss = model(**without_cache(model, batch)).loss
         held = live.current_bytes - live.start_bytes
@@ -75,14 +75,14 @@ def held_by(model, batch):
 @each_family
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_kept_and_dropped_add_up(family, save, dtype):
-    """Without hf_ckpt autograd holds, to the byte, what is dropped and kept, less what is kept to rebuild from."""
+    """To the byte, autograd alone holds what is kept and dropped, minus what is kept to rebuild from."""
     plain, ours = plain_and_ours(family, save, dtype=dtype, dropout=0.1, attention="eager")
     batch = tiny_batch(family, tokens=64)
     (plainly, expected), (rebuilding, got) = (held_by(model, batch) for model in (plain, ours))
     assert_same(expected, got)
     regions = installation(ours).regions
     saved = sum(sum(each.dropped.values()) - sum(each.kept_to_rebuild.values()) for each in regions.values())
-    assert 0 <= saved - (plainly - rebuilding) <= 80  # single numbers, such as scales of masks, are not counted
+    assert 0 <= saved - (plainly - rebuilding) <= 80  # scalars, such as scales of masks, are not counted
     assert saved > 0.2 * plainly
     name, block = next((name, one) for name, one in find_blocks(plain).modules.items() if name.endswith("1"))
     storages, forward, region = {}, block.forward, regions[name]
@@ -104,7 +104,7 @@ def test_kept_and_dropped_add_up(family, save, dtype):
 
 
 def test_hidden_states_that_the_user_keeps_hold_nothing_else():
-    """Hidden states that the model returns and the user holds after the backward hold no other tensors."""
+    """Hidden states that the user holds after backward keep no other tensors alive."""
     for family in FAMILIES:
         alive = []
         for model in plain_and_ours(family, layers=4):
@@ -128,7 +128,7 @@ def test_describe_tells_bytes_by_class():
     found = hf_ckpt.describe(model)
     tokens, hidden, inner = 2 * 16, 32, 64
     assert found.dropped["activation"] == LAYERS * tokens * inner * 4  # silu's result
-    assert found.dropped["pointwise"] == LAYERS * tokens * inner * 4  # the product that goes into the last linear
+    assert found.dropped["pointwise"] == LAYERS * tokens * inner * 4  # the product that enters the last linear
     assert found.kept["gate_proj"] == found.kept["up_proj"] == LAYERS * tokens * inner * 4
     assert found.dropped["LlamaRMSNorm"] >= LAYERS * 2 * tokens * hidden * 4
     assert found.kept.keys() >= {"q_proj", "k_proj", "v_proj", "block input + o_proj", "block input"}
@@ -137,10 +137,10 @@ def test_describe_tells_bytes_by_class():
 
 
 def test_a_float32_upcast_is_kept_as_16_bits():
-    """The norm stands inside the block, of no known class, so its operations are rebuilt one by one."""
+    """The norm's operations are rebuilt one by one: they are part of the block, not a known module."""
 
     def block(x):
-        x = x.cumsum(-1)  # has no row, and saves nothing
+        x = x.cumsum(-1)  # cannot be rebuilt, and saves nothing
         wide = x.float()
         return (wide.pow(2).mean(-1, keepdim=True).rsqrt() * wide).to(x.dtype) * SCALE
 
@@ -154,7 +154,7 @@ def test_nothing_to_drop_is_said_once(caplog):
     assert sum("found nothing in a block that can be rebuilt" in record.message for record in caplog.records) == 1
 
 
-# --- what blocks that run again rebuild -----------------------------------------------------------------------------
+# --- rebuilding in recomputed blocks --------------------------------------------------------------------------------
 
 
 def with_shared_weights():
@@ -166,7 +166,7 @@ def with_shared_weights():
 
 @pytest.mark.parametrize("policy", ["full", "full+selective", "selective"])
 def test_blocks_that_share_their_weights(policy):
-    """Autocast casts a weight once for all blocks in the forward, and once more for each that runs again."""
+    """Autocast casts a shared weight once for all blocks in the forward, and once per recomputed block."""
     found = []
     for model in (with_shared_weights(), with_shared_weights()):
         with torch.autocast("cpu", torch.bfloat16):
@@ -182,7 +182,7 @@ def test_blocks_that_share_their_weights(policy):
 
 @each_family
 def test_what_full_selective_leaves_is_what_full_leaves(family):
-    """But for a few bytes of single numbers, and the user's hooks get the same; the peak of the backward is lower."""
+    """`full+selective` keeps what `full` keeps, except for a few scalars, and the peak of its backward is lower."""
     batch = tiny_batch(family, batch=2, tokens=64)
     held, peaks, shapes = {}, {}, {}
     for name in ("full", "full+selective"):
@@ -216,7 +216,7 @@ ADAPTERS = {
     "VeRA": functools.partial(peft.VeraConfig, r=4, vera_dropout=0.1, init_weights=False),
 }
 INPUTS = {"gpt2": ["c_attn", "c_proj", "c_fc"], "bert": ["query", "key", "value", "output.dense", "intermediate.dense"]}
-ROWS = 2 * 16  # tokens of a batch
+ROWS = 2 * 16  # tokens per batch
 
 
 def model_of(family, adapters=None):
@@ -229,7 +229,7 @@ def model_of(family, adapters=None):
 
 
 def activations(model, family):
-    """Bytes of activations that the last block of the encoder, or else of the decoder, keeps beside masks."""
+    """Bytes of activations, without masks, that the last block keeps; of T5, the last encoder block."""
     enable(model)
     step(model, tiny_batch(family))
     regions = installation(model).regions
@@ -265,7 +265,7 @@ def test_a_block_with_adapters_keeps_no_more_activations(adapters, family):
 
 
 def test_what_a_frozen_layer_is_given_stays_in_16_bits_once():
-    """Autograd saves only the adapter's float32 copy of it, after the dropout; the attention's output is one."""
+    """A frozen layer's input is kept once, in 16 bits; autograd saves the adapter's float32 copy of it."""
     model = model_of("gpt2", "LoRA")
     hf_ckpt.install(model, ATTENTION)
     activations(model, "gpt2")
@@ -278,7 +278,7 @@ def test_what_a_frozen_layer_is_given_stays_in_16_bits_once():
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dropout", ["", ", no dropout"])
 def test_dora_holds_no_copy_of_a_frozen_weight(family, dropout):
-    """With dropout it multiplies by the weight in the type of its own input, which is float32."""
+    """DoRA keeps no float32 copies of frozen weights; with dropout it multiplies by the weight in float32."""
     held = []
     for adapters in ("LoRA", "DoRA"):
         model = model_of(family, adapters + dropout)
@@ -310,8 +310,9 @@ def _counts_of(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_was_learned_of_a_block_ends_with_its_structure(family, monkeypatch):
-    """Later forwards do not look again at what could not be rebuilt. After a change, a block drops as much
-    as a fresh one. Counts are those of the last forward, also where its batch has another shape.
+    """Later forwards do not retry what could not be rebuilt, until the block changes.
+
+    A changed block then drops as much as a fresh one. Counts are of the last forward, even if batch shapes change.
     """
 
     def changed(model):
@@ -345,4 +346,4 @@ def test_what_was_learned_of_a_block_ends_with_its_structure(family, monkeypatch
         step(each, tiny_batch(family))
     for found, wanted in zip(_counts_of(model), _counts_of(fresh), strict=True):
         assert found[0] == wanted[0]
-        assert sum(found[1].values()) == sum(wanted[1].values())  # names may be others
+        assert sum(found[1].values()) == sum(wanted[1].values())  # names may differ

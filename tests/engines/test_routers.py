@@ -1,4 +1,4 @@
-"""A block that runs again sends tokens to the experts of its forward, even where scores change in the last bit."""
+"""A recomputed block sends tokens to the same experts as its forward, even if scores differ in the last bit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def routers_of(model):
 
 
 class Noise(TorchFunctionMode):
-    """Changes about half of the scores that routers compute by their last bit: other ones in every call."""
+    """Changes about half of the routers' scores by their last bit, differently in each call."""
 
     def __init__(self, model):
         super().__init__()
@@ -63,7 +63,7 @@ class Noise(TorchFunctionMode):
 
 
 def tied(name):
-    """A model whose routers find all experts equally good, as far as rounding lets them."""
+    """A model whose routers score all experts equally, up to rounding."""
     model = experts(name)
     with torch.no_grad():
         for router in routers_of(model):
@@ -73,7 +73,7 @@ def tied(name):
 
 @contextlib.contextmanager
 def chosen(model):
-    """What the routers return as indices: one list for each router."""
+    """The indices that routers return: one list per router."""
     lists = [[] for _ in routers_of(model)]
     handles = [
         router.register_forward_hook(lambda _, args, output, found=found: found.append(output[-1].clone()))
@@ -85,7 +85,7 @@ def chosen(model):
 
 
 def noisy_step(model):
-    """A step whose router scores change from run to run; and what was chosen."""
+    """A step with noisy router scores, and the chosen experts."""
     with Noise(model), chosen(model) as lists:
         return step(model, tiny_batch("llama", **BATCH)), lists
 
@@ -103,7 +103,7 @@ def test_the_same_experts_whatever_the_last_bit(name, spec, lanes):
     model = tied(name)
     hf_ckpt.install(model, SPECS[spec])
     enable(model)
-    steps = 2 if spec == "offload" else 1  # whose first one moves nothing of blocks whose code is not known
+    steps = 2 if spec == "offload" else 1  # the first step under `offload` moves nothing of unknown blocks
     for _ in range(steps):
         found, lists = noisy_step(model)
     assert_near(plain, found, 1e-4)
@@ -116,7 +116,7 @@ def test_the_same_experts_whatever_the_last_bit(name, spec, lanes):
 
 @needs_routers
 def test_blocks_that_do_not_compile_choose_the_same(nothing_compiled, graphs):
-    """They run as under `full`."""
+    """Blocks that do not compile run as under `full`, and choose the same experts again."""
     model = tied("mixtral")
     for block in find_blocks(model).modules.values():
         block.self_attn.register_forward_pre_hook(
@@ -124,7 +124,7 @@ def test_blocks_that_do_not_compile_choose_the_same(nothing_compiled, graphs):
         )  # torch 2.15 compiles experts
     hf_ckpt.install(model, {"compile": "blocks", "share": 0.0})
     enable(model)
-    step(model, tiny_batch("llama", **BATCH))  # which finds it out; nothing compiles while modes look on
+    step(model, tiny_batch("llama", **BATCH))  # finds that out; nothing compiles under active modes
     assert graphs == []
     plain, _ = noisy_step(tied("mixtral"))
     found, lists = noisy_step(model)
@@ -137,7 +137,7 @@ def test_blocks_that_do_not_compile_choose_the_same(nothing_compiled, graphs):
 @needs_routers
 @pytest.mark.parametrize("keeps", [True, False])
 def test_compiled_blocks_choose_once(nothing_compiled, keeps, monkeypatch):
-    """Whatever their share; without it a backward chooses again."""
+    """Compiled blocks keep the choice of experts whatever their share; otherwise backward chooses again."""
     if not keeps:
         monkeypatch.setattr(compiler, "_chooses", lambda node: False)
     backward = []
@@ -165,7 +165,7 @@ def test_compiled_blocks_choose_once(nothing_compiled, keeps, monkeypatch):
 @needs_routers
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
 def test_without_it_others_are_chosen(name, monkeypatch):
-    """Or tensors have other shapes, which torch notices."""
+    """Without the kept choices, other experts are chosen, or torch notices other shapes."""
     monkeypatch.setattr(engine.Choices, "enter", lambda self: None)
     model = tied(name)
     hf_ckpt.install(model, {"policy": "full", "determinism_check": "none"})
@@ -184,14 +184,14 @@ def test_without_it_others_are_chosen(name, monkeypatch):
     ],
 )
 def test_tokens_go_to_the_same_experts(name, implementation, lanes):
-    """Routing flips at recomputation: gradients of experts that never saw a token; with jitter noise, always."""
+    """Recomputation sends tokens to the same experts, also with jitter noise."""
     model, batch = experts(name, implementation=implementation), tiny_batch("llama", **BATCH)
     expected = step(model, batch)
     routers = [key for key in expected if key.endswith((".gate.weight", ".router.weight"))]
     assert len(routers) == 2
     assert all(expected[key].any() for key in routers)
     hf_ckpt.install(model)
-    sac = [{"policy": "selective", "engine": "sac"}] if name != "gpt_oss" else []  # works in place on what SAC keeps
+    sac = [{"policy": "selective", "engine": "sac"}] if name != "gpt_oss" else []  # changes in place what SAC keeps
     for spec in (*SELECTIVE, *sac, *SPECS.values()):
         enable(model, spec)
         assert_same(expected, step(model, batch), f"{name} {spec}")
@@ -206,7 +206,7 @@ def test_tokens_go_to_the_same_experts(name, implementation, lanes):
 
 
 class TopK(TorchDispatchMode):
-    """Counts choices of experts."""
+    """Counts top-k operations."""
 
     def __init__(self):
         super().__init__()
@@ -219,7 +219,7 @@ class TopK(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_selective_keeps_what_was_chosen(name):
-    """No expert is chosen again in backward: neither under any `save`, nor under `full`, which keeps the choice."""
+    """Backward never chooses experts again, under any `save` or under `full`, which keeps the choice."""
     model = experts(name)
     batch = without_cache(model, tiny_batch("llama"))
     hf_ckpt.install(model)
@@ -236,7 +236,7 @@ def test_selective_keeps_what_was_chosen(name):
 
 @needs_routers
 def test_accumulated_forwards_keep_their_own():
-    """The choices of one forward are not those of the next."""
+    """Each accumulated forward keeps its own choices."""
     model = tied("qwen3_moe")
     hf_ckpt.install(model, {"policy": "full"})
     enable(model)
@@ -252,7 +252,7 @@ def test_accumulated_forwards_keep_their_own():
 
 @needs_routers
 def test_adapters_of_a_router():
-    """PEFT writes to the router's weight in every forward, which is no change between forward and backward."""
+    """PEFT writes to the router's weight in every forward; that does not count as a change before backward."""
 
     def adapted():
         torch.manual_seed(1)
@@ -302,7 +302,7 @@ def test_an_error_in_a_router_leaves_nothing(error):
 
 
 def test_what_is_kept_is_small():
-    """A byte for each expert that a token is sent to; sparse attention chooses too many to keep."""
+    """Choices take one byte per expert and token; sparse attention, which chooses too many entries, is not kept."""
     choices = engine.Choices()
     for experts_there, kind in ((256, torch.uint8), (257, torch.int16), (40_000, torch.int32)):
         scores = torch.rand(3, experts_there)
@@ -317,7 +317,7 @@ def test_what_is_kept_is_small():
     with choices.running(again=True):
         choices.enter()
         again = torch.topk(input=scores, k=1)
-        wider = torch.topk(torch.rand(2, 3), 1)  # one more call than before
+        wider = torch.topk(torch.rand(2, 3), 1)  # one call more than before
     assert first.indices.tolist() == again.indices.tolist() == [[1]]
     assert again.values.tolist() == [[5.0]]
     assert wider.indices.shape == (2, 1)

@@ -1,4 +1,4 @@
-"""`selective` that is really full: what is to stay must not run again; and which operations SAC matches."""
+"""SAC never recomputes what `selective` saves, and matches the right operations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SCORES = ("_softmax", "_safe_softmax", "_scaled_dot_product_flash_attention_for_
 
 
 class Counting(TorchDispatchMode):
-    """How often operations are run."""
+    """Counts runs of operations."""
 
     def __init__(self, *names):
         super().__init__()
@@ -51,7 +51,7 @@ class Counting(TorchDispatchMode):
 
 
 def attention_in_backward(model, batch):
-    """The step's gradients, and how often attention was computed in its backward."""
+    """The step's gradients, and how often its backward computed attention."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(7)
     loss = model(**without_cache(model, batch)).loss
@@ -64,7 +64,7 @@ def attention_in_backward(model, batch):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_is_not_run_again(family, attention, dropout):
-    """`selective` finds no attention to save (on the CPU, eager, with dropout) and silently recomputes everything."""
+    """Attention is saved in every form (on the CPU, eager, with dropout), so `selective` does not recompute it."""
     model = tiny_model(family, layers=2, attention=attention, dropout=dropout)
     batch = tiny_batch(family)
     expected, count = attention_in_backward(model, batch)
@@ -88,14 +88,14 @@ def test_attention_is_not_run_again(family, attention, dropout):
     enable(model, {"policy": "full"})
     got, count = attention_in_backward(model, batch)
     assert_same(expected, got)
-    assert count >= (4 if family == "t5" else 2)  # so that one would have been seen
+    assert count >= (4 if family == "t5" else 2)  # shows that the count works
 
 
 @pytest.mark.compat
 def test_what_is_matched_is_counted_by_hand():
-    """LLaMA has seven linear layers a block; eager attention is two products and a softmax, sdpa one operation.
+    """LLaMA has seven linear layers per block; eager attention is two products and a softmax, sdpa one operation.
 
-    In torch 2.8 the CPU's fused kernel does not take grouped queries, so that sdpa is three operations there, too.
+    In torch 2.8, the CPU's fused kernel does not support grouped queries, so sdpa is three operations there, too.
     """
     fused = 1 if torch.__version__ >= "2.9" else 3
     for attention, save, wanted in [
@@ -112,7 +112,7 @@ def test_what_is_matched_is_counted_by_hand():
 
 
 def test_hooks_around_the_model_see_what_stays():
-    """From torch 2.14 on; before that, torch never shows it to them. It does not warn of either."""
+    """Hooks around the model see saved tensors from torch 2.14 on, not before; neither case warns."""
     counts = {}
     for policy, spec in {"full": {"engine": "auto"}, "selective": {"save": ["linear"]}}.items():
         model = by_sac({"policy": policy, **spec})
@@ -131,7 +131,7 @@ def _as_is(tensor):
 
 
 def test_what_stays_is_not_run_again():
-    """The matched operations run once; the same block under `full` runs them twice."""
+    """Matched operations run once; under `full` they run twice."""
 
     def block(x):
         return functional.silu(torch.mm(functional.silu(x), x.t())).mm(x)
@@ -143,7 +143,7 @@ def test_what_stays_is_not_run_again():
             out.sum().backward()
         products[type(region)] = backward.count
         assert region.recomputed == 1
-    assert products[FullRegion] == products[SacRegion] + 1  # the last product's result is needed by nobody
+    assert products[FullRegion] == products[SacRegion] + 1  # nothing needs the last product's result
 
 
 @pytest.mark.compat
@@ -177,7 +177,7 @@ def test_without_gradients_nothing_is_asked():
 
 
 def test_operations_are_looked_up_in_this_build():
-    """Names that this build of torch does not have are left out, and no name is misspelt beyond recognition."""
+    """Operations missing in this build of torch are left out, and at most a few names are missing."""
     assert operations(("linear",)) >= {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
     assert operations(("attention",)) >= {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,

@@ -1,4 +1,4 @@
-"""Several blocks recomputed as one region: the same gradients, only a segment's input kept, and nothing left open."""
+"""Several blocks recomputed as one segment: equal gradients, only the segment's input kept, nothing left open."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def regions(model):
 
 
 def ran_once(model, times=1):
-    """Every block belongs to a segment, and ran again so many times."""
+    """Check that every block is in a segment and was recomputed `times` times."""
     found = regions(model)
     assert all(type(region) is SegmentRegion for region in found)
     assert [region.recomputed for region in found] == [times] * len(found)
@@ -47,7 +47,7 @@ def same_steps(run, family="llama", segments=2, times=1, **options):
 
 @each_family
 def test_only_the_input_of_a_segment_stays(family):
-    """Bytes at the end of the forward fall with every block that shares its segment."""
+    """At the end of the forward, each block that shares a segment saves its input's bytes."""
     alive = {}
     for spec in ({"policy": "full"}, {"segments": 4}, {"segments": 2}, {"segments": 1}):
         model = tiny_model(family)
@@ -62,10 +62,10 @@ def test_only_the_input_of_a_segment_stays(family):
             outputs.loss.backward()
     every, four, two, one = alive.values()
     hidden = 2 * 64 * 32 * 4
-    stacks = 1.5 if family == "t5" else 1  # its decoder has half of the tokens
-    assert four == every  # four blocks a stack: each alone
+    stacks = 1.5 if family == "t5" else 1  # its decoder has half as many tokens
+    assert four == every  # four blocks a stack: one block per segment
     assert every - two == stacks * 2 * hidden
-    if family == "t5":  # a later segment is given the position bias that the first block made
+    if family == "t5":  # later segments also keep the position bias of the first block
         assert two - one > stacks * hidden
     else:
         assert two - one == hidden
@@ -83,7 +83,7 @@ def test_where_segments_are_cut():
     assert lengths({"segments": 1}, 5) == [5]
     assert lengths({"segments": "sqrt"}, 9) == [3, 3, 3]
     assert lengths({"segments": "sqrt"}, 1) == [1]
-    assert lengths({"segments": 2}, 3, "t5") == [2, 1, 2, 1]  # each stack apart
+    assert lengths({"segments": 2}, 3, "t5") == [2, 1, 2, 1]  # each stack by itself
     with pytest.raises(SpecError, match=r"`segments` is 5, but stack 'decoder' has 4 blocks"):
         lengths({"segments": 5}, 4)
 
@@ -100,11 +100,11 @@ def test_a_plan_whose_segment_is_torn_apart_is_refused():
         hf_ckpt.Plan.from_dict(given)
 
 
-# --- what users do around it ----------------------------------------------------------------------------------------
+# --- unusual uses ---------------------------------------------------------------------------------------------------
 
 
 class OddModel(WorkingModel):
-    """Runs its blocks in a way of its own, with a norm and a product behind the last one."""
+    """Runs its blocks in an unusual way, with a norm and a product after the last one."""
 
     def __init__(self, config, run):
         super().__init__(config, lambda block, hidden_states: block.two(block.norm(block.one(hidden_states)).tanh()))
@@ -128,7 +128,7 @@ def by_keyword(model, hidden):
 
 
 def interleaved(model, hidden):
-    """Each stack is given what a product makes of the results of both."""
+    """Each stack's input is computed from the results of both stacks."""
     other = hidden.tanh()
     for layer, of_other in zip(model.layers, model.others, strict=True):
         hidden, other = layer(hidden), of_other(other)
@@ -140,7 +140,7 @@ def interleaved(model, hidden):
     ("run", "times"), [(skips_the_last, [2, 2, 0, 0, 0, 0]), (by_keyword, [2, 2, 2, 0, 0, 0]), (interleaved, [2] * 6)]
 )
 def test_blocks_that_are_run_in_an_odd_way(run, times):
-    """What runs between blocks or behind a last one that is skipped is recomputed with none of them."""
+    """Operations between blocks, or after a skipped last block, are not recomputed with any block."""
     torch.manual_seed(0)
     plain = OddModel(UnknownConfig(), run).train()
     model = copy.deepcopy(plain)
@@ -153,7 +153,7 @@ def test_blocks_that_are_run_in_an_odd_way(run, times):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_error_between_blocks_closes_the_segment(error):
-    """After an interrupt torch runs no forward hooks, so it is the next forward that closes the segment."""
+    """After an interrupt torch runs no forward hooks, so the next forward closes the segment."""
     model = in_segments(segments=1)
     expected = step(tiny_model("llama"), tiny_batch("llama"))
 
@@ -170,7 +170,7 @@ def test_an_error_between_blocks_closes_the_segment(error):
 
 
 def test_blocks_that_are_skipped_at_random():
-    """LayerDrop draws between the blocks, and may skip the first or the last of a segment."""
+    """LayerDrop draws random numbers between blocks, and may skip a segment's first or last block."""
 
     def make():
         return other_model("BartForConditionalGeneration", layers=4, encoder_layerdrop=0.4, decoder_layerdrop=0.4)
@@ -212,6 +212,6 @@ def test_hooks_between_two_segments_are_fine():
 
 def test_parameters_that_come_and_go_are_refused():
     model = in_segments()
-    model.model.layers[0]._hf_hook = None  # as accelerate marks what it moves
+    model.model.layers[0]._hf_hook = None  # accelerate's mark on modules that it moves
     with pytest.raises(HfCkptError, match="`segments` recompute several blocks of LlamaModel at once"):
         step(model, tiny_batch("llama"))

@@ -1,4 +1,4 @@
-"""Feed-forwards in chunks: the gradients of the whole up to rounding, no run too many, and no needless memory."""
+"""Feed-forwards in chunks: equal gradients up to rounding, no extra runs, no extra memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model_of(family, **options):
 
 
 def batch_of(family):
-    """46 tokens, and 23 for the decoder of T5, so that the last chunk is shorter than the others."""
+    """Blocks see 46 tokens, and 92 in T5's encoder, so that the last chunk is shorter than the others."""
     return tiny_batch(family, batch=2, tokens=46 if family == "t5" else 23)
 
 
@@ -59,7 +59,10 @@ def batch_of(family):
 @pytest.mark.compat
 @pytest.mark.parametrize("family", TINY)
 def test_gradients_are_those_of_the_whole_up_to_rounding(family):
-    """Under every action, and bit-equal to those of blocks that keep all, with feed-forwards in chunks and dropout."""
+    """Under every action, gradients with chunks are those of whole feed-forwards up to rounding.
+
+    With dropout, all actions give bit-equal gradients.
+    """
     whole, drawn = step(model_of(family), batch_of(family)), None
     for name, spec in SPECS.items():
         model = on(model_of(family), **spec)
@@ -75,7 +78,7 @@ def test_gradients_are_those_of_the_whole_up_to_rounding(family):
 
 @sparing(("family", "lora"), [(f, lora) for f in TINY for lora in (False, True)], ("gpt2", False), ("llama", True))
 def test_backward_draws_what_the_forward_drew(family, lora):
-    """With dropout in the feed-forward and in its adapters: as if autograd had kept every chunk."""
+    """With dropout in the feed-forward and its adapters, backward repeats the forward's draws."""
     model = model_of(family, dropout=0.2)
     model = with_lora(model, family, lora_dropout=0.3) if lora else model
     with by_hand(model):
@@ -85,9 +88,9 @@ def test_backward_draws_what_the_forward_drew(family, lora):
         assert torch.equal(got["loss"], expected["loss"])
         assert_near(expected, got)
         hf_ckpt.uninstall(model)
-    if family == "llama" and not lora:  # it has no dropout in its feed-forward
+    if family == "llama" and not lora:  # no dropout in its feed-forward
         return
-    wrong = on(model, policy="none", preserve_rng_state=False)  # the check sees other draws
+    wrong = on(model, policy="none", preserve_rng_state=False)  # the check notices other draws
     with pytest.raises(AssertionError):
         assert_near(expected, step(wrong, batch_of(family)))
 
@@ -115,7 +118,7 @@ OTHER_SHAPES = {
     "gpt_neox, parallel": lambda: other_model("GPTNeoXForCausalLM", dropout=0.0),
     "roberta": lambda: other_model("RobertaForMaskedLM", dropout=0.0, max_position_embeddings=64),
     "bert, chunks of its own": lambda: other_model("BertForMaskedLM", dropout=0.0, chunk_size_feed_forward=23),
-    "granite, generic": lambda: other_model("GraniteForCausalLM"),  # a family without a row, of LLaMA's shape
+    "granite, generic": lambda: other_model("GraniteForCausalLM"),  # LLaMA's shape, but no family row
 }
 
 
@@ -130,7 +133,7 @@ def test_other_models(name):
         hf_ckpt.uninstall(model)
 
 
-# --- what is run --------------------------------------------------------------------------------------------------
+# --- number of runs -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -138,18 +141,20 @@ def test_other_models(name):
     ("name", "runs"), [("none", 2), ("full", 2), ("selective", 2), ("attention", 2), ("segments", 2.5)]
 )
 def test_no_feed_forward_runs_three_times(family, name, runs):
-    """Once in the forward and once in the backward, also where the block is recomputed; in a segment, all but the last
-    block's once more, because the next block is recomputed from their output."""
+    """Feed-forwards run once in the forward and once in the backward, also in recomputed blocks.
+
+    In a segment, all but the last block's run once more: the next block is recomputed from their output.
+    """
     model, batch = on(model_of(family), **SPECS[name]), batch_of(family)
     with counted_tokens(model) as seen:
         step(model, batch)
-    each = [92, 46] if family == "t5" else [46]  # tokens of a block of each stack
+    each = [92, 46] if family == "t5" else [46]  # tokens per block in each stack
     assert sum(seen) == runs * LAYERS * sum(each)
     assert max(seen) == CHUNK
 
 
 def test_what_lies_behind_a_feed_forward_may_need_it():
-    """Gemma 2 has a norm behind, which saves the output: recomputed blocks run the feed-forward once more."""
+    """Gemma 2's next norm saves the feed-forward's output, so recomputed blocks run the feed-forward once more."""
     model = on(other_model("Gemma2ForCausalLM", attention="eager"), policy="full")
     with counted_tokens(model) as seen:
         step(model, batch_of("llama"))
@@ -184,7 +189,7 @@ def test_hooks_see_each_parameter_once_per_backward():
 
 
 def peak_of(model, batch):
-    """Most live bytes of a step above those before it."""
+    """Peak live bytes of a step, above those before it."""
     model.zero_grad(set_to_none=True)
     with LiveBytes(model, batch) as live:
         model(**without_cache(model, batch)).logits[..., :1].sum().backward()
@@ -194,7 +199,7 @@ def peak_of(model, batch):
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", ["none", "full", "selective"])
 def test_the_peak_falls(name, lora):
-    """In a wide feed-forward on many tokens, nearly all that is left is what lies outside of it."""
+    """With a wide feed-forward and many tokens, chunks remove most of the peak."""
     sizes = {"hidden_size": 32, "intermediate_size": 256, "vocab_size": 64, "max_position_embeddings": 4096}
     batch = tiny_batch("llama", batch=1, tokens=2048)
     batch = {"input_ids": batch["input_ids"] % 64}
@@ -213,7 +218,7 @@ def test_the_peak_falls(name, lora):
 
 
 def test_gradients_of_weights_are_held_once():
-    """However many chunks there are: one sum for each weight, and what one chunk adds to one of them."""
+    """Whatever the number of chunks, there is one sum per weight, and one weight's gradient of the current chunk."""
     model = tiny_model("llama", layers=1, hidden_size=128, intermediate_size=1024, vocab_size=64)
     size = model.model.layers[0].mlp.up_proj.weight.nbytes
     batch = {"input_ids": tiny_batch("llama", batch=1, tokens=32)["input_ids"] % 64}
@@ -222,7 +227,7 @@ def test_gradients_of_weights_are_held_once():
 
 
 def test_frozen_weights_cost_nothing():
-    """Neither the gradient of a frozen weight nor a chunk of a frozen block is ever made."""
+    """Gradients of frozen weights and chunks of frozen blocks are never computed."""
     model = tiny_model("llama", layers=LAYERS)
     model.requires_grad_(False)
     model.model.layers[1].mlp.up_proj.weight.requires_grad_(True)
@@ -232,7 +237,7 @@ def test_frozen_weights_cost_nothing():
         got = step(model, batch_of("llama"))
     assert_near(expected, got)
     assert list(got) == ["loss", "model.layers.1.mlp.up_proj.weight"]
-    assert sum(seen) == (LAYERS + 1) * 46  # the backward runs the last block's only
+    assert sum(seen) == (LAYERS + 1) * 46  # backward runs only the last block's
 
 
 @pytest.mark.parametrize("name", ["none", "full", "selective"])
@@ -240,7 +245,7 @@ def test_nothing_stays_alive(name):
     assert_frees_everything(on(model_of("llama"), **SPECS[name]), batch_of("llama"))
 
 
-# --- a model that changes, and one that does not train ------------------------------------------------------------
+# --- models that change or do not train ---------------------------------------------------------------------------
 
 
 def test_parameters_of_functional_call():
@@ -272,7 +277,7 @@ def test_generation_and_evaluation_are_as_without():
     assert calls(model) == 0
 
 
-# --- where it does not work ---------------------------------------------------------------------------------------
+# --- unsupported cases --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
