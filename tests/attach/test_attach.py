@@ -1,4 +1,4 @@
-"""The room that changes models, by itself: it takes plans and a decider from whoever has them, and knows no planner."""
+"""`hf_ckpt.attach` by itself: it takes plans and a decider from its caller, and does not import the planner."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def test_a_plan_is_attached_and_trained_where_there_is_no_planner(tmp_path):
     found = json.loads(done.stdout)
     assert found["same"]
     assert [found["counts"][name] for name in ALL[2:]] == [2, 2]
-    assert found["counts"][ALL[1]] > 0  # operations, not runs of the block
+    assert found["counts"][ALL[1]] > 0  # counts operations, not block runs
     assert found["tried"].keys() == found["counts"].keys() == set(ALL[1:])
     assert min(found["tried"].values()) > 0
     assert not {"hf_ckpt.planner", "hf_ckpt.prediction", "hf_ckpt.training"} & set(found["loaded"])
 
 
 def test_a_plan_by_hand_goes_on_and_comes_off():
-    """`attach` enables nothing, `put_on` and `take_off` do and undo, `detach` leaves no trace."""
+    """`attach` enables nothing, `put_on` and `take_off` enable and disable the plan, `detach` leaves no trace."""
     model, plain = tiny_model("llama", dropout=0.1), tiny_model("llama", dropout=0.1)
     before, hooks = snapshot(model), forward_hooks(model)
     record = attach(model, GIVEN, plan_of(model, KEEP, FULL, KEEP, FULL))
@@ -97,7 +97,7 @@ def test_a_plan_by_hand_goes_on_and_comes_off():
     assert flags(model) == []
     put_on(find_blocks(model), record)
     assert active(model) == [ALL[1], ALL[3]]
-    enable(model, {"policy": "full"})  # nobody decides what that means, so the plan stays
+    enable(model, {"policy": "full"})  # without a decider, the plan stays
     assert_same(step(plain, tiny_batch("llama")), step(model, tiny_batch("llama")))
     assert set(describe(model).recomputed) == {ALL[1], ALL[3]}
     take_off(model, record)
@@ -109,11 +109,11 @@ def test_a_plan_by_hand_goes_on_and_comes_off():
     assert snapshot(model) == before
 
 
-# --- whoever decides ------------------------------------------------------------------------------------------------
+# --- deciders -------------------------------------------------------------------------------------------------------
 
 
 class Deciding:
-    """Answers with what it was given, and remembers what it was asked."""
+    """A decider that gives fixed answers and records the questions."""
 
     def __init__(self, spec=None, on_enable=None, on_batch=None):
         self.spec, self.on_enable, self.on_batch = spec, on_enable, on_batch
@@ -133,17 +133,17 @@ class Deciding:
 
     @property
     def plan(self):
-        """The plan of what it has planned, where the record looks for it."""
+        """The decider's plan, as the record reads it."""
         return self.on_batch
 
     @property
     def plans(self):
-        """Every plan that it holds."""
+        """All plans of the decider."""
         return {"any batch": self.on_batch}
 
 
 class Watching:
-    """The session of a decider, which does as the decider says."""
+    """A session that follows its decider."""
 
     def __init__(self, decider, base):
         self.decider, self.base = decider, weakref.ref(base)
@@ -158,7 +158,7 @@ class Watching:
 
 
 class Looking:
-    """The watch of a decider, which remembers the plan of every forward."""
+    """A watch that records the plan of every forward."""
 
     differences = ()
 
@@ -180,18 +180,18 @@ def test_every_enable_call_asks_the_decider():
         getattr(model, name)({"policy": "selective"}, offload=True)
         asked = {"policy": "selective", "every_n_layers": 1, "offload": True}
         assert decider.enabled[number] == ("LlamaForCausalLM", number > 0, asked)
-    assert active(model) == [ALL[0]]  # it answered None: the plan stays
+    assert active(model) == [ALL[0]]  # it answered None, so the plan stays
     decider.spec, decider.on_enable = Spec(policy="full"), plan_of(model, KEEP, FULL, FULL, KEEP)
     enable(model)
     assert len(decider.enabled) == len(compat.ENABLE_NAMES) + 1
     assert active(model) == ALL[1:3]
     assert describe(model).spec == {"policy": "full"}
-    assert decider.batches == []  # a fixed policy is not asked for every batch
+    assert decider.batches == []  # fixed policies do not ask for every batch
     seen = len(decider.watched)
     step(model, tiny_batch("llama"))
     with trial(model, decider.on_enable):
         step(model, tiny_batch("llama"))
-    assert decider.watched[seen:] == [decider.on_enable]  # but watched, unless a plan is only tried
+    assert decider.watched[seen:] == [decider.on_enable]  # the watch sees forwards, except in a trial
 
 
 def test_every_training_batch_of_a_planned_policy_asks_the_decider():
@@ -201,7 +201,7 @@ def test_every_training_batch_of_a_planned_policy_asks_the_decider():
     put_on(find_blocks(model), attach(model, spec, plan_of(model, *[FULL] * 4), decider))
     assert active(model) == ALL
     shape = tuple(batch["input_ids"].shape)
-    assert decider.batches == [(None, shape)]  # the whole model's forward, and not that of the stack inside it
+    assert decider.batches == [(None, shape)]  # the whole model's forward, not the inner stack's
     assert len(decider.watched) == 1
     decider.batches.clear()
     with torch.no_grad():
@@ -222,8 +222,11 @@ def test_every_training_batch_of_a_planned_policy_asks_the_decider():
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_plan_that_comes_in_the_forward_of_a_stack(whole):
-    """Hooks of the model are not run where someone calls its `forward`, and where the model is the stack there are
-    hooks behind the one that asks: the new plan's own take their place in the same forward."""
+    """A plan that comes during a stack's forward applies to that forward.
+
+    Calling `forward` skips the model's hooks, so the stack's hooks ask; if the model is the stack, the new plan's hooks
+    replace hooks that come after the asking one.
+    """
     model = tiny_model("llama") if whole else tiny_model("llama").model
     blocks = [block.name for block in find_blocks(model).blocks]
     decider = Deciding(on_batch=plan_of(model, KEEP, FULL, KEEP, FULL))
@@ -231,13 +234,13 @@ def test_a_plan_that_comes_in_the_forward_of_a_stack(whole):
     ids = tiny_batch("llama")["input_ids"]
     outputs = (model.forward if whole else model)(input_ids=ids, use_cache=True)
     assert decider.batches == [("decoder" if whole else None, tuple(ids.shape))]
-    assert compat.cache_argument(model) not in outputs  # a cache is not built in a forward that will be recomputed
+    assert compat.cache_argument(model) not in outputs  # no cache is built in a recomputed forward
     outputs[0].square().mean().backward()
     assert describe(model).recomputed == {blocks[1]: 1, blocks[3]: 1}
 
 
 def test_another_plan_takes_over_the_observer():
-    """Whoever watches recomputations goes on watching when a batch brings another plan in the middle of a training."""
+    """When a batch brings another plan during training, the new blocks keep the observer."""
     model = tiny_model("llama")
     decider = Deciding(on_batch=plan_of(model, KEEP, OFFLOAD, FULL, SELECTIVE))
     put_on(find_blocks(model), attach(model, Spec.parse("auto"), plan_of(model, FULL, KEEP, KEEP, KEEP), decider))

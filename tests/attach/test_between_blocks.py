@@ -1,4 +1,4 @@
-"""What blocks hand to each other and to the user: position biases, hidden states, attentions, encoder states."""
+"""Values that blocks pass to each other and to the user: position biases, hidden states, attentions, encoder states."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
 
 def test_only_t5_blocks_are_driven():
-    """T5's attention modules carry the flag too, and would be checkpointed inside a checkpointed block."""
+    """Only T5's blocks are checkpointed, although attention modules inside them carry the flag, too."""
     model = tiny_model("t5")
     carriers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    assert len(carriers) > 8  # there is something to leave alone
+    assert len(carriers) > 8  # there are modules to leave alone
     hf_ckpt.install(model)
     enable(model)
     assert {type(module).__name__ for module in carriers if module.gradient_checkpointing} == {"T5Block"}
@@ -27,7 +27,7 @@ def test_only_t5_blocks_are_driven():
     "layers", [{"decoder": "0-3"}, {"decoder": "1-3"}, {"encoder": "1-3"}, {"encoder": "0"}], ids=str
 )
 def test_the_shared_position_bias_crosses_the_plan(layers):
-    """Block 0 returns the bias and the others add it: its gradient passes through planned and kept blocks."""
+    """Block 0 returns the position bias and others add it: its gradient passes through planned and kept blocks."""
     model = tiny_model("t5", dropout=0.1)
     expected = step(model, tiny_batch("t5"))
     assert all(gradient.any() for name, gradient in expected.items() if "relative_attention_bias" in name)
@@ -41,7 +41,7 @@ def test_the_shared_position_bias_crosses_the_plan(layers):
 
 
 def same_outputs(model, run):
-    """`run` gives the same gradients and the same tensors after installing; returns both of before."""
+    """Check that `run` gives the same gradients and tensors after installing; returns those from before."""
     expected, tensors = run()
     hf_ckpt.install(model)
     enable(model)
@@ -54,7 +54,7 @@ def same_outputs(model, run):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_in_the_loss(family):
-    """Hidden states are lost or shifted, or their gradients are."""
+    """Hidden states in the loss keep their order, values and gradients."""
     model = tiny_model(family, dropout=0.1)
     plain = step(model, tiny_batch(family))
 
@@ -70,13 +70,13 @@ def test_hidden_states_in_the_loss(family):
 
     expected, states = same_outputs(model, run)
     assert len(states) == (10 if family == "t5" else 5)
-    with pytest.raises(AssertionError, match="differs"):  # the hidden states do take part in the loss
+    with pytest.raises(AssertionError, match="differs"):  # hidden states affect the loss
         assert_same(expected, plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attentions_in_the_loss(family):
-    """Attention weights come out of the middle of a block."""
+    """Attention weights from inside a block can be part of the loss."""
     model = tiny_model(family, attention="eager")
 
     def run():
@@ -93,7 +93,7 @@ def test_attentions_in_the_loss(family):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_gpt2_cross_attention(attention):
-    """The encoder's states reach GPT-2's cross-attention, and gradients go back to the encoder."""
+    """Gradients of GPT-2's cross-attention reach the encoder's states."""
     model = tiny_model("gpt2", add_cross_attention=True, attention=attention, dropout=0.1)
     states = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
@@ -109,7 +109,7 @@ def test_gpt2_cross_attention(attention):
 
 
 def test_bert_as_a_decoder():
-    """BERT with causal masks, cross-attention and a cache of its own."""
+    """BERT works with causal masks, cross-attention and a cache."""
     config = copy.deepcopy(tiny_model("bert").config)
     config.is_decoder = config.add_cross_attention = True
     config.hidden_dropout_prob = 0.1

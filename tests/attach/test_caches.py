@@ -1,4 +1,4 @@
-"""Caches: planned blocks see none, filled ones are refused, nobody is warned of them, and configs stay as they are."""
+"""Caches: planned blocks get none, filled ones are refused, nothing warns, and configs do not change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 @pytest.mark.compat
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
 def test_no_block_sees_a_cache(family):
-    """The KV cache is written twice, and recomputed shapes differ."""
+    """Blocks get no KV cache: recomputation would write to it twice and change shapes."""
     model = tiny_model(family)
     expected = step(model, tiny_batch(family))
     seen = []
@@ -37,7 +37,7 @@ def test_no_block_sees_a_cache(family):
             module.register_forward_pre_hook(look, with_kwargs=True)
     model.zero_grad()
     model(**tiny_batch(family), use_cache=True).loss.backward()
-    assert seen  # without hf_ckpt there is a cache to see
+    assert seen  # without hf_ckpt, blocks get a cache
     seen.clear()
     hf_ckpt.install(model)
     enable(model)
@@ -60,7 +60,7 @@ DECODERS = {
     "bloom": {"n_layer": 3, "hidden_size": 16, "n_head": 2},
     "t5": {"num_layers": 3, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "dropout_rate": 0.0},
 }
-"""Model type -> a config of three blocks a stack."""
+"""Model type -> a config with three blocks per stack."""
 SPECS = {
     "full": {"policy": "full"},
     "selective": {"policy": "selective"},
@@ -71,7 +71,7 @@ SPECS = {
 
 
 def decoder(model_type):
-    """A random model in train mode, and a batch for it."""
+    """A random model in train mode, and a batch."""
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
     config = transformers.AutoConfig.for_model(model_type, **DECODERS[model_type], **tokens, vocab_size=64)
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def decoder(model_type):
 
 
 def with_given(model, batch, name, cache):
-    """(positional, keyword arguments) of a forward that is given a cache: by `name`, or by its place."""
+    """(positional, keyword) arguments of a forward that pass a cache by `name` or by position."""
     if name != "its place":
         return (), {**batch, name: cache, "use_cache": True}
     taken = compat.forward_parameters(model)
@@ -93,7 +93,7 @@ def with_given(model, batch, name, cache):
 
 
 def filled_by(model, batch):
-    """A cache that holds what the model has written for a batch."""
+    """A cache that the model has filled from a batch."""
     ids = {"input_ids": batch["input_ids"]}
     if model.config.is_encoder_decoder:
         ids["decoder_input_ids"] = batch["labels"]
@@ -106,7 +106,10 @@ def filled_by(model, batch):
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("model_type", DECODERS)
 def test_a_cache_of_the_caller_is_left_out_or_refused(model_type, spec):
-    """transformers 5.24 renames `past_key_values`: blocks miss what a cache holds, or write into it a second time."""
+    """A caller's empty cache is ignored, a filled one is refused, under the old and the new name of the argument.
+
+    transformers 5.24 renames `past_key_values`.
+    """
     model, batch = decoder(model_type)
     expected = step(model, batch)
     filled, empty = filled_by(model, batch), transformers.DynamicCache
@@ -124,7 +127,7 @@ def test_a_cache_of_the_caller_is_left_out_or_refused(model_type, spec):
                 model(*args, **kwargs)
             assert compat.cached_tokens(cache) == tokens > 0
         if name == "cache" != compat.cache_argument(model):
-            continue  # older transformers do not know the new name
+            continue  # older transformers lack the new name
         cache = transformers.EncoderDecoderCache(empty(), empty()) if model_type == "t5" else empty()
         for _ in range(2):
             model.zero_grad()
@@ -139,7 +142,7 @@ def test_a_cache_of_the_caller_is_left_out_or_refused(model_type, spec):
 
 @pytest.mark.compat
 def test_where_nothing_is_recomputed_a_cache_is_taken():
-    """Paused plans, and forwards without gradients, take a cache that is not empty as a model without hf_ckpt does."""
+    """Paused plans and forwards without gradients accept a filled cache, as a model without hf_ckpt does."""
     model, batch = decoder("gpt2")
     cache = filled_by(model, batch)
 
@@ -163,7 +166,7 @@ def test_where_nothing_is_recomputed_a_cache_is_taken():
 
 
 class OlderBlock(compat.GradientCheckpointingLayer):
-    """A block from the hub, with a name for its cache that the layer of this transformers may not know."""
+    """A block from the hub whose name for the cache may be unknown to transformers' layer."""
 
     def __init__(self, index):
         super().__init__()
@@ -178,7 +181,7 @@ class OlderBlock(compat.GradientCheckpointingLayer):
 
 
 class OlderModel(transformers.PreTrainedModel):
-    """Makes a cache in every forward, and asks nobody whether to."""
+    """Always creates a cache in forward."""
 
     config_class = transformers.PretrainedConfig
     supports_gradient_checkpointing = True
@@ -189,7 +192,7 @@ class OlderModel(transformers.PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module):
-        """Nothing to do: linear layers start themselves."""
+        """Linear layers initialise themselves."""
 
     def forward(self, hidden):
         cache = transformers.DynamicCache()
@@ -201,7 +204,7 @@ class OlderModel(transformers.PreTrainedModel):
 @pytest.mark.compat
 @pytest.mark.parametrize("spec", SPECS)
 def test_blocks_get_no_cache_under_any_name(spec):
-    """A recomputed block would write a second time into a cache that its model makes."""
+    """Blocks get no cache under any argument name: a recomputed block would write to it twice."""
     torch.manual_seed(0)
     model, hidden = OlderModel().train(), torch.randn(2, 4, 8)
 
@@ -221,7 +224,7 @@ def test_blocks_get_no_cache_under_any_name(spec):
 
 @pytest.mark.parametrize("model_type", ["diffusion_gemma", pytest.param("hrm_text", marks=pytest.mark.slow)])
 def test_a_cache_of_the_model_itself_is_no_prefix(model_type):
-    """The model around the stacks makes a cache, or its blocks only read one that another part has written."""
+    """A cache that the model itself creates, or that blocks only read, does not count as filled by the caller."""
     model, batch, _ = trained(model_type)
     expected = step_of(model, batch)
     hf_ckpt.install(model)
@@ -234,12 +237,12 @@ def test_a_cache_of_the_model_itself_is_no_prefix(model_type):
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_steps_without_a_warning(family, wrapped, tmp_path, caplog, transformers_log):
-    """`use_cache=True` is incompatible, every step; and the saved config keeps `use_cache=False`."""
+    """Two steps cause no warning about `use_cache`, and the saved config does not change."""
     model = tiny_model(family, dropout=0.1)
     trained = with_lora(model, family, lora_dropout=0.0) if wrapped else model
 
     def two_steps(names):
-        """What was said by Python's warnings and transformers' logger, each message as if for the first time."""
+        """Messages of Python's warnings and transformers' logger, including those given once per process."""
         transformers_logging.get_logger("transformers.any").warning_once.__func__.cache_clear()
         transformers_log.clear()
         optimizer = torch.optim.SGD([parameter for parameter in trained.parameters() if parameter.requires_grad])
@@ -253,7 +256,7 @@ def test_two_steps_without_a_warning(family, wrapped, tmp_path, caplog, transfor
                 optimizer.zero_grad()
         return [str(warning.message) for warning in caught], [record.getMessage() for record in transformers_log]
 
-    assert two_steps(()) == ([], [])  # without hf_ckpt; transformers also completes BERT's config here
+    assert two_steps(()) == ([], [])  # without hf_ckpt; transformers also completes BERT's config
     config, generation = model.config.to_dict(), copy.deepcopy(getattr(model, "generation_config", None))
     with caplog.at_level(logging.WARNING, "hf_ckpt"):
         hf_ckpt.install(trained)

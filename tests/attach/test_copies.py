@@ -1,4 +1,4 @@
-"""A model with a plan copies, and is freed as one without."""
+"""Models with a plan are freed like models without one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.compat
 
 
 def freed_after(prepare):
-    """Whether a model is gone as soon as its last name is, without the garbage collector's help."""
+    """Whether the model and its block are freed with the last name, without the garbage collector."""
     model = tiny_model("llama", layers=2)
     gone = weakref.ref(model)
     block = weakref.ref(model.model.layers[0])
@@ -42,7 +42,7 @@ def paused_once(model):
 
 
 def graph_dropped(model):
-    """A forward whose graph is thrown away without backward."""
+    """Run a forward and drop its graph without a backward."""
     hf_ckpt.install(model)
     enable(model)
     model(**tiny_batch("llama"))
@@ -58,7 +58,7 @@ def enabled_by_the_process(model):
     "prepare", [hf_ckpt.install, trained, uninstalled, paused_once, graph_dropped, enabled_by_the_process]
 )
 def test_no_reference_cycles(prepare, everywhere):
-    """A model that hf_ckpt was on is freed exactly when one that it never saw is."""
+    """hf_ckpt adds no reference cycles: its models are freed without the garbage collector."""
     gc.collect()
     gc.disable()
     try:
@@ -66,5 +66,5 @@ def test_no_reference_cycles(prepare, everywhere):
         ours = freed_after(prepare)
     finally:
         gc.enable()
-    assert stock == (True, True)  # else this transformers has cycles of its own, and the test needs another model
+    assert stock == (True, True)  # else transformers itself has cycles, and the test needs another model
     assert ours == stock

@@ -1,4 +1,4 @@
-"""Enable and disable calls of an installed model: the plan that they apply, and what they refuse."""
+"""Enable and disable calls on an installed model: the plans they apply, and the requests they refuse."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_options_alone_keep_the_choice_of_blocks():
 
 
 def test_hooks_answer_as_transformers_methods_do():
-    """Callers find the parameter by name, and expect no result."""
+    """The replaced methods keep transformers' parameter names, and return nothing."""
     model = tiny_model("llama")
     hf_ckpt.install(model)
     for name in compat.ENABLE_NAMES:
@@ -116,7 +116,7 @@ def test_describe_counts_and_prints():
 
 
 def test_lost_blocks_are_named():
-    """Someone set the flags directly; the callback asks this at step 1."""
+    """`lost_blocks` names blocks whose flags or functions someone else changed; the callback checks it at step 1."""
     model = tiny_model("llama")
     assert lost_blocks(model) == ()
     hf_ckpt.install(model, {"layers": "0-2"})
@@ -143,7 +143,7 @@ def test_only_the_plan_is_logged_above_debug_level(caplog):
 
 
 def test_the_head_can_be_asked_for_beside_a_plan_that_was_given():
-    """It selects no blocks, so the plan stays; and it stays itself over bare enables."""
+    """A chunked head does not select blocks, so the given plan stays; bare enable calls keep the head."""
     model = tiny_model("llama")
     given = hf_ckpt.install(model, {"layers": "1-2"}).plan
     hf_ckpt.uninstall(model)

@@ -1,4 +1,4 @@
-"""Generation and scoring of a model in train mode: blocks run plainly, with their cache, and training goes on."""
+"""Generation and scoring in train mode: blocks run without checkpointing, with their cache, and training continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.compat
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
 def test_generate_in_train_mode_gives_the_same_tokens(family, dropout):
-    """generate() in train mode with checkpointing on gives other tokens, silently: the cache is lost."""
+    """generate() in train mode gives the same tokens with checkpointing enabled, because blocks keep their cache."""
     model = tiny_model(family, dropout=dropout)
     prompt = {"input_ids": tiny_batch(family)["input_ids"][:, :5]}
     keys = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
@@ -31,7 +31,7 @@ def test_generate_in_train_mode_gives_the_same_tokens(family, dropout):
     enable(model)
     got_sequences, got_logits = tokens_and_logits()
     assert torch.equal(sequences, got_sequences)
-    assert torch.equal(logits, got_logits)  # tokens of a random model could agree by chance
+    assert torch.equal(logits, got_logits)  # tokens could agree by chance
     with hf_ckpt.paused(model):
         assert torch.equal(sequences, tokens_and_logits()[0])
     assert sum(hf_ckpt.describe(model).forwards.values()) == 0
@@ -45,7 +45,7 @@ def log_probabilities(model, sequences):
 
 
 def two_steps_of_grpo(model, pause, context):
-    """What each of two steps generated, scored and learned."""
+    """Sequences, scores and gradients of each of two steps."""
     found = []
     torch.manual_seed(7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -66,7 +66,7 @@ def two_steps_of_grpo(model, pause, context):
 @pytest.mark.parametrize("paused", [False, True])
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_a_loop_shaped_like_grpo(context, paused):
-    """Generate, score under no_grad, then train: all on one model in train mode."""
+    """GRPO's loop works on one model in train mode: generate, score under no_grad, train."""
 
     def no_pause(model):
         return torch.enable_grad()
@@ -78,5 +78,5 @@ def test_a_loop_shaped_like_grpo(context, paused):
     got = two_steps_of_grpo(model, hf_ckpt.paused if paused else no_pause, context)
     for before, after in zip(expected, got, strict=True):
         assert_same(before, after)
-    assert recomputed(model) == [name for name in ALL for _ in range(2)]  # only the trained forward counts
+    assert recomputed(model) == [name for name in ALL for _ in range(2)]  # only the training forward counts
     assert set(hf_ckpt.describe(model).forwards.values()) == {2}

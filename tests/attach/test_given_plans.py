@@ -28,7 +28,7 @@ def test_a_plan_object_installs_and_stays():
 
 
 def test_options_keep_a_plan_object():
-    """An enable call that selects nothing keeps the plan, wherever the plan came from."""
+    """An enable call that selects no blocks keeps a given plan."""
     model = tiny_model("llama")
     hf_ckpt.install(model, plan_of("llama", {"layers": "0,2"}))
     enable(model, {"preserve_rng_state": False})

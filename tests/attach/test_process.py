@@ -1,4 +1,4 @@
-"""`install()` without a model: every model of the process, and models inside other models."""
+"""`install()` without a model: it applies to every model of the process, and to models inside models."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_uninstall_for_the_process_gives_everything_back(everywhere):
     assert {name: vars(compat.PreTrainedModel)[name] for name in names} == originals
     assert snapshot(model) == before
     hf_ckpt.uninstall()
-    enable(model, {"use_reentrant": False})  # transformers' own again
+    enable(model, {"use_reentrant": False})  # transformers' own method again
     assert installation(model) is None
     assert model.model.layers[0].gradient_checkpointing is True
 
@@ -86,7 +86,7 @@ def test_a_refused_process_spec_hooks_nothing(everywhere):
     with pytest.raises(SpecError):
         everywhere(spec={"layrs": "0"})
     assert [vars(compat.PreTrainedModel)[name] for name in compat.ENABLE_NAMES] == originals
-    everywhere(spec={"layers": "7"})  # a good spec that this model is too short for
+    everywhere(spec={"layers": "7"})  # a valid spec, but the model is too short
     model = tiny_model("llama")
     before = snapshot(model)
     with pytest.raises(SpecError, match="names 7"):
@@ -100,7 +100,7 @@ def test_a_refused_process_spec_hooks_nothing(everywhere):
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "peft"])
 def test_enable_when_prepared(everywhere, wrapped):
-    """For scripts that never ask for checkpointing: `Accelerator.prepare` does."""
+    """For scripts that never enable checkpointing, `Accelerator.prepare` enables it."""
     prepare = vars(Accelerator)["prepare"]
     everywhere(spec={"layers": "0"}, enable_when_trained=True)
     model = tiny_model("llama")
@@ -110,14 +110,14 @@ def test_enable_when_prepared(everywhere, wrapped):
     optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad])
     prepared, other, _ = Accelerator(cpu=True).prepare(model, frozen, optimizer)
     assert active(prepared) == [ALL[0]]
-    assert installation(other) is None  # a reference model is not trained
+    assert installation(other) is None  # reference models are not trained
     assert enable_calls_since_hooked() == 1
     hf_ckpt.uninstall()
     assert vars(Accelerator)["prepare"] is prepare
 
 
 def test_a_call_on_a_part_keeps_the_plan_of_the_whole(everywhere):
-    """Scripts enable the model, then its backbone or language tower once more: the plan is not replaced in silence."""
+    """Enabling a part, such as the backbone or language tower, keeps the plan of the whole model."""
     everywhere()
     model = tiny_model("llama")
     before = snapshot(model)
@@ -132,7 +132,7 @@ def test_a_call_on_a_part_keeps_the_plan_of_the_whole(everywhere):
 @pytest.mark.compat
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_a_call_on_every_part_keeps_the_plan_of_a_model_installed_by_hand(family):
-    """sentence-transformers enables every model inside a model, from the outside in."""
+    """Enabling all inner models, from the outside in as sentence-transformers does, keeps the plan."""
     asked = {"rules": [{"layers": "0", "policy": "full"}]}
     model, plain = tiny_model(family), tiny_model(family)
     before = snapshot(model)
@@ -146,7 +146,7 @@ def test_a_call_on_every_part_keeps_the_plan_of_a_model_installed_by_hand(family
     assert_same(step(plain, batch), step(model, batch))
     assert recomputed(model) == [block.name for block in find_blocks(model).blocks if block.index == 0]
     enable(model, {"policy": "none"})
-    enable(parts[-1], {"policy": "none"})  # transformers would hand it on to torch
+    enable(parts[-1], {"policy": "none"})  # transformers would pass it to torch
     assert_same(step(plain, batch), step(model, batch))
     model.zero_grad()
     hf_ckpt.uninstall(model)
@@ -165,13 +165,13 @@ def test_a_part_answers_for_itself_once_the_plan_is_off_or_it_is_a_copy():
         enable(part, {"use_reentrant": False})
         assert {layer.gradient_checkpointing for layer in part.encoder.layer} == {True}
         assert not [name for name in vars(part) if name in compat.ENABLE_NAMES]
-    enable(again.bert, {"policy": "full"})  # a copy of the whole has parts of its own
+    enable(again.bert, {"policy": "full"})  # a copy of the whole has its own parts
     assert lost_blocks(again) == ()
     assert [*hf_ckpt.describe(again).forwards] == ["bert.encoder.layer.0"]
 
 
 def test_models_enabled_while_they_are_built_come_off_whole(everywhere):
-    """An old config key makes transformers enable checkpointing in the inner model's constructor."""
+    """Uninstalling restores models whose constructor enabled an inner model because of an old config key."""
     everywhere()
     models = [tiny_model("llama", gradient_checkpointing=True) for _ in range(4)]
     for model in models:
@@ -184,11 +184,11 @@ def test_models_enabled_while_they_are_built_come_off_whole(everywhere):
         assert not [name for name, module in model.named_modules() if vars(module).keys() & ours]
 
 
-# --- loops of one's own: neither an enable call nor `Accelerator.prepare` ---------------------------------------------
+# --- user-written loops, with neither an enable call nor `Accelerator.prepare` ----------------------------------------
 
 
 class Around(torch.nn.Module):
-    """A module of the script that holds the model."""
+    """A module of the script that contains the model."""
 
     def __init__(self, model):
         super().__init__()
@@ -199,7 +199,7 @@ class Around(torch.nn.Module):
 
 
 def through_parts(model):
-    """Calls the stack and the head by themselves, as those do who compute the loss in another way."""
+    """Calls the stack and the head separately, like scripts that compute their own loss."""
 
     def forward(**batch):
         hidden = model.model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
@@ -242,9 +242,9 @@ def one_rank(tmp_path):
 
 
 def trained(loop):
-    """A step of a loop of one's own: what it gives, and which blocks were recomputed; None without a plan.
+    """Results and recomputed blocks of a step in a user-written loop; None instead of blocks without a plan.
 
-    Where torch.compile has the blocks in a graph, which counts nothing, they are the blocks that it met there.
+    Inside graphs of torch.compile nothing is counted; the blocks in the graphs are returned instead.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -253,7 +253,7 @@ def trained(loop):
     if isinstance(run, torch.nn.Module):
         model = base_model(run)
     batch = tiny_batch("llama") | {"use_cache": False}
-    if "compiled" not in loop:  # once more takes seconds there
+    if "compiled" not in loop:  # slow when compiled
         with torch.no_grad():
             run(**batch)
         assert installation(model) is None
@@ -295,12 +295,12 @@ def test_models_that_are_not_trained_or_enabled_otherwise_keep_what_they_have(ev
     assert active(own) == [ALL[3]]
     enable(ended, {"layers": "0"})
     assert active(ended) == [ALL[0]]
-    getattr(ended, compat.DISABLE_NAMES[-1])()  # later than its first training forward
+    getattr(ended, compat.DISABLE_NAMES[-1])()  # after its first training forward
     assert active(ended) == []
     step(evaluated.train(), batch)
     assert recomputed(evaluated) == [ALL[1], ALL[2]]
     prompts = torch.randn(2, 5, frozen.config.hidden_size, requires_grad=True)
-    frozen(inputs_embeds=prompts).logits.sum().backward()  # prompts are trained, with all weights frozen
+    frozen(inputs_embeds=prompts).logits.sum().backward()  # trains prompts, with all weights frozen
     assert recomputed(frozen) == [ALL[1], ALL[2]]
     assert prompts.grad.any()
 

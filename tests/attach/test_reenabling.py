@@ -1,4 +1,4 @@
-"""Calls that other libraries make on an installed model: the plan stays, and what would break it is refused."""
+"""Calls that other libraries make on an installed model: the plan stays, and harmful calls are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 @pytest.mark.compat
 def test_the_plan_survives_generation_in_trl():
-    """The policy is silently replaced by plain full: TRL disables around generation and enables with its own kwargs."""
+    """TRL disables checkpointing around generation and enables it with its own kwargs: the plan must come back."""
     model = tiny_model("llama")
     hf_ckpt.install(model, {"layers": "1"})
     enable(model)
@@ -43,7 +43,7 @@ def test_the_plan_survives_generation_in_trl():
     ids=str,
 )
 def test_checkpointing_is_never_reentrant(monkeypatch, caplog, asked):
-    """`{}` or one unrelated key means reentrant to torch, which then ignores keyword inputs and frozen inputs."""
+    """Checkpointing is never reentrant: torch's default for `{}` is, and ignores keyword inputs and frozen inputs."""
     calls = []
     real = full.checkpoint
 
@@ -68,7 +68,7 @@ def test_a_call_that_does_nothing_is_warned_of_where_a_script_makes_it(caplog):
     hf_ckpt.install(model)
     enable(model)
     with caplog.at_level(logging.INFO):
-        add_lora(model, rank=2)  # PEFT calls it where checkpointing is on
+        add_lora(model, rank=2)  # PEFT calls it if checkpointing is on
         assert "enable_input_require_grads skipped" in caplog.text
         assert "does nothing" not in caplog.text
         for _ in range(2):
@@ -95,7 +95,7 @@ REFUSED = [
 @pytest.mark.compat
 @pytest.mark.parametrize(("asked", "said"), REFUSED, ids=str)
 def test_what_others_accept_in_silence_is_refused_with_the_reason(asked, said):
-    """By every call. 0 layers divide by zero deep inside transformers, -1 and 1.5 and misspelt keys do nothing."""
+    """Every call refuses invalid values and keys, which otherwise do nothing, or crash late (0 layers)."""
     model = tiny_model("llama")
     with pytest.raises(SpecError, match=said):
         hf_ckpt.install(model, asked)
@@ -111,19 +111,19 @@ def test_what_others_accept_in_silence_is_refused_with_the_reason(asked, said):
     "asked", [{"every_n_layers": 2}, {"policy": "full", "every_n_layers": 2, "offload": False}], ids=str
 )
 def test_every_n_layers_counts_each_stack(asked):
-    """T5, n=2: one counter through both stacks takes encoder 0 and 2, then decoder 1."""
+    """`every_n_layers` counts each stack of T5 by itself; one counter for both would take decoder block 1."""
     model = tiny_model("t5", layers=3)
     hf_ckpt.install(model)
     enable(model, asked)
     step(model, tiny_batch("t5"))
     assert recomputed(model) == [f"{stack}.block.{index}" for stack in ("encoder", "decoder") for index in (0, 2)]
-    getattr(model, compat.ENABLE_NAMES[-1])(None, every_n_layers=3)  # as Trainer passes it, beside the kwargs
+    getattr(model, compat.ENABLE_NAMES[-1])(None, every_n_layers=3)  # as Trainer passes it, not in the kwargs
     assert list(hf_ckpt.describe(model).plan.active()) == ["encoder.block.0", "decoder.block.0"]
 
 
 @pytest.mark.parametrize("of_the_process", [False, True], ids=["model", "process"])
 def test_accelerates_own_checkpointing_is_a_second_owner(monkeypatch, everywhere, of_the_process):
-    """accelerate's FSDP plugin checkpoints too, without preserving random state."""
+    """hf_ckpt refuses accelerate's FSDP checkpointing as a second owner; that would not preserve random state."""
     model = tiny_model("llama")
     everywhere(None if of_the_process else model)
     for owns in (True, False):
@@ -142,12 +142,12 @@ def test_accelerates_own_checkpointing_is_a_second_owner(monkeypatch, everywhere
 
 
 def test_hooks_on_embeddings_do_not_pile_up():
-    """Three enables leave three embedding hooks; the first two have lost their handles."""
+    """Repeated enable calls do not pile up embedding hooks, which transformers would leave behind without handles."""
     model = tiny_model("llama")
     hf_ckpt.install(model)
     for _ in range(3):
         enable(model)
-        model.enable_input_require_grads()  # as PEFT and TRL call it
+        model.enable_input_require_grads()  # as PEFT and TRL do
     assert input_gradient_hooks(model) == 0
     getattr(model, compat.DISABLE_NAMES[-1])()
     hf_ckpt.uninstall(model)
@@ -155,7 +155,7 @@ def test_hooks_on_embeddings_do_not_pile_up():
 
 
 def test_hooks_on_embeddings_that_lost_their_handle_before_install():
-    """Scripts call `enable_input_require_grads` and enable on top of it; of two hooks only one still has a handle."""
+    """Plans remove embedding hooks from before install, even those without a handle; uninstalling restores them."""
     model = tiny_model("llama")
     embedding = model.get_input_embeddings()
     model.enable_input_require_grads()
@@ -173,7 +173,7 @@ def test_hooks_on_embeddings_that_lost_their_handle_before_install():
 
 
 def test_eval_mode_with_gradients_is_said_once(caplog):
-    """Adapters trained in eval mode run out of memory: blocks are checkpointed in train mode only."""
+    """Eval mode with gradients warns once: blocks are checkpointed in train mode only, so memory may run out."""
     model = tiny_model("llama")
     expected = step(model, tiny_batch("llama"))
     hf_ckpt.install(model)
@@ -191,7 +191,7 @@ def test_eval_mode_with_gradients_is_said_once(caplog):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_evaluation_neither_warns_nor_recomputes(caplog, training):
-    """Validation in train mode recomputes, or warns."""
+    """Evaluation does not warn or recompute, even in train mode."""
     model = tiny_model("llama").train(training)
     hf_ckpt.install(model)
     enable(model)
@@ -199,6 +199,6 @@ def test_evaluation_neither_warns_nor_recomputes(caplog, training):
         model(**tiny_batch("llama"))
     with torch.inference_mode():
         model(**tiny_batch("llama"))
-    model.requires_grad_(False).eval()(**tiny_batch("llama"))  # a frozen model has nothing to train
+    model.requires_grad_(False).eval()(**tiny_batch("llama"))  # a frozen model does not train
     assert not caplog.records
     assert sum(hf_ckpt.describe(model).forwards.values()) == 0

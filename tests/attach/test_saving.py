@@ -1,4 +1,4 @@
-"""A model with a plan copies, pickles and saves as one without, and its copies train by plans of their own."""
+"""Models with a plan copy, pickle and save like models without one, and copies have their own plans."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def disable(model):
 @pytest.mark.parametrize("through", [copy.deepcopy, through_pickle, through_torch])
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "peft"])
 def test_an_enabled_model_copies_and_pickles(through, wrapped):
-    """An enabled model no longer pickles; or its copy drives the blocks of the original."""
+    """An enabled model can be copied and pickled, and its copy drives its own blocks."""
     model = tiny_model("llama")
     hf_ckpt.install(model, {"layers": "0,2"})
     enable(model)
@@ -46,8 +46,8 @@ def test_an_enabled_model_copies_and_pickles(through, wrapped):
     model.zero_grad()
     twin = through(model)
     assert_same(expected, step(twin, tiny_batch("llama")))
-    assert recomputed(twin) == [ALL[0], ALL[0], ALL[2], ALL[2]]  # counts come along
-    assert recomputed(model) == [ALL[0], ALL[2]]  # the original's did not move
+    assert recomputed(twin) == [ALL[0], ALL[0], ALL[2], ALL[2]]  # counts are copied
+    assert recomputed(model) == [ALL[0], ALL[2]]  # the original's stay
     enable(twin, {"layers": "1"})
     hf_ckpt.uninstall(model)
     step(twin, tiny_batch("llama"))
@@ -58,7 +58,7 @@ def test_an_enabled_model_copies_and_pickles(through, wrapped):
 
 
 def test_a_disabled_model_pickles_too():
-    """Between enable calls the installation is only a record."""
+    """A disabled model, which has only its record, can be pickled."""
     model = tiny_model("llama")
     hf_ckpt.install(model, {"layers": "1"})
     enable(model)
@@ -72,7 +72,7 @@ def test_a_disabled_model_pickles_too():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_state_dict_keys_stay_as_they_are(family, tmp_path):
-    """Keys get a `_checkpoint_wrapped_module.` inside, and the checkpoint loads nowhere else."""
+    """Keys of the state dict do not change: a `_checkpoint_wrapped_module.` prefix would break loading."""
     model = tiny_model(family)
     before = model.state_dict()
     names = [name for name, _ in model.named_modules()]

@@ -1,4 +1,4 @@
-"""A plan comes off without a trace, whatever others did to the model, and it can be paused and tried."""
+"""A plan can be removed without a trace, whatever others did to the model, and can be paused and tried."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.compat
 
 
 def checkpointed_before(model, how):
-    """Give a model a past: what someone did to it before hf_ckpt came."""
+    """Change a model as other code may before hf_ckpt is installed."""
     if how == "hf":
         enable(model, {"use_reentrant": False})
     if how == "hf, one block off":
@@ -37,7 +37,7 @@ def checkpointed_before(model, how):
 
 
 def comparable(model):
-    """`snapshot` without what transformers makes anew on each call: the embedding hook and its handle."""
+    """`snapshot` without the embedding hook and its handle, which transformers creates in each call."""
     return {
         name: {
             key: value for key, value in values.items() if key not in ("_require_grads_hooks", "_require_grads_hook")
@@ -50,7 +50,7 @@ def comparable(model):
 @pytest.mark.parametrize("how", ["nothing", "hf", "hf, one block off", "hf, off again", "input gradients"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_uninstall_leaves_no_trace(family, how):
-    """`vars()` of every module and all hook counts, whatever happened in between."""
+    """Uninstalling restores `vars()` of every module and the number of hooks, whatever happened in between."""
     model = checkpointed_before(tiny_model(family), how)
     batch = tiny_batch(family)
     before, hooks, input_hooks = comparable(model), forward_hooks(model), input_gradient_hooks(model)
@@ -70,13 +70,13 @@ def test_uninstall_leaves_no_trace(family, how):
     assert comparable(model) == before
     assert forward_hooks(model) == hooks
     assert input_gradient_hooks(model) == input_hooks
-    hf_ckpt.uninstall(model)  # nothing there any more: nothing happens
+    hf_ckpt.uninstall(model)  # a second call does nothing
     assert comparable(model) == before
     assert_same(expected, step(model, batch))
 
 
 def test_layers_dropped_since():
-    """Pruning shortens the list of blocks: the next enable plans the ones that are left."""
+    """After pruning, the next enable call plans the remaining blocks."""
     model = tiny_model("llama")
     hf_ckpt.install(model)
     enable(model)
@@ -91,7 +91,7 @@ def test_layers_dropped_since():
 
 
 def test_uninstall_after_someone_wrapped_a_block():
-    """torch's checkpoint wrapper around a block after install: nothing of ours stays inside it."""
+    """Uninstalling also cleans a block that someone wrapped in torch's checkpoint wrapper."""
     model = tiny_model("llama")
     hf_ckpt.install(model)
     enable(model)
@@ -106,7 +106,7 @@ def test_uninstall_after_someone_wrapped_a_block():
 
 @pytest.mark.parametrize("first_off", ["outer", "inner"])
 def test_an_inner_model_enabled_first_gives_way(first_off):
-    """Scripts enable `model.model` or a language tower, then the whole: one owner is left, and it comes off whole."""
+    """Installing on the whole model replaces the plan of an inner model, and is removed without a trace."""
     model = tiny_model("llama")
     before = snapshot(model)
     hf_ckpt.install(model.model, {"layers": "0"})
@@ -121,7 +121,7 @@ def test_an_inner_model_enabled_first_gives_way(first_off):
 
 @pytest.mark.parametrize("first_off", ["outer", "inner"])
 def test_a_part_of_an_installed_model(first_off):
-    """Refused, or it takes the blocks over: in both cases nothing of ours is left in the end, in whatever order."""
+    """Installing on a part is refused or takes over its blocks; uninstalling in any order leaves no trace."""
     model = tiny_model("llama")
     before = snapshot(model)
     hf_ckpt.install(model, {"layers": "0"})

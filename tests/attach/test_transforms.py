@@ -1,4 +1,4 @@
-"""torch.func and forward-mode AD over a model whose plan is on: the same values, or an error that names the way out."""
+"""torch.func and forward-mode AD on a model with an enabled plan: the same values, or an error that names a way out."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def same(one, other):
 
 
 def planned(spec):
-    """A small model, and the same one with a plan that is on."""
+    """A small model, and the same one with an enabled plan."""
     plain, model = (tiny_model("llama", layers=2, attention="eager") for _ in range(2))
     hf_ckpt.install(model, spec)
     model.gradient_checkpointing_enable()
