@@ -1,4 +1,4 @@
-"""What tests of other libraries share: quiet processes, a small base model on disk, scripts run in this process."""
+"""Fixtures for tests of other libraries: quiet processes, a small base model on disk, scripts run in this process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from hf_ckpt.models.tiny import byte_tokenizer, tiny_model
 
 @pytest.fixture(scope="module")
 def quiet_and_alone(request, tmp_path_factory):
-    """One thread, so that sums are taken in one order here and in other processes; no bars; a data cache of its own.
+    """One thread, so that the order of sums is the same in all processes; no progress bars; a separate data cache.
 
-    What has been imported is left out of garbage collection: a Trainer collects before it trains, which takes longer
-    than the training here. A test module's `LOADED_FIRST` names what it needs, which may not be installed everywhere.
+    Imported objects are hidden from the garbage collector: a Trainer collects before it trains, which would take longer
+    than the training. A test module's `LOADED_FIRST` names optional packages to import first.
     """
     for name in getattr(request.module, "LOADED_FIRST", ()):
         package, _, part = name.partition(".")
-        getattr(importlib.import_module(package), part)  # is loaded when it is asked for
+        getattr(importlib.import_module(package), part)  # loads it
     gc.collect()
     gc.freeze()
     threads, cache = torch.get_num_threads(), datasets.config.HF_DATASETS_CACHE
@@ -49,7 +49,7 @@ def quiet_and_alone(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """A folder with a small LLaMA and its tokenizer: DPO reads its reference model from where the model came from."""
+    """A folder with a small LLaMA and its tokenizer: DPO loads its reference model from the model's path."""
     folder = tmp_path_factory.mktemp("base")
     tiny_model("llama", layers=LAYERS, hidden=16).save_pretrained(folder)
     tokenizer = byte_tokenizer()
@@ -64,7 +64,7 @@ def base(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def script(monkeypatch, tmp_path):
-    """Run a script or a module here, as `python -m hf_ckpt` or as `python` would. Its Trainer, once it has trained."""
+    """Run a script or module here, like `python -m hf_ckpt` or `python`; returns its Trainer after training."""
     from accelerate.state import AcceleratorState, GradientState
 
     monkeypatch.chdir(tmp_path)
@@ -83,7 +83,7 @@ def script(monkeypatch, tmp_path):
             patch.setattr(Trainer, "train", noted)
             patch.setattr(sys, "argv", [str(name), *words])
             patch.setattr(sys, "path", list(sys.path))
-            set_seed(0)  # adapters are drawn before a Trainer sets its own seed
+            set_seed(0)  # adapters are initialised before a Trainer sets its seed
             if hooked is not None:
                 module = () if str(name).endswith(".py") else ("-m",)
                 assert main([*hooked, *module, str(name), *words]) == 0
@@ -100,7 +100,7 @@ def script(monkeypatch, tmp_path):
 
 @pytest.fixture
 def recipes(monkeypatch):
-    """Import recipes (and `common`) as their own directory would, and forget them afterwards."""
+    """Import recipes and `common` as if from their own directory, and unload them afterwards."""
     monkeypatch.syspath_prepend(ROOT / "recipes")
     for name in ("common", *RECIPES):
         monkeypatch.delitem(sys.modules, name, raising=False)

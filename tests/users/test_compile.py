@@ -1,7 +1,7 @@
-"""torch.compile of the user: the same numbers as compiled without us, in no more graphs, with less saved for backward.
+"""The user's torch.compile: the same results as compiled without hf_ckpt, in as many graphs, with less saved.
 
-All backends but inductor run kernels of eager mode, so the same operations run with and without checkpointing, and
-gradients are bit-equal; inductor fuses and rounds anew, so there is a tolerance.
+All backends but inductor run eager kernels, so gradients are bit-equal with and without checkpointing. Inductor fuses
+and rounds differently, so its test has a tolerance.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ LAYERS = 2
 FULL, SELECTIVE, MIXED = {"policy": "full"}, {"policy": "selective"}, {"policy": "full", "every_n_layers": 2}
 ATTENTION = {**SELECTIVE, "save": ["attention"]}
 INSIDE = "__call__" not in vars(compat.GradientCheckpointingLayer)
-"""Whether the checkpoint is inside of what `block.compile()` compiles; around it before transformers 5."""
+"""Whether `block.compile()` compiles the checkpoint, too; before transformers 5, the checkpoint is outside."""
 WHOLE = (torch.compile, in_place)
 
 
 class Compiled(NamedTuple):
-    """What one training step left."""
+    """The results of one training step."""
 
     found: dict[str, Any]
     """Loss and gradients."""
     saved_bytes: int
-    """For backward, parameters left out."""
+    """For backward, without parameters."""
     graphs: int
     regions: list[int]
-    """Checkpointed regions, graph by graph."""
+    """Checkpointed regions per graph."""
     warned: frozenset[Any]
     description: Any
 
 
 def small(family="llama", layers=LAYERS, **options):
-    keys = {"problem_type": "single_label_classification"} if family == "bert" else {}  # else set by the first forward
+    keys = {"problem_type": "single_label_classification"} if family == "bert" else {}  # else set in a forward
     attention = "sdpa" if family != "t5" or INSIDE else "eager"
     return tiny_model(family, layers=layers, attention=attention, **keys, **options)
 
 
 def compiled_step(spec, way, *, compiler="aot_eager", model=None, breaks=0, **sizes):
-    """Compile a model with `spec` installed, or without us, and take a step."""
+    """Compile a model, with `spec` installed or without hf_ckpt, and run a step."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -80,7 +80,7 @@ def compiled_step(spec, way, *, compiler="aot_eager", model=None, breaks=0, **si
     found = {name.replace("_orig_mod.", ""): gradient for name, gradient in gradients(model).items()}
     graphs = counters["stats"]["unique_graphs"]
     _, saved = kept(run, batch)
-    assert counters["stats"]["unique_graphs"] == graphs  # looking changes nothing
+    assert counters["stats"]["unique_graphs"] == graphs  # measuring compiles nothing
     assert sum(counters["graph_break"].values()) == 0
     said = frozenset((warning.category, str(warning.message)) for warning in warned)
     described = hf_ckpt.describe(model) if spec is not None else None
@@ -93,13 +93,13 @@ def without_us(way, compiler="aot_eager", **sizes):
 
 
 def same_but_smaller(spec, way, *, planned, at_most=1.0, plain=None, **options):
-    """A step with `spec` against one without us."""
+    """Compare a step under `spec` with one without hf_ckpt."""
     plain, ours = plain or without_us(way, **options), compiled_step(spec, way, **options)
     assert_same(plain.found, ours.found, f"{spec} {way.__name__}")
     assert ours.warned <= plain.warned
     assert sum(plain.regions) == 0
     assert len(ours.description.in_graphs) == planned
-    assert not sum(ours.description.forwards.values())  # nothing is counted in a graph, and nothing is claimed
+    assert not sum(ours.description.forwards.values())  # nothing is counted inside a graph
     assert 0 < ours.saved_bytes < plain.saved_bytes * at_most
     return plain, ours
 
@@ -118,10 +118,10 @@ CASES = list(dict.fromkeys(CASES))
     *[("llama", way) for way in (each_block, each_block_replaced, compile_regions, torch.compile)],
 )
 def test_a_compiled_model_trains_the_same_and_saves_less(family, way):
-    """One graph for all blocks of a kind, or for the model, as without us."""
+    """There is one graph for all blocks of a kind, or for the model, as without hf_ckpt."""
     if way in (each_block, each_forward) and not INSIDE:
         pytest.skip("what is compiled is inside of the checkpoint")
-    layers = 1 if family == "t5" else LAYERS  # its blocks are of as many kinds already
+    layers = 1 if family == "t5" else LAYERS  # its encoder and decoder blocks already differ
     each = {"family": family, "layers": layers, "planned": 2}
     plain, full = same_but_smaller(FULL, way, at_most=0.5, **each)
     _, selective = same_but_smaller(SELECTIVE, way, **each)
@@ -131,7 +131,7 @@ def test_a_compiled_model_trains_the_same_and_saves_less(family, way):
     assert sum(full.regions) == sum(selective.regions) == regions
 
 
-# The last block of an offloaded stack is `full`: of another class, in a graph of its own.
+# The last block of an offloaded stack is `full`, so it has another class and its own graph.
 @pytest.mark.long
 @sparing(
     ("spec", "blocks", "graphs"),
@@ -147,7 +147,7 @@ def test_a_compiled_model_trains_the_same_and_saves_less(family, way):
     ids=["offload", "segments", "head", "selective", "mixed", "rules"],
 )
 def test_every_action(spec, blocks, graphs):
-    """Whatever stands beside checkpointing lets the compiler have the blocks, one by one, and the head as a whole."""
+    """Every action lets the compiler see blocks, one by one or in a whole model; a chunked head then runs whole."""
     if INSIDE and graphs:
         _, by_block = same_but_smaller(spec, each_block, planned=blocks)
         assert by_block.graphs == graphs
@@ -162,9 +162,9 @@ def test_every_action(spec, blocks, graphs):
 
 @pytest.mark.slow
 def test_inductor(tmp_path, monkeypatch):
-    """Loss and gradients as by kernels of eager mode, within rounding; nothing comes from an earlier run's cache.
+    """With inductor, loss and gradients match eager kernels up to rounding, without cached graphs of earlier runs.
 
-    Its partitioner recomputes by itself what is cheap; the policy is not lost in that.
+    Its partitioner also recomputes cheap operations; the policy still has its effect.
     """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     plain = without_us(torch.compile, layers=1)
@@ -190,17 +190,17 @@ def test_less_than_the_partitioner_saves_by_itself():
 
 @pytest.mark.compat
 def test_a_compiled_block_is_checkpointed_or_says_so(caplog):
-    """Where the checkpoint is around what is compiled, `full` recomputes all of it, and `selective` cannot look in."""
+    """A compiled block is checkpointed; if the checkpoint is outside of it, `selective` cannot work and says so."""
     plain = without_us(each_block)
     names = set(find_blocks(small()).modules)
     for spec in (FULL, SELECTIVE):
         ours = compiled_step(spec, each_block)
         assert_same(plain.found, ours.found, spec)
-        assert ours.graphs <= plain.graphs + (torch.__version__ < "2.9")  # seen with 2.8: a graph more
+        assert ours.graphs <= plain.graphs + (torch.__version__ < "2.9")  # with 2.8, one graph more
         if INSIDE:
             assert set(ours.description.in_graphs) == names
         elif spec is FULL:
-            assert all(ours.description.recomputed[name] == 2 for name in names)  # once more to count what is kept
+            assert all(ours.description.recomputed[name] == 2 for name in names)  # a second step counts saved bytes
         if INSIDE or spec is FULL:
             assert ours.saved_bytes < plain.saved_bytes
     assert ("compile the whole model instead" in caplog.text) == (not INSIDE)
@@ -224,8 +224,11 @@ def with_adapters():
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "spec"), [(each_block_replaced, FULL), (torch.compile, ATTENTION)])
 def test_adapters_with_dropout(way, spec):
-    """What is run again in a graph draws the same dropout. (`save` without linear layers, because SAC also keeps what
-    frozen ones make, which no backward needs: more than without it.)"""
+    """Recomputation inside a graph repeats the adapters' dropout.
+
+    `save` leaves linear layers out: SAC would also keep results of frozen ones, which backward does not need, and so
+    save more than no checkpointing.
+    """
     plain = compiled_step(None, way, model=with_adapters(), breaks=True)
     _, ours = same_but_smaller(spec, way, planned=LAYERS, model=with_adapters(), plain=plain, breaks=True)
     assert all(name == "loss" or bool(value.isfinite().all() and value.any()) for name, value in ours.found.items())
@@ -236,7 +239,7 @@ def test_adapters_with_dropout(way, spec):
 
 
 def graphs_of_training(spec, way, layers):
-    """Graphs after each of four steps: lengths alternate, and the plan goes off and on between them in every way."""
+    """Number of graphs after each of four steps of alternating lengths, with the plan paused or disabled between."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -277,8 +280,10 @@ def disabled(model):
     ids=["blocks", "whole"],
 )
 def test_not_compiled_again(way, layers, specs):
-    """As many graphs as without us: for training and evaluation, one length and any length; whatever we put on a
-    model again and again, and on block after block. (torch.compile gives up after eight.)"""
+    """There are as many graphs as without hf_ckpt, in training and evaluation, for fixed and varying lengths.
+
+    Enabling a plan repeatedly must not recompile: torch.compile gives up after eight graphs.
+    """
     expected, numbers = graphs_of_training(None, way, layers)
     assert expected == [2, 4, 4, 4]
     for spec in specs:
@@ -288,7 +293,7 @@ def test_not_compiled_again(way, layers, specs):
 
 
 def trained(folder, monkeypatch, spec, *, regional):
-    """Three steps of a Trainer that compiles: losses and gradient norms, all that was logged, model, graphs."""
+    """Train three steps with a compiling Trainer; returns losses and gradient norms, logs, model, graphs."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -324,7 +329,7 @@ def test_the_trainer_compiles(regional, tmp_path, monkeypatch, caplog):
     assert len(found.in_graphs) == LAYERS
     assert found.head_in_graph
     assert "torch.compile has it in a graph" in caplog.text
-    assert all("time/step_s" in row and "time/recompute_share" not in row for row in logs)  # not known, so not 0
+    assert all("time/step_s" in row and "time/recompute_share" not in row for row in logs)  # unknown, not 0
 
 
 @pytest.mark.long
@@ -343,7 +348,7 @@ def test_verify_says_that_it_cannot_look_into_graphs():
 
 @pytest.mark.slow
 def test_a_budget_is_planned_by_eager_steps():
-    """In a graph nothing can be measured, and every block is recomputed; the plan of eager steps is compiled."""
+    """Compiled steps cannot be measured and run `full`; eager steps lead to a plan, which is then compiled."""
     model = small()
     hf_ckpt.install(model, {"policy": "budget", "budget": "1GiB"})
     enable(model)
@@ -358,7 +363,7 @@ def test_a_budget_is_planned_by_eager_steps():
             model.zero_grad()
     found = hf_ckpt.describe(model)
     assert found.plan.prediction.budget_bytes == 2**30
-    assert not found.plan.active()  # there is room for everything
+    assert not found.plan.active()  # everything fits
     run(**batch).loss.backward()
     counters = torch._dynamo.utils.counters
     assert (counters["stats"]["unique_graphs"], not counters["graph_break"]) == (2, True)
@@ -376,7 +381,7 @@ def test_a_budget_is_planned_between_compiled_blocks():
 
 
 def test_hooks_of_the_user_around_the_model_are_counted():
-    """What stays is counted, too, where saved-tensor hooks around the model say where."""
+    """Kept tensors are counted, even if saved-tensor hooks around the model store them."""
     model = small()
     hf_ckpt.install(model, SELECTIVE)
     enable(model)
@@ -392,7 +397,7 @@ def test_hooks_of_the_user_around_the_model_are_counted():
 
 
 def test_hooks_keep_their_numbers_apart():
-    """Ours count down from -1, so that they never take the place of anybody else's."""
+    """The ids of hf_ckpt's hooks count down from -1, so that they never collide with other hooks."""
     model = small()
     norm = find_blocks(model).modules["model.layers.0"].input_layernorm
     calls = []

@@ -1,4 +1,4 @@
-"""Every shipped configuration is valid, has one owner of checkpointing, and its own header's commands work."""
+"""Every shipped config is valid, has one owner of checkpointing, and has working commands in its header."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ each_launch_config = pytest.mark.parametrize("path", ACCELERATE, ids=lambda path
 
 
 def header(path: Path) -> list[str]:
-    """The comment lines that a file begins with, without their `#`."""
+    """The comment lines at the beginning of a file, without `#`."""
     lines = path.read_text().splitlines()
     length = next(number for number, line in enumerate(lines) if not line.startswith("#"))
     return [line[1:].removeprefix(" ") for line in lines[:length]]
 
 
 def commands(path: Path) -> list[list[str]]:
-    """The indented commands of a header, each as words."""
+    """The indented commands of a header, as lists of words."""
     text = "\n".join(header(path)).replace("\\\n", " ")
     return [shlex.split(line) for line in text.splitlines() if line.startswith("  ")]
 
@@ -64,7 +64,7 @@ def test_accelerate_reads_it(path):
 
 @each_launch_config
 def test_launcher_knows_every_key(path):
-    """The launcher sets whatever a nested mapping holds, known or not; a misspelt key would do nothing."""
+    """Nested keys are launcher options: the launcher accepts unknown keys, which then do nothing."""
     known = set(vars(launch_command_parser().parse_args(["script.py"])))
     config = yaml.safe_load(path.read_text())
     nested = {key for name, value in config.items() if isinstance(value, dict) for key in value}
@@ -109,7 +109,7 @@ def test_settings_of_sharding():
     assert fsdp.fsdp_config["fsdp_reshard_after_forward"] is True
     for stage, config in ((2, zero2.deepspeed_config), (3, zero3.deepspeed_config)):
         assert config["zero_stage"] == stage
-        assert "deepspeed_config_file" not in config  # a file of its own could hold a second owner
+        assert "deepspeed_config_file" not in config  # a separate file could add a second owner
 
 
 # --- configs/recipes ------------------------------------------------------------------------------------------------
@@ -148,13 +148,13 @@ print([getattr(function, "recomputed", None) for function in functions])
 
 
 def start(path: Path | str, *words: str | Path, cache: Path, **environment: str) -> Any:
-    """`accelerate launch` with one of the configurations."""
+    """Run `accelerate launch` with one of the configs."""
     config = f"configs/accelerate/{path}.yaml"
     return launch("-m", "accelerate.commands.launch", "--config_file", config, *words, cache=cache, **environment)
 
 
 def tiny_recipe(name: str, out: Path) -> list[str | Path]:
-    """The words that run a recipe with --tiny."""
+    """Arguments that run a recipe with --tiny."""
     return [f"recipes/{name}.py", f"configs/recipes/{name}.yaml", "--tiny", "--output_dir", out]
 
 
@@ -177,14 +177,14 @@ def test_single_launches_an_unchanged_script(tmp_path):
 @pytest.mark.slow
 def test_ddp_launches_a_recipe_on_two_processes(tmp_path):
     out = tmp_path / "out"
-    # Not `--cpu`: the launcher then starts one process only. Without a GPU it takes gloo by itself.
+    # Not `--cpu`, with which the launcher starts one process only. Without a GPU it chooses gloo itself.
     two = ["--num_processes", "2", "--main_process_port", "0", "--mixed_precision", "no"]
     done = start("ddp", *two, "-m", "hf_ckpt", *tiny_recipe("lora_llama", out), cache=tmp_path)
     assert done.returncode == 0, done.stderr
     assert complaints(done.stderr) == []
     assert "16 checkpointed block calls, 16 recomputations" in done.stdout
     assert metrics(out)[0]["world_size"] == 2
-    # Packed: 2 ranks x 2 rows x 64 tokens in every step, by the slowest rank's time.
+    # Packed: 2 ranks x 2 rows x 64 tokens per step, divided by the slowest rank's time.
     steps = [row for row in metrics(out) if row["event"] == "log"]
     assert [round(row["time/tokens_per_s"] * row["time/step_s"]) for row in steps] == [256] * 4
 

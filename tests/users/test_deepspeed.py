@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO-2 and ZeRO-3, really run: two CPU processes (gloo), where DeepSpeed is installed.
+"""Real runs of DeepSpeed's ZeRO-2 and ZeRO-3 on two CPU processes (gloo), if DeepSpeed is installed.
 
-`pytest -m deepspeed` in an environment that has it. There these tests fail without it, rather than be skipped; anywhere
-else they are deselected. What needs no DeepSpeed runs everywhere.
+Run `pytest -m deepspeed` in an environment that has it: without it, these tests then fail instead of being skipped.
+By default they are deselected. Tests that do not need DeepSpeed run everywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 BLOCKS = [f"model.layers.{index}" for index in range(4)]
-# DeepSpeed compiles an operation of its own at the first start; killed half-way, that would lock out all later ones.
+# DeepSpeed compiles an extension at its first start; killing that leaves a lock that blocks all later starts.
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix, "torch_extensions")),
@@ -45,7 +45,7 @@ def as_zero3_has_it(model: Any, version: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("spec", [{"policy": "full"}, {"policy": "selective", "engine": "sac"}, MIXED], ids=str)
 def test_frozen_parameters_under_an_old_zero3_are_refused(spec, monkeypatch):
-    """Training would stop with a CheckpointError in the first backward: recomputed shape [0]."""
+    """An old ZeRO-3 with frozen parameters is refused: backward would fail with a CheckpointError."""
     model = tiny_model("llama")
     model.get_input_embeddings().requires_grad_(False)
     model.model.layers[0].mlp.requires_grad_(False)
@@ -61,7 +61,7 @@ def test_frozen_parameters_under_an_old_zero3_are_refused(spec, monkeypatch):
     [("trl.trainer.sft_trainer", "which TRL has set by itself"), ("another", "which was asked for")],
 )
 def test_the_refusal_says_who_asked_for_reentrant_checkpointing(trainer, said, monkeypatch):
-    """TRL forces it for adapters under ZeRO-3, also where a user says no."""
+    """The error says whether TRL asked for reentrant checkpointing: under ZeRO-3, TRL forces it for adapters."""
     for name in [name for name in sys.modules if name.startswith("trl.trainer.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, trainer, types.ModuleType(trainer))
@@ -87,7 +87,7 @@ def test_a_later_deepspeed_or_nothing_frozen_is_not(version, frozen, monkeypatch
 
 
 def test_deepspeeds_own_block_is_told(tmp_path, capsys):
-    """`activation_checkpointing` in DeepSpeed's config does nothing for Hugging Face models."""
+    """Doctor says that `activation_checkpointing` in DeepSpeed's config does nothing for Hugging Face models."""
     settings = {"zero_optimization": {"stage": 2}, "activation_checkpointing": {"partition_activations": True}}
     found = []
     for keys in (settings, {"zero_optimization": {"stage": 2}}):
@@ -132,8 +132,7 @@ def zero(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("name", CASES)
 def test_zero_trains_as_without_hf_ckpt(zero, name):
-    """The worker compares losses and weights. The frozen weights of LoRA under ZeRO-3 have a shape when blocks are
-    recomputed."""
+    """The worker compares losses and weights; under ZeRO-3, frozen weights have their shape during recomputation."""
     case = CASES[name]
     for rank, found in enumerate(each_rank(zero, name)):
         assert found["wrapper"] == "DeepSpeedEngine"
@@ -147,7 +146,7 @@ def test_zero_trains_as_without_hf_ckpt(zero, name):
         assert calls == {block: FORWARDS * (2 if block in whole else 1) for block in case.blocks()}
         assert all(names[block] == FORWARDS for block in whole)
         rebuilt = {block: times for block, times in names.items() if block not in whole}
-        if rebuilt and case.by == "zero3":  # with nodes of its own in the graph; a warning tells where nothing is made
+        if rebuilt and case.by == "zero3":  # under ZeRO-3, a block may rebuild nothing; a warning then says so
             assert any(rebuilt.values()) != ("found nothing in a block that can be rebuilt" in found["said"])
         else:
             assert all(rebuilt.values())

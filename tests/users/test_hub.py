@@ -1,4 +1,4 @@
-"""Models by the ids of a hub: the real client against a server on this machine that answers as the hub does."""
+"""Hub ids as model names: the real client, with a local server in place of the hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Has one model with nothing but a config. Source: https://huggingface.co/docs/hub/api and the client's source."""
+    """Serves one model that has only a config. Source: https://huggingface.co/docs/hub/api and the client's source."""
 
     asked: list[str] = []
     config = b""
@@ -46,7 +46,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Settings of processes that take a server on this machine for the hub."""
+    """Environment variables that make a local server the hub."""
     model = tiny_model("llama", layers=2)
     config = {**model.config.to_diff_dict(), "architectures": ["LlamaForCausalLM"]}
     monkeypatch.setattr(Hub, "config", json.dumps(config).encode())
@@ -74,7 +74,7 @@ def test_an_id_of_the_hub_is_a_model(hub, tmp_path):
     hub["HF_HUB_OFFLINE"] = "1"
     asked = len(Hub.asked)
     assert plan(ID, hub, tmp_path).stdout == done.stdout
-    assert len(Hub.asked) == asked  # it lies in the cache now
+    assert len(Hub.asked) == asked  # read from the cache
 
 
 def test_an_id_that_the_hub_does_not_know_is_refused(hub, tmp_path):

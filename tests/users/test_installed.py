@@ -1,4 +1,4 @@
-"""hf_ckpt as it is installed: from a wheel, outside of this repository, and as an extension of the `hf` command."""
+"""The installed package: from a wheel, outside of this repository, and as an extension of the `hf` command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers.processes import python, run
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.slow
 PLAN = ["plan", "mini-gpt2", "--device", "a10", "--budget", "1GiB"]
-# The real client, without a network: in place of an archive from GitHub it installs the wheel of this repository.
+# The real client without network access: it installs this repository's wheel instead of an archive from GitHub.
 CLIENT = """
 import subprocess, sys
 from huggingface_hub.cli import extensions, hf
@@ -72,7 +72,7 @@ def test_a_wheel_runs_outside_of_the_repository(wheel: Path, tmp_path: Path) -> 
 
 
 def test_it_is_an_extension_of_hf(wheel: Path, tmp_path: Path) -> None:
-    """`hf extensions install OWNER/hf-ckpt` installs the repository of that name, and `hf ckpt` runs `hf-ckpt`."""
+    """`hf extensions install OWNER/hf-ckpt` installs the repository, and `hf ckpt` runs `hf-ckpt`."""
     pytest.importorskip("huggingface_hub.cli.extensions", reason="this huggingface_hub has no extensions")
     (tmp_path / "client.py").write_text(CLIENT)
     home = {"HOME": str(tmp_path), "PYTHONPATH": ""}
@@ -81,7 +81,7 @@ def test_it_is_an_extension_of_hf(wheel: Path, tmp_path: Path) -> None:
     hf = Path(sys.executable).with_name("hf")
     version = run([hf, "ckpt", "--version"], cwd=tmp_path, extra=home)
     assert version.stdout.startswith("hf-ckpt 0."), version.stderr
-    # Its environment has hf_ckpt alone here; torch and transformers are lent to it from this one.
+    # The extension's environment has only hf_ckpt; torch and transformers come from this environment.
     lent = [path for path in sys.path if Path(path).name == "site-packages"]
     planned = run([hf, "ckpt", *PLAN], cwd=tmp_path, extra=home | {"PYTHONPATH": os.pathsep.join(lent)})
     assert planned.returncode == 0, planned.stderr

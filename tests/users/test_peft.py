@@ -1,4 +1,4 @@
-"""PEFT: adapters in any order, its k-bit preparation, its hooks on embeddings, and prefixes that come as a cache."""
+"""PEFT: adapters in any order, k-bit preparation, hooks on embeddings, and prefixes that come as a cache."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lora(model, **options):
     ids=["all layers", "last layer", "cross-attention"],
 )
 def test_every_adapter_trains(order, targets, counts):
-    """LoRA: "element 0 of tensors does not require grad", or adapters that silently stay as they were."""
+    """All LoRA adapters train, whether added before or after enabling: none is left without gradients."""
 
     def adapt(model):
         return with_lora(model, "t5", hub="inside" in order, targets=targets)
@@ -60,14 +60,14 @@ def test_every_adapter_trains(order, targets, counts):
 @pytest.mark.compat
 @pytest.mark.parametrize("enable_first", [False, True], ids=["adapters first", "enable first"])
 def test_adapters_by_the_method_of_the_model(enable_first):
-    """`add_adapter` of transformers itself: the adapters of PEFT's own functions, and the same blocks recomputed."""
+    """Adapters from the model's own `add_adapter` train as with PEFT's wrapper, and the same blocks are recomputed."""
     skip_without_add_adapter()
     expected = list(step(lora(tiny_model("llama"), layers_to_transform=[2]), tiny_batch("llama")).values())
     model = tiny_model("llama")
     if enable_first:
         hf_ckpt.install(model)
         enable(model)
-    torch.manual_seed(1)  # as `with_lora`
+    torch.manual_seed(1)  # as in `with_lora`
     model.add_adapter(lora_config("llama", ["q_proj"], lora_dropout=0.0, layers_to_transform=[2]))
     hf_ckpt.install(model)
     enable(model)
@@ -81,10 +81,10 @@ def test_adapters_by_the_method_of_the_model(enable_first):
 @pytest.mark.compat
 @pytest.mark.parametrize("kwargs", [{}, {"gradient_checkpointing_kwargs": {"use_reentrant": False}}], ids=str)
 def test_the_plan_survives_kbit_preparation(kwargs):
-    """PEFT's k-bit preparation enables checkpointing on its own, with a bare call."""
+    """PEFT's k-bit preparation makes a bare enable call, which keeps the plan."""
     model = tiny_model("llama")
     hf_ckpt.install(model, {"layers": "0,3"})
-    model.is_loaded_in_8bit = True  # all that PEFT looks at
+    model.is_loaded_in_8bit = True  # all that PEFT checks
     model = lora(prepare_model_for_kbit_training(model, **kwargs), targets=["q_proj", "v_proj"])
     step(model, tiny_batch("llama"))
     assert recomputed(model) == [ALL[0], ALL[3]]
@@ -93,7 +93,7 @@ def test_the_plan_survives_kbit_preparation(kwargs):
 
 @pytest.mark.compat
 def test_the_hook_is_where_every_caller_finds_it():
-    """A hook on the wrong object is bypassed: calls on PeftModel, tuner and base model must all reach the plan."""
+    """Enable calls on the PeftModel, the tuner and the base model all reach the plan."""
     model = lora(tiny_model("llama"))
     hf_ckpt.install(model)
     callers = (model, model.base_model, model.get_base_model())
@@ -113,7 +113,7 @@ def test_the_hook_is_where_every_caller_finds_it():
 @pytest.mark.compat
 @pytest.mark.parametrize("order", ["adapters first", "enable first", "inside", "transformers first"])
 def test_a_frozen_prefix_does_not_pay(order):
-    """The embedding hook makes layer 0 require gradients, so frozen blocks save, recompute and run backward."""
+    """Frozen blocks below the first adapter are not recomputed: plans remove hooks that require input gradients."""
     model = tiny_model("llama")
     if order == "transformers first":
         enable(model, {"use_reentrant": False})
@@ -136,16 +136,16 @@ def test_a_frozen_prefix_does_not_pay(order):
 
 @pytest.mark.parametrize("preserve", [True, False])
 def test_dropout_that_an_adapter_brings_later_is_drawn_once(preserve):
-    """The loss is equal and the gradients belong to another sample: dropout was drawn again at recomputation."""
+    """Dropout from an adapter added after the plan is not drawn again in the recomputation."""
     expected = step(lora(tiny_model("llama"), lora_dropout=0.1), tiny_batch("llama"))
     model = tiny_model("llama")
     hf_ckpt.install(model, {"preserve_rng_state": preserve})
     enable(model)
-    model = lora(model, lora_dropout=0.1)  # the only dropout comes after the plan
+    model = lora(model, lora_dropout=0.1)  # the only dropout, added after the plan
     got = step(model, tiny_batch("llama"))
     assert torch.equal(expected["loss"], got["loss"])
     assert recomputed(model) == ALL
-    if preserve is False:  # the user said so: this is the trap itself, and the comparison sees it
+    if preserve is False:  # the user's choice; the comparison notices it
         with pytest.raises(AssertionError, match="differs"):
             assert_same(expected, got)
     else:
@@ -154,10 +154,10 @@ def test_dropout_that_an_adapter_brings_later_is_drawn_once(preserve):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_prefix_tuning_is_refused(family):
-    """Prefix tuning trains keys and values that come as a cache: dropped, they stay untrained, or shapes differ."""
+    """Prefix tuning is refused: it trains keys and values in a cache, which checkpointed blocks do not get."""
     model = get_peft_model(tiny_model(family), PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     model(**tiny_batch(family)).loss.backward()
-    assert all(gradient.any() for gradient in gradients(model).values())  # it trains without hf_ckpt
+    assert all(gradient.any() for gradient in gradients(model).values())  # trains without hf_ckpt
 
     def train():
         hf_ckpt.install(model)
@@ -169,7 +169,7 @@ def test_prefix_tuning_is_refused(family):
 
 
 def test_keys_of_adapters_stay_as_they_are(tmp_path):
-    """Keys get a `_checkpoint_wrapped_module.` inside, and the adapters load nowhere else."""
+    """Adapter keys do not change: a `_checkpoint_wrapped_module.` prefix would break loading."""
     stock = lora(tiny_model("llama"))
     model = tiny_model("llama")
     hf_ckpt.install(model)
@@ -186,7 +186,7 @@ def test_keys_of_adapters_stay_as_they_are(tmp_path):
 
 @pytest.mark.parametrize(("spec", "times"), [({"policy": "full"}, 1), ({"policy": "selective"}, 3)], ids=str)
 def test_adapters_that_save_sparse_tensors(spec, times):
-    """SHiRA: a sparse tensor has no storage and no `nbytes`."""
+    """Adapters may save sparse tensors, as SHiRA's do; these have no storage and no `nbytes`."""
     config = ShiraConfig(r=4, target_modules=["q_proj", "up_proj"], init_weights=False)
     model = get_peft_model(tiny_model("llama"), config)
     expected = step(model, tiny_batch("llama"))

@@ -1,4 +1,4 @@
-"""LoRA on a base in 4 or 8 bits, on bitsandbytes' own kernels of the CPU."""
+"""LoRA on a 4-bit or 8-bit base, with bitsandbytes' own CPU kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 
 def lora_model(folder: Path, bits: int | None, *, prepare: bool | None = False, dropout: float = 0.1):
-    """LoRA on a LLaMA whose linear layers have 4 or 8 bits, or 32 (None)."""
+    """LoRA on a LLaMA with linear layers in 4 or 8 bits, or in 32 (None)."""
     how = {}
     if bits is not None:
         four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
@@ -32,7 +32,7 @@ def lora_model(folder: Path, bits: int | None, *, prepare: bool | None = False, 
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout)
     model = get_peft_model(model, lora).train()
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # which are 0 at first, and would hide half of the gradients
+        if "lora_B" in name:  # zero at first, which would hide half of the gradients
             torch.nn.init.normal_(parameter, std=0.02)
     return model
 
@@ -61,8 +61,10 @@ def base64(tmp_path):
 @pytest.mark.long
 @sparing("bits", [4, 8], 4)
 def test_lora_on_a_quantised_base(base64, bits):
-    """bitsandbytes' own kernels of the CPU. Its functions save no weight that was unpacked, so a plan drops and keeps
-    what it does on a plain base, byte for byte."""
+    """On a quantised base, a plan drops and keeps the same bytes as on a plain base.
+
+    bitsandbytes' functions do not save unpacked weights.
+    """
     import bitsandbytes
 
     reference = lora_model(base64, bits)
@@ -87,7 +89,7 @@ def test_lora_on_a_quantised_base(base64, bits):
         assert bool(quantised.dropped) == (len(full) < len(quantised.forwards))
         if "save" not in spec:
             assert (quantised.dropped, quantised.kept) == (plain.dropped, plain.kept)
-        else:  # only linear layers of PyTorch's can be run again
+        else:  # only PyTorch's own linear layers can be rebuilt
             assert 0 < sum(quantised.dropped.values()) < sum(plain.dropped.values())
 
 
@@ -99,7 +101,7 @@ def assert_same_steps(wanted, got):
 
 @sparing("prepare", [None, True, False], None)
 def test_preparing_for_kbit_training_does_not_keep_the_plan_off(base64, prepare):
-    """By default it enables transformers' own checkpointing, and makes embeddings require gradients."""
+    """k-bit preparation enables transformers' own checkpointing by default, but does not prevent a plan."""
     wanted = steps_of(lora_model(base64, 4))
     model = lora_model(base64, 4, prepare=prepare)
     assert (input_gradient_hooks(model) > 0) == (prepare is not False)
@@ -122,8 +124,10 @@ def compiled(folder, bits, share, dropout=0.0):
 @pytest.mark.slow
 @sparing("bits", [4, 8], 4)
 def test_compiled_blocks_on_a_quantised_base(nothing_compiled, graphs, base64, bits):
-    """In one graph each, which calls bitsandbytes' kernels, and which keeps no weight that was unpacked: as many bytes
-    as on a plain base, where the partitioner has a choice within 5 %."""
+    """Each block is one graph, which calls bitsandbytes' kernels and saves no unpacked weights.
+
+    It saves as many bytes as on a plain base, within 5 % because the partitioner has choices.
+    """
     batch = tiny_batch("llama", tokens=48)
     eager, most = kept(lora_model(base64, bits, dropout=0.0), batch)
     sizes = []
@@ -144,7 +148,7 @@ def test_compiled_blocks_on_a_quantised_base(nothing_compiled, graphs, base64, b
 
 @pytest.mark.slow
 def test_dropout_of_adapters_in_compiled_blocks_on_a_quantised_base(nothing_compiled, base64):
-    """By inductor: backward has the masks of the forward, whatever is run again."""
+    """With inductor, backward uses the forward's dropout masks for every share."""
     batch = tiny_batch("llama", tokens=48)
     first, second = (step(compiled(base64, 4, share, dropout=0.3), batch) for share in (1.0, 0.0))
     assert_near(first, second)

@@ -1,6 +1,6 @@
-"""DDP and FSDP2 on two CPU processes (gloo): they train as without hf_ckpt, and recompute exactly what is planned.
+"""DDP and FSDP2 on two CPU processes (gloo) train as without hf_ckpt, and recompute exactly the planned blocks.
 
-Reentrant checkpointing ends with "marked as ready twice" in such cases; one of them shows it.
+Reentrant checkpointing fails in such cases with "marked as ready twice"; the control case shows it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from helpers.ranks import LAYERS, MIXED, Case
 from helpers.sparing import sparing
 
 pytestmark = pytest.mark.long
-Results = list[dict[str, Any]]  # one dictionary of cases for each rank
+Results = list[dict[str, Any]]  # one dictionary of cases per rank
 
 FULL, SELECTIVE, OFFLOAD = {"policy": "full"}, {"policy": "selective"}, {"policy": "offload"}
 EVERY_2 = {"policy": "full", "every_n_layers": 2}
@@ -68,7 +68,7 @@ FSDP2 = {
         "mixed-after-bf16": {"specs": (MIXED,), "order": "after", "half": True, "dropout": 0.1},
         "head": {"specs": ({**FULL, "head": 4},)},
         "head-after": {"specs": ({**FULL, "head": 4},), "order": "after"},
-        # Ranks with plans of their own, for batches of their own.
+        # Each rank has its own plan and its own batches.
         "full-beside-none": {"specs": (FULL, {"policy": "none"}), "tokens": (16, 48), "steps": "repeat"},
         "selective-beside-mixed": {"specs": (SELECTIVE, MIXED), "tokens": (48, 16), "steps": "repeat"},
         "offload": {"specs": (OFFLOAD,), "tokens": (16, 48)},
@@ -83,13 +83,13 @@ FSDP2 = {
     ),
 }
 CONTROL = {"control": Case("ddp", specs=({"use_reentrant": True},), order="stock", options=UNUSED)}
-"""Last, since it fails half-way through a backward. Not hf_ckpt: it shows that these cases can fail."""
+"""Runs last, because it fails during a backward. It runs without hf_ckpt and shows that these cases can fail."""
 TRAINER = {
     "trainer-mixed": Case("trainer", specs=(MIXED,), dropout=0.1),
     "trainer-t5-every_2": Case("trainer", "t5", (EVERY_2,), dropout=0.1),
 }
 OWNERS = {owner: {"owner": owner} for owner in ("ours", "theirs", "both")}
-"""Who checkpoints: hf_ckpt, accelerate's FSDP plugin, or both, of which the plugin came later."""
+"""Who checkpoints: hf_ckpt, accelerate's FSDP plugin, or both, with the plugin enabled later."""
 KINDS = {"llama": "LlamaDecoderLayer", "bert": "BertLayer", "t5": "T5Block"}
 
 
@@ -100,7 +100,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def assert_as_planned(case: Case, rank: int, found: dict[str, Any], forwards: int) -> None:
-    """Each planned block ran so often, and again: by hf_ckpt's count, and by one of a module inside each block."""
+    """Check forwards and recomputations of each planned block, by hf_ckpt's count and by a count inside each block."""
     planned = case.planned(rank)
     assert found["forwards"] == dict.fromkeys(planned, forwards)
     frozen = case.blocks()[:2] if case.model == "frozen" else []
@@ -114,9 +114,9 @@ def assert_as_planned(case: Case, rank: int, found: dict[str, Any], forwards: in
 
 
 def assert_trained(case: Case, results: Results, name: str) -> None:
-    """The worker has compared gradients."""
+    """Check counts; the worker has compared gradients."""
     for rank, found in enumerate(each_rank(results, name)):
-        assert found["kinds"] == [KINDS[case.family]]  # not FSDP's subclass of it
+        assert found["kinds"] == [KINDS[case.family]]  # not FSDP's subclass
         if case.compiled:
             assert found["in_graphs"] == case.blocks()
             assert found["by_others"] == []
@@ -154,8 +154,7 @@ def test_ddp_fails_with_reentrant_checkpointing(ranks: Results, name: str) -> No
     *("fsdp2-compiled", "fsdp2-compiled, mixed"),
 )
 def test_fsdp2_trains_as_without_hf_ckpt(ranks: Results, name: str) -> None:
-    """A block's parameters are there in its backward anyway. Were they gathered once more where it is recomputed, ranks
-    with other plans would wait for each other for ever."""
+    """Recomputation gathers no parameters again: otherwise ranks with different plans would deadlock."""
     case = FSDP2[name]
     assert_trained(case, ranks, name)
     for found in each_rank(ranks, name):
@@ -192,10 +191,10 @@ def test_accelerates_fsdp2_trains_saves_and_loads_a_model_with_a_plan(ranks: Res
 
 @pytest.mark.parametrize("name", ["theirs", "both"])
 def test_a_second_owner_under_accelerates_fsdp2_is_refused(ranks: Results, name: str) -> None:
-    """`fsdp_activation_checkpointing: true` in accelerate's settings, beside a plan that came second or first."""
+    """`fsdp_activation_checkpointing: true` in accelerate's settings is refused beside a plan, in either order."""
     for found in each_rank(ranks, name):
         assert found["enabled"] == (name == "both")
-        assert "FSDPCheckpointWrapper" in found["units"]  # accelerate did what it was set to do
+        assert "FSDPCheckpointWrapper" in found["units"]  # accelerate followed its settings
         seen = found["enabling" if name == "theirs" else "looking for lost blocks"]
         assert seen.startswith("OwnerConflictError")
         assert name == "both" or "fsdp_activation_checkpointing" in seen
@@ -206,12 +205,13 @@ def test_a_second_owner_under_accelerates_fsdp2_is_refused(ranks: Results, name:
 def test_a_script_that_never_asks_is_checkpointed_when_prepared_for_ddp(tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text("policy: full\nlayers: '0,-1'\n")
-    # Not `--cpu`: with that, accelerate starts one process unless MPI is there. The script says Accelerator(cpu=True).
+    # Not `--cpu`, with which accelerate starts one process unless MPI is available. The script says
+    # Accelerator(cpu=True).
     options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
     done = python(
         *["-m", "accelerate.commands.launch", *options, "--mixed_precision", "no", "--dynamo_backend", "no"],
         *["-m", "hf_ckpt", "--spec", spec, SCRIPTS / "accelerate_loop.py", tmp_path / "out"],
-        extra={"HF_HOME": str(tmp_path / "home")},  # accelerate looks for a default configuration there
+        extra={"HF_HOME": str(tmp_path / "home")},  # accelerate looks for a default config there
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "never enabled" not in done.stderr

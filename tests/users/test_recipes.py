@@ -1,4 +1,4 @@
-"""Every recipe runs as a user would run it: its own script, its own YAML, a process of its own; and what they read."""
+"""Every recipe runs as a user runs it, with its own script and YAML in its own process; and how recipes read data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL = {
     "save_strategy": "no",
 }
 SMALL_RUN = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
-# A model with a new head is reported by transformers, in several lines that differ between versions.
+# transformers reports a new head, in several lines that differ between versions.
 NEW_HEAD = re.compile(r"LOAD REPORT|newly initialized|classifier\.|^Key |^-+\+|^Notes:|TRAIN this model")
 
 
@@ -48,14 +48,14 @@ def run_recipe(recipe: str, *arguments: str | Path, out: Path) -> subprocess.Com
 
 
 def package_folder(name: str) -> Path:
-    """Folder of an installed package of data, which need not be imported for that; skips without it."""
+    """Folder of an installed data package, found without importing it; skips the test if it is missing."""
     found = importlib.util.find_spec(name)
     if found is None or not found.submodule_search_locations:
         pytest.skip(f"the package {name} is not installed")
     return Path(found.submodule_search_locations[0])
 
 
-# --- in processes of their own ----------------------------------------------------------------------------------------
+# --- in separate processes --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -65,7 +65,7 @@ def test_recipe_runs(recipe, tmp_path):
     out = tmp_path / "out"
     done = run_recipe(recipe, "--tiny", out=out)
     calls = BLOCK_CALLS[recipe]
-    if recipe == "full_gpt2":  # `selective`, which counts operations
+    if recipe == "full_gpt2":  # `selective` counts operations
         rebuilt = re.search(rf"{calls} checkpointed block calls, (\d+) recomputations", done.stdout)
         assert rebuilt
         assert int(rebuilt[1]) > calls
@@ -201,7 +201,7 @@ def test_a_base_in_4_bits_is_one_and_is_left_to_hf_ckpt(recipes):
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Write files of these contents, of which `a_txt` is a.txt; returns their paths. The cache of data is empty."""
+    """Write files with these contents (`a_txt` is written as a.txt); returns their paths. The data cache is empty."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")

@@ -1,4 +1,4 @@
-"""Training scripts as people write them, unchanged: TRL's own, one like those of transformers, a loop of Accelerate."""
+"""Unmodified training scripts: TRL's own, one like transformers' examples, and a loop with Accelerate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPTS_OF_TRL = {
 
 @pytest.fixture
 def trl_words(base, tmp_path):
-    """The command line of a script of TRL's, and the data that it names."""
+    """Command-line arguments of TRL's scripts, with their data."""
     (tmp_path / "letters.py").write_text(
         "def letters(completions, **_):\n    return [float(sum(map(ord, text)) % 7) for text in completions]\n"
     )
@@ -53,7 +53,7 @@ def assert_same_weights(wanted: Path, got: Path, what: str = "") -> None:
 
 @sparing("kind", SCRIPTS_OF_TRL, "grpo")
 def test_unmodified_scripts_of_trl(script, trl_words, tmp_path, kind):
-    """`trl sft`, `trl dpo` and `trl grpo` as they are shipped, under `python -m hf_ckpt`."""
+    """`trl sft`, `trl dpo` and `trl grpo` train the same under `python -m hf_ckpt`, unmodified."""
     module = f"trl.scripts.{kind}"
     reference, none = script(module, *trl_words(kind, tmp_path / "off", *OFF), hooked=None)
     assert none is None
@@ -72,7 +72,7 @@ def test_unmodified_scripts_of_trl(script, trl_words, tmp_path, kind):
 
 @pytest.fixture
 def clm_words(tmp_path):
-    """The command line of an example script: a GPT-2 with dropout, evaluated and saved in the middle and at the end."""
+    """Arguments of an example script: a GPT-2 with dropout, evaluated and saved half-way and at the end."""
     base = tmp_path / "gpt2"
     tiny_model("gpt2", layers=LAYERS, hidden=16, dropout=0.1).save_pretrained(base)
     byte_tokenizer().save_pretrained(base)
@@ -86,10 +86,10 @@ def clm_words(tmp_path):
 
 
 def test_an_example_script_trains_evaluates_saves_and_resumes(script, clm_words, tmp_path):
-    """Four steps are two and two, also where the second two have another plan."""
+    """Two steps and two resumed steps equal four steps, even if the plan changes in between."""
     clm = SCRIPTS / "run_clm.py"
     reference, _ = script(clm, *clm_words(tmp_path / "off"), hooked=None)
-    assert sum("eval_accuracy" in row for row in reference.state.log_history) == 3  # two in the middle
+    assert sum("eval_accuracy" in row for row in reference.state.log_history) == 3  # two half-way
     run, done = script(clm, *clm_words(tmp_path / "full", *asked_by(PLANS["full"])))
     assert logs_of(run) == logs_of(reference)
     assert done.recomputed == done.forwards == {f"transformer.h.{block}": 4 for block in range(LAYERS)}
@@ -102,12 +102,12 @@ def test_an_example_script_trains_evaluates_saves_and_resumes(script, clm_words,
         run, done = script(clm, *clm_words(out, "--resume_from_checkpoint", str(middle), *asked_by(spec)))
         assert run.state.global_step == 4
         assert_same_weights(tmp_path / "off", out, name)
-        assert logs_of(run)[:-2] == logs_of(reference)[:-2], name  # before the totals, which are of two steps here
+        assert logs_of(run)[:-2] == logs_of(reference)[:-2], name  # without the totals, which cover two steps here
         assert set(done.forwards.values()) == (set() if name == "none" else {2})
 
 
 def test_a_plain_loop_of_accelerate_accumulates(script, tmp_path):
-    """Five steps of two batches each, with dropout; nothing in the loop asks for checkpointing."""
+    """A loop with accumulation and dropout trains the same, although it never enables checkpointing."""
     loop = SCRIPTS / "accelerate_loop.py"
     options = ["--steps", str(STEPS), "--accumulate", "2", "--dropout", "0.1"]
     script(loop, tmp_path / "off", *options, hooked=None)

@@ -1,4 +1,4 @@
-"""sentence-transformers' trainers, none of whose code is changed: bi-, cross- and sparse encoders."""
+"""Unmodified trainers of sentence-transformers: bi-encoders, cross-encoders and sparse encoders."""
 
 from __future__ import annotations
 
@@ -105,8 +105,10 @@ def st_run(tmp_path):
 
 @sparing("kind", ["pairs", "lora", "cached", "layers", "cross", "splade"], "cached")
 def test_sentence_transformers_train_the_same(st_run, kind):
-    """It enables every model inside a model, one after the other: the plan must stay that of the outermost. Cached
-    losses run the model inside a backward; those of several layers read hidden states."""
+    """The outermost model's plan stays, although sentence-transformers enables every inner model, too.
+
+    Cached losses run the model inside a backward; losses over several layers read hidden states.
+    """
     reference = st_run(kind)
     for plan, spec in PLANS.items():
         run = st_run(kind, spec)
@@ -136,5 +138,5 @@ def test_minilm(st_run):
     reference, run = st_run("pairs", path=path), st_run("pairs", {"policy": "selective"}, path=path)
     assert_same_training(reference, run)
     done = hf_ckpt.describe(run.model)
-    assert list(done.forwards.values()) == [2 * STEPS] * 6  # anchors, positives
+    assert list(done.forwards.values()) == [2 * STEPS] * 6  # anchors and positives
     assert min(done.recomputed.values()) > 2 * STEPS

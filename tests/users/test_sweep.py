@@ -1,6 +1,6 @@
-"""Model types of transformers, each made small and trained under every way of checkpointing, in a process of its own.
+"""Model types of transformers, made small and trained under every way of checkpointing, each in its own process.
 
-`tests/scripts/sweep.py` does the same for all of them.
+`tests/scripts/sweep.py` does the same for all types.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PLAIN_WAYS = tuple(way for way in WAYS if way != "budget")
 
 @pytest.fixture(scope="module")
 def swept(request):
-    """What was found of every type that a selected test asks for. `FEW` are not planned for, which takes long."""
+    """Results of all types that selected tests need. `FEW` are run without budgets, which take long."""
     names = {item.callspec.params["model_type"] for item in request.session.items if "swept" in item.fixturenames}
     few = [name for name in FEW if name in names]
     found = [*sweep_all(few, ways=PLAIN_WAYS), *sweep_all([name for name in (*PLANNED, *MORE) if name in names])]
@@ -38,7 +38,7 @@ def test_a_type_trains_under_every_way(swept, model_type):
     assert found["ways"].get("budget", [EQUAL])[0] in (EQUAL, NOTHING), found
 
 
-# --- how the sweep works --------------------------------------------------------------------------------------------
+# --- the sweep itself -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long

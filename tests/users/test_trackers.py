@@ -1,4 +1,4 @@
-"""Trackers of experiments show the callback's figures. CI installs them, and runs these tests, in a step of its own."""
+"""Experiment trackers receive the callback's figures. CI installs them and runs these tests in a separate step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIGURES = ("memory/peak_gib", "memory/head_gib", "time/step_s", "time/tokens_per
 
 
 def trained(tracker, folder):
-    """The callback's own rows of a training with a tracker, whose files lie in the folder."""
+    """Rows that the callback logged in a training with a tracker, which writes to the folder."""
     pytest.importorskip(tracker)
     places = {"HOME": str(folder), "WANDB_DIR": str(folder), "WANDB_MODE": "offline", "TRACKIO_DIR": str(folder)}
     done = python(SCRIPTS / "tracked.py", tracker, folder / "out", extra=places, cwd=folder)
@@ -37,7 +37,7 @@ def test_trackio(tmp_path):
 
 
 def test_weights_and_biases_without_a_network(tmp_path):
-    """Its file of an offline run is a log of records, each with a name and a value as JSON; a summary comes again."""
+    """An offline run's file lists records with names and JSON values; the summary repeats values."""
     rows = trained("wandb", tmp_path)
     (path,) = tmp_path.rglob("run-*.wandb")
     data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""transformers' Trainer: its flag carries the spec, its own enable calls keep the plan, and it resumes in budget."""
+"""transformers' Trainer: its argument carries the spec, its enable calls keep the plan, and it resumes in budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = [name.replace("_enable", "") for name in compat.ENABLE_NAMES]
 
 @pytest.mark.compat
 def test_the_plan_survives_a_second_train(tmp_path):
-    """Trainer enables with its own defaults on every `train()`."""
+    """The plan survives a second `train()`, in which Trainer enables checkpointing with its own defaults."""
     model = tiny_model("llama")
     hf_ckpt.install(model, {"layers": "2"})
     job = trainer(tmp_path, model, max_steps=1, **{f"{FLAG}_kwargs": None})
@@ -40,8 +40,7 @@ def test_the_plan_survives_a_second_train(tmp_path):
 @pytest.mark.compat
 @pytest.mark.parametrize("name", NAMES)
 def test_a_nested_spec_reaches_the_blocks_from_the_command_line(tmp_path, name):
-    """Keyword arguments are dropped on the way to the blocks, nested dicts first of all; and a callable among them
-    breaks `to_json_string`, which the TensorBoard callback calls."""
+    """A nested spec on the command line reaches the blocks unchanged, as keyword arguments of the enable call."""
     spec = {"policy": "full", "layers": {"encoder": "0", "decoder": "1-2"}, "preserve_rng_state": False}
     words = ["--output_dir", str(tmp_path), "--use_cpu", "--report_to", "none", "--save_strategy", "no"]
     words += ["--max_steps", "1", "--per_device_train_batch_size", "2"]
@@ -69,7 +68,7 @@ def test_training_arguments_with_a_spec_are_saved_and_copied(tmp_path, name):
 
 @pytest.mark.slow
 def test_a_resumed_run_is_measured_with_the_optimizer_state_that_is_there(tmp_path):
-    """Its state is there before the first forward, so that its first step shows all that a step needs."""
+    """A resumed run has optimizer state before its first forward, so its first step shows all the memory it needs."""
 
     def run(stop, spec, resume=None):
         model = tiny_model("llama")
@@ -89,11 +88,11 @@ def test_a_resumed_run_is_measured_with_the_optimizer_state_that_is_there(tmp_pa
     assert weights + state <= full.start_bytes < 1.05 * (weights + state)
 
 
-# --- logits that are the peak -----------------------------------------------------------------------------------------
+# --- logits as the peak -----------------------------------------------------------------------------------------------
 
 
 class Meter:
-    """Finds the same peak always."""
+    """A meter that always reads the same peak."""
 
     source, exact = "test allocator", True
 
@@ -111,7 +110,7 @@ class Meter:
 
 
 LOGITS = 2 * 12 * 320 * 4
-"""Bytes of the logits of two rows."""
+"""Bytes of the logits for two rows."""
 
 
 @pytest.mark.parametrize(
@@ -121,12 +120,12 @@ LOGITS = 2 * 12 * 320 * 4
         ({"policy": "selective", "layers": "0"}, 3 * LOGITS, 1 / 3, True),
         ({"policy": "full"}, 5 * LOGITS, 1 / 5, False),
         ({"policy": "none"}, 3 * LOGITS, 1 / 3, False),
-        ({"policy": "full", "head": 6}, 3 * LOGITS, 1 / 12, False),  # 6 of 24 tokens at a time
+        ({"policy": "full", "head": 6}, 3 * LOGITS, 1 / 12, False),  # 6 of 24 tokens per chunk
     ],
     ids=str,
 )
 def test_logits_that_are_the_peak_are_said_once(spec, peak, share, said, tmp_path, monkeypatch, caplog):
-    """Checkpointing is on, and memory is as before; nobody looks at `memory/head_gib`."""
+    """A warning says once that the logits are most of the peak, which checkpointing blocks cannot lower."""
     monkeypatch.setattr(callback, "peak_meter", lambda: Meter(peak))
     with caplog.at_level(logging.WARNING, "hf_ckpt"):
         trainer(tmp_path, max_steps=3, **{f"{FLAG}_kwargs": spec}).train()

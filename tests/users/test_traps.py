@@ -1,6 +1,6 @@
-"""What users of activation checkpointing hit, by number: the symptom, and the tests that stand for it.
+"""Known traps of activation checkpointing by number: the symptom, and the tests for it.
 
-A trap that nothing stands for yet says so with "not yet: " and what is missing.
+A trap without a test says "not yet: " and what is missing.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ TRAPS = {
         doctor/test_programs.py::test_the_three_files_ask_for_the_same_plan
     """,
 }
-"""Number -> a line with the symptom, and below it a line for each test, or for what is missing."""
+"""Number -> a line with the symptom, then a line for each test or for what is missing."""
 ROWS = {number: [line.strip() for line in text.strip().splitlines()] for number, text in TRAPS.items()}
 NAMED = sorted({line for _, *lines in ROWS.values() for line in lines if "::" in line})
 
@@ -247,7 +247,7 @@ def test_every_trap_has_a_test_or_says_what_is_missing():
 
 
 def marks(decorators: list[ast.expr]) -> set[str]:
-    """The marks of pytest in an expression or a list of decorators, such as `skip` in `pytest.mark.skip("later")`."""
+    """The pytest marks in an expression or a list of decorators, such as `skip` in `pytest.mark.skip("later")`."""
     nodes = [node for decorator in decorators for node in ast.walk(decorator)]
     return {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pytest.mark"}
 

@@ -1,4 +1,4 @@
-"""TRL's trainers, none of whose code is changed: every logged figure, every gradient, the weights at the end."""
+"""Unmodified trainers of TRL give the same logs, gradients and final weights."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def adapters():
 
 @pytest.fixture(scope="module")
 def known():
-    """Trainings with checkpointing off, each done once."""
+    """Trainings without checkpointing, each run once."""
     return {}
 
 
 @pytest.fixture
 def trl_run(base, tmp_path, known):
-    """Train with one of TRL's trainers; a spec installs hf_ckpt and is what the trainer is asked for."""
+    """Train with one of TRL's trainers; with a spec, install hf_ckpt and pass the spec to the trainer."""
     import trl
 
     kinds = {
@@ -98,7 +98,7 @@ def trl_run(base, tmp_path, known):
 
 @sparing(("kind", "lora"), [(kind, lora) for kind in ("sft", "dpo", "grpo") for lora in (False, True)], ("sft", True))
 def test_trl_trains_the_same_under_every_plan(trl_run, kind, lora):
-    """With generation inside GRPO, and reference models: copies for DPO, the model without adapters for LoRA."""
+    """TRL trains the same under every plan, with generation in GRPO and with reference models in DPO."""
     reference = trl_run(kind, lora=lora)
     for plan, spec in PLANS.items():
         run = trl_run(kind, spec, lora=lora)
@@ -107,7 +107,7 @@ def test_trl_trains_the_same_under_every_plan(trl_run, kind, lora):
         ours = [text for text in run.messages if "checkpoint" in text or "hf_ckpt" in text or "cache" in text]
         assert [text for text in ours if not text.startswith(UPSTREAM)] == []
         assert run.model.config.use_cache == reference.model.config.use_cache
-        assert input_gradient_hooks(run.model) == 0  # TRL asks PEFT's models for one
+        assert input_gradient_hooks(run.model) == 0  # TRL asks PEFT models for one
 
 
 CHATS = [
@@ -123,7 +123,7 @@ OPTIONS = {
     "fp32, accumulation": ("sft", {"bf16": False, "gradient_accumulation_steps": 2}),
     "precomputed reference": ("dpo", {"precompute_ref_log_probs": True, "lora": True}),
     "two losses": ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "ld_alpha": 0.5}),
-    "adapters of the user": ("dpo", {"wrapped": True}),  # TRL adds a second one as the reference
+    "adapters of the user": ("dpo", {"wrapped": True}),  # TRL adds another as the reference
     "reference that follows": ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
     "old completions": ("grpo", {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "lora": True}),
     "reward model": ("reward", {}),
@@ -141,7 +141,7 @@ def test_trl_trains_the_same_with(trl_run, options):
 
 
 def test_trl_enables_what_was_installed_where_nothing_is_asked(trl_run):
-    """Its configs say `gradient_checkpointing=True` by default."""
+    """TRL enables an installed spec by default: its configs set `gradient_checkpointing=True`."""
     reference, run = trl_run("sft"), trl_run("sft", installed=MIXED)
     assert_same_training(reference, run)
     assert_carried_out("mixed", reference, run)
@@ -154,11 +154,10 @@ def test_switches_of_trl_that_mean_another_owner_are_named(trl_run):
 
 
 def test_trl_offloads_what_a_plan_leaves(trl_run, monkeypatch):
-    """`activation_offloading` moves what autograd saves. Inside our blocks that is what the plan keeps, and it comes
-    back. TRL has it for accelerators only, so the CPU says that it is one.
+    """TRL's `activation_offloading` moves what autograd saves; in planned blocks, that is what the plan keeps.
 
-    Copies may lie otherwise in memory, so that sums are rounded otherwise (seen on a CPU without AVX-512, also with TRL
-    alone).
+    TRL offers it on accelerators only, so the test makes the CPU look like one. Copies may have another memory layout,
+    which changes rounding (seen on a CPU without AVX-512, also with TRL alone).
     """
     from trl.models import activation_offloading
     from trl.trainer import sft_trainer
@@ -181,7 +180,7 @@ def test_trl_offloads_what_a_plan_leaves(trl_run, monkeypatch):
         run = trl_run("sft", spec, activation_offloading=True)
         assert_same_training(reference, run, nearly)
         assert_carried_out(plan, reference, run)
-    everything, full, selective, mixed = (manager.tensor_id for manager in managers)  # taken in the last step
+    everything, full, selective, mixed = (manager.tensor_id for manager in managers)  # counts of the last step
     assert 0 < full < selective < mixed < everything
     assert len({len(manager.tracker) for manager in managers}) == 1  # as many came back
 
@@ -191,7 +190,7 @@ def test_trl_offloads_what_a_plan_leaves(trl_run, monkeypatch):
 
 @sparing("kind", ["sft", "dpo", "grpo"], "sft")
 def test_trl_never_calls_the_head_and_that_is_said(trl_run, kind):
-    """Its losses go through the head's weight in tiles of their own, so that there is nothing left to chunk."""
+    """TRL's losses use the head's weight in their own tiles, so the head is never called; a warning says so."""
     reference, run = trl_run(kind), trl_run(kind, {"policy": "full", "head": 4})
     assert_same_training(reference, run)
     assert_carried_out("full", reference, run)
@@ -202,7 +201,7 @@ def test_trl_never_calls_the_head_and_that_is_said(trl_run, kind):
 
 
 def test_losses_of_trl_that_read_logits_go_through_the_head_in_chunks(trl_run):
-    """Label smoothing does. Sums are taken in another order: equal up to rounding, which Adam makes more of."""
+    """TRL's label smoothing reads logits, which come from chunks: equal up to rounding, which Adam amplifies."""
     settings = {"label_smoothing_factor": 0.1, "bf16": False}
     reference, run = trl_run("sft", **settings), trl_run("sft", {"policy": "full", "head": 8}, **settings)
     assert hf_ckpt.describe(run.model).chunked_heads == run.passes == reference.passes == STEPS
