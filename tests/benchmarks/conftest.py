@@ -1,4 +1,4 @@
-"""Small models for benchmarks, and benchmarks that stay in this process."""
+"""Fixtures for the benchmarks' tests: small models, and benchmarks that run in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_ckpt.prediction.workload import Workload
 
 
 class InProcess:
-    """As `workers.Worker`, but the object lives here."""
+    """Replaces `workers.Worker`; the object lives in this process."""
 
     def __init__(self, make, *arguments):
         self.make, self.arguments, self.made = make, arguments, None
@@ -41,7 +41,7 @@ class InProcess:
 
 @pytest.fixture(scope="session")
 def config(tmp_path_factory):
-    """The config of a LLaMA of two blocks with as little to compute as there can be."""
+    """The config of a LLaMA of two blocks, as small as possible."""
     model = tiny_model("llama", layers=2, attention="sdpa")
     model.config.architectures = [type(model).__name__]
     folder = tmp_path_factory.mktemp("small")
@@ -56,7 +56,7 @@ def workload(config):
 
 @pytest.fixture(autouse=True)
 def quick_collections():
-    """The garbage collector, which benchmarks call for every way, leaves alone what was there before the test."""
+    """Hide older objects from the garbage collector, which benchmarks call for every way."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -64,7 +64,7 @@ def quick_collections():
 
 @pytest.fixture
 def here(monkeypatch):
-    """Without processes, with the allocator as it is, and with few timed steps."""
+    """Run without worker processes, without changing the allocator, and with few timed steps."""
     monkeypatch.setattr(session, "keep_freed_memory", lambda: None)
     for module in (peers, largest):
         monkeypatch.setattr(module, "Worker", InProcess)

@@ -1,4 +1,4 @@
-"""The benchmarks' scripts, at sizes where no figure of time means anything, and every way to run a step."""
+"""The benchmark scripts, at sizes too small for meaningful times, and every way to run a step."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ TO_HOST = ["offload (HF)", "activation offloading (TRL)", "full, activation offl
 NAMED = {way.name: way for way in (*PEERS, *OUR_WAYS)}
 
 
-# --- every way --------------------------------------------------------------------------------------------------------
+# --- all ways ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def figures(workload, tmp_path_factory):
-    """Name of a way -> what its session found."""
+    """Name of a way -> results of its session."""
     path = tmp_path_factory.mktemp("figures") / "gradients.pt"
     found = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -90,12 +90,12 @@ class Watching(TorchDispatchMode):
     [
         ("SAC, all matmuls + attention", 0, 0),
         ("SAC, every 2nd matmul + attention", 3, 0),  # k_proj, o_proj and up_proj of seven
-        ("SAC, attention", 6, 0),  # but for the last, which nothing needs
+        ("SAC, attention", 6, 0),  # all but the last, whose result nothing needs
         ("full (HF)", 6, 1),
     ],
 )
 def test_what_is_recomputed_in_a_block(workload, here, name, products, attention):
-    """Beyond no checkpointing, in a LLaMA of 2 blocks."""
+    """Each way recomputes the expected operations of a block, in a LLaMA of 2 blocks."""
     counts = {}
     for way in ("none", name):
         alone = Session(dataclasses.replace(workload, batch=1, tokens=16), NAMED[way])
@@ -130,7 +130,7 @@ def test_accumulated_micro_steps_add_up_and_adapters_have_gradients(workload, he
     for alone in (once, twice):
         alone.backward()
     pairs = zip(once.model.parameters(), twice.model.parameters(), strict=True)
-    assert all(torch.allclose(one.grad, two.grad, atol=1e-6) for one, two in pairs)  # the same batch, half of it twice
+    assert all(torch.allclose(one.grad, two.grad, atol=1e-6) for one, two in pairs)  # one batch, or two halves
     assert twice.facts() == {"blocks": 2, "tokens": 2 * 4 * 64}
     adapted = Session(dataclasses.replace(workload, lora=4), NONE)
     adapted.backward()
@@ -143,7 +143,7 @@ def test_accumulated_micro_steps_add_up_and_adapters_have_gradients(workload, he
 
 
 class Planner(peers.Planner):
-    """Plans `full` twice, and predicts `none` only."""
+    """Plans `full` twice, and predicts only `none`."""
 
     def __init__(self, workload, compiled=False):
         from hf_ckpt.models.blocks import find_blocks
@@ -166,7 +166,7 @@ def planned(monkeypatch, here):
 
 
 def run_peers(config, path, *words):
-    """Returns (exit code, rows by name, the case)."""
+    """Run the benchmark; returns (exit code, rows by name, the case)."""
     code = peers.BENCHMARK.main(
         ["--model", config, "--batch", "1", "--tokens", "16", "--dtype", "float32", "--json", str(path), *words]
     )
@@ -175,7 +175,7 @@ def run_peers(config, path, *words):
 
 
 class Timed:
-    """A way whose steps take these times, and that fails when there are no more. Its questions are counted."""
+    """A way whose steps take these times, and fail after the last. Counts its calls."""
 
     def __init__(self, *seconds):
         self.seconds, self.asked = list(seconds), 0
@@ -188,7 +188,7 @@ class Timed:
 
 
 def test_the_fastest_steps_of_a_turn_are_compared(workload, tmp_path, here):
-    """The machine is half as fast in the second turn, and busy in one step of each: no ratio shows it."""
+    """Ratios compare the fastest steps of a turn, so a slow turn or a single slow step does not change them."""
     ways = {name: NONE if name == "none" else Way(name, OURS) for name in ("none", "full", "selective")}
     run = peers.Run(workload, {way: peers._row(way) for way in ways.values()}, tmp_path, print)
     run.reference = NONE
@@ -203,7 +203,7 @@ def test_the_fastest_steps_of_a_turn_are_compared(workload, tmp_path, here):
 
 @pytest.mark.parametrize("together", [True, False])
 def test_ways_side_by_side_or_one_after_the_other(together, config, planned, tmp_path, monkeypatch, capsys):
-    """A way that fails is a row that says so."""
+    """A way that fails still has a row, with its error."""
     broken = (Way("broken", "transformers", {"no_such_option": 1}), Way("misspelt", OURS, {"policy": "ful"}))
     monkeypatch.setattr(peers, "PEERS", (NONE, NAMED["full (HF)"], *broken))
     monkeypatch.setattr(peers, "OUR_WAYS", ())
@@ -261,14 +261,14 @@ def test_plans_and_predictions_are_those_of_the_planner(config, here, tmp_path):
     predicted = {name: row for name, row in rows.items() if row["predicted_peak_bytes"] and "error" not in row}
     assert {"none", "full (HF)", "every_n_layers: 2 (HF)", "selective", "full", "planned for 50%"} <= predicted.keys()
     errors = {name: row["allocated_bytes"] / row["predicted_peak_bytes"] - 1 for name, row in predicted.items()}
-    assert {name: error for name, error in errors.items() if abs(error) > 0.055} == {}  # the smallest of models
+    assert {name: error for name, error in errors.items() if abs(error) > 0.055} == {}  # the model is tiny
 
 
-# --- how far each goes ------------------------------------------------------------------------------------------------
+# --- largest sizes ----------------------------------------------------------------------------------------------------
 
 
 def test_the_largest_that_fits(config, monkeypatch, tmp_path, capsys):
-    """A sequence takes 10 MiB, a plan needs 2 % more than predicted, memory of the process ends at 9 sequences."""
+    """The largest size is found if a sequence takes 10 MiB, a plan 2 % too much, and memory ends at 9 sequences."""
     planned_for = []
 
     def peak(way, workload):
@@ -330,7 +330,7 @@ SMALL = ["--layers", "2", "--hidden", "32", "--batch", "2", "--tokens", "16", "-
 
 
 class Block(torch.nn.Module):
-    """Saves its own result for the backward of the exponential; the sum and the product are freed at the end."""
+    """Keeps its result for the exponential's backward; the sum and the product are freed."""
 
     def forward(self, x):
         scratch = x + 1
@@ -338,7 +338,7 @@ class Block(torch.nn.Module):
 
 
 def test_bytes_of_blocks_worked_out_by_hand():
-    """Each block leaves its exponential and its output, of 4,000 bytes each; what is made outside is not counted."""
+    """Each block keeps its exponential and its output, 4,000 bytes each; tensors from outside are not counted."""
     blocks = [Block(), Block()]
     found = types.SimpleNamespace(
         blocks=[types.SimpleNamespace(stack="s", name=name) for name in "ab"],
@@ -378,7 +378,7 @@ def test_every_engine_has_a_row(monkeypatch, tmp_path, capsys):
 
 
 def test_engines_that_do_nothing_fail_or_change_gradients(monkeypatch, capsys):
-    """Gradients are perfectly equal where nothing is recomputed; dropout that is drawn again changes them."""
+    """Engines that recompute nothing fail, although gradients are equal, and so do engines that redraw dropout."""
     monkeypatch.setattr(engines, "FAMILIES", ("gpt2",))
     monkeypatch.setattr(engines, "TUNINGS", ("full",))
     careless = Way("careless", OURS, {"policy": "full", "preserve_rng_state": False})
@@ -392,7 +392,7 @@ def test_engines_that_do_nothing_fail_or_change_gradients(monkeypatch, capsys):
     monkeypatch.setattr(engines, "ENGINES", (NONE, Way("full", OURS, {"policy": "full"})))
     assert run_engines(monkeypatch) == 1
     assert "full: 2 of 2 planned blocks recomputed nothing" in capsys.readouterr().out
-    monkeypatch.setattr(engines, "_step", lambda model, inputs: 1 / 0)  # of no checkpointing
+    monkeypatch.setattr(engines, "_step", lambda model, inputs: 1 / 0)  # without checkpointing
     assert run_engines(monkeypatch) == 1
     assert "gpt2, full: ZeroDivisionError" in capsys.readouterr().out
     assert run_engines(monkeypatch, "--hidden", "40") == 2

@@ -1,4 +1,4 @@
-"""Committed figures, what follows from them, and the tables of the pages."""
+"""Committed figures, values derived from them, and the tables on pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def failed(name, **more):
 
 
 def made_up():
-    """A case whose figures can be checked by hand."""
+    """A case whose results can be checked by hand."""
     rows = [
         row("none", "none", 100, 1.0, predicted_peak_bytes=80, predicted_seconds=0.5),
         row("full (HF)", "transformers", 40, 1.4),
@@ -61,7 +61,7 @@ def test_frontier_budgets_and_errors_by_hand():
         ({"first_difference": "a.weight"}, "full: gradients differ: a.weight"),
         ({"first_difference": "a.weight", "name": "head in chunks"}, None),
         ({"first_difference": "a.weight", "group": "transformers"}, None),
-        ({"recomputed": 0, "plan": PLAN}, None),  # a plan may keep all
+        ({"recomputed": 0, "plan": PLAN}, None),  # a plan may keep everything
         ({}, None),
     ],
 )
@@ -84,12 +84,12 @@ def test_tables_and_picture_of_peers(tmp_path):
     assert (tmp_path / "peers.png").stat().st_size > 10_000
 
 
-# --- what is committed ------------------------------------------------------------------------------------------------
+# --- committed figures ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.relative_to(tables.ROOT).as_posix())
 def test_tables_are_those_of_their_figures(page):
-    """`python recipes/benchmarks/tables.py` writes them."""
+    """Committed tables match their figures; `python recipes/benchmarks/tables.py` writes them."""
     text = page.read_text(encoding="utf-8")
     assert tables.rewritten(text) == text
     assert text.count("figures -->") == 2 * len(tables.MARKED.findall(text))
@@ -132,7 +132,7 @@ def test_what_the_comparison_says_was_measured():
 
 
 def test_each_largest_is_the_largest():
-    """The next number was tried, and is too much."""
+    """One more than each reported maximum was tried and is too much."""
     for name in ("max-batch", "max-seq"):
         results = tables.read(name)
         assert len(results.good) >= 14

@@ -1,4 +1,4 @@
-"""The harness: turns, cases that go on where a run ended, processes, and what the CPU's allocator hands out."""
+"""The harness: turns, resumed runs, worker processes, and the CPU allocator's allocations."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Settings:
 
 
 class Script:
-    """A benchmark of three cases of two families, that notes what it measures."""
+    """A benchmark of three cases in two families that records what it measures."""
 
     def __init__(self, **cases):
         self.log = []
@@ -103,7 +103,7 @@ def test_figures_are_written_and_shown_again(tmp_path, capsys):
 
 
 def test_a_run_that_was_killed_goes_on(tmp_path):
-    """What was measured before is neither lost nor measured again."""
+    """A killed run resumes: earlier results are kept and not measured again."""
     path = tmp_path / "figures.json"
     with pytest.raises(KeyboardInterrupt):
         Script(b=KeyboardInterrupt()).main(["--json", str(path)])
@@ -173,7 +173,7 @@ def test_invalid_arguments_are_refused_before_anything_runs(words, said, capsys)
 
 
 class Thing:
-    """Counts, fails and dies as asked."""
+    """Counts, fails or dies on request."""
 
     def __init__(self, start):
         if start < 0:
@@ -194,7 +194,7 @@ class Thing:
         signal.pause()
 
     def given_back(self, keep):
-        """Bytes that go back to the system of 128 MiB in pieces, a large one among them."""
+        """Bytes that return to the system when 128 MiB are freed in several pieces."""
         import psutil
 
         if keep:
@@ -231,7 +231,7 @@ def test_objects_live_in_processes_of_their_own():
 
 
 def test_allocations_of_the_cpu_by_hand():
-    """Two of 40,000 bytes at once, and one of them freed before a third comes; what was there before is not counted."""
+    """The peak has two tensors of 40,000 bytes; one is freed before a third comes. Earlier tensors do not count."""
     before = torch.ones(10_000)
     with CpuAllocations() as found:
         one, two = torch.empty(10_000), torch.empty(10_000)
@@ -242,7 +242,7 @@ def test_allocations_of_the_cpu_by_hand():
 
 
 def test_allocations_within_an_operation_are_seen():
-    """The CPU's attention kernel takes room for a block of scores, which is nobody's tensor."""
+    """Memory inside an operation is counted: the CPU's attention kernel allocates scores that are not a tensor."""
     query = torch.rand(1, 8, 256, 64)
     with LiveBytes({"query": query}) as live:
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
@@ -254,6 +254,6 @@ def test_allocations_within_an_operation_are_seen():
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_freed_memory_is_kept():
-    """What glibc would give back at once."""
+    """Freed memory is kept, which glibc would return to the system at once."""
     with Worker(Thing, 0) as keeping, Worker(Thing, 0) as leaving:
         assert keeping.ask("given_back", True) < 8 * 2**20 < 100 * 2**20 < leaving.ask("given_back", False)

@@ -1,4 +1,4 @@
-"""What the benchmarks train with."""
+"""Models and inputs of the benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_ckpt.prediction.workload import Workload, real_model
 
 @pytest.fixture
 def workload(request, tmp_path):
-    """Of a family, in a small size."""
+    """A small workload of a family."""
     model = tiny_model(request.param, layers=2)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)

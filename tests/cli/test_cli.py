@@ -1,4 +1,4 @@
-"""The `hf-ckpt` program and its demo, on what is at hand without any download."""
+"""The `hf-ckpt` program and its demo, without downloads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ has_weights = demo_run.package_folder(demo_run.WEIGHTS_PACKAGE) is not None
 
 @pytest.fixture
 def no_packages(monkeypatch):
-    """As on a machine with neither the packaged weights nor the packaged text."""
+    """Simulate a machine without the packaged weights and text."""
     monkeypatch.setattr(demo_run, "package_folder", lambda package: None)
 
 
@@ -53,7 +53,7 @@ def test_the_installed_program_is_the_module():
 
 @pytest.mark.long
 def test_plan_says_what_it_does_before_it_loads_torch():
-    """Something is there at once, although the answer takes a while; with a bar only where there is a terminal."""
+    """`plan` shows progress at once, before it loads torch; a bar only in a terminal."""
     command = [sys.executable, "-X", "importtime", "-m", "hf_ckpt.cli", "plan", "mini-gpt2", "--device", "a10"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0
@@ -88,7 +88,7 @@ def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(capsys, monkeypatch
     with arguments.progress("a bar's first", total=1) as tell:
         tell("a bar's second")
     assert capsys.readouterr().err == "hf-ckpt: one ...\nhf-ckpt: two ...\n"
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes any stream for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then treats any stream as a terminal
     with arguments.progress("one", total=2) as tell:
         tell("two")
     shown = capsys.readouterr().err
@@ -158,7 +158,7 @@ def test_demo_without_the_packages_says_what_brings_them(tmp_path, capsys, no_pa
     figures = json.loads((tmp_path / "demo.json").read_text())
     none, selective, every, whole, planned, guarded = figures["runs"]
     assert [run["recomputed"] for run in (none, every, whole)] == [0, 4, 8]
-    assert selective["recomputed"] >= 8  # at least one operation in every block
+    assert selective["recomputed"] >= 8  # at least one operation per block
     assert none["live_peak_bytes"] > every["live_peak_bytes"] > whole["live_peak_bytes"] > none["start_bytes"]
     assert none["live_peak_bytes"] > selective["live_peak_bytes"]
     assert whole["live_peak_bytes"] < planned["live_peak_bytes"] < none["live_peak_bytes"]
@@ -177,7 +177,7 @@ def test_demo_without_the_packages_says_what_brings_them(tmp_path, capsys, no_pa
 
 @pytest.mark.long
 def test_demo_fails_when_gradients_differ(tmp_path, capsys, monkeypatch, no_packages):
-    """LoRA dropout drawn again in recomputation. The plan beside it chooses from two actions, which is sooner made."""
+    """The demo fails if LoRA dropout is redrawn. Its plan chooses from two actions, which is faster."""
     monkeypatch.setattr("hf_ckpt.forecast.forecast.actions_for", lambda *_, compiled: (KEEP, FULL))
     monkeypatch.setattr(demo_run, "SPECS", (*demo_run.SPECS[:1], ("full", {"preserve_rng_state": False})))
     original = demo_run.run_demo
@@ -189,17 +189,17 @@ def test_demo_fails_when_gradients_differ(tmp_path, capsys, monkeypatch, no_pack
 
 @pytest.mark.slow
 def test_demo_fails_when_nothing_is_recomputed(tmp_path, capsys, monkeypatch, no_packages):
-    """Gradients are perfectly equal then."""
+    """The demo fails if nothing is recomputed, although gradients are equal."""
     monkeypatch.setattr(full.FullRegion, "_checkpoint", lambda self, fn, *args: fn(*args))
     words = ["demo", "--steps", "1", "--batch", "1", "--tokens", "32", "--out", str(tmp_path)]
     assert main.main(words) == 1
     runs = json.loads((tmp_path / "demo.json").read_text())["runs"]
     assert [run["first_difference"] for run in runs[:5]] == [
         None,
-        None,  # `selective` has an engine of its own
+        None,  # `selective` has its own engine
         "4 planned blocks were not recomputed",
         "8 planned blocks were not recomputed",
-        None,  # and the plan for a budget is of that engine's
+        None,  # the budget's plan uses that engine
     ]
 
 
@@ -225,7 +225,7 @@ def test_packages_are_found_without_importing_them():
 
 @pytest.mark.slow
 def test_real_weights_load_and_make_sense_of_text():
-    """The packaged SmolLM2 predicts English far better than chance: its weights are really there."""
+    """The packaged SmolLM2 predicts English far better than chance, so its weights were loaded."""
     if not has_weights:
         pytest.skip(f"{demo_run.WEIGHTS_PACKAGE} is not installed ({demo_run.WEIGHTS_COMMAND})")
     label, model, tokenizer, missing = demo_run.load_model(None)

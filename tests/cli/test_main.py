@@ -1,4 +1,4 @@
-"""`python -m hf_ckpt`: the script runs as if it were started by itself, except that its models are checkpointed."""
+"""`python -m hf_ckpt`: the script runs as by itself, except that its models are checkpointed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_ckpt.__main__ import main
 from hf_ckpt.logs import PLANS
 
 NEVER_ENABLED = "the script never enabled checkpointing"
-# Everything here looks like an option of hf_ckpt, of python, or of an argument parser, and belongs to the script.
+# All of these look like options of hf_ckpt, Python or an argument parser, but belong to the script.
 HOSTILE = ["--spec", "nonsense", "-m", "--help", "-h", "--", "-1", "--spec=x", "policy=full", "", "a b", "@file"]
 
 PROBE = """
@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder `scripts` with probe.py, which records how it was started and exits with 7, and a module beside it."""
+    """A folder `scripts` with probe.py, which records how it was started and exits with 7, and a second module."""
     scripts = tmp_path / "scripts"
     scripts.mkdir()
     (scripts / "probe.py").write_text(PROBE)
@@ -51,11 +51,11 @@ def launched(*arguments: str | Path, cwd: Path, **options: Any) -> subprocess.Co
 
 
 def said_of_models(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """The lines that name a model."""
+    """Lines that name a model."""
     return [line for line in done.stderr.splitlines() if line.startswith("hf_ckpt: LlamaForCausalLM")]
 
 
-# --- as if started by itself ----------------------------------------------------------------------------------------
+# --- the script runs as by itself -----------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -72,14 +72,14 @@ def test_a_script_sees_what_it_sees_under_python(folder: Path) -> None:
         assert seen["argv"].pop(1) == str(result)
         found.append(seen)
     ours, plain = found
-    for seen in found:  # as typed or absolute, as long as it is the script
+    for seen in found:  # as typed or absolute
         assert folder / seen["argv"].pop(0) == folder / script
     assert ours["argv"] == HOSTILE
-    assert ours["file"] == str(folder / script)  # absolute, so that it survives os.chdir
+    assert ours["file"] == str(folder / script)  # absolute, to survive os.chdir
     assert ours["name"] == "__main__"
     assert ours["main"]
     assert ours["neighbour"] == "beside the script"
-    # runpy says "" where python says None: either way the script is in no package.
+    # runpy uses "", Python uses None: both mean that the script is not in a package.
     assert (ours.pop("package"), plain.pop("package")) == ("", None)
     assert ours == plain
 
@@ -123,7 +123,7 @@ def test_a_traceback_of_the_script_comes_through(tmp_path: Path) -> None:
     assert f'File "{script}", line 4, in <module>' in done.stderr
     assert f'File "{script}", line 2, in deeper' in done.stderr
     assert done.stderr.rstrip().endswith("ValueError: of the script")
-    assert NEVER_ENABLED not in done.stderr  # it would bury the error
+    assert NEVER_ENABLED not in done.stderr  # it would hide the error
 
 
 @pytest.mark.long
@@ -169,7 +169,7 @@ def test_a_script_that_never_asks_is_checkpointed_by_spec(tmp_path: Path) -> Non
     spec = tmp_path / "spec.yaml"
     spec.write_text("policy: full\nevery_n_layers: 2\n")
     script = SCRIPTS / "accelerate_loop.py"
-    # With spawned DataLoader workers, which import the script again and must find its classes.
+    # Spawned DataLoader workers import the script again and must find its classes.
     done = launched("--spec", spec, script, tmp_path / "ours", "--workers", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert NEVER_ENABLED not in done.stderr
@@ -181,7 +181,7 @@ def test_a_script_that_never_asks_is_checkpointed_by_spec(tmp_path: Path) -> Non
 
     assert python(script, tmp_path / "plain", cwd=tmp_path).returncode == 0
     plain = json.loads((tmp_path / "plain" / "rank0.json").read_text())
-    assert plain["enabled"] is None  # nothing is left behind for the next process, and the script itself asks nothing
+    assert plain["enabled"] is None  # nothing is left for the next process
     assert len(plain["losses"]) == 2
     assert ours["losses"] == plain["losses"]
 
@@ -222,7 +222,7 @@ json.dump([losses, recomputed], open("found.json", "w"))
 def test_a_hand_written_loop_is_checkpointed_by_spec(
     in_process: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, build: str
 ) -> None:
-    """Neither a Trainer nor Accelerate, and nothing in it asks for checkpointing. Dropout is GPT-2's own."""
+    """A user-written loop that never enables checkpointing is checkpointed by `--spec`; dropout is GPT-2's default."""
     (in_process / "loop.py").write_text(LOOP.replace("BUILD", build))
     found = []
     for spec in ("none", "full"):
@@ -252,7 +252,7 @@ def test_a_spec_that_no_model_got_is_told_with_advice_that_fits(
     assert "--activation_checkpointing" not in line
 
 
-# --- what hf_ckpt itself says ---------------------------------------------------------------------------------------
+# --- messages of hf_ckpt --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.compat
@@ -272,7 +272,7 @@ def test_a_bad_spec_ends_with_2_and_one_message_before_the_script_runs(folder: P
 
 @pytest.fixture
 def in_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`main()` may be called here: what it leaves in `sys` for the script is put back. The folder of the probe."""
+    """Restore what `main()` leaves in `sys`, so that tests can call it here; returns the probe's folder."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -316,7 +316,7 @@ def test_a_script_that_enables_nothing_is_told_so_in_one_line(tmp_path: Path) ->
 
 @pytest.mark.parametrize("ending", ["", "sys.exit()", "sys.exit(0)", "sys.exit(None)"])
 def test_it_is_told_so_however_it_ends_well(in_process: Path, caplog: pytest.LogCaptureFixture, ending: str) -> None:
-    """`sys.exit(main())` is the usual last line of a script."""
+    """The hint also appears if the script ends with `sys.exit(main())`, as is common."""
     (in_process / "idle.py").write_text(f"import sys\n{ending}\n")
     try:
         code = main(["idle.py"])

@@ -1,4 +1,4 @@
-"""Pictures: a colour for each policy, labels that cover nothing, and figures that are drawn again from their files."""
+"""Pictures: a colour for each policy, labels that do not overlap, and redrawing from files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAYS = ("none", "selective", "every_n_layers: 2", "full", "budget: 9MiB", "guard
 
 
 def demo_of(*names):
-    """Made-up figures of a demo; the peaks of all runs differ."""
+    """Results of a demo, in which all peaks differ."""
     runs = [
         DemoRun(
             name=name,

@@ -1,4 +1,4 @@
-"""What is asked wrongly of the command line ends with exit code 2 and a message: no traceback, and no work in vain."""
+"""Invalid arguments end with exit code 2 and a message, without a traceback, before any work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_ckpt.prediction.devices import device_named
 from hf_ckpt.prediction.workload import Workload, load_config, presets, real_model
 from hf_ckpt.units import parse_budget
 
-# Words of the command line -> what is said about them. All are refused before torch is imported.
+# Command-line words -> error message. All are refused before torch is imported.
 WRONG_WORDS = (
     ("plan gpt2 --device abacus", "--device: 'abacus' is not a known device; known are h200, h100"),
     ("plan gpt2 --device a100", "did you mean a100-80 or a100-40? Or give its memory by --budget"),
@@ -86,7 +86,7 @@ def test_wrong_words_are_refused_before_torch_is_imported(tmp_path):
 
 
 def config(folder, preset="mini-llama", **changed):
-    """Write the config of a preset with other values, and return its path."""
+    """Write the config of a preset with changed values, and return its path."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(presets()[preset].read_text()), **changed}))
     return path
@@ -128,7 +128,7 @@ def test_a_config_that_names_no_class_is_taken_for_a_causal_language_model(tmp_p
 
 
 def test_a_config_that_is_no_file_to_read(tmp_path, capsys):
-    os.mkfifo(tmp_path / "pipe")  # which would be waited for
+    os.mkfifo(tmp_path / "pipe")  # opening it would block
     (tmp_path / "deep.json").write_text('{"a":' * 5000 + "1" + "}" * 5000)
     for name, said in {"pipe": "it is no regular file", "deep.json": "nested too deep", "x" * 300: "too long"}.items():
         assert main(["plan", str(tmp_path / name)]) == 2

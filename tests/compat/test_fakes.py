@@ -1,4 +1,4 @@
-"""Operations on fake tensors, run by hf_ckpt itself, return what torch returns."""
+"""hf_ckpt's own fake-tensor operations return what torch returns."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_numbers_of_different_types_are_different(mode):
 
 LEFT = {
     aten.add_.Tensor: lambda: (torch.empty(4), 1),  # changes its argument
-    aten.split.Tensor: lambda: (torch.empty(4), 2),  # returns several
+    aten.split.Tensor: lambda: (torch.empty(4), 2),  # returns several tensors
     aten.alias.default: lambda: (torch.empty(4),),  # returns its argument
     aten.view_as_real.default: lambda: (torch.empty(4, dtype=torch.complex64),),
     aten.neg.default: lambda: (torch.empty(0),),
@@ -109,7 +109,7 @@ def test_what_is_left_to_torch(mode, function):
 
 
 def test_known_values_stay_known(mode):
-    """torch keeps the values of small constants, which a model may ask for."""
+    """Constants that torch keeps on fake tensors stay available to models."""
     constant = torch.tensor([3.0])
     assert constant.constant is not None
     found = fakes.run_on_fakes(aten.view.default, (constant, [1, 1]), {})

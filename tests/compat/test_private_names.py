@@ -1,4 +1,4 @@
-"""The private names of torch: every one that is used has a row, this torch has them, and some can be done without."""
+"""Private names of torch: each used name has a row and exists in this torch, and some are optional."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_ckpt.compat import torch as of_torch
 from hf_ckpt.errors import HfCkptError
 
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in Path(hf_ckpt.__file__).parent.rglob("*.py")}
-# Private names of others, and operations that are called this.
+# Private names of other libraries, and operations with such names.
 NOT_OF_TORCH = {
     "transformers": {
         "_attn_implementation",
@@ -62,7 +62,7 @@ def is_private(name):
 
 
 def own():
-    """Names that hf_ckpt itself defines: functions, classes, variables, and attributes of `self`."""
+    """Names that hf_ckpt defines: functions, classes, variables, and attributes of `self`."""
     for node in (node for tree in TREES.values() for node in ast.walk(tree)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
@@ -73,7 +73,7 @@ def own():
 
 
 def used(tree):
-    """Private names that a file reads as attributes, names in text (for getattr), or imports from others."""
+    """Private names that a file reads as attributes, has in strings (for getattr), or imports from other packages."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             yield node.attr
@@ -85,7 +85,7 @@ def used(tree):
 
 
 def test_every_private_name_of_torch_has_a_row():
-    """And those below `torch` are looked up in `compat` only."""
+    """Every private name in use has a row; names below `torch` are looked up only in `compat`."""
     others = set(own()).union(*NOT_OF_TORCH.values())
     below = [name for name in names.PRIVATE if name.startswith("torch.")]
     dotted = {part for name in below for part in name.split(".") if is_private(part)}
@@ -141,7 +141,7 @@ def test_what_is_needed_is_an_error_that_names_torch(monkeypatch):
 
 
 def test_what_happens_without_what_can_be_missing(monkeypatch):
-    """Each of these is a name that `without` speaks of."""
+    """Each optional name that a row's `without` describes can be missing."""
     monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
     with torch.autograd.graph.save_on_cpu():
         assert compat.top_saved_tensor_hooks() is None

@@ -1,4 +1,4 @@
-"""No config, file or text makes doctor fail in another way than it says."""
+"""No config, file or text makes doctor fail without its own error message."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
 
 
 def refused(path):
-    """What is said of a file that cannot be used; None if it can, and was diagnosed."""
+    """The error message for an unusable file; None if the file was diagnosed."""
     try:
         files = facts.read_files([path])
     except HfCkptError as error:

@@ -1,4 +1,4 @@
-"""Files that doctor reads and refuses, and the program: its exit codes, its table and its JSON."""
+"""Files that doctor reads or refuses, and the program's exit codes, table and JSON."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_the_table(tmp_path, capsys, monkeypatch):
     assert main.main(["doctor", write(tmp_path / "t.yaml", {"gradient_checkpointing": True, KWARGS: rules})]) == 1
     printed = capsys.readouterr().out
     assert "transformers 5.23.0" in printed
-    assert "[bold]" in printed  # not taken for markup
+    assert "[bold]" in printed  # not treated as markup
     assert main.main(["doctor"]) == 0
     assert "nothing found that would go wrong" in capsys.readouterr().out
 
@@ -195,7 +195,7 @@ def test_it_says_whether_the_training_fits_the_card(batch, fits, word, tmp_path,
     assert "T4" in fit["told"]
     assert main.main(words) == 0
     assert f"{fit['told']} What to write: {fit['ask']}" in capsys.readouterr().out
-    # What it says to ask answers the same.
+    # The suggested command gives the same answer.
     assert main.main(fit["ask"].split()[1:]) == (0 if fits else 2)
     assert fit["told"] in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""Training files of TRL, axolotl and LLaMA-Factory, each read by the rules of its program."""
+"""Training files of TRL, axolotl and LLaMA-Factory follow the rules of their programs."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_same_qlora_is_the_same_training_in_each_program(program, tmp_path):
 
 
 def test_the_three_files_ask_for_the_same_plan(tmp_path, monkeypatch):
-    """Through the command line: what is planned for, and within what. A plan depends on nothing else."""
+    """The three files lead to the same question on the command line, and so to the same plan."""
     asked = []
 
     def record(*given, **_):
@@ -158,7 +158,7 @@ def test_the_three_files_ask_for_the_same_plan(tmp_path, monkeypatch):
 
 
 def test_without_preparation_nothing_is_cast_to_float32():
-    """Embeddings, head and norms have twice the bytes after PEFT's preparation."""
+    """PEFT's preparation doubles the bytes of embeddings, head and norms; without it, nothing is cast."""
     found = []
     for prepared in (False, True):
         weights = skeleton_of_workload(dataclasses.replace(QLORA, kbit_preparation=prepared)).weights

@@ -1,4 +1,4 @@
-"""Every rule of doctor, by a config that has the mistake and its twin that has not; and what the engines do there."""
+"""Every rule of doctor: a config with the mistake, its twin without it, and what the engines do in such cases."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SAC_ATTENTION = {"policy": "selective", "engine": "sac", "save": ["attention"]}
 LORA_ZERO3 = (asking(FULL, lora_r=8), zero(3))
 OPEN_FSDP = {"fsdp": "full_shard", "fsdp_config": {"activation_checkpointing": True}}
 
-# code, severity, where it is, with the mistake, without
+# code, severity, place, with the mistake, without it
 CASES = [
     (
         *("fsdp-and-deepspeed", "error", "train.yaml: fsdp"),
@@ -95,7 +95,7 @@ CASES = [
     (
         *("reentrant-default", "warning", "train.yaml: "),
         facts_of(asking({"every_n_layers": 2}), versions=OLD),
-        facts_of(asking({"every_n_layers": 2})),  # Trainer takes the key out, and transformers 5 says false
+        facts_of(asking({"every_n_layers": 2})),  # Trainer drops the key, and transformers 5's value is false
     ),
     (*("spec", "error", f"train.yaml: {KWARGS}"), facts_of(asking({"polcy": "full"})), facts_of(asking(FULL))),
     (
@@ -139,11 +139,11 @@ CASES = [
         facts_of(fsdp(version="2", activation_checkpointing=True)),
         facts_of(
             fsdp(activation_checkpointing=True), model=T5
-        ),  # the launcher's default is 1, which keeps random state
+        ),  # the launcher's default is 1, which preserves random state
     ),
     (
         *("fsdp2-dropout", "warning", "train.yaml: fsdp_config.activation_checkpointing"),
-        facts_of(train(**OPEN_FSDP), model=T5),  # which version is the default depends on transformers
+        facts_of(train(**OPEN_FSDP), model=T5),  # the default version depends on transformers
         facts_of(train(**OPEN_FSDP), model=GPT2),
     ),
     (
@@ -267,7 +267,7 @@ CASES = [
         facts_of(asking(FULL | {"head": "auto"}, per_device_train_batch_size=2, max_length=2048), model=LLAMA),
     ),
     (
-        *("logits", "note", "llama: vocab_size"),  # 0.98 GiB of 16 GB is little, 15.65 GiB much
+        *("logits", "note", "llama: vocab_size"),  # of 16 GB, 0.98 GiB is little and 15.65 GiB is much
         facts_of(asking(FULL), model=LLAMA, device=DEVICES["t4"], batch=1, tokens=8192),
         facts_of(asking(FULL), model=LLAMA, device=DEVICES["t4"], batch=1, tokens=512),
     ),
@@ -397,7 +397,7 @@ def test_errors_come_first():
 
 @pytest.mark.compat
 def test_facts_about_transformers_are_those_of_the_installed_one():
-    """The version that renamed the flag, and what an enable call without kwargs means."""
+    """Doctor agrees with the installed transformers on the flag's name and on enable calls without kwargs."""
     version = facts.installed()["transformers"]
     new_name = "activation_checkpointing" in TrainingArguments.__dataclass_fields__
     assert new_name == (
@@ -460,7 +460,7 @@ def test_an_unknown_model_is_asked_wrongly(capsys, tmp_path):
     assert "levels deep" in capsys.readouterr().err
 
 
-# --- what doctor says of the engines, on the engines ----------------------------------------------------------------
+# --- doctor's claims about engines, checked on the engines ----------------------------------------------------------
 
 
 class Ran(TorchDispatchMode):

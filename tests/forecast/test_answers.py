@@ -1,4 +1,4 @@
-"""What forecasts say in words, what is to be written, and the settings that are found where nothing fits."""
+"""Forecasts in words, the settings to copy, and settings to try if nothing fits."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_plan_that_is_larger_than_the_card_does_not_fit(capsys, monkeypatch):
 @pytest.mark.skipif(transformers.__version__ < "5", reason="experts are linear layers before transformers 5")
 @pytest.mark.parametrize("prepared", [True, False])
 def test_experts_that_keep_their_bits_are_told(prepared, tmp_path):
-    """They are stacked weights, which bitsandbytes leaves as they are and PEFT's preparation casts to float32."""
+    """A note says that experts are stacked weights, which bitsandbytes does not quantise and PEFT casts to float32."""
     shape = {"hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     transformers.MixtralConfig(**shape, num_hidden_layers=2, vocab_size=64).save_pretrained(tmp_path)
     workload = Workload(str(tmp_path), lora=4, lora_targets=("q_proj",), load_in_4bit=True, kbit_preparation=prepared)
@@ -220,7 +220,7 @@ def test_the_cookbook_has_every_question():
 @pytest.mark.slow
 @sparing("question", list(QUESTIONS), "BERT-large with 512 tokens, a classifier, on 8 GB")
 def test_answers_of_the_cookbook_are_those_of_the_commands(question, monkeypatch):
-    """`python tests/scripts/cookbook.py` writes them anew."""
+    """The cookbook shows the commands' current answers; `python tests/scripts/cookbook.py` rewrites it."""
     monkeypatch.chdir(ROOT)
     book = cookbook()
     section = book.section(question, QUESTIONS[question], book.answer_of(QUESTIONS[question]))

@@ -1,4 +1,4 @@
-"""The report of `hf-ckpt plan --html` and the page of `hf-ckpt app` in a real browser, as CI runs them."""
+"""The report of `hf-ckpt plan --html` and the page of `hf-ckpt app` in a real browser, as in CI."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ CONTRAST = """
         found.push((pair[0] + 0.05) / (pair[1] + 0.05));
     }
     return found;"""
-"""Contrasts of texts with what they stand on. Source: https://www.w3.org/TR/WCAG21/#dfn-contrast-ratio."""
+"""Contrasts of texts with their backgrounds. Source: https://www.w3.org/TR/WCAG21/#dfn-contrast-ratio."""
 TEXTS = "main p, main td, main th, main h2, main li span, main pre, main button, .xtick text, .g-xtitle text"
-"""Texts of a report."""
+"""Selectors for the texts of a report."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """A report, as the command line writes it."""
+    """A report written by the command line."""
     path = tmp_path_factory.mktemp("report") / "report.html"
     words = ["mini-gpt2", "--batch", "8", "--seq", "512", "--device", "t4", "--budget", "700MiB"]
     assert main.main(["plan", *words, "--html", str(path)]) == 0
@@ -65,7 +65,7 @@ def report(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served():
-    """The address of the page of `hf-ckpt app`, which asks about a small model first."""
+    """The address of the `hf-ckpt app` page, which starts with a small model."""
     import gradio
 
     page, ready, done = [], threading.Event(), threading.Event()
@@ -88,12 +88,12 @@ def served():
 
 
 def drawn(browser):
-    """Whether both figures are there."""
+    """Whether both figures are drawn."""
     return browser.driver.execute_script("return document.querySelectorAll('.scatterlayer .trace').length") > 8
 
 
 def room_for_figures(browser):
-    """Heights in pixels of both figures, and of what is drawn in them."""
+    """Heights in pixels of both figures and of their drawings."""
     script = """return ["timeline", "frontier"].map((name) => document.getElementById(name)).flatMap((node) =>
         [node.offsetHeight, node.querySelector(".main-svg").getBoundingClientRect().height])"""
     return set(browser.driver.execute_script(script))
@@ -176,14 +176,14 @@ def test_plotly_knows_every_field_of_the_figures(report):
     data = re.search(r'<script id="stops" type="application/json">(.*?)</script>', report.read_text(), re.DOTALL)[1]
     for stop in json.loads(data):
         for name in ("timeline", "frontier"):
-            graphs.Figure(stop[name])  # raises for fields that it does not know
+            graphs.Figure(stop[name])  # raises for unknown fields
 
 
 # --- the app ----------------------------------------------------------------------------------------------------------
 
 
 def opened(browser, served, **window):
-    """Open the app, and look at the report in its frame."""
+    """Open the app, and switch to the report in its frame."""
     browser.open(served, **window)
     browser.look_into("#hf-report iframe", 120)
     browser.wait(lambda: drawn(browser))
@@ -201,7 +201,7 @@ def test_the_app_answers_with_a_report(browser, served):
     for stop in range(last + 1):
         milliseconds.append(browser.slide("#budget", stop))
         seen.append((browser.text("#shown"), browser.text("#command"), browser.text("#spec")))
-        browser.wait(lambda: browser.driver.execute_script(FITS), 5)  # the frame has no scroll bar of its own
+        browser.wait(lambda: browser.driver.execute_script(FITS), 5)  # the frame does not scroll
         assert room_for_figures(browser) == {HEIGHT}
     assert len(set(seen)) == last + 1
     assert max(milliseconds) < 300

@@ -1,4 +1,4 @@
-"""A second question about a training is answered from disk, as the first one was from a trace."""
+"""A second question about a training is answered from disk, with the same result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_other_budgets_are_answered_without_torch(asked):
     low = dataclasses.replace(asked, budget=f"{first.floor_bytes + 1000}B", frontier=True)
     assert remembered(low).to_dict() == Forecaster(low).forecast().to_dict()
     assert remembered(low).plan != first.plan
-    assert remembered(dataclasses.replace(asked, budget="1KiB")) is None  # what fits has to be looked for
+    assert remembered(dataclasses.replace(asked, budget="1KiB")) is None  # suggestions need a trace
     words = ["plan", asked.model, "--batch", "2", "--seq", "32", "--device", "h100", "--budget", "2GiB", "--json"]
     code = f"import sys; from hf_ckpt.cli.main import main; main({words}); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -58,5 +58,5 @@ def test_files_that_are_not_whole_are_as_good_as_none(asked, monkeypatch):
     Forecaster(dataclasses.replace(asked, tokens=33)).forecast()
     assert remembered(dataclasses.replace(asked, tokens=33)) is not None
     assert len(list(cache.folder().iterdir())) == 1
-    monkeypatch.setenv("HF_HOME", asked.model + "/config.json")  # where no folder can be made
+    monkeypatch.setenv("HF_HOME", asked.model + "/config.json")  # no folder can be created there
     Forecaster(asked).forecast()

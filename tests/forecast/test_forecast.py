@@ -1,4 +1,4 @@
-"""`hf-ckpt plan`: from a name to a plan, and how far one can go."""
+"""`hf-ckpt plan`: from a name to a plan, and to the largest batch and sequence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hf_ckpt.spec.spec import Spec
 
 
 def test_no_part_of_a_peak_is_negative():
-    """Autocast's copies of weights are freed before the backward of the head, where nothing is kept beside them."""
+    """Parts of a peak are not negative, even if autocast's weight copies are freed before the head's backward."""
     with pytest.raises(InfeasibleError) as raised:
         hf_ckpt.predict("gpt2", 8, tokens=256, device="t4", dtype="float32", autocast="float16", budget="2.5GiB")
     assert min(raised.value.parts.values()) >= 0
@@ -34,7 +34,7 @@ def test_no_part_of_a_peak_is_negative():
 
 
 def test_its_plan_is_installed_on_the_model(tmp_path, capsys):
-    """What is planned from a config is a plan for the model of that config, and does what it says."""
+    """A plan made from a config fits the model of that config and has its predicted effect."""
     plan = tmp_path / "plan.yaml"
     words = [
         "plan",
@@ -84,7 +84,7 @@ def test_json_holds_everything(capsys):
 
 @pytest.mark.slow
 def test_what_cannot_fit_says_which_batch_does(capsys):
-    """The largest batch that divides the one asked for and fits: it does, and the next larger one does not."""
+    """If nothing fits, the suggested batch is the largest divisor of the batch that fits."""
     question = ["mini-gpt2", "--seq", "128", "--device", "a10", "--budget", "240MiB"]
     assert main(["plan", *question, "--batch", "16", "--json"]) == 2
     settings = json.loads(capsys.readouterr().out)["nearest"]
@@ -113,12 +113,12 @@ def test_wrong_questions_are_refused(words, told, capsys):
     assert told in capsys.readouterr().err
 
 
-# --- how far one can go -----------------------------------------------------------------------------------------------
+# --- largest sizes ----------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=80), st.integers(0, 2000), st.integers(1, 100))
 def test_the_largest_is_found(steps, budget, start):
-    """For any growing function: the same as by trying every number."""
+    """For any increasing function, the search agrees with trying every number."""
     peaks = [sum(steps[: number + 1]) for number in range(len(steps))]
     most = len(peaks)
     found = largest(lambda number: peaks[number - 1], budget, start, most)
@@ -126,7 +126,7 @@ def test_the_largest_is_found(steps, budget, start):
 
 
 def test_what_fills_the_budget_is_searched_by_halves():
-    """A plan's peak is the budget's, nearly, up to the number that no plan fits."""
+    """If plans fill the budget up to the last number that fits, the search halves instead of counting up."""
     tried = []
 
     def peak_of(number):
@@ -134,7 +134,7 @@ def test_what_fills_the_budget_is_searched_by_halves():
         return 990 + number // 100 if number <= 712 else 2000
 
     assert largest(peak_of, 1000, 128) == 712
-    assert len(tried) <= 25  # instead of one for each number, on the last of the way
+    assert len(tried) <= 25  # instead of every number near the end
 
 
 @pytest.mark.long
@@ -145,7 +145,7 @@ def test_largest_batch_and_sequence_fit_and_no_larger_ones_do():
     assert found.max_tokens >= asked.tokens
 
     def fits(**changes):
-        """By the costs of these sizes alone, traced anew."""
+        """Whether these sizes fit, by their own trace."""
         changed = dataclasses.replace(asked, **changes)
         return peak_of_least(Forecaster(changed).candidates(changed)) <= 400 * 2**20
 
@@ -158,8 +158,8 @@ def test_largest_batch_and_sequence_fit_and_no_larger_ones_do():
 @pytest.mark.long
 @sparing("name", ["gpt2", "llama-3.1-8b", "bert-large", "t5-base"], "gpt2")
 def test_never_slower_than_what_transformers_offers(name):
-    """Wherever an option of transformers fits, what is planned for its peak is predicted to be as fast or faster."""
-    # Fewer tokens take as long as launching their kernels.
+    """For the peak of any option of transformers, a plan is predicted to be at least as fast."""
+    # Fewer tokens would take only the time to launch kernels.
     found = forecast(Question(name, batch=8, tokens=512, lora=8, device="a100-80", budget="100%"))
     for option in found.usual:
         if option.plan is not None:

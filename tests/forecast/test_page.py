@@ -1,4 +1,4 @@
-"""The report of `hf-ckpt plan --html` and the page of `hf-ckpt app`: what they show, without a browser."""
+"""The content of the report of `hf-ckpt plan --html` and of the page of `hf-ckpt app`, without a browser."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def found():
 
 @pytest.fixture(scope="module")
 def stops(found):
-    """Budget -> what the report shows for it."""
+    """Budget -> its part of the report."""
     kept = keeping_all(found)
     return {budget: stop_of(found, budget, kept) for budget in stops_of(found)}
 
@@ -54,7 +54,7 @@ def test_a_forecast_for_another_budget_is_that_of_a_new_trace(found):
 
 
 def test_the_report_shows_the_answer_for_every_budget(found, stops):
-    """The words, tables and lines to copy of each budget are those of its answer; only the lowest does not fit."""
+    """Each budget shows the words, tables and copyable lines of its answer; only the lowest budget does not fit."""
     budgets = list(stops)
     low, high = range_of(found)
     assert (budgets[0], budgets[-1]) == (low, high)
@@ -87,7 +87,7 @@ def test_the_report_shows_the_answer_for_every_budget(found, stops):
 
 
 def test_what_the_device_cannot_hold_does_not_fit(found):
-    """A budget may be larger than the device; the slider ends at its memory where something fits into that."""
+    """A plan must also fit the device if the budget is larger; the slider then ends at the device's memory."""
     memory = (found.floor_bytes + option_named(found, "none").peak_bytes) // 2
     small = dataclasses.replace(found, device=dataclasses.replace(found.device, memory_gib=memory / GIB))
     assert range_of(small)[1] == memory // MIB * MIB < range_of(found)[1]
@@ -99,7 +99,7 @@ def test_what_the_device_cannot_hold_does_not_fit(found):
 
 
 def test_where_plans_cannot_differ_there_is_one_budget_that_fits(found):
-    """Gradients and weights are the peak of a short training, whatever blocks do."""
+    """If all plans have the same peak, as in a short training, only one budget that fits is shown."""
     same = dataclasses.replace(option_named(found, "none"), peak_bytes=found.floor_bytes)
     flat = dataclasses.replace(found, usual=(same, *found.usual[1:]))
     assert len(stops_of(flat)) == 2
@@ -205,7 +205,7 @@ def test_where_nothing_fits_the_page_says_what_would_and_finds_it_once(monkeypat
 
 
 def test_the_space_says_what_it_needs():
-    """Its requirements are those of hf_ckpt and of the extra `app`; its card has what a Space of Gradio must have."""
+    """The Space's requirements are those of hf_ckpt and its extra `app`, and its card has Gradio's required fields."""
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["app"]]

@@ -1,4 +1,4 @@
-"""`hf_ckpt.predict`: one answer, whatever a model is named by, and a plan that does what was predicted."""
+"""`hf_ckpt.predict` gives one answer however the model is named, and its plan has the predicted effect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TINY = {"device": "cpu", "budget": "30MiB", "optimizer": "sgd"}
 
 
 def answer(forecast):
-    """Everything that a forecast says, but for the name that the model was given by."""
+    """Everything in a forecast except the model's name."""
     found = forecast.to_dict()
     del found["workload"]["model"]
     return found | {"assumed": found["assumed"].partition(": ")[2]}
@@ -33,14 +33,14 @@ def answer(forecast):
 
 @functools.cache
 def of_mini():
-    """The forecast for a preset by its name, and what was told while it was made."""
+    """The forecast for a preset by name, and its progress messages."""
     told = []
     return hf_ckpt.predict("mini-llama", on_progress=told.append, **MINI), told
 
 
 @functools.cache
 def of_tiny():
-    """The forecast for a live model on which nothing is installed."""
+    """The forecast for a live model without hf_ckpt installed."""
     return hf_ckpt.predict(without_state(model_of()), tiny_batch("llama", **SIZES), **TINY)
 
 
@@ -118,7 +118,7 @@ def test_what_a_batch_tells():
 
 @pytest.mark.long
 def test_the_plan_does_on_the_model_what_was_predicted():
-    """Another plan that is enabled on the model changes nothing in the forecast, and stays until the new one comes."""
+    """A plan on the model does not change the forecast, and the forecast's plan has its predicted peak."""
     model, batch = without_state(model_of()), tiny_batch("llama", **SIZES)
     expected = step(model, batch)
     hf_ckpt.install(model, {"layers": "0"})

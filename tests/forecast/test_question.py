@@ -1,4 +1,4 @@
-"""One question: its options, its command, its checks, the fields of the page and training files."""
+"""`Question`: its options, its command, its checks, the page's fields, and training files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OTHER = {
     "max_batch": True,
     "max_tokens": True,
 }
-"""A value for each field that is not its default."""
+"""A non-default value for each field."""
 BESIDE = {"load_in_4bit": {"lora": 8}, "load_in_8bit": {"lora": 8}, "reference": {"trainer": "dpo"}}
 OPTIONS = """
 --accum --architecture --attention --autocast --batch --budget --compile --config --device --dtype --frontier --head
@@ -166,7 +166,7 @@ FIRST = {"model": "mini-gpt2", "batch": 8, "tokens": 512, "device": "t4", "dtype
 
 
 def asked_on_page(paths=True, **changes):
-    """The question of the page with these values, other fields being as they are when the page opens."""
+    """The question of the page with these values; other fields have their initial values."""
     empty = {name: FIELDS[name].default for name in app.ASKED} | FIRST
     assert changes.keys() <= empty.keys()
     return app.question_of(*({**empty, **changes}).values(), paths=paths)
