@@ -1,4 +1,4 @@
-"""The shape of the house: imports point down, effects and clocks stay in their rooms, names say what they are."""
+"""The package's architecture: imports point down, effects and clocks have their places, names are documented."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def tree_of(path: Path) -> ast.Module:
 
 @functools.cache
 def calls(path: Path) -> frozenset[str]:
-    """Dotted text of everything that is called in a file."""
+    """Dotted names of all calls in a file."""
     return frozenset(ast.unparse(node.func) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
 
 
 def those_with(found) -> dict[str, set[str]]:
-    """Module -> what `found(path)` returns, where that is anything."""
+    """Module -> result of `found(path)`, if it is not empty."""
     return {name: set(what) for name, path in MODULES.items() if (what := found(path))}
 
 
@@ -39,7 +39,7 @@ def those_with(found) -> dict[str, set[str]]:
 
 
 def imported(path: Path) -> set[str]:
-    """Modules of the package that a file imports, wherever in it, for types as well."""
+    """Modules of the package that a file imports anywhere, including for types."""
     found = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom)]
     names = {node.module for node in found} | {f"{node.module}.{alias.name}" for node in found for alias in node.names}
     return {name.removeprefix("hf_ckpt.").replace(".", "/") for name in names} & set(MODULES)
@@ -69,7 +69,7 @@ TORCH_FREE = sorted(
 
 
 def test_what_needs_no_torch_does_not_import_it():
-    """`import hf_ckpt` and everything that only reads, decides or prints. One after the other, in one process."""
+    """`import hf_ckpt` and all modules that only read, decide or print do not import torch; checked in one process."""
     assert len(TORCH_FREE) > 40
     names = ["hf_ckpt", *(f"hf_ckpt.{name.replace('/', '.')}" for name in TORCH_FREE)]
     code = (
@@ -84,7 +84,7 @@ def test_what_needs_no_torch_does_not_import_it():
 
 
 def test_public_names_are_loaded_on_first_use():
-    """`hf_ckpt.install` is the function, also once the module of that name is imported; type checkers see the same."""
+    """`hf_ckpt.install` stays the function after the module of that name is imported, and type checkers agree."""
     names = sorted(hf_ckpt.__all__)
     assert names == sorted(hf_ckpt._HOME)
     for name in names:
@@ -100,17 +100,17 @@ def test_public_names_are_loaded_on_first_use():
 
 
 def test_models_are_changed_in_attach_only():
-    """No other room writes the flags, the function or the hooks of checkpointing; these count, or undo what they do."""
+    """Only `attach` writes checkpointing flags, functions and hooks; other writers count, or undo what they do."""
     changing = those_with(lambda path: {call for call in calls(path) if call == "setattr" or ".register_" in call})
     assert {name: found for name, found in changing.items() if not name.startswith("attach/")} == {
-        # where the parts of a traced step begin, on a copy without weights
+        # marks where parts of a traced step begin, on a copy without weights
         "prediction/tracer": {
             "module.register_forward_pre_hook",
             "module.register_forward_hook",
             "parameter.register_post_accumulate_grad_hook",
             "tensor.register_hook",
         },
-        "compat/transformers": {"setattr"},  # a function of transformers, while fake tensors run
+        "compat/transformers": {"setattr"},  # replaces a transformers function while fake tensors run
     }
     assert {name for name in changing if name.startswith("attach/")} == {
         "attach/hooks",
@@ -127,7 +127,7 @@ CHANGES = {"append", "extend", "update", "clear", "pop", "add", "remove", "disca
 
 
 def writes_to_the_record(path: Path) -> set[str]:
-    """What a file assigns to, deletes from or changes in an `Installation`, by the names that it gives to records."""
+    """What a file assigns to, deletes from or changes in an `Installation`, under the names that it gives to it."""
     tree = tree_of(path)
     assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
     records = {
@@ -165,28 +165,28 @@ def test_clocks_and_allocators_are_read_in_measure_only():
 
 
 def test_versions_are_tested_in_compat_only():
-    """Elsewhere one's own version is shown, and doctor reports those of others."""
+    """Other modules only show hf_ckpt's own version, and doctor reports those of others."""
     words = ("__version__", "packaging", "importlib.metadata")
     found = those_with(lambda path: {word for word in words if word in path.read_text(encoding="utf-8")})
     assert {name: what for name, what in found.items() if not name.startswith("compat/")} == {
         "__init__": {"__version__"},
         "cli/main": {"__version__"},
         "doctor/facts": {"importlib.metadata"},
-        "forecast/cache": {"importlib.metadata"},  # other versions, other answers
+        "forecast/cache": {"importlib.metadata"},  # answers depend on versions
     }
     assert any(name.startswith("compat/") for name in found)
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- documentation ----------------------------------------------------------------------------------------------------
 
 
 def without_words(path: Path, documented: set[str]) -> list[str]:
-    """Public names of a file without a docstring; a method may have its own where another class declares it."""
+    """Public names without a docstring; methods may rely on another class that documents them."""
     found = [] if ast.get_docstring(tree_of(path)) else ["the module"]
     for node in tree_of(path).body:
         if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith("_"):
             continue
-        is_rule = path.match("doctor/rules.py") and "facts: Facts" in ast.unparse(node)  # its row says what it is
+        is_rule = path.match("doctor/rules.py") and "facts: Facts" in ast.unparse(node)  # described by its row
         found += [] if is_rule or ast.get_docstring(node) else [node.name]
         for method in node.body if isinstance(node, ast.ClassDef) else ():
             public = isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
@@ -196,7 +196,7 @@ def without_words(path: Path, documented: set[str]) -> list[str]:
 
 
 def test_everything_public_says_what_it_is():
-    # torch calls these two of its `autograd.Function`, and nobody else does.
+    # Only torch calls these two methods of an `autograd.Function`.
     classes = [node for path in MODULES.values() for node in tree_of(path).body if isinstance(node, ast.ClassDef)]
     methods = [node for found in classes for node in found.body if isinstance(node, ast.FunctionDef)]
     documented = {"forward", "backward"} | {method.name for method in methods if ast.get_docstring(method)}

@@ -1,4 +1,4 @@
-"""Warnings that are given once a process."""
+"""Warnings given once per process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_a_warning_is_given_once_for_every_logger_message_and_argument(caplog):
         warn_once(OTHER, "no arguments")
         warn_once(LOG, "%s of %d", "one", 2)
         warn_once(LOG, "%s of %d", "one", 3)
-        warn_once(LOG, "a list: %s", ["linear"])  # has no hash
+        warn_once(LOG, "a list: %s", ["linear"])  # not hashable
         warn_once(LOG, "a list: %s", ["linear", "attention"])
     assert [(record.name, record.getMessage()) for record in caplog.records] == [
         ("hf_ckpt.one", "no arguments"),

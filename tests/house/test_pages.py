@@ -1,4 +1,4 @@
-"""The README, the pages of docs and CONTRIBUTING: what they show runs, where they lead exists, what they say is so."""
+"""The README, docs and CONTRIBUTING: shown code runs, links exist, and claims hold."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ FIGURES = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(text: str, language: str) -> list[tuple[str, str]]:
-    """Blocks of code, each with the mark that CI finds it by, if it has one. Those of `sh` are only shown."""
+    """Code blocks, each with CI's mark if it has one. Blocks of `sh` are only shown."""
     return re.findall(rf"(?:^<!-- ci: (\w+) -->\n)?^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def commands(text: str) -> list[str]:
-    """Commands of the blocks that CI does not run itself."""
+    """Commands in blocks that CI does not run itself."""
     shown = [block for mark, block in blocks(text, "bash") if not mark]
     return [command for block in shown for command in block.replace("\\\n", " ").strip().splitlines()]
 
 
-# First lines of the answers that the pages show.
+# First lines of answers on pages.
 ANSWERS = {block.split("\n")[0] for text in PAGES.values() for _, block in blocks(text, "text")}
 
 
@@ -68,7 +68,7 @@ def between(text: str, mark: str) -> str:
     return found.strip()
 
 
-# --- what is shown runs -----------------------------------------------------------------------------------------------
+# --- shown code runs --------------------------------------------------------------------------------------------------
 
 PYTHON = [
     pytest.param(page, code, id=f"{page}-{number}", marks=[pytest.mark.slow] * (page == "docs/planner.md"))
@@ -87,7 +87,7 @@ def test_python_runs_as_it_stands(page, code, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {"model": tiny_model("llama"), "batch": tiny_batch("llama"), "dataset": Rows(count=8, tokens=8)}
     exec(compile(code, page, "exec"), names)
-    shown = capsys.readouterr().out  # the plan, which every block prints
+    shown = capsys.readouterr().out  # every block prints the plan
     budget = re.search(r'"budget": "(\d+)GiB"', code)
     wanted = "keep 0-3" if "predict" in code else "of 4 blocks planned" if budget else "full 0"
     assert wanted in shown
@@ -100,7 +100,7 @@ SHORTLY = ("--use_cpu", "--max_steps", "1", "--report_to", "none")
 
 
 def small(command: str, folder: Path) -> list[str | Path]:
-    """The command with this Python, this repository, a tiny model and a script that takes a moment."""
+    """The command with this Python and repository, a tiny model and a short script."""
     words = shlex.split(command)
     ours = [str(ROOT / word) if word.startswith(("configs/", "recipes/")) else word for word in words]
     if words[0] == "hf-ckpt":
@@ -148,17 +148,17 @@ def test_ci_reads_the_two_commands_from_the_readme():
     assert languages == {"bash", "diff", "python", "sh", "text"}
 
 
-# --- where pages lead -------------------------------------------------------------------------------------------------
+# --- links ------------------------------------------------------------------------------------------------------------
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """Anchors of headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", without_code(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def links(page: str) -> list[str]:
-    """Links of a page that lead to somewhere in this repository."""
+    """Links of a page to files in this repository."""
     found = re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text(encoding="utf-8"))
     return [link for link in found if "://" not in link]
 
@@ -184,7 +184,7 @@ def test_every_page_of_docs_is_in_the_navigation_and_linked():
 
 
 def test_pictures_are_shown():
-    """None that is made lies about unused."""
+    """Pages show exactly the committed pictures."""
     texts = [*PAGES.values(), FIGURES]
     shown = {Path(link).name for text in texts for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)}
     assert shown == {path.name for folder in (BENCHMARKS, ROOT / "docs") for path in folder.glob("*.png")}
@@ -195,7 +195,7 @@ def test_the_readme_is_for_the_first_minute():
 
 
 def test_the_readme_and_the_front_page_show_the_cookbook():
-    """Its answers in the README are lines of the cookbook, which its own test holds against the commands."""
+    """The README's answers are lines of the cookbook, which another test compares with the commands."""
     asked, front = section(README, "Does it fit, and what do I write?"), PAGES["docs/index.md"]
     assert "(docs/cookbook.md)" in asked
     assert front.index("(cookbook.md)") < front.index("![")
@@ -251,7 +251,7 @@ TOOLS = ("mkdocs-material", "mkdocstrings", "mkdocstrings-python", "import-linte
 
 
 def test_versions_are_those_of_ci_and_of_pyproject():
-    """Every package of the table, and no other, is what CI installs; its script names the oldest ones of two."""
+    """The table lists exactly the packages that CI installs, and the two oldest versions in CI's script."""
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     oldest = dict(re.findall(r"'(transformers|torch)==([0-9.]+)'", script))
     shown = [f"{package}=={version}" for package, version, _ in VERSIONS]
@@ -274,7 +274,7 @@ def test_versions_are_tested(package, version, tests):
     for file in files:
         text = (ROOT / file).read_text(encoding="utf-8")
         assert re.search(rf"\b{package.replace('-', '_')}\b", text), f"{file} has nothing to do with {package}"
-    # What pip was held to is what is installed. The environment of the oldest versions runs no test of this file.
+    # Installed versions must be the pinned ones. The environment with the oldest versions does not run this file.
     held = f"{package}=={version}" in CONSTRAINTS and package != "deepspeed"
     if held and "PIP_CONSTRAINT" in os.environ:
         assert importlib.metadata.version(package).partition("+")[0] == version
@@ -288,7 +288,7 @@ def test_the_api_page_has_every_public_name():
 
 
 def hunks(name: str) -> list[tuple[str, list[str]]]:
-    """(file, lines with their signs) of an example."""
+    """(file, lines with their signs) of an example diff."""
     code = re.search(r"^```diff\n(.*?)^```", between(PAGES["CONTRIBUTING.md"], f"diff: {name}"), re.DOTALL | re.M)[1]
     _, *parts = re.split(r"^--- (.+)\n", code, flags=re.MULTILINE)
     return [(file, text.splitlines()) for file, text in zip(parts[::2], parts[1::2], strict=True)]
@@ -296,7 +296,7 @@ def hunks(name: str) -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("name", ["operation", "device", "family", "action"])
 def test_examples_of_contributing_are_real(name):
-    """What they add, and where, stands in the files, in this order."""
+    """The lines of each example diff exist in the files, in this order."""
     for file, hunk in hunks(name):
         lines = iter((ROOT / file).read_text(encoding="utf-8").splitlines())
         for line in hunk:

@@ -1,4 +1,4 @@
-"""Sizes, shares and times, read from text and printed."""
+"""Sizes, shares and times: parsing and printing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_parse_fraction():
     [(0.8, 0.8), ("0.8", 0.8), (" .5 ", 0.5), ("80%", 0.8), ("1.0", 1.0), (2**20, 2**20), ("1.5 KiB", 1536)],
 )
 def test_a_budget_is_bytes_or_a_share(given, found):
-    """Where a spec in YAML or JSON means a share by a number, its text on a command line means the same."""
+    """A budget means the same as text on a command line and as a number in YAML or JSON."""
     assert units.parse_budget(given) == found
     assert type(units.parse_budget(given)) is type(found)
     assert units.budget_bytes(found, 1000) == (found if isinstance(found, int) else found * 1000)

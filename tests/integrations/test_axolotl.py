@@ -1,4 +1,4 @@
-"""The plug-in for axolotl, called as axolotl 0.19 calls it; with axolotl's own classes where it is installed."""
+"""The axolotl plug-in, called as by axolotl 0.19, with axolotl's own classes if installed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = {
 
 
 class PublishedPlugin:
-    """The part of axolotl 0.19's `BasePlugin` that is called here, for tests where axolotl is not installed."""
+    """The used part of axolotl 0.19's `BasePlugin`, for environments without axolotl."""
 
     def __init__(self): ...
     def register(self, cfg): ...
@@ -40,7 +40,7 @@ class PublishedPlugin:
 
 @pytest.fixture
 def plugin(monkeypatch):
-    """The plug-in, loaded by the name that stands in the YAML."""
+    """The plug-in, loaded by its name in the YAML."""
     if importlib.util.find_spec("axolotl") is None:
         for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -51,7 +51,7 @@ def plugin(monkeypatch):
 
 
 def trained(plugin, tmp_path, *, lora):
-    """A model after two steps, with the calls of axolotl in its order."""
+    """A model after two steps, with axolotl's calls in its order."""
     plugin.register(CONFIG)
     model = tiny_model("llama")
     plugin.post_model_build(CONFIG, model)
@@ -141,7 +141,7 @@ LORA = {
     "lora_alpha": 8,
     "lora_dropout": 0.05,
     "lora_target_linear": True,
-    **{f"lora_{part}_kernel": False for part in ("mlp", "qkv", "o", "embedding")},  # which need a GPU
+    **{f"lora_{part}_kernel": False for part in ("mlp", "qkv", "o", "embedding")},  # they need a GPU
 }
 
 
@@ -165,7 +165,7 @@ def test_its_command_trains_with_the_plan(tmp_path, lora):
         logged = json.loads(state.read_text())["log_history"]
         losses[name] = [(row["loss"], row["grad_norm"]) for row in logged if "loss" in row]
     assert len(losses["with"]) == len(losses["without"]) == 3
-    if lora:  # it draws adapters before it sets its seed: no two of its trainings have the same
+    if lora:  # adapters are initialised before the seed is set, so trainings differ
         losses = {name: [found[0][0]] for name, found in losses.items()}
     assert losses["with"] == losses["without"]
     assert '"action": "full"' in (tmp_path / "with" / "hf_ckpt_metrics.jsonl").read_text()

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's trainer behind `python -m hf_ckpt`, in an environment that has it: its own command and YAML."""
+"""LLaMA-Factory's own command and YAML under `python -m hf_ckpt`, in an environment that has it."""
 
 from __future__ import annotations
 

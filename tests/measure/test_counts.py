@@ -1,4 +1,4 @@
-"""Counts of live bytes where tensors are resized, wrapped, fake, sparse or transformed, and where a step goes wrong."""
+"""Live-byte counts with resized, wrapped, fake, sparse or transformed tensors, and in failing steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.compat
 
 @pytest.fixture
 def counted():
-    """A count that is on, in a process in which nothing is left behind."""
+    """A running count; checks afterwards that torch's storage class is restored."""
     gc.collect()
     step = CountedLevels()
     yield step
@@ -31,10 +31,10 @@ def counted():
 
 
 def test_a_resized_storage_counts_with_its_size(counted):
-    """As FSDP2 frees and allocates: by the storage's own method, which is no operation; and by one that is."""
+    """Resized storages count with their new size, by the storage's method, as FSDP2 resizes, or by an operation."""
     before = torch.zeros(1000)
     with _disable_current_modes():
-        unseen = torch.zeros(500)  # allocated before the count began, or by another thread
+        unseen = torch.zeros(500)  # allocated before the count, or in another thread
     storage = before.untyped_storage()
     assert counted.current_bytes == 4000
     storage.resize_(0)
@@ -42,7 +42,7 @@ def test_a_resized_storage_counts_with_its_size(counted):
     unseen.untyped_storage().resize_(8000)
     storage.resize_(4000)
     assert (counted.current_bytes, counted.peak_bytes) == (12000, 12000)
-    before._typed_storage()._resize_(0)  # as FSDP1 does
+    before._typed_storage()._resize_(0)  # as in FSDP1
     unseen.resize_(5000)
     assert counted.current_bytes == 20000
     del unseen, before, storage
@@ -50,7 +50,7 @@ def test_a_resized_storage_counts_with_its_size(counted):
 
 
 def test_counts_may_end_in_any_order():
-    """The method in front of torch's stays until nobody counts any more."""
+    """The patched method stays until the last count ends."""
     tensor = torch.zeros(100)
     first, second = CountedLevels({"held": tensor}), LiveBytes({"held": tensor})
     with second:
@@ -58,12 +58,12 @@ def test_counts_may_end_in_any_order():
         tensor.untyped_storage().resize_(0)
         assert (first.current_bytes, second.current_bytes) == (400, 0)
         assert "resize_" in vars(torch.UntypedStorage)
-    first.stop()  # a second time changes nothing
+    first.stop()  # a second call does nothing
     assert "resize_" not in vars(torch.UntypedStorage)
 
 
 class Pair(torch.Tensor):
-    """Wraps two tensors, and runs operations on both."""
+    """A tensor that wraps two tensors and runs operations on both."""
 
     @staticmethod
     def __new__(cls, first, second):
@@ -84,7 +84,7 @@ class Pair(torch.Tensor):
 
 
 def test_a_wrapper_counts_as_what_it_wraps(counted):
-    """Also what its own implementation of an operation allocates and frees."""
+    """A wrapper counts as the tensors inside, including those that its operations allocate and free."""
     pair = Pair(torch.zeros(100), torch.zeros(100))
     doubled = pair + pair
     assert (counted.current_bytes, counted.peak_bytes) == (1600, 2400)
@@ -96,7 +96,7 @@ def test_a_wrapper_counts_as_what_it_wraps(counted):
 
 
 class Described(torch.Tensor):
-    """Has a shape and no memory."""
+    """A tensor with a shape but no memory."""
 
     @staticmethod
     def __new__(cls, like):
@@ -108,7 +108,7 @@ class Described(torch.Tensor):
 
 
 def test_only_memory_counts(counted):
-    """Not fake tensors, nor those on `meta` or those that only describe something; sparse ones by their parts."""
+    """Only memory counts: not fake, `meta` or memory-less tensors; sparse tensors count by their parts."""
     with FakeTensorMode() as fakes:
         fake = torch.ones(1000) @ torch.ones(1000)
         model = nn.Linear(100, 100)
@@ -134,7 +134,7 @@ def test_transforms_of_torch_func_count(counted):
 
 
 def keeps_weak_references():
-    """Whether a weak reference to a storage lives as long as it does, also if garbage had referred to it."""
+    """Whether weak references to storages survive after garbage referred to the storage."""
     tensor = torch.ones(1)
     garbage = [tensor.untyped_storage()]
     garbage.append(garbage)
@@ -145,7 +145,7 @@ def keeps_weak_references():
 
 
 def test_what_runs_between_steps_is_counted_to_the_byte(counted):
-    """Training, evaluation, a step that fails, a copy of the model and saving it: nothing is lost or counted twice."""
+    """Counts are exact over training, evaluation, failing steps, copying and saving."""
 
     def held():
         return LiveBytes(model, optimizer, batch).start_bytes
@@ -183,7 +183,7 @@ def test_what_runs_between_steps_is_counted_to_the_byte(counted):
 
 
 def test_a_count_that_has_ended_is_freed():
-    """Although what it counted lives on."""
+    """A finished count is freed although its tensors live on."""
     model = tiny_model("llama")
     with LiveBytes(model) as live:
         model(**tiny_batch("llama"))

@@ -1,4 +1,4 @@
-"""Counts of live bytes of two gloo processes under DDP, FSDP1 and FSDP2, against what glibc has handed out."""
+"""Live-byte counts of two gloo processes under DDP, FSDP1 and FSDP2, compared with glibc's allocations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES = {
     name: {"family": name.split("-")[0], "how": how, "options": options, "anew": not name.endswith("throughout")}
     for name, (how, options) in WAYS.items()
 }
-"""`anew`: a count begins with each step; else one count goes on throughout."""
+"""`anew`: each step starts a new count; otherwise one count covers all steps."""
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +40,10 @@ def results(request, tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_counted_within_two_percent(results, name):
-    """From the third step on: until then optimizer state appears, and DDP rebuilds its buckets.
+    """From the third step on, counts are within 2 %; before, optimizer state appears and DDP rebuilds its buckets.
 
-    What is allocated beside tensors is known from the beginning of the third step, where no step runs. Some of it is
-    allocated in each step, also by gloo, so the count may be lower; it may never be higher.
+    Memory that is not in tensors is measured at the beginning of the third step. Steps and gloo also allocate some, so
+    counts may be too low, but never too high.
     """
     for found in each_rank(results, name):
         assert found["recomputed"] == 2 * 4

@@ -1,4 +1,4 @@
-"""Meters, clocks and counts of live bytes, against what was really allocated and waited for."""
+"""Meters, clocks and live-byte counts, compared with real allocations and times."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's"
 
 
 def test_live_bytes_of_a_chain_worked_out_by_hand():
-    """x (kept by the first product), its square (kept by the second), the result, then a gradient."""
+    """x is kept by the first product, its square by the second, then come the result and a gradient."""
     x = torch.ones(1000, requires_grad=True)  # 4000 bytes each
     with LiveBytes() as live:
         y = x * x
         assert live.current_bytes == 4000
         z = y * y
         assert live.current_bytes == 8000
-        del y  # the graph of z still holds it
+        del y  # z's graph still holds it
         assert live.current_bytes == 8000
         z.detach_()
         assert live.current_bytes == 4000
@@ -49,7 +49,7 @@ def test_live_bytes_counts_a_storage_once():
 
 
 def test_live_bytes_returns_to_what_the_step_leaves_behind():
-    """After a step: parameters and gradients, to the byte; and less is saved the more is recomputed."""
+    """After a step, exactly parameters and gradients remain, and more recomputation means fewer saved bytes."""
     peaks = {}
     for spec in ("none", {"every_n_layers": 2}, "full"):
         model = tiny_model("llama", layers=6)
@@ -94,14 +94,14 @@ def test_resident_peak_follows_a_large_block_and_forgets_it():
     meter = memory.ResidentMeter()
     meter.reset()
     before = meter.peak_bytes()
-    # Pages of the kernel's own: what a tensor gives back may stay with the C allocator.
+    # Pages from the kernel: freed tensors may stay with the C allocator.
     with mmap.mmap(-1, 100 * MIB) as big:
         for place in range(0, len(big), mmap.PAGESIZE):
             big[place] = 1
     grown = meter.peak_bytes() - before
     meter.reset()
     assert 90 * MIB < grown < 200 * MIB
-    if "since the process began" not in meter.source:  # this kernel lets a process reset its own peak
+    if "since the process began" not in meter.source:  # the kernel lets a process reset its peak
         assert meter.peak_bytes() - before < 50 * MIB
     assert meter.reserved_bytes() is None
     assert "resident size" in meter.source
@@ -147,7 +147,7 @@ def test_allocator_meter_reads_and_resets_its_module(monkeypatch):
 
 
 def test_a_peak_counts_after_a_meter_has_reset_it(monkeypatch):
-    """The callback resets it at every log, just before a check asks what is to spare."""
+    """The peak that a meter resets still counts: the callback resets it just before a check asks for spare memory."""
 
     class Allocator:
         peak = 700
@@ -216,7 +216,7 @@ def test_recompute_clock_counts_also_when_a_recomputation_stops_early(monkeypatc
     def stopped() -> None:
         with clock():
             now[0] += 3
-            raise KeyError  # torch stops a recomputation by an exception of its own
+            raise KeyError  # torch ends a recomputation by an exception
 
     with pytest.raises(KeyError):
         stopped()
@@ -225,7 +225,7 @@ def test_recompute_clock_counts_also_when_a_recomputation_stops_early(monkeypatc
 
 
 class Event:
-    """An event of an accelerator that runs `behind` events behind; each lasts a second."""
+    """An event of an accelerator that is `behind` events late; events are a second apart."""
 
     made: list = []
 
@@ -234,7 +234,7 @@ class Event:
         self.time = float(len(self.made))
 
     def record(self) -> None:
-        """Nothing is measured."""
+        """Do nothing."""
 
     def query(self) -> bool:
         return len(self.made) - self.time >= self.behind
@@ -248,7 +248,7 @@ class Event:
 
 @pytest.mark.parametrize("behind", [10, 10**6])
 def test_recompute_clock_holds_few_events_where_nobody_takes_the_time(behind, monkeypatch):
-    """Two for each recomputation would be held for ever with `logging_strategy="no"`; no second gets lost."""
+    """The clock keeps few events if nobody reads it, as with `logging_strategy="no"`, and loses no time."""
     monkeypatch.setattr(Event, "made", [])
     monkeypatch.setattr(Event, "behind", behind, raising=False)
     monkeypatch.setattr(compat, "accelerator_type", lambda: "cuda")
@@ -270,5 +270,5 @@ def test_an_observer_does_not_keep_its_clock(monkeypatch):
     gone = weakref.ref(clock)
     del clock
     assert gone() is None
-    with observer():  # nothing is measured any more
+    with observer():  # the observer no longer measures
         pass

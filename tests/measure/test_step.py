@@ -1,4 +1,4 @@
-"""Tests of a measurement that is on over a step: it goes below the dispatch modes of others and never harms them."""
+"""A measurement's dispatch mode lies below other modes and does not harm them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.compat
 
 
 class Seen(TorchDispatchMode):
-    """Counts the operations that it sees."""
+    """Counts operations."""
 
     def __init__(self):
         super().__init__()
@@ -66,13 +66,13 @@ print((torch.ones(2) + 1).sum().item())
 
 @pytest.mark.long
 def test_a_mode_that_only_torchs_stack_holds_stays_alive():
-    """torch 2.8 frees such a mode when it is taken from the stack, which ends the process later."""
+    """A mode that only torch's stack holds stays alive: torch 2.8 would free it when popped, and crash later."""
     done = subprocess.run([sys.executable, "-c", _ONLY_ON_THE_STACK], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "4.0\n"), done.stderr
 
 
 def test_garbage_collected_meanwhile_does_not_leave_a_mode_on(monkeypatch):
-    """The measurement of a model that is garbage ends when it is collected, which any allocation may do."""
+    """A measurement of a garbage model ends cleanly, although any allocation may collect the model."""
     old, new = Seen(), Seen()
     gc.collect()
     before = _get_current_dispatch_mode_stack()

@@ -1,4 +1,4 @@
-"""Every model type of every row is found, through every wrapper, and trains with the same gradients."""
+"""Every model type of every row is found, through every wrapper, and trains with equal gradients."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NEO = {
     "max_position_embeddings": 64,
     "window_size": 8,
 }
-# Stacks of unlike depth, so that a mix-up shows.
+# Stacks of different depths, to reveal mix-ups.
 SEQ2SEQ = {
     "d_model": 32,
     "d_ff": 64,
@@ -93,7 +93,7 @@ def depths(found):
 
 @pytest.fixture
 def rows():
-    """Rows registered by a test are gone after it."""
+    """Remove rows that a test registers."""
     before = dict(families.FAMILIES)
     yield before
     families.FAMILIES.clear()
@@ -110,7 +110,7 @@ def rows():
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_every_model_type_of_every_row(row, model_type):
-    """Blocks are found as the row says; a step of `full` recomputes each once, and the gradients are the same."""
+    """Blocks are found as the row says; `full` recomputes each once, with equal gradients."""
     model = model_of_type(model_type)
     found = find_blocks(model)
     only_stack = CONFIGS[model_type][2]
@@ -146,12 +146,12 @@ def test_other_heads_on_the_same_blocks(model_class, family, path, stacks):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_head_is_found_where_there_is_one(family):
     head = head_module(tiny_model(family), family)
-    assert (head is None) == (family == "bert")  # the classifier of a few labels is no spike to know of
+    assert (head is None) == (family == "bert")  # a classifier with few labels needs no chunks
     assert head is None or head.out_features == 320
 
 
 def test_register_family(rows, caplog):
-    """A row of data gives names to the stacks of a family nobody knew, and ends the warning."""
+    """Registering a row names the stacks of an unknown family, and ends the warning."""
     model = other_model("OPTForCausalLM")
     assert find_blocks(model).family == "generic"
     register_family(Family("opt", ("opt",), (("text", "decoder.layers"),), head="lm_head"))
@@ -161,7 +161,7 @@ def test_register_family(rows, caplog):
     hf_ckpt.install(model, {"layers": {"text": "1"}})
     assert list(hf_ckpt.describe(model).plan.active()) == ["model.decoder.layers.1"]
     assert not caplog.records
-    # The same name again replaces the row.
+    # Registering the same name again replaces the row.
     register_family(Family("opt", ("opt",), (("decoder", "decoder.layers"),)))
     assert depths(find_blocks(model)) == {"decoder": 2}
 
@@ -192,7 +192,7 @@ def test_an_unknown_family_works_with_one_line_of_warning(name, caplog):
 
 
 def test_generic_stacks_are_named_after_their_paths():
-    """`encoder` and `decoder` where that is clear, else the whole path: two stacks never share a name."""
+    """Generic stacks are called `encoder` and `decoder` if that is clear, else by their path; names are unique."""
     bart = other_model("BartForConditionalGeneration", encoder_layers=2, decoder_layers=3)
     assert depths(find_blocks(bart)) == {"encoder": 2, "decoder": 3}
     side = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
@@ -209,7 +209,7 @@ def test_generic_stacks_are_named_after_their_paths():
 
 
 class Holder(nn.Module):
-    """What a training script may wrap a model in."""
+    """A wrapper as in training scripts."""
 
     def __init__(self, *models):
         super().__init__()
@@ -233,7 +233,7 @@ def lora(model):
     ids=["peft", "compile", "holder", "data parallel", "peft in a holder", "compiled peft"],
 )
 def test_wrappers_are_looked_through(wrap):
-    """The innermost PreTrainedModel carries everything, and blocks have the names they have without wrappers."""
+    """hf_ckpt installs on the innermost PreTrainedModel, and wrappers do not change block names."""
     model = tiny_model("llama")
     names = [block.name for block in find_blocks(model).blocks]
     wrapped = wrap(model)
@@ -266,7 +266,7 @@ def test_two_models_inside_are_one_too_many():
 
 
 def test_fsdp_class_swap_keeps_the_layers_kind():
-    """`fully_shard` makes the block an instance of a new class, FSDP<Layer>."""
+    """Sharded blocks keep the kind of their layer: `fully_shard` changes their class to FSDP<Layer>."""
     model = tiny_model("llama")
     plan = hf_ckpt.install(model).plan
     for layer in model.model.layers:
@@ -275,10 +275,10 @@ def test_fsdp_class_swap_keeps_the_layers_kind():
     assert type(model.model.layers[0]).__name__ == "FSDPLlamaDecoderLayer"
     assert {block.kind for block in find_blocks(model).blocks} == {"LlamaDecoderLayer"}
     hf_ckpt.uninstall(model)
-    hf_ckpt.install(model, plan)  # a plan made before sharding fits after
+    hf_ckpt.install(model, plan)  # a plan from before sharding still fits
 
 
-# --- models that cannot be driven -----------------------------------------------------------------------------------
+# --- unsupported models ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("thing", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), Holder()], ids=repr)
@@ -339,7 +339,7 @@ def test_a_block_in_torchs_own_wrapper_has_an_owner_already():
     ],
 )
 def test_blocks_below_the_first_trainable_parameter(family, trainable, frozen):
-    """What is said to be frozen is what is not recomputed."""
+    """Exactly the blocks reported as frozen are not recomputed."""
     model = tiny_model(family)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable in name)

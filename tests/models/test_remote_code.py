@@ -1,4 +1,4 @@
-"""Models with code of their own, written against the format of 2022: driven, or refused with what is known."""
+"""Custom model code in the format of 2022 is checkpointed, or refused with an explanation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PlainBlock(nn.Module):
 
 
 class Block(compat.GradientCheckpointingLayer, PlainBlock):
-    """The same on transformers' base class."""
+    """The same block, based on transformers' layer."""
 
 
 class RemoteConfig(transformers.PretrainedConfig):
@@ -42,7 +42,7 @@ class RemoteModel(transformers.PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module):
-        """Nothing to do: linear layers start themselves."""
+        """Linear layers initialise themselves."""
 
     def _set_gradient_checkpointing(self, module, value=False):
         if isinstance(module, RemoteModel):
@@ -55,7 +55,7 @@ class RemoteModel(transformers.PreTrainedModel):
 
 
 def test_remote_code_without_blocks_is_an_error_with_the_families():
-    """It was enabled without an error, and nothing was checkpointed."""
+    """Remote code without blocks is refused: otherwise enabling would checkpoint nothing without an error."""
     model = RemoteModel(RemoteConfig(), PlainBlock)
     with pytest.raises(NoBlocksError, match="no blocks built on GradientCheckpointingLayer") as caught:
         hf_ckpt.install(model)
@@ -64,7 +64,7 @@ def test_remote_code_without_blocks_is_an_error_with_the_families():
 
 
 def test_remote_code_with_blocks_is_generic(caplog):
-    """They are driven, and the family is said to be unknown."""
+    """Remote code with blocks is checkpointed as a generic family, with a warning."""
     model = RemoteModel(RemoteConfig(), Block).train()
     hf_ckpt.install(model)
     assert "3 checkpointable blocks found, used as family `generic`" in caplog.text

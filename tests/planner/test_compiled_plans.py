@@ -1,4 +1,4 @@
-"""Plans for compiled blocks: bytes of every share before anything is compiled, and budgets that are kept."""
+"""Plans for compiled blocks: bytes of every share without compiling, and budgets that hold."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BATCH = {"batch": 4, "tokens": 64}
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    """An error where anything is compiled."""
+    """Fail if anything is compiled."""
 
     def compile_graph(graph, inputs):
         raise AssertionError("nothing has to be compiled to plan")
@@ -57,7 +57,7 @@ def costs_of(model, batch, **step):
 
 
 def real_peak(model, batch, actions):
-    """Bytes that a forward and backward takes at its peak, by the allocator, once graphs are compiled."""
+    """Allocator peak of a forward and backward in bytes, after compilation."""
     found = find_blocks(model)
     with trial(model, Plan(found.family, found.model, tuple(zip(found.blocks, actions, strict=True)))):
         for _ in range(2):
@@ -71,13 +71,13 @@ def real_peak(model, batch, actions):
 
 CASES = [(family, kind) for family in FAMILIES for kind in ("", "lora", "bf16", "dropout", "lora, bf16")]
 TOO_LOW = {("llama", "dropout"): 0.07}
-"""Share of a peak that is not seen: LLaMA's only dropout is that of attention weights, wide ones for short tokens."""
+"""Share of the peak that is missed: LLaMA has dropout only on attention weights, which are wide for short sequences."""
 
 
 @pytest.mark.slow
 @sparing(("family", "kind"), CASES, ("llama", ""))
 def test_peaks_are_those_that_are_reached(family, kind):
-    """The same share for all blocks, and a mixture; weights count in what a peak is compared with, as in a budget."""
+    """Peaks are predicted for uniform shares and a mixture; as in a budget, they include weights."""
     model, batch = model_of(family, kind), tiny_batch(family, **BATCH)
     costs = costs_of(model, batch, optimizer="sgd")
     ways = [costs.uniform(number) for number in range(len(costs.actions))]
@@ -86,7 +86,7 @@ def test_peaks_are_those_that_are_reached(family, kind):
         actions = [costs.actions[number] for stack in choice for number in stack]
         predicted = timeline(costs, choice).peak_bytes
         real = costs.static.always + real_peak(model, batch, actions)
-        # A first block may not keep its input, while under other shares it would: that is not told apart.
+        # A first block may not save its input, although it would under other shares; costs do not distinguish that.
         above = len(costs.stacks) * BATCH["batch"] * BATCH["tokens"] * SIZES["hidden"] * 4
         assert (1 - TOO_LOW.get((family, kind), 0.02)) * real <= predicted <= 1.02 * real + above, choice
 
@@ -94,7 +94,7 @@ def test_peaks_are_those_that_are_reached(family, kind):
 @pytest.mark.slow
 @sparing("family", FAMILIES, "gpt2")
 def test_kept_bytes_are_exact(family):
-    """What a block more of each stack leaves after the forward, to the byte."""
+    """Kept bytes of one more block per stack are exact."""
     batch = tiny_batch(family, **BATCH)
     costs = costs_of(model_of(family), batch)
     for number, action in enumerate(costs.actions):
@@ -119,7 +119,7 @@ def test_less_memory_is_more_blocks_with_lower_shares(no_compiler):
     model = model_of("llama")
     most = hf_ckpt.predict(model, 4, tokens=64, compiled=True)
     assert most.plan.graphs() == [("decoder", "LlamaDecoderLayer", 1.0)]
-    assert next(option.name for option in most.usual) == "none"  # in eager mode, to compare with
+    assert next(option.name for option in most.usual) == "none"  # eager, for comparison
     least = most.costs.uniform(len(most.costs.actions) - 1)
     low = timeline(most.costs, least).peak_bytes
     half = hf_ckpt.predict(model, 4, tokens=64, compiled=True, budget=(low + most.peak_bytes) // 2)

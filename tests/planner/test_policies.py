@@ -1,4 +1,4 @@
-"""Spec and blocks in, plan out: which blocks are chosen, what does not fit, and plans saved and read back."""
+"""From spec and blocks to a plan: chosen blocks, what does not fit, and plans saved and loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_ckpt.spec.spec import Spec
 
 
 def blocks(**stacks):
-    """`blocks(encoder=3, decoder=2)`: that many blocks of each stack."""
+    """`blocks(encoder=3, decoder=2)`: the given number of blocks per stack."""
     return [Block(f"{stack}.block.{i}", stack, i, "T5Block") for stack, count in stacks.items() for i in range(count)]
 
 
@@ -49,7 +49,7 @@ def plan_for(spec, **stacks):
     ],
 )
 def test_shares_of_compiled_blocks(spec, shares):
-    """A model's blocks are all compiled, or none of them is."""
+    """`compile` compiles all blocks of a model, those that keep everything with share 1."""
     plan = plan_for({"compile": "blocks", **spec}, encoder=3)
     assert [action.share for _, action in plan.actions] == shares
     assert {action.kind for _, action in plan.actions} == {"compiled"}
@@ -77,7 +77,7 @@ def test_shares_of_compiled_blocks(spec, shares):
         ({"rules": [{"layers": "0", "policy": "full"}]}, [0], [0]),
         ({"rules": [{"stack": "encoder", "layers": "0-2", "policy": "full"}]}, [0, 1, 2], []),
         ({"policy": "full", "rules": [{"stack": "decoder", "layers": "1-3", "policy": "none"}]}, [0, 1, 2], [0]),
-        # Of several rules that match a block the last wins.
+        # If several rules match a block, the last one wins.
         ({"rules": [{"layers": "0-2", "policy": "full"}, {"layers": "1", "policy": "none"}]}, [0, 2], [0, 2]),
         ({"rules": [{"layers": "1", "policy": "none"}, {"layers": "0-2", "policy": "full"}]}, [0, 1, 2], [0, 1, 2]),
         (
@@ -93,9 +93,9 @@ def test_blocks_chosen(spec, encoder, decoder):
 
 
 def slow_twin(parts, count):
-    """The indices that `parts` mean in a stack of `count` blocks, by asking of every index; None where it is an error.
+    """The selected indices in a stack of `count` blocks, found by testing every index; None if `parts` are invalid.
 
-    `parts` are (first, last) pairs; the text is never looked at.
+    `parts` are (first, last) pairs, so no text is parsed.
     """
     wanted = set()
     for first, last in parts:
@@ -113,7 +113,7 @@ SIZES = st.integers(1, 7)
 
 
 def as_text(parts):
-    ends = {-1: ""}  # "2-" goes to the end
+    ends = {-1: ""}  # "2-" means to the end
     return ",".join(str(first) if first == last else f"{first}-{ends.get(last, last)}" for first, last in parts)
 
 
@@ -145,7 +145,7 @@ def test_every_n_counts_each_stack_by_itself(every, sizes):
     base=st.sampled_from(["none", "full"]),
 )
 def test_rules_equal_a_slow_twin(rules, base):
-    """For every block: walk the rules from the last, take the first that matches."""
+    """For every block, the last matching rule wins."""
     assume(all(slow_twin(parts, 7) is not None for parts, _ in rules))
     spec = {"policy": base, "rules": [{"layers": as_text(parts), "policy": policy} for parts, policy in rules]}
     expected = [
@@ -164,7 +164,7 @@ def test_the_plan_names_every_block_in_order():
         ("decoder.block.0", "full"),
     ]
     assert plan.active() == {"encoder.block.0": Action("full"), "decoder.block.0": Action("full")}
-    assert plan_for({"layers": "0"}, encoder=2, decoder=1) == plan  # planning twice gives the same plan
+    assert plan_for({"layers": "0"}, encoder=2, decoder=1) == plan  # planning again gives the same plan
 
 
 # --- what does not fit ----------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_every_misfit_is_named_at_once():
     text = str(caught.value)
     for part in ("`layers` names 9", "'vision'", "`rules`[0] names 2-1", "'text'"):
         assert part in text
-    assert len(caught.value.problems) == 5  # the rule without a stack misses in both
+    assert len(caught.value.problems) == 5  # the rule without a stack fails in both
 
 
 # --- plans as files -------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_plans_are_saved_and_loaded(tmp_path, name):
     assert Plan.load(tmp_path / name) == plan
     text = (tmp_path / name).read_text(encoding="utf-8")
     assert text.startswith("{") == name.endswith(".json")
-    # A spec can name the file, and is planned to what the file says.
+    # A spec can name the file, and then leads to the file's plan.
     assert plan_for({"plan": str(tmp_path / name)}, encoder=2, decoder=3) == plan
 
 
@@ -250,7 +250,7 @@ def test_a_plan_for_another_model_is_refused(others, expected):
 
 
 def test_a_plan_fits_blocks_in_any_order():
-    """A plan goes by name; the order of this model's blocks is kept."""
+    """A plan matches blocks by name, and keeps the order of the model's blocks."""
     plan = plan_for({"layers": {"encoder": "1"}}, encoder=2, decoder=1)
     fitted = fit_plan(plan, list(reversed(blocks(encoder=2, decoder=1))), "t5", "T5ForConditionalGeneration")
     assert list(fitted.active()) == ["encoder.block.1"]
@@ -277,11 +277,11 @@ GOOD = plan_for("full", decoder=2).to_dict()
         ),
         (json.dumps({key: value for key, value in GOOD.items() if key != "family"}), "is damaged: KeyError('family')"),
         ("{'a': ", "cannot read a plan from"),
-        ("a: 2001-99-99", "cannot read a plan from"),  # YAML takes it for a date, and then fails on it
+        ("a: 2001-99-99", "cannot read a plan from"),  # YAML reads a date and then fails
     ],
 )
 def test_a_file_that_is_no_plan(tmp_path, content, expected):
-    path = tmp_path / "plan.yaml"  # which may hold JSON, too
+    path = tmp_path / "plan.yaml"  # it may contain JSON
     path.write_text(content, encoding="utf-8")
     with pytest.raises(PlanMismatchError) as caught:
         plan_for({"plan": str(path)}, decoder=2)

@@ -1,4 +1,4 @@
-"""Budgets against peaks that are really reached: of adapters, logits, mixtures of experts, and of offloading."""
+"""Budgets compared with real peaks, for adapters, logits, experts and offloading."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZES = {"batch": 4, "tokens": 64}
 
 
 def traced(model, batch):
-    """What the plan that is on a model is predicted to cost, by a trace of the model."""
+    """Predicted costs of the model's current plan, from a trace."""
     plan = hf_ckpt.describe(model).plan
     with hf_ckpt.paused(model):
         spec = Spec.parse({"policy": "budget", "budget": "1GiB", "head": plan.head})
@@ -47,7 +47,7 @@ def traced(model, batch):
 
 
 def peak_under(model, plan, batch):
-    """Live bytes at the peak of a step under a plan, in a model that keeps no optimizer state."""
+    """Peak of a step under a plan in live bytes; the model's optimizer has no state."""
     hf_ckpt.install(model, plan)
     enable(model)
     step(model, batch)
@@ -59,7 +59,7 @@ def peak_under(model, plan, batch):
 
 @functools.cache
 def planned_costs(family):
-    """A model, a batch for it, and what the actions cost that a plan is mostly made of."""
+    """A model, a batch, and the costs of the most common actions."""
     model, batch = model_of(family, layers=4, hidden=64), tiny_batch(family, **SIZES)
     at_work = Step(batch, optimizer="sgd")
     return model, batch, trace_costs(skeleton_of(model), at_work, DEVICES["cpu"], actions=(KEEP, *OFFLOADED))
@@ -68,7 +68,7 @@ def planned_costs(family):
 @pytest.mark.compat
 @sparing("family", ["llama", "t5"], "llama")
 def test_a_budget_is_on_the_peak(family):
-    """A budget of 0.05 peaks higher than one of 0.15: it was on saved bytes."""
+    """Budgets limit the peak, not saved bytes: plans stay within them, and larger budgets are faster."""
     model, batch, costs = planned_costs(family)
     low, high = plan_of_least(costs).prediction.peak_bytes, plan_within(costs, 2**30).prediction.peak_bytes
     plans, seconds, peaks = [], [], []
@@ -88,7 +88,7 @@ def test_a_budget_is_on_the_peak(family):
 
 
 def test_a_plan_offloads_only_where_that_lowers_the_peak():
-    """Offloading costs time and takes nothing off the peak, which is elsewhere."""
+    """A plan offloads only if the same plan without offloading exceeds the budget."""
     _, _, traced = planned_costs("llama")
     (costs,) = with_offloading(traced, host_bandwidth=1e9, launch_nanoseconds=1)
     low, high = plan_of_least(costs).prediction.peak_bytes, plan_within(traced, 2**30).prediction.peak_bytes
@@ -104,12 +104,12 @@ def test_a_plan_offloads_only_where_that_lowers_the_peak():
             stayed = (tuple(numbers[on_device.get(action, action)] for action in actions),)
             assert worst_timeline(costs, stayed).peak_bytes > budget
     assert moving > 0
-    assert not any(action in on_device for action in actions)  # where everything fits
+    assert not any(action in on_device for action in actions)  # at the largest budget
 
 
 @pytest.mark.long
 def test_a_plan_in_segments_where_no_other_needs_as_little():
-    """`full` with segments needs 9 % less than `full` block by block."""
+    """Segments are planned for budgets below the peak of `full`; here, segments need 9 % less."""
     model = tiny_model("llama", layers=48, hidden=32, attention="sdpa", intermediate_size=32)
     model = without_state(with_lora(model, "llama", lora_dropout=0.0))
     batch = tiny_batch("llama", batch=4, tokens=64)
@@ -134,12 +134,12 @@ def test_a_plan_in_segments_where_no_other_needs_as_little():
 @pytest.mark.long
 @pytest.mark.compat
 def test_a_budget_that_the_logits_break_says_so():
-    """Memory does not move, whatever is done to the blocks: the logits are the peak."""
+    """If logits are the peak, no plan for blocks helps; the error says so."""
     model = tiny_model("llama", layers=2, hidden=64, attention="sdpa", vocab_size=4000)
     with pytest.raises(InfeasibleError, match="no plan fits") as refused:
         hf_ckpt.predict(model, tiny_batch("llama", batch=4, tokens=256), budget="1MiB", optimizer="sgd")
     (work,) = (size for name, size in refused.value.parts.items() if name.startswith("temporary in head and loss"))
-    assert work >= 2 * 4 * 256 * 4000 * 4  # the logits and what their loss makes of them
+    assert work >= 2 * 4 * 256 * 4000 * 4  # logits, and their gradients in the loss
     (hint,) = (hint for hint in refused.value.hints if "the head and its loss are the peak" in hint)
     assert format_bytes(work) in hint
     assert '("head": "auto")' in hint
@@ -148,7 +148,7 @@ def test_a_budget_that_the_logits_break_says_so():
 @pytest.mark.long
 @sparing(("vocabulary", "said"), [(4000, True), (64, False)], (4000, True))
 def test_the_plan_of_a_config_says_that_the_logits_are_the_peak(vocabulary, said, tmp_path, capsys):
-    """A plan fits, and takes nothing off the peak."""
+    """`plan` says that logits are the peak, although a plan fits."""
     keys = {"layers": 2, "hidden": 64, "vocab_size": vocabulary}
     tiny_model("llama", **keys).config.to_json_file(tmp_path / "config.json", use_diff=False)
     words = ["plan", str(tmp_path), "--batch", "4", "--seq", "256", "--optimizer", "sgd", "--device", "h100"]
@@ -163,7 +163,7 @@ def test_the_plan_of_a_config_says_that_the_logits_are_the_peak(vocabulary, said
     (True, torch.bfloat16),
 )
 def test_a_head_in_chunks_is_predicted(lora, autocast):
-    """Hidden states of the tokens that have a label are copied: all but the last of each sequence."""
+    """A chunked head's peak includes copies of hidden states with labels: all but each sequence's last."""
     model = tiny_model("llama", layers=3, hidden=64, attention="sdpa", vocab_size=4000)
     model = without_state(with_lora(model, "llama", lora_dropout=0.0) if lora else model)
     batch = tiny_batch("llama", batch=4, tokens=128)
@@ -183,14 +183,14 @@ def test_a_head_in_chunks_is_predicted(lora, autocast):
 
 @pytest.mark.long
 def test_the_planner_counts_what_kbit_preparation_casts_up():
-    """Norms and embeddings in float32 make hidden states float32, twice what a bf16 model's are."""
+    """k-bit preparation makes norms and embeddings float32, and so hidden states twice as large as in a bf16 model."""
     peaks = {}
     for prepared in (False, True):
         model = tiny_model("llama", dtype=torch.bfloat16)
         if prepared:
-            model.is_loaded_in_8bit = True  # all that PEFT looks at
+            model.is_loaded_in_8bit = True  # all that PEFT checks
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-        for parameter in model.parameters():  # as a loader leaves packed weights: in their own type
+        for parameter in model.parameters():  # a loader leaves packed weights in their own dtype
             if prepared and parameter.dim() == 2 and parameter.shape[0] != model.config.vocab_size:
                 parameter.data = parameter.data.to(torch.bfloat16)
         model = without_state(with_lora(model, "llama", targets=["q_proj", "v_proj"], lora_dropout=0.0))
@@ -214,7 +214,7 @@ def test_the_planner_counts_what_kbit_preparation_casts_up():
     ids=["qwen2_moe", "mixtral"],
 )
 def test_a_mixture_of_experts_can_be_planned_for(name, implementation, dtype):
-    """Near what is really used, whatever tokens choose; the auxiliary loss is traced of other depths."""
+    """Predictions hold whatever experts are chosen, and include the auxiliary loss over all layers."""
     model = without_state(experts(name, dtype, implementation))
     batch = tiny_batch("llama", **SIZES)
     costs = hf_ckpt.predict(model, batch, optimizer="sgd").costs
@@ -224,7 +224,7 @@ def test_a_mixture_of_experts_can_be_planned_for(name, implementation, dtype):
 
 @pytest.mark.long
 def test_hidden_states_that_a_config_asks_for_are_planned_for():
-    """What transformers captures by hooks of its own is captured in planning, too: a list of all hidden states."""
+    """Planning includes the list of hidden states that transformers captures with hooks."""
     model = without_state(tiny_model("llama", layers=6, hidden=64))
     batch = tiny_batch("llama", **SIZES)
     model.config.output_hidden_states = True

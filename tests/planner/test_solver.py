@@ -1,4 +1,4 @@
-"""The fastest actions that fit: against trying everything, at the edges of what fits, what is said where none do."""
+"""The fastest actions that fit: compared with trying every choice, at exact limits, and errors if none fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_ckpt.units import format_bytes
 
 
 def everything(costs):
-    """Every choice there is -> its (time, peak)."""
+    """Every choice -> its (time, peak)."""
     stacks = [itertools.product(*map(stack.choices_at, range(len(stack.kinds)))) for stack in costs.stacks]
     choices = itertools.product(*(list(stack) for stack in stacks))
     return {choice: (step_nanoseconds(costs, choice), worst_timeline(costs, choice).peak_bytes) for choice in choices}
@@ -36,14 +36,14 @@ def range_of(costs):
 
 
 def limits_of(tried, data, count=4):
-    """Some peaks there are, and a byte more and less, where a wrong comparison shows."""
+    """Some real peaks, and a byte more and less, to reveal wrong comparisons."""
     peaks = sorted({peak for _, peak in tried.values()})
     found = data.draw(st.lists(st.sampled_from(peaks), min_size=1, max_size=count))
     return [peak + more for peak in {peaks[0], *found} for more in (-1, 0, 1)]
 
 
 def shuffled(costs, seed):
-    """Equal costs, with all their dictionaries in another order."""
+    """Equal costs with reordered dictionaries."""
     rng = random.Random(seed)
 
     def again(given):
@@ -61,7 +61,7 @@ def shuffled(costs, seed):
 @settings(max_examples=300)
 @given(costs=some_costs(), data=st.data(), width=st.sampled_from([1, 3, 256]))
 def test_the_fastest_is_the_fastest_of_all_that_fit(costs, data, width):
-    """However few choices the search follows at first. So more memory never costs time."""
+    """The result is the fastest choice that fits, however few choices the search starts with."""
     tried = everything(costs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(solver, "_WIDTH", width)
@@ -71,7 +71,7 @@ def test_the_fastest_is_the_fastest_of_all_that_fit(costs, data, width):
             if best is None:
                 assert choice is None
             else:
-                time, peak = tried[choice]  # of actions that each kind may have
+                time, peak = tried[choice]  # only actions that each kind may have
                 assert time == best
                 assert peak <= limit
 
@@ -87,7 +87,7 @@ def test_the_smallest_has_the_lowest_peak_of_all(costs):
 
 @given(costs=some_costs())
 def test_without_a_limit_nothing_is_faster(costs):
-    """Any int is a limit, also one that no machine has."""
+    """Any int is a valid limit, however large."""
     best = min(time for time, _ in everything(costs).values())
     for limit in (10**6, 2**62, 2**63, 10**30):
         assert step_nanoseconds(costs, fastest(costs, limit)) == best
@@ -97,7 +97,7 @@ def test_without_a_limit_nothing_is_faster(costs):
 
 @given(costs=some_costs(), limits=st.lists(st.integers(0, 400), max_size=4), seed=st.integers(0, 9))
 def test_planning_twice_gives_the_same_plan(costs, limits, seed):
-    """Equal costs too, in whatever order they were traced."""
+    """Equal costs give the same plan, whatever order they were traced in."""
     again = shuffled(costs, seed)
     assert again == costs
     low, _ = ends_of(costs)
@@ -167,21 +167,21 @@ def test_a_plan_within_a_budget_says_what_it_costs(costs, more):
     assert plan.prediction.budget_bytes == budget
 
 
-# --- blocks that are all alike --------------------------------------------------------------------------------------
+# --- equal blocks ---------------------------------------------------------------------------------------------------
 
 INPUT = 4
 """Bytes of each block's input."""
 KEPT = {2: (60, 0), 3: (60, 25, 0), 4: (60, 25, 10, 0)}
-"""How many actions -> what else a block keeps under each."""
+"""Number of actions -> other bytes that a block keeps under each action."""
 
 
 def alike(
     count, *, head=30, actions=3, kept=None, times=None, lent=0, static=None, gradient=0, accumulation=1, frozen=0
 ):
-    """One stack of blocks of which one costs what another does, as real ones do: what is dropped is run again.
+    """Costs of a stack of equal blocks, which recompute what they drop, as real ones do.
 
-    `frozen` of them, at the beginning, keep nothing and have no choice. `kept` and `times`: bytes, and nanoseconds of
-    the backward, under each action. `lent`: bytes that last until the forward ends, under all actions but the first.
+    The first `frozen` blocks keep nothing and have no choice. `kept` and `times`: bytes, and nanoseconds of the
+    backward, under each action. `lent`: bytes that last until the forward ends, under all actions but the first.
     """
     costs = {}
     kept = kept or KEPT[actions]
@@ -230,7 +230,7 @@ LADDERS_OF_BYTES = [(60, 0), (60, 25, 0), (60, 0, 25), (60, 25, 10, 0), (60, 0, 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("changes", [{}, {"gradient": 30}, {"head": 400}], ids=str)
 def test_of_blocks_alike_those_come_first_that_leave_least(kept, accumulation, changes):
-    """Whatever the numbers of the actions are."""
+    """Among equal blocks, those that keep least come first, whatever the order of actions."""
     costs = alike(5, actions=len(kept), kept=kept, accumulation=accumulation, **changes)
     seen = set()
     for limit in range_of(costs):
@@ -243,7 +243,7 @@ def test_of_blocks_alike_those_come_first_that_leave_least(kept, accumulation, c
 
 
 def test_an_order_that_is_slower_is_not_taken():
-    """`full` takes longer at the beginning here than behind `keep`, so that it stays behind."""
+    """The usual order is not used if it is slower: `full` takes longer in the first block here."""
     costs = alike(2, actions=2, head=400)
     (stack,) = costs.stacks
     first = stack.first[0, 1]
@@ -259,7 +259,7 @@ def test_an_order_that_is_slower_is_not_taken():
 # --- an encoder and a decoder ---------------------------------------------------------------------------------------
 
 
-# --- what is said where nothing fits --------------------------------------------------------------------------------
+# --- errors if nothing fits -----------------------------------------------------------------------------------------
 
 
 def refused(costs, budget):
@@ -275,14 +275,14 @@ def test_logits_that_do_not_fit_are_named():
     assert full.worst.label.startswith("head and loss")
     assert fastest(costs, 100_000) is None
     error = refused(costs, 100_000)
-    assert error.floor_bytes == full.peak_bytes  # no more than `full` can do
+    assert error.floor_bytes == full.peak_bytes  # even `full` needs that much
     assert [hint for hint in error.hints if "the head and its loss are the peak" in hint and "chunks" in hint]
     assert "a smaller batch" in str(error)
     assert "LoRA" not in str(error)
 
 
 def test_what_the_head_keeps_is_not_said_of_blocks():
-    """The peak is in the head's backward, where the head itself has kept 50,000 bytes, and the blocks 20 of inputs."""
+    """Hints do not blame blocks for bytes that the head keeps: here, 50,000 of the head and 20 of blocks."""
     costs = alike(4, head=100_000)
     worst = worst_timeline(costs, costs.uniform(2)).worst
     assert worst.label == "head and loss, backward"
@@ -303,7 +303,7 @@ def test_an_optimizer_that_does_not_fit_is_named():
 
 
 def test_blocks_that_do_not_fit_are_named():
-    """Many inputs, a small head: what is left of the blocks is the peak, and that is what can be moved."""
+    """With many inputs and a small head, hints name the blocks' kept bytes, which offloading can move."""
     costs = alike(40, head=2)
     error = refused(costs, 200)
     assert "a smaller batch with as many more accumulated steps, or shorter sequences" in str(error)
@@ -348,7 +348,7 @@ def test_nothing_usual_is_faster_than_the_plan_for_its_peak(costs):
 
 
 def test_usual_options_by_hand():
-    """One counter goes through both stacks, and blocks without a choice are kept."""
+    """As in transformers, one counter covers both stacks; blocks without a choice are kept."""
     costs = made_up(2, [[0, 1, 1], [0, 0]], frozen=((0,), ()), actions=2)
     kinds = {
         option.name: [action.kind for _, action in option.plan.actions]
@@ -372,7 +372,7 @@ def test_offload_takes_the_inputs_away_and_time_for_it():
 
 
 def test_an_input_that_was_taken_away_is_back_for_the_backward():
-    """The block is first and last at once: in its backward, which is the peak, all is there that `full` has."""
+    """Offloading does not lower the peak of a single block: its input is back for its backward."""
     *_, full, offload = usual_options(alike(1, head=2, actions=2), host_bandwidth=1e9)
     assert full.peak_bytes == offload.peak_bytes == 100 + INPUT + 60 + 12 + INPUT
 
@@ -405,14 +405,14 @@ LLAMA_70B = {
     "times": (7736009, 8141548, 8183605, 8156024, 8155024, 11361453, 11367453, 11381453),
     "lent": 5177344,
 }
-"""Bytes and nanoseconds of a block under eight actions, about those of Llama 3.1 70B in 4 bits with adapters."""
+"""Bytes and nanoseconds of a block under eight actions, roughly those of Llama 3.1 70B in 4 bits with adapters."""
 MOST_FOLLOWED = 1_000
-"""Choices at one block."""
+"""Limit of followed choices per block."""
 
 
 @pytest.mark.parametrize("changes", [{}, {"gradient": 40_000_000, "accumulation": 2}, {"head": 4_000_000_000}], ids=str)
 def test_few_choices_are_followed_through_eighty_blocks(changes, monkeypatch):
-    """All mixtures that are faster than smaller ones are thousands at each block here; following them took a minute."""
+    """The search follows few choices per block; following all useful mixtures took a minute."""
     followed = []
 
     def counted(place, *rest):

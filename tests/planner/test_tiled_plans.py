@@ -1,4 +1,4 @@
-"""Plans with feed-forwards in chunks: predicted within 2 % of what is counted, and taken only where they help."""
+"""Plans with chunked feed-forwards: predicted within 2 % of counts, and used only if they help."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TARGETS = {"bert": ["query", "intermediate.dense"], "t5": ["q", "wi_0", "wo"]}
 
 
 def model_of(family="llama", *, lora=False, layers=2, **keys):
-    """A small model whose feed-forward is wide, so that it is most of a block."""
+    """A small model whose wide feed-forward is most of a block."""
     hidden = 64 if family != "llama" else 32
     model = tiny_model(family, layers=layers, hidden=hidden, attention="sdpa", **{**WIDE[family], **keys})
     model = with_lora(model, family, lora_dropout=0.0, targets=TARGETS.get(family)) if lora else model
@@ -59,7 +59,7 @@ def step_on(model, **options):
     ("llama", True, False),
 )
 def test_peaks_are_predicted_as_they_are_counted(family, lora, autocast):
-    """Within 2 % under every policy, and lower than with the feed-forward as a whole."""
+    """Peaks are within 2 % of the prediction under every policy, and lower than without chunks."""
     cast = torch.bfloat16 if autocast else None
     model, batch = model_of(family, lora=lora), tiny_batch(family, **SHAPE)
     inputs = without_cache(model, batch)
@@ -80,7 +80,7 @@ def test_peaks_are_predicted_as_they_are_counted(family, lora, autocast):
 
 
 def test_one_chunk_stands_for_many_in_a_trace(monkeypatch):
-    """The same bytes at every moment that counts, and the same time."""
+    """A trace with few chunks gives the same peaks, bytes and times as one with all."""
     skeleton, step_of = step_on(model_of(lora=True))
     short = trace_costs(skeleton, step_of, H100, mlp=64, actions=(KEEP,))
     monkeypatch.setattr("hf_ckpt.prediction.trace.standing_for", _Unset())
@@ -97,11 +97,11 @@ def test_one_chunk_stands_for_many_in_a_trace(monkeypatch):
 
     assert figures(short) == figures(long)
     points = [sum(len(found.backward.points) for found in blocks_of(costs)) for costs in (short, long)]
-    assert points[0] < 0.7 * points[1]  # 8 chunks, of which 3 are run
+    assert points[0] < 0.7 * points[1]  # runs 3 of 8 chunks
 
 
 class _Unset:
-    """In the place of `standing_for`: nothing is set."""
+    """Replaces `standing_for` and sets nothing, so that all chunks run."""
 
     def set(self, value):
         return standing_for.set(None)
@@ -111,12 +111,14 @@ class _Unset:
 
 
 def test_times_count_what_runs_again():
-    """With blocks that keep all, the feed-forward runs once more; in recomputed blocks only its last product does,
-    before which torch ends the recomputation of a plain block."""
+    """With chunks, blocks that keep everything run the feed-forward once more, recomputed ones only its last product.
+
+    Without chunks, torch ends the recomputation of a block before that product.
+    """
     skeleton, step_of = step_on(model_of())
     flops = {}
     rates = {"flops16": 1e9, "flops32": 1e9, "flops_efficiency": 1.0, "bandwidth": 1e30, "launch_nanoseconds": 0}
-    device = dataclasses.replace(H100, **rates)  # on which a floating-point operation takes a nanosecond, all else none
+    device = dataclasses.replace(H100, **rates)  # a floating-point operation takes a nanosecond, all else nothing
     for mlp in ("full", 100):
         costs = trace_costs(skeleton, step_of, device, mlp=mlp, actions=(KEEP, FULL))
         found = [costs.stacks[0].inner[0, number] for number in (0, 1)]
@@ -146,7 +148,7 @@ def test_it_is_a_candidate_where_it_is_allowed():
 
 @pytest.mark.long
 def test_a_budget_takes_it_only_where_it_helps():
-    """A budget below what is possible as a whole is kept with chunks; a loose one is bit-equal to no checkpointing."""
+    """Chunks are used for a budget that is too small without them; a loose budget stays bit-equal."""
     model, batch = model_of(), tiny_batch("llama", batch=1, tokens=2048)
     expected = step(model, batch)
     none = live_peak(model, batch)
@@ -171,7 +173,7 @@ def test_a_budget_takes_it_only_where_it_helps():
 
 @pytest.mark.thorough
 def test_longer_sequences_fit():
-    """`hf-ckpt plan --max-seq`: the same budget holds more tokens."""
+    """`hf-ckpt plan --max-seq` finds more tokens for the same budget."""
     found = {}
     for mlp in ("full", "auto"):
         sizes = {"batch": 1, "tokens": 2048, "lora": 8, "device": "h100", "budget": "1GiB", "max_tokens": True}
@@ -189,7 +191,7 @@ def test_what_cannot_be_asked_together_is_refused():
 
 
 def test_a_plan_keeps_its_chunks(tmp_path):
-    """In a file, in an enable call with other options, and after a step down to a plan that needs less."""
+    """A plan keeps its chunks in a file, in an enable call with other options, and after `step_down`."""
     from hf_ckpt.training.escalate import step_down
 
     model = model_of()
