@@ -1,4 +1,4 @@
-"""The table of devices."""
+"""The device table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters split over ranks: the step's memory by hand, and that planning stays exact."""
+"""Parameters sharded over ranks: a step's memory worked out by hand, and exact planning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OUTSIDE = Gathered(whole=30, cast=15, sent=60, kept=120, summed=30)
 
 
 def two_blocks():
-    """Each saves 7 and finishes gradients of 80; the head finishes 10, the embedding 20."""
+    """Each block saves 7 and finishes gradients of 80; the head finishes 10, the embedding 20."""
     forward, backward = Phase(((9, 0), (7, 0))), Phase(((5, 0), (-1, 30), (-7, 80)))
     key, cost = (0, 0), BlockCost(forward, backward, output_bytes=2)
     stack = StackCosts(
@@ -50,18 +50,18 @@ def layout(**changes):
 
 def test_a_step_by_hand():
     costs = with_shards(two_blocks(), layout())
-    always = 95 + 190 + 1 + 2 + 30 + 100  # parts, state, buffers, batch, what is outside, a buffer
+    always = 95 + 190 + 1 + 2 + 30 + 100  # shards, state, buffers, batch, outside parameters, a buffer
     assert costs.static.always == always
     assert costs.static.gradients == 2 * 400 + 120
     found = {moment.label: moment for moment in timeline(costs, ((0, 0),)).moments}
     peaks = {label: moment.peak_bytes - always for label, moment in found.items()}
-    assert peaks["embedding"] == 3 + 200  # the first block comes, behind which the buffer of before is let go
+    assert peaks["embedding"] == 3 + 200  # the first block arrives, which frees the previous buffer
     assert peaks["forward of decoder 0"] == 3 + 200
     assert peaks["forward of decoder 1"] == 3 + 7 + 200
     assert peaks["head and loss"] == 3 + 14 + 6
     head = 3 + 14 + 4
-    assert peaks["head and loss, backward"] == head + 15  # what is outside comes again, cast
-    # Alive: activations and the head's gradients; at the end what is sent, and this rank's part in two types.
+    assert peaks["head and loss, backward"] == head + 15  # outside parameters are gathered and cast again
+    # Alive: activations and the head's gradients; at the end also what is sent, and this rank's shard in two dtypes.
     last = 3 + 14 + 10
     assert found["backward of decoder 1"].start_bytes - always == last
     assert peaks["backward of decoder 1"] == last - 7 + 200 + 400 + 100
@@ -85,7 +85,7 @@ def test_more_outside_than_in_any_block_comes_in_a_larger_buffer():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_planning_stays_exact(seed):
-    """Against every plan there is, and gradients come to what is there in the end."""
+    """Planning agrees with trying every plan, and gradients add up to those at the end."""
     rng = random.Random(seed)
     plain = made_up(seed, [[0, 0, 1], [0, 0]] if seed % 2 else [[0, 1, 1, 1]], actions=3, accumulation=1 + seed % 3)
     kinds = [Gathered(*(rng.randint(0, 9) for _ in range(5))) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Predictions for accelerators: dropout, and attention with dropout, save there what other kernels save."""
+"""Predictions for accelerators: their dropout, and attention with dropout, save other tensors than a CPU's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def adapted(layers):
 
 
 def predicted(model, batch, device):
-    """Action -> bytes that one more block leaves at the end of the forward."""
+    """Action -> bytes that one more block keeps at the end of the forward."""
     costs = trace_costs(skeleton_of(model), Step(batch), device_named(device), actions=ACTIONS)
     (stack,) = costs.stacks
     found = {}
@@ -62,20 +62,20 @@ def counted(layers, batch, action):
 
 @pytest.mark.long
 def test_masks_are_bytes_and_then_bits():
-    """Bytes of one more block, as the same operations leave them on a CPU; noise in bfloat16 takes more."""
+    """Dropout saves masks of bytes, and bits if dropped; a CPU saves more, noise in bfloat16."""
     batch = tiny_batch("llama", tokens=64)
-    masks._rows(torch.device("cpu"))  # which is made once
+    masks._rows(torch.device("cpu"))  # creates them once
     found = predicted(adapted(4), batch, "h100")
     for action in ACTIONS:
         assert counted(4, batch, action) - counted(3, batch, action) == found[action], action
     noise = predicted(adapted(4), batch, "cpu")
     assert noise[KEEP] > found[KEEP]
-    assert 0 <= noise[SELECTIVE] - found[SELECTIVE] <= 16  # the number that a noise has beside 0
+    assert 0 <= noise[SELECTIVE] - found[SELECTIVE] <= 16  # the noise's nonzero value
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_attention_with_dropout_keeps_no_weights(padded):
-    """Bytes grow with the length, and on the CPU with its square; a mask that is added to scores has no heads."""
+    """With accelerator kernels, attention with dropout saves no weights: bytes grow linearly except for added masks."""
     skeleton = skeleton_of(tiny_model("gpt2", layers=4, dropout=0.1, attention="sdpa"))
 
     def bend(device):
@@ -87,7 +87,7 @@ def test_attention_with_dropout_keeps_no_weights(padded):
         less, middle, most = found
         return most - 2 * middle + less
 
-    mask = 2 * 32**2 * 2 * 4 if padded else 0  # float32, for two sequences
+    mask = 2 * 32**2 * 2 * 4 if padded else 0  # float32, two sequences
     assert bend("h100") == mask
     assert bend("cpu") > 4 * mask
     assert bend("cpu") > 0
@@ -127,7 +127,7 @@ def test_random_state_is_put_back():
 
 
 def products(dtype, size=24):
-    """The shapes of products by groups of every kind."""
+    """Shapes of all kinds of grouped matrix products."""
     made = {}
     offsets = torch.tensor([10, 16], dtype=torch.int32)
     for name, one, other, given in (

@@ -1,4 +1,4 @@
-"""Costs from measured steps: on a machine that is made up, every plan needs what is predicted from a few steps."""
+"""Costs from measured steps: a simulated machine needs exactly what a few of its steps predict."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from hf_ckpt.training.measurements import Measurements, choice_of
 
 ACTIONS = (KEEP, SELECTIVE, FULL)
 SHARES = {KEEP: 0.5, SELECTIVE: 0.75, FULL: 1.0}
-"""Time of forward and backward, as a share of that under `full`."""
+"""Time of forward and backward relative to `full`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a step needs that is made up: numbers of bytes."""
+    """A simulated machine: the bytes that its steps need."""
 
     blocks: int
     start: int
     hidden: int
     kept: dict
-    """Action -> bytes that a block keeps beside its input."""
+    """Action -> bytes that a block keeps besides its input."""
     work: int
-    """What a forward needs for a moment."""
+    """Temporary bytes of a forward."""
     again: int
-    """What the backward of a block needs beside what it keeps under `keep`."""
+    """Bytes that a block's backward needs besides what it keeps under `keep`."""
     cast: int
-    """Copies of weights that a block makes: under `keep` they live until its backward, else until the forward ends."""
+    """A block's copies of weights: under `keep` they live until its backward, otherwise until the forward ends."""
     gradients: int
     head: int
     graph_from: int = 0
-    """The first block that has a graph."""
+    """The first block with a graph."""
 
     def levels(self, plan):
-        """The boundaries of a step under a plan: an action for each block."""
+        """The memory levels at the boundaries of a step; `plan` has an action for each block."""
         level, found, peak = self.start, [], self.start
 
         def mark(what, block="", has_graph=True, nanoseconds=0):
@@ -94,8 +94,11 @@ machines = st.builds(
 
 @given(machines, st.data())
 def test_every_plan_needs_what_three_steps_have_shown(machine, data):
-    """One step under `full` and one for each other action tell the peak of all plans to the byte: with frozen blocks,
-    gradients that come as activations go, and copies of weights that live as long as autocast or as the graph."""
+    """One step under `full` and one per other action predict the peak of every plan to the byte.
+
+    This includes frozen blocks, gradients that grow as activations are freed, and copies of weights that live as long
+    as autocast or the graph.
+    """
     depth = machine.blocks
     full = step_of(machine.levels([FULL] * depth))
     tried = depth - 2
@@ -114,7 +117,7 @@ def test_every_plan_needs_what_three_steps_have_shown(machine, data):
 
 
 def test_steps_that_tell_nothing():
-    """A step without an end, with a backward that comes twice, or with a forward between two backwards."""
+    """Steps without an end, with a repeated backward, or with a forward between backwards are not used."""
     machine = Machine(3, 10, 1, {KEEP: 5, SELECTIVE: 2, FULL: 0}, 1, 1, 0, 1, 1)
     levels = machine.levels([FULL] * 3)
     assert step_of(levels) is not None
@@ -131,7 +134,7 @@ def test_steps_that_tell_nothing():
     )
     swapped = [*levels]
     swapped[first], swapped[second] = levels[second], levels[first]
-    assert step_of(swapped) is None  # backwards that are not in the reverse order of the forwards
+    assert step_of(swapped) is None  # backwards not in the reverse order of forwards
 
 
 def test_blocks_that_are_skipped_at_random_count_once_they_were_seen():
@@ -184,7 +187,7 @@ def test_times_are_those_under_full_and_shares_of_them():
 
 
 def test_of_several_timed_steps_the_shortest_times_count():
-    """A stall of three seconds in one of them, outside of the blocks, is no part of what a step is said to take."""
+    """Of several timed steps, the shortest times count, so a stall of three seconds changes nothing."""
     levels = Machine(4, 10, 1, {KEEP: 5, SELECTIVE: 2, FULL: 0}, 1, 1, 0, 1, 1).levels([FULL] * 4)
     blocks = {f"b{number}": Block(f"b{number}", "decoder", number, "Made") for number in range(4)}
     base = nn.ModuleDict({name: nn.Identity() for name in blocks})
@@ -209,4 +212,4 @@ def test_of_several_timed_steps_the_shortest_times_count():
     ahead_of_blocks, behind_them = 1, len(levels) - 1 - 4
     assert [learn(batch, 100, place) for place in (ahead_of_blocks, behind_them)] == [took, took]
     assert learn(batch, 90, behind_them) < took
-    assert learn(longer, 200, None) == 2 * took  # the times of shorter batches are forgotten
+    assert learn(longer, 200, None) == 2 * took  # times of shorter batches are forgotten

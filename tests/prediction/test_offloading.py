@@ -1,4 +1,4 @@
-"""What offloading adds to the choices: against trying everything, within the host's room, against bytes really held."""
+"""Choices with offloading: compared with trying every choice, within host memory, and with real bytes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from hf_ckpt.spec.actions import FULL, KEEP, OFFLOAD, SELECTIVE, candidates
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.training.install import trial
 
-GIGA = 10**9  # bytes a second: a byte takes a nanosecond
+GIGA = 10**9  # bytes per second: one byte takes a nanosecond
 SAVED = OFFLOADED[SELECTIVE]
 H100 = DEVICES["h100"]
 
 
 def everything(costs):
-    """Every choice that may be made -> its (time, peak)."""
+    """Every possible choice -> its (time, peak)."""
     choices = [()]
     for stack in costs.stacks:
         rows = [()]
@@ -47,7 +47,7 @@ def everything(costs):
 
 
 def moving(costs, limit=None):
-    """`with_offloading`, which must have added what it can: one action for each that keeps something it can move."""
+    """`with_offloading`; checks that it added an action for each action that keeps something movable."""
     ways = with_offloading(costs, GIGA, 1, limit)
     there = {OFFLOADED[action] for action in costs.actions if action in OFFLOADED}
     deep = any(len(stack.blocks) > 1 for stack in costs.stacks)
@@ -77,7 +77,7 @@ def test_the_fastest_is_the_fastest_of_all_that_fit(costs, limit, data):
 @settings(max_examples=60)
 @given(costs=some_costs(most=5), limit=st.integers(0, 600))
 def test_the_host_is_never_asked_for_more_than_it_has(costs, limit):
-    """Buffers are of powers of two; the last block of a stack never moves anything."""
+    """Plans stay within host memory; buffers are powers of two, and a stack's last block moves nothing."""
     for found in moving(costs, limit):
         used = 0
         for stack, row in zip(found.stacks, smallest(found), strict=True):
@@ -94,13 +94,15 @@ def test_the_host_is_never_asked_for_more_than_it_has(costs, limit):
                     used += max(0, kept.forward.net - kept.forward_only_bytes)
         assert used <= limit
         kinds = {action for row in actions_of(found, smallest(found)) for action in row} & {OFFLOAD, SAVED}
-        assert len(kinds) <= 1  # each has all of the room
+        assert len(kinds) <= 1  # each may use all host memory
 
 
 @given(costs=some_costs(most=4))
 def test_what_offloading_changes(costs):
-    """A block's hidden states leave the device in its forward, and are back in its backward with those of the block
-    before. Others hold the input of the first block, and its copy back stands for the one that is waited for."""
+    """Offloading moves a block's hidden states out in forward and back in backward, with those of the block before.
+
+    The first block's input is held elsewhere, too; the costs count its copy back as one that is waited for.
+    """
     (found,) = with_offloading(costs, GIGA, 1)
     if OFFLOAD not in found.actions:
         return
@@ -120,11 +122,11 @@ def test_what_offloading_changes(costs):
                 assert cost.backward.nanoseconds == max(plain.backward.nanoseconds, size) + 2 + waits
 
 
-# --- bytes really held ----------------------------------------------------------------------------------------------
+# --- real bytes -----------------------------------------------------------------------------------------------------
 
 
 class AtOnce:
-    """A lane that copies where it stands; what it copies to is not the device's."""
+    """A lane that copies at once, to memory that does not count as the device's."""
 
     def __init__(self, device=None):
         pass
@@ -148,7 +150,7 @@ class AtOnce:
 
 @pytest.fixture
 def beside(monkeypatch):
-    """A host of its own beside the CPU: the bytes that are live on the "device" alone are counted."""
+    """Separate host memory for the CPU, so that only bytes of the "device" count."""
     hosts = {}
 
     def pinned(self, size):
@@ -177,7 +179,7 @@ def traced(family, tuning):
 
 
 def mixed(costs):
-    """Moving, and not, in turn."""
+    """A choice that alternates between moving and not moving."""
     last = len(costs.actions)
     order = (last - 1, last - 2, last - 1, 3, last - 2, 0)
 
@@ -197,7 +199,7 @@ WHAT = ("offload", "saved", "mixed")
     *((what, "llama", "everything") for what in WHAT),
 )
 def test_peaks_are_those_that_are_really_reached(beside, family, tuning, what):
-    """Within 3 % for hidden states. What `selective` keeps is let go sooner than predicted: at most 20 % too high."""
+    """Peaks are within 3 %; with `saved`, predictions may be 20 % too high because tensors are freed earlier."""
     model, inputs, costs, _, _ = traced(family, tuning)
     (found,) = with_offloading(costs, H100.host_bandwidth, 1)
     number = found.actions.index(OFFLOAD if what == "offload" else SAVED)
@@ -223,7 +225,7 @@ def test_peaks_are_those_that_are_really_reached(beside, family, tuning, what):
 
 @pytest.mark.long
 def test_a_plan_moves_only_what_it_has_to():
-    """Offloading is in a plan where nothing else fits, and not where something as fast does."""
+    """A plan offloads only if nothing as fast fits without it."""
     skeleton = skeleton_of(model_of("llama", "lora", dtype=torch.bfloat16, layers=40, hidden=64))
     step = Step(tiny_batch("llama", batch=4, tokens=128), optimizer="sgd")
     costs = trace_costs(skeleton, step, H100, actions=candidates())
@@ -279,5 +281,5 @@ def test_peaks_with_a_head_in_chunks_are_those_that_are_reached(family, head):
                 assert hf_ckpt.describe(model).chunked_heads == 1
             model.zero_grad(set_to_none=True)
             assert abs(timeline(found, choice).peak_bytes / live.peak_bytes - 1) <= 0.03
-            if number == 0:  # where `full` leaves a block's work as the peak, the head is none of it
+            if number == 0:  # if a block's work is the peak under `full`, the head is not part of it
                 assert worst_timeline(found, choice).peak_bytes < worst_timeline(costs, choice).peak_bytes

@@ -1,4 +1,4 @@
-"""What optimizers need: the bytes of their state, and of a step, tried out on fake tensors."""
+"""Memory of optimizers: bytes of state and of a step, measured on fake tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def weights(dtype):
 
 
 def really(make, dtype):
-    """State and step of an optimizer, counted."""
+    """State and step of a real optimizer, counted."""
     parameters = weights(dtype)
     optimizer = make(parameters)
     for _ in range(2):
@@ -55,7 +55,7 @@ def really(make, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MAKES)
 def test_bytes_of_optimizers_before_their_first_step(name, dtype):
-    """As counted, to the byte but for scalars."""
+    """Bytes of state and step match a count, except for scalars."""
     make = MAKES[name]
     state, above = really(make, dtype)
     optimizer = make(weights(dtype))
@@ -67,7 +67,7 @@ def test_bytes_of_optimizers_before_their_first_step(name, dtype):
 
 
 def test_a_step_that_is_not_fused_takes_a_copy_of_all_weights_on_an_accelerator():
-    """`adamw_torch`, where PyTorch takes `foreach` by default."""
+    """On accelerators, `adamw_torch` uses PyTorch's `foreach` default, whose step copies all weights."""
     shapes = Weights(tuple((shape, 4, True) for shape in SHAPES))
     assert optimizer_bytes(shapes, "adamw_torch", "cuda").step == pytest.approx(shapes.nbytes, abs=512)
     assert optimizer_bytes(shapes, "adamw_torch", "cpu").step < shapes.nbytes
@@ -90,7 +90,7 @@ def test_a_step_that_is_not_fused_takes_a_copy_of_all_weights_on_an_accelerator(
     ("adamw_8bit", "AdamW8bit"),
 )
 def test_state_of_bitsandbytes(name, made):
-    """As it makes it itself, but for its maps of 256 values."""
+    """State matches bitsandbytes' own, except for maps of 256 values."""
     import bitsandbytes
 
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((100, 100), (200,))]
@@ -104,7 +104,7 @@ def test_state_of_bitsandbytes(name, made):
 
 
 def test_names_are_those_of_the_trainer():
-    """What is missing needs packages whose state nobody here has seen, or works inside the backward."""
+    """The Trainer's optimizer names are known, except some from untested packages and some that step in backward."""
     shapes = Weights(tuple((shape, 4, True) for shape in SHAPES))
     assert all(optimizer_bytes(shapes, name) is not None for name in TRIED)
     unknown = {name.value for name in OptimizerNames} - set(NAMES)
@@ -115,7 +115,7 @@ def test_names_are_those_of_the_trainer():
 
 
 class Odd(torch.optim.Adagrad):
-    """An optimizer of a name that is not known."""
+    """An optimizer with an unknown name."""
 
 
 def test_an_unknown_optimizer_is_counted_like_adamw_until_it_has_state():
@@ -131,7 +131,7 @@ def test_an_unknown_optimizer_is_counted_like_adamw_until_it_has_state():
 @pytest.mark.compat
 @pytest.mark.parametrize(("name", "over"), [("adafactor", False), ("adamw", True)])
 def test_a_budget_holds_for_the_state_that_an_optimizer_has(name, over):
-    """Adafactor's is a few rows and columns. With AdamW, whose state is twice the weights, nothing fits."""
+    """A budget accounts for real optimizer state: Adafactor's is small; AdamW's, twice the weights, leaves no room."""
     batch, model = tiny_batch("llama", batch=1, tokens=16), tiny_model("llama", layers=3, hidden=64, attention="sdpa")
     optimizer = {"adafactor": MAKES["adafactor"], "adamw": torch.optim.AdamW}[name](model.parameters())
     budget = round(3 * sum(parameter.nbytes for parameter in model.parameters()))

@@ -1,4 +1,4 @@
-"""Predicted bytes against those that are really held: what a block saves, to the byte, and the peak of a step."""
+"""Predicted and real bytes: what a block saves, to the byte, and the peak of a step."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ PLAIN, ADAPTERS = ("llama", "everything"), ("llama", "lora")
 TWO_STACKS = ("t5", "everything")
 
 
-# --- what a block holds, to the byte --------------------------------------------------------------------------------
+# --- bytes that a block keeps ---------------------------------------------------------------------------------------
 
 
 @functools.cache
 def subject(family, tuning):
-    """(skeleton, batch, costs, plans by name) of a model in bfloat16, to be made again by `model_of`."""
+    """(skeleton, batch, costs, plans by name) of a bfloat16 model; `model_of` makes the model again."""
     batch = tiny_batch(family, **PEAK_BATCH)
     skeleton = skeleton_of(model_of(family, tuning, dtype=torch.bfloat16, **PEAK))
     costs = trace_costs(skeleton, Step(batch, accumulation=2, optimizer="sgd"), CPU, actions=candidates())
@@ -55,7 +55,7 @@ def subject(family, tuning):
 
 
 def held(model, batch, action):
-    """Bytes at the end of the forward that were not there before, under one action for every block."""
+    """Bytes added during the forward, with one action for every block."""
     with trial(model, plan_of(model, [action] * len(find_blocks(model).blocks))):
         inputs = inputs_of(model, batch)
         with LiveBytes(model, inputs) as live:
@@ -70,7 +70,7 @@ def held(model, batch, action):
 
 
 def by_one_more_block(family, tuning, batch, actions, **options):
-    """Action -> stack by stack, bytes that one more block in it really holds at the end of the forward."""
+    """Action -> for each stack, real bytes that one more block keeps at the end of the forward."""
     depths = [{"layers": 3}, {"layers": 4}]
     if family == "t5":
         depths = [{"layers": n, "num_decoder_layers": m} for n, m in ((3, 3), (4, 3), (3, 4))]
@@ -83,14 +83,14 @@ def by_one_more_block(family, tuning, batch, actions, **options):
 
 
 def by_the_costs(costs, action):
-    """What is predicted of it: the bytes of a block behind one of its kind, under the same action."""
+    """The predicted bytes: those of a block after one of its kind, under the same action."""
     number = costs.actions.index(action)
     keys = [(stack.kinds[-1], number) for stack in costs.stacks]
     return [stack.inner[key].forward.net for stack, key in zip(costs.stacks, keys, strict=True)]
 
 
 def assert_same_bytes(real, costs_of):
-    """Predicted and real bytes agree; and what drops or recomputes holds less than `keep`."""
+    """Check that predicted and real bytes agree, and that other actions keep less than `keep`."""
     for action, expected in real.items():
         assert by_the_costs(costs_of(action), action) == expected, str(action)
         assert action == KEEP or all(less < kept for less, kept in zip(expected, real[KEEP], strict=True)), str(action)
@@ -108,7 +108,7 @@ def same_bytes_traced_one_by_one(family, tuning, actions, **options):
 @pytest.mark.compat
 @sparing(("family", "tuning"), EVERY, PLAIN, ADAPTERS)
 def test_saved_bytes_to_the_byte(family, tuning):
-    """In bfloat16. `linear` has a trace of its own, so that nothing depends on what else is traced."""
+    """Saved bytes in bfloat16 are exact. `linear` is traced alone, to show that traces do not depend on each other."""
     skeleton, batch, costs, _ = subject(family, tuning)
     real = by_one_more_block(family, tuning, batch, SAVED, dtype=torch.bfloat16, **PEAK)
     alone = trace_costs(skeleton, Step(batch), CPU, actions=(LINEAR,))
@@ -141,7 +141,7 @@ def test_saved_bytes_of_eager_attention_without_dropout():
 @sparing("tuning", TUNINGS, "everything")
 @a_family
 def test_saved_bytes_of_casts_and_masks(family, tuning):
-    """In bfloat16, with dropout of attention weights, too."""
+    """Saved bytes are exact in bfloat16 with dropout, including dropout on attention weights."""
     options = {"dtype": torch.bfloat16, "attention": "eager", "dropout": 0.1}
     same_bytes_traced_one_by_one(family, tuning, SAVED, **options)
 
@@ -160,7 +160,7 @@ def test_peaks_of_real_tensors(family, tuning):
     peaks = {name: real_peaks(model, chosen(costs, choice), batch) for name, choice in plans.items()}
     assert_near({name: deviations(costs, choice, peaks[name]) for name, choice in plans.items()})
     assert peaks[str(FULL)][1] < peaks[str(SELECTIVE)][1] < peaks[str(KEEP)][1]
-    for choice in plans.values():  # gradients finish in the head, in the blocks and before them
+    for choice in plans.values():  # gradients finish in the head, in blocks and before blocks
         found = timeline(costs, choice)
         assert found.moments[-1].gradient_bytes == costs.static.gradients
         assert found.moments[-2].gradient_bytes + costs.stacks[0].before_backward.gradients == costs.static.gradients

@@ -1,4 +1,4 @@
-"""Peaks under autocast, with dropout, padding and frozen blocks, at other depths and of other models."""
+"""Peaks under autocast, with dropout, padding and frozen blocks, at other depths and for other models."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hf_ckpt.prediction.trace import Step, trace_costs
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 
 HIDDEN_STATE = PEAK_BATCH["batch"] * PEAK_BATCH["tokens"] * PEAK["hidden"] * 2
-"""Bytes of one, in bfloat16."""
+"""Bytes of one hidden state in bfloat16."""
 
 
 def padded_batch(family):
-    """Each sequence is shorter than the one before."""
+    """A batch in which each sequence is shorter than the one before."""
     batch = tiny_batch(family, **PEAK_BATCH)
     for place, mask in enumerate(batch["attention_mask"]):
         mask[len(mask) - 16 * place :] = 0
@@ -37,7 +37,7 @@ def test_peaks_of_deeper_models_are_put_together_from_the_same_parts():
 @pytest.mark.compat
 @a_family
 def test_peak_under_autocast(family):
-    hidden = 256 if family == "bert" else PEAK["hidden"]  # a narrow one is predicted 4 % too high under `full`
+    hidden = 256 if family == "bert" else PEAK["hidden"]  # for narrow models, `full` is predicted 4 % too high
     model = model_of(family, **{**PEAK, "hidden": hidden})
     near_real(model, tiny_batch(family, **PEAK_BATCH), autocast=torch.bfloat16)
 
@@ -60,7 +60,7 @@ def test_peak_of_a_padded_batch(family):
 @pytest.mark.compat
 @a_family
 def test_peak_above_a_frozen_prefix(family):
-    """Three frozen blocks save nothing, so they have no action but `keep`."""
+    """Three frozen blocks save nothing, so `keep` is their only action."""
     model = model_of(family, dtype=torch.bfloat16, **PEAK)
     inside = [f"{block.name}." for block in find_blocks(model).blocks]
     for name, parameter in model.named_parameters():
@@ -86,7 +86,7 @@ WIDE = {
 }
 OTHERS = {
     "Gemma2ForCausalLM": {**WIDE, "num_key_value_heads": 2, "head_dim": 64, "sliding_window": 16},
-    # These hold every hidden state until their stack has run, or let go of more than others then.
+    # These hold all hidden states until their stack has run, or free more than other models at that point.
     "DebertaV2ForMaskedLM": WIDE,
     "BartForConditionalGeneration": {
         "vocab_size": 320,
@@ -114,7 +114,7 @@ def test_peak_of_other_models(name):
     ("family", "layers"), [(family, layers) for family in FAMILIES for layers in (1, 2)], ("llama", 1), ("llama", 2)
 )
 def test_models_of_one_and_two_blocks(family, layers):
-    """The prediction is too high by a few hidden states at most, at any depth; for T5 by as much as its scores."""
+    """For shallow models, predictions are too high by at most a few hidden states; for T5, by its scores."""
     model = model_of(family, dtype=torch.bfloat16, **{**PEAK, "layers": layers})
     batch = tiny_batch(family, **PEAK_BATCH)
     with within(60):

@@ -1,4 +1,4 @@
-"""A model without weights and depth says the same of itself as the model it was taken from."""
+"""A skeleton, without weights and depth, describes the same model as the one that it was made from."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def rows(skeleton):
 
 
 def assert_describes(skeleton, model):
-    """Depths, names and bytes are the model's own."""
+    """Check that depths, names and bytes are the model's."""
     found = find_blocks(model)
     assert (skeleton.family, skeleton.model) == (found.family, found.model)
     assert tuple(block for stack in skeleton.stacks for block in stack.blocks) == found.blocks
@@ -102,7 +102,7 @@ def assert_describes(skeleton, model):
 
 
 def run(skeleton, model, batch):
-    """One step of an assembled model: names of the blocks that ran, and of the parameters without a gradient."""
+    """Run a step of an assembled model; returns names of blocks that ran, and of parameters without a gradient."""
     ran = []
     for name, module in find_blocks(model).modules.items():
         module.register_forward_hook(functools.partial(_append, ran, name))
@@ -155,7 +155,7 @@ def test_adapters_on_some_layers_only():
     config = LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1, 3])
     model = get_peft_model(tiny_model("llama", layers=5), config)
     skeleton = skeleton_of(model)
-    # Block 0 is frozen below the first adapter; block 2 is not, so that something is saved in it.
+    # Block 0 is frozen below the first adapter; block 2 is not, because backward passes through it.
     assert rows(skeleton) == [(0, 1, 2, 1, 2)]
     assert [kind.frozen for kind in skeleton.stacks[0].kinds] == [True, False, False]
     assert_describes(skeleton, model)
@@ -191,7 +191,7 @@ def test_plain_tensors_of_modules():
 
 
 class Around(nn.Module):
-    """Holds a model as DistributedDataParallel does."""
+    """Wraps a model like DistributedDataParallel."""
 
     def __init__(self, module):
         super().__init__()
@@ -203,7 +203,7 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_hooks_and_forwards_of_others_stay_behind(family):
-    """And so do a plan that is on, and compiled blocks."""
+    """Hooks, replaced forwards, compiled blocks and an enabled plan are not copied to the skeleton."""
     model = tiny_model(family, layers=3)
     hf_ckpt.install(model, {"policy": "selective", "rules": [{"layers": "1", "policy": "full"}]})
     enable(model)
@@ -231,7 +231,7 @@ def test_hooks_and_forwards_of_others_stay_behind(family):
     assert installation(model).enabled
 
 
-# --- put together ---------------------------------------------------------------------------------------------------
+# --- assembled models -----------------------------------------------------------------------------------------------
 
 
 def config_of(skeleton):
@@ -281,7 +281,7 @@ def test_an_error_inside_leaves_nothing():
         pass
     assert is_empty(skeleton)
     assert config_of(skeleton) == before
-    with skeleton.assembled([[1, 0, 1]]) as assembled:  # a model picks its mask by `config.layer_types`
+    with skeleton.assembled([[1, 0, 1]]) as assembled:  # a model picks masks by `config.layer_types`
         assert assembled.config.layer_types == ["full_attention", "sliding_attention", "full_attention"]
         assert assembled.config.num_hidden_layers == 3
 
@@ -306,7 +306,7 @@ def assert_same_skeletons(found, expected):
 @pytest.mark.parametrize("layers", [1, 6])
 @each_family
 def test_the_config_says_what_the_model_says(family, layers, tuning):
-    """The first half of the stacks is made, and the names, the kinds and the bytes are those of all."""
+    """A skeleton from a config creates only two blocks per stack, and equals the one from the model."""
     model = tiny_model(family, layers=layers)
     config, make = copy.deepcopy(model.config), type(model)._from_config
     lora = functools.partial(add_lora, rank=4) if tuning == "lora" else None
@@ -332,7 +332,7 @@ def test_configs_of_other_models_say_what_they_say(name):
 
 
 class LargestReal(TorchDispatchMode):
-    """Remembers the largest tensor with memory of its own."""
+    """Records the size of the largest real tensor."""
 
     def __init__(self):
         super().__init__()

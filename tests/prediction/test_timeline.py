@@ -1,4 +1,4 @@
-"""A step put together from parts: by hand, what its peak is made of, its time, plans as files, runs of blocks."""
+"""A step assembled from parts: by hand, parts of its peak, its time, plans as files, runs of blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_ckpt.spec.spec import Spec
 # --- by hand --------------------------------------------------------------------------------------------------------
 
 KEPT, DROPPED = (0, 0), (0, 1)
-"""Keys of the one kind under `keep` and under `full`."""
+"""Keys of the only kind under `keep` and under `full`."""
 BY_HAND = Costs(
     family="llama",
     model="SomeModel",
@@ -61,21 +61,21 @@ BY_HAND = Costs(
 
 
 def rows_of(found):
-    """One row a moment: label, bytes at its beginning, gradients among them, and what `levels` says."""
+    """A row per moment: label, bytes at its beginning, gradients among them, and its `levels`."""
     return [(m.label, m.start_bytes, m.gradient_bytes, list(m.levels())) for m in found.moments]
 
 
 def test_a_first_micro_step_by_hand():
-    """`full`, then `keep`: gradients come as the backward goes."""
+    """With `full`, then `keep`, gradients grow during backward."""
     assert rows_of(timeline(BY_HAND, ((1, 0),))) == [
         ("embedding", 148, 0, [(156, 0), (152, 0)]),
         ("forward of decoder 0", 152, 0, [(164, 0), (156, 0)]),
         ("forward of decoder 1", 156, 0, [(167, 0), (166, 0)]),
         ("head and loss", 166, 0, [(196, 0), (182, 0)]),
         ("head and loss, backward", 182, 0, [(196, 0), (197, 6)]),
-        # After its forward 166, turn 5, its output 4 gone, 6 of gradients; nothing shared yet, the last begins that.
+        # After its forward 166, turnaround 5, minus its output 4, gradients 6; shared bytes start after the last block.
         ("backward of decoder 1", 173, 6, [(181, 6), (185, 16)]),
-        # 156 + 5 - 4, 2 shared, 16 of gradients.
+        # 156 + 5 - 4, 2 shared, gradients 16.
         ("backward of decoder 0", 175, 16, [(184, 16), (193, 19), (187, 26)]),
         ("embedding, backward", 181, 26, [(186, 26), (188, 30)]),  # 152 + 3 + 26
         ("optimizer step", 178, 30, [(185, 30), (178, 30)]),
@@ -88,13 +88,13 @@ def test_a_first_micro_step_by_hand():
     assert found.parts() == {
         "weights and optimizer state": 148,
         "gradients": 6,
-        "kept for backward": 18,  # of the embedding and the blocks: the head's own 16 are its work
+        "kept for backward": 18,  # of embedding and blocks; the head's own 16 are its work
         "temporary in head and loss, backward": 25,
     }
 
 
 def test_an_encoder_and_a_decoder_by_hand():
-    """Gradients are finished from the back."""
+    """Gradients finish from the last block to the first."""
     (decoder,) = BY_HAND.stacks
     between = {"before": Phase(((6, 0), (3, 0))), "before_backward": Phase(((5, 0), (3, 1)), 11)}
     second = dataclasses.replace(decoder, **between, before_at_backward_bytes=9)
@@ -109,7 +109,7 @@ def test_an_encoder_and_a_decoder_by_hand():
         ("forward of encoder 0", 152, 0),
         ("forward of encoder 1", 156, 0),
         ("between encoder and decoder", 166, 0),
-        ("forward of decoder 0", 169, 0),  # `full`, as the first of its stack
+        ("forward of decoder 0", 169, 0),  # `full`, first in its stack
         ("forward of decoder 1", 173, 0),
         ("head and loss", 183, 0),
         ("head and loss, backward", 199, 0),
@@ -129,7 +129,7 @@ def test_one_action_for_all_spares_what_has_no_choice():
     assert costs.uniform(0) == ((0, 0, 0), (0,))
 
 
-# --- of any costs ---------------------------------------------------------------------------------------------------
+# --- random costs ---------------------------------------------------------------------------------------------------
 
 
 def any_choice(data, costs):
@@ -155,7 +155,7 @@ def test_the_peak_is_the_highest_level_and_its_parts_are_all_of_it(costs, data, 
 
 @given(costs=some_costs(most=6), data=st.data())
 def test_gradients_are_complete_at_the_end(costs, data):
-    """What was finished before a moment never shrinks; nothing of it is there before the backward."""
+    """Finished gradients never shrink, start with the backward, and are complete at the end."""
     choice = any_choice(data, costs)
     first, later = timeline(costs, choice), timeline(costs, choice, accumulated=True)
     gradients = [moment.gradient_bytes for moment in first.moments]
@@ -168,13 +168,13 @@ def test_gradients_are_complete_at_the_end(costs, data):
         assert moment.start_bytes - moment.gradient_bytes == again.start_bytes - again.gradient_bytes
 
 
-# --- plans that say what they cost ----------------------------------------------------------------------------------
+# --- plans with predictions -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["plan.json", "plan.yaml"])
 @pytest.mark.parametrize("nanoseconds", [20_000 - 2 * 248, 123_456_789_012_345])
 def test_a_saved_plan_keeps_its_prediction(tmp_path, name, nanoseconds):
-    """Also a step of 20 us, which is `2e-05` in JSON: YAML takes that for a text."""
+    """A saved plan keeps its prediction, even 20 us: JSON writes `2e-05`, which YAML reads as text."""
     costs = dataclasses.replace(BY_HAND, optimizer_nanoseconds=nanoseconds)
     plan = plan_of(costs, ((1, 0),), budget_bytes=300, device="a100-80")
     plan.save(tmp_path / name)
@@ -188,25 +188,25 @@ def test_a_saved_plan_keeps_its_prediction(tmp_path, name, nanoseconds):
     assert sum(size for _, size in loaded.prediction.parts) == 226
 
 
-# --- runs of blocks recomputed as one -------------------------------------------------------------------------------
+# --- runs of blocks, recomputed as one ------------------------------------------------------------------------------
 
 OUTPUT, OWN, TRANSIENT = 4, 20, 9
-"""What each block of `runs_of` gives on, what else it keeps, and the most that its forward takes."""
+"""Output of each block of `runs_of`, other bytes that it keeps, and the peak of its forward."""
 
 
 def runs_of(*stacks, gradient=0, shared=0, head=1, between=1, accumulation=1):
-    """Costs of stacks of blocks that are all alike, `stacks` being the lengths of the runs that count as one block.
+    """Costs of stacks of equal blocks; `stacks` has the lengths of the runs that count as one block.
 
-    With all lengths 1 these are the blocks themselves. A run under `full` does what a block does under `full`: it keeps
-    its input, and its backward runs all its blocks again as `keep`, and then back.
+    With all lengths 1, these are single blocks. A run under `full` behaves like a block: it keeps its input, and its
+    backward recomputes all its blocks under `keep`, then goes back through them.
     """
     keep_forward = ((TRANSIENT, 0), (OWN + OUTPUT, 0))
-    # From the gradient of its output to that of its input. What it keeps goes, and its input.
+    # From the gradient of its output to that of its input; frees its input and what it keeps.
     keep_backward = ((6, 0), (8, gradient // 2), (-OWN - OUTPUT, gradient))
 
     def forward(length):
         points = [(TRANSIENT, 0), (OUTPUT, 0)]
-        for _ in range(length - 1):  # the output of the one before goes once it is used
+        for _ in range(length - 1):  # a block's output is freed after use
             points += [(OUTPUT + TRANSIENT, 0), (2 * OUTPUT, 0), (OUTPUT, 0)]
         return Phase(tuple(points))
 
@@ -259,7 +259,7 @@ def runs_of(*stacks, gradient=0, shared=0, head=1, between=1, accumulation=1):
 
 
 def segmented_peak(costs, length, accumulated):
-    """The peak with so many blocks in a segment, or one fewer."""
+    """The peak with `length` blocks per segment, or one fewer."""
     segments = tuple(-(-len(stack.blocks) // length) for stack in costs.stacks)
     full = costs.uniform(len(costs.actions) - 1)
     return timeline(dataclasses.replace(costs, segments=segments), full, accumulated).peak_bytes
@@ -287,7 +287,7 @@ def ones(*sizes):
     ],
 )
 def test_runs_are_what_blocks_as_large_would_be(sizes, changes, length, accumulated):
-    """A run of blocks is one larger block under `full`, of which the timeline can be asked."""
+    """A run of blocks costs as much as one larger block under `full`."""
     small = runs_of(*ones(*sizes), **changes)
     large = runs_of(*(run_lengths(size, -(-size // length)) for size in sizes), **changes)
     assert segmented_peak(small, length, accumulated) == timeline(large, large.uniform(1), accumulated).peak_bytes
@@ -296,7 +296,7 @@ def test_runs_are_what_blocks_as_large_would_be(sizes, changes, length, accumula
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("size", [1, 2, 5, 12])
 def test_runs_of_the_root_are_those_that_segments_makes(size, accumulation):
-    """`segments: "sqrt"` is predicted for the very runs that it is installed as."""
+    """The prediction for `segments: "sqrt"` uses the runs that it installs."""
     small = runs_of([1] * size, accumulation=accumulation)
     plan = make_plan(Spec.parse({"segments": "sqrt"}), small.stacks[0].blocks, "llama", "SomeModel")
     large = runs_of([len(names) for _, names in plan.segments()], accumulation=accumulation)

@@ -1,4 +1,4 @@
-"""What tracing chooses from, leaves as it was, refuses, and counts beside the blocks."""
+"""Traces: that they change nothing, what they refuse, and what they count besides blocks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from hf_ckpt.prediction.timeline import timeline
 from hf_ckpt.prediction.trace import Step, trace_costs, trace_rows
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 
-# --- tracing leaves nothing -----------------------------------------------------------------------------------------
+# --- tracing changes nothing ----------------------------------------------------------------------------------------
 
 
 def everything_about(model):
-    """What tracing must not change, in a form that can be compared."""
+    """Everything that tracing must not change, in comparable form."""
     record = installation(model)
     return {
         "state": {name: value.clone() for name, value in model.state_dict().items()},
@@ -94,14 +94,14 @@ def test_tracing_changes_nothing(family, installed):
     assert_same(expected, step(model, tiny_batch(family)))
     if installed == "enabled":
         times = set(hf_ckpt.describe(model).forwards.values())
-        assert times == {3}  # of the three steps here, and of none that was traced
+        assert times == {3}  # the three steps here, not the traced ones
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
 class ReadsItsLogits(transformers.LlamaForCausalLM):
-    """Looks at a number, which a fake tensor has none of."""
+    """Reads a value, which fake tensors do not have."""
 
     def forward(self, *args, **kwargs):
         found = super().forward(*args, **kwargs)
@@ -140,7 +140,7 @@ def test_an_error_of_the_plan_is_told_as_it_is(monkeypatch):
         trace_costs(skeleton_of(tiny_model("llama")), Step(tiny_batch("llama")), CPU)
 
 
-# --- what is there all the time -------------------------------------------------------------------------------------
+# --- memory outside of blocks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.compat
@@ -166,7 +166,7 @@ def test_bytes_that_are_always_there(family, tuning):
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_what_was_run_is_not_run_again(family, monkeypatch):
-    """Of one skeleton: neither for other micro-steps and another optimizer, nor beside a head in chunks."""
+    """Parts of a skeleton are run once for all micro-steps and optimizers; padding needs new runs."""
     ran = []
     monkeypatch.setattr(trace, "_run", lambda *given, run=trace._run: ran.append(given) or run(*given))
     skeleton, batch = skeleton_of(tiny_model(family)), tiny_batch(family)
@@ -180,7 +180,7 @@ def test_what_was_run_is_not_run_again(family, monkeypatch):
     assert len(ran) == 2 * count
 
 
-# --- put together again -----------------------------------------------------------------------------------------------
+# --- assembled timelines ----------------------------------------------------------------------------------------------
 
 
 @sparing(
@@ -189,7 +189,7 @@ def test_what_was_run_is_not_run_again(family, monkeypatch):
     *(("llama", None), ("llama", torch.bfloat16), ("t5", None)),
 )
 def test_a_timeline_is_the_step_that_was_traced(family, autocast):
-    """Of a model as deep as the short one: what is alive when a part begins is at most two hidden states more."""
+    """For a model as deep as its short form, parts begin with at most two hidden states more than in the trace."""
     skeleton = skeleton_of(model_of(family, hidden=32, layers=4 if family == "t5" else 3))
     assert all(short_row(stack.row) == stack.row for stack in skeleton.stacks)
     batch, actions = tiny_batch(family), (FULL, SELECTIVE, KEEP)

@@ -1,4 +1,4 @@
-"""Bases in 4 and 8 bits, chosen adapters, DPO and packed sequences: predicted bytes against a count."""
+"""Quantised bases, selected adapters, DPO and packed sequences: predicted bytes compared with a count."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HALF = torch.bfloat16
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A narrow LLaMA in bfloat16, as a model is saved."""
+    """A saved narrow LLaMA in bfloat16."""
     found = tmp_path_factory.mktemp("narrow")
     tiny_model("llama", layers=4, hidden=256, attention="sdpa").to(HALF).save_pretrained(found)
     return str(found)
@@ -51,7 +51,7 @@ def quantised(folder, bits, targets, double=True):
 
 
 def scales_of(model):
-    """What bitsandbytes keeps beside the elements of its weights."""
+    """Scales and codes that bitsandbytes keeps besides quantised weights."""
     import bitsandbytes
 
     for module in model.modules():
@@ -69,7 +69,7 @@ def plain_loss(model, batch):
 
 
 def counted(model, costs, batch, loss_of, *held):
-    """Action -> predicted and real peaks of a first and a second micro-step."""
+    """Action -> predicted and real peaks of the first and second micro-step."""
     found = {}
     for number, action in enumerate(costs.actions):
         choice = costs.uniform(number)
@@ -93,7 +93,7 @@ CASES = [(4, "all-linear", True), (4, ("q_proj", "v_proj"), False), (8, "all-lin
 @pytest.mark.long
 @sparing(("bits", "targets", "double"), CASES, CASES[0])
 def test_adapters_on_a_quantised_base(folder, bits, targets, double):
-    """Weights to the byte, against bitsandbytes' own and PEFT's preparation, and peaks."""
+    """Weights match bitsandbytes and PEFT's preparation to the byte, and peaks are near."""
     bases = {4: "load_in_4bit", 8: "load_in_8bit"}
     named = {"lora": 8, "lora_targets": targets, "lora_dropout": 0.1, bases[bits]: True, "double_quant": double}
     costs, step = costs_of(Workload(folder, **SIZES, **named, optimizer="sgd", accumulation=2))
@@ -109,7 +109,7 @@ def test_adapters_on_a_quantised_base(folder, bits, targets, double):
 @pytest.mark.slow
 @sparing("reference", ["adapters-off", "model", "precomputed"], "adapters-off")
 def test_preferences_with_a_reference(folder, reference):
-    """Pairs through TRL's head, and the reference behind the policy's forward, as its DPO trainer runs them."""
+    """Pairs run through TRL's head, and the reference after the policy's forward, as in its DPO trainer."""
     from trl.trainer.utils import add_fused_lm_head
 
     named = {"lora": 8, "trainer": "dpo", "reference": reference, "optimizer": "sgd", "accumulation": 2}
@@ -142,7 +142,7 @@ def test_preferences_with_a_reference(folder, reference):
 
 @pytest.mark.slow
 def test_packed_sequences(folder):
-    """One row, whose position ids begin again for every sequence, and the mask that keeps these apart."""
+    """One row, in which position ids restart for every sequence, and a mask separates sequences."""
     costs, step = costs_of(Workload(folder, **SIZES, packing=True, lora=8, optimizer="sgd", accumulation=2))
     whole = SIZES["batch"] * SIZES["tokens"]
     assert step.batch["position_ids"].shape == (1, whole)

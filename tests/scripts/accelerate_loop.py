@@ -1,4 +1,4 @@
-"""A plain Accelerate loop that never asks for checkpointing; hf_ckpt appears only where the outcome is written down.
+"""A plain Accelerate loop that never enables checkpointing; hf_ckpt is used only to write results.
 
 accelerate_loop.py OUT [--workers N] [--steps N] [--accumulate N] [--dropout P]
 """
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Rows(Dataset):
-    """Defined here, so that a spawned worker has to find this script again."""
+    """Defined here, so that spawned workers must import this script."""
 
     def __init__(self, columns: dict[str, torch.Tensor]) -> None:
         self.columns = columns
@@ -73,7 +73,7 @@ def main() -> None:
     arguments.out.mkdir(exist_ok=True)
     (arguments.out / f"rank{accelerator.process_index}.json").write_text(json.dumps(found))
     torch.save(weights, arguments.out / f"rank{accelerator.process_index}.pt")
-    # Let gloo's threads have the GIL: PyTorch can deadlock where DDP and the process group are destroyed within a few
+    # Give the GIL to gloo's threads: PyTorch can deadlock if DDP and the process group are destroyed within a few
     # milliseconds of the last backward, with or without checkpointing. https://github.com/pytorch/pytorch/issues/56297
     time.sleep(0.2)
     accelerator.end_training()

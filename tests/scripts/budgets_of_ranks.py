@@ -1,7 +1,7 @@
-"""One rank of trainings under a budget, see ranks.py and `helpers.budget_ranks`: DDP, FSDP1, FSDP2, or DeepSpeed.
+"""One rank of trainings under a budget with DDP, FSDP1, FSDP2 or DeepSpeed; see ranks.py and `helpers.budget_ranks`.
 
-Every case trains without hf_ckpt, under `full`, and under a budget that is the same on all ranks. Each rank writes down
-what it saw, which `helpers.budget_ranks` reads.
+Every case trains without hf_ckpt, under `full`, and under a budget that is the same on all ranks. Each rank writes
+its results, which `helpers.budget_ranks` reads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def build(case: dict[str, Any]) -> nn.Module:
 
 
 def make(case: dict[str, Any], kept: list[Any]) -> Make:
-    """A row of `budget_runs`; what trains is put into `kept`."""
+    """A row of `budget_runs`; the object that trains is stored in `kept`."""
 
     def made(spec: dict[str, Any] | None) -> Scenario:
         model = build(case)
@@ -72,7 +72,7 @@ def train(trainer: Wrapped, case: dict[str, Any], watch: Watch) -> None:
                 trainer.micro_step(batch, last=micro == case["accumulate"] - 1)
 
 
-# --- how models are wrapped -------------------------------------------------------------------------------------------
+# --- wrappers ---------------------------------------------------------------------------------------------------------
 
 
 class Wrapped:
@@ -102,12 +102,12 @@ class Wrapped:
             self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """This rank's part of every parameter."""
+        """This rank's shard of every parameter."""
         return {name: compat.local(value).detach().clone() for name, value in self.model.named_parameters()}
 
 
 class DeepSpeed(Wrapped):
-    """ZeRO of the stage that the case names."""
+    """ZeRO with the case's stage."""
 
     def __init__(self, model: nn.Module, case: dict[str, Any]) -> None:
         import deepspeed
@@ -117,7 +117,7 @@ class DeepSpeed(Wrapped):
         keys = {
             "zero_optimization": {
                 "stage": int(case["way"][-1]),
-                **dict.fromkeys(buckets, HIDDEN * HIDDEN),  # as `auto` has them; by default they fill 2 GB
+                **dict.fromkeys(buckets, HIDDEN * HIDDEN),  # as with `auto`; the default is 2 GB
                 "stage3_param_persistence_threshold": 10 * HIDDEN,
             },
             "zero_force_ds_cpu_optimizer": False,
@@ -149,7 +149,7 @@ class DeepSpeed(Wrapped):
 def ran(
     case: dict[str, Any], spec: dict[str, Any] | None, settle: bool = False
 ) -> tuple[Trained, dict[str, torch.Tensor]]:
-    """A training, and this rank's weights at its end. With `settle` it ends once peaks change no more."""
+    """Run a training; returns it and this rank's final weights. With `settle`, it ends once peaks stop changing."""
     kept: list[Wrapped] = []
     gc.collect()
     done = trained(make(case, kept), spec, settle=settle)
@@ -158,7 +158,7 @@ def ran(
 
 @functools.cache
 def references(words: str) -> tuple[dict[str, torch.Tensor], int, int]:
-    """This rank's weights after a case without hf_ckpt, and the largest peaks of a rank under `full` and without it."""
+    """This rank's weights without hf_ckpt, and the largest peaks of all ranks under `full` and without hf_ckpt."""
     keep, weights = ran(json.loads(words), None)
     full, _ = ran(json.loads(words), {"policy": "full"}, settle=True)
     if full.error:

@@ -1,6 +1,6 @@
-"""Writes docs/cookbook.md: questions, the commands that answer them, and what these answer.
+"""Writes docs/cookbook.md: questions, the commands that answer them, and their answers.
 
-python tests/scripts/cookbook.py  # a few minutes: every command is run
+python tests/scripts/cookbook.py  # takes a few minutes, because it runs every command
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ The answer says whether the training fits and what was assumed. Copy its trainin
 
 
 def answer_of(command: str) -> dict:
-    """What a command prints with `--json`."""
+    """The result of a command with `--json`."""
     from hf_ckpt.cli.main import main
 
     out = io.StringIO()
@@ -75,7 +75,7 @@ def answer_of(command: str) -> dict:
 
 
 def section(question: str, command: str, found: dict) -> str:
-    """The part of the page about one question."""
+    """The page's section for one question."""
     lines = [found["answer"], found["assumed"]]
     if found["fits"]:
         arguments = found["write"]["training_arguments"]
@@ -93,7 +93,7 @@ def section(question: str, command: str, found: dict) -> str:
 
 
 def main() -> None:
-    """Write the page; with a number as argument, print the section of that question."""
+    """Write the page; with a number as argument, print that question's section."""
     if sys.argv[1:]:
         question = list(QUESTIONS)[int(sys.argv[1])]
         print(section(question, QUESTIONS[question], answer_of(QUESTIONS[question])))

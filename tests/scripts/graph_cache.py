@@ -1,6 +1,6 @@
-"""A process of tests/engines/test_compiled.py: a step of compiled blocks for each share that is named.
+"""A process for tests/engines/test_compiled.py: runs a step of compiled blocks for each share in its arguments.
 
-It prints, for each, how often inductor's and AOTAutograd's caches on disk were asked, and the sum of all gradients.
+For each share, it prints hits and misses of inductor's and AOTAutograd's caches on disk, and the sum of all gradients.
 """
 
 from __future__ import annotations

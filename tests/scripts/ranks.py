@@ -1,4 +1,4 @@
-"""What the workers that run under torchrun share."""
+"""Code shared by the workers that run under torchrun."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from hf_ckpt.models.blocks import find_blocks
 
 
 def without_cache(model: nn.Module) -> nn.Module:
-    """The model, building no key/value cache: one would change memory layouts, and with them the last bits of T5."""
+    """The model without key/value cache, which would change memory layouts, and so the last bits of T5."""
     for module in model.modules():
-        if hasattr(getattr(module, "config", None), "use_cache"):  # the stacks of T5 have configs of their own
+        if hasattr(getattr(module, "config", None), "use_cache"):  # T5's stacks have their own configs
             module.config.use_cache = False
     return model
 
 
 def wrapped(model: nn.Module, by: str, half: bool = False, **options: Any) -> nn.Module:
-    """The model as the ranks share it; with `half`, FSDP computes in bfloat16."""
+    """The model as ranks share it; with `half`, FSDP computes in bfloat16."""
     blocks = find_blocks(model).modules.values()
     computed_in = torch.bfloat16 if half else None
     if by == "ddp":
@@ -51,7 +51,7 @@ def wrapped(model: nn.Module, by: str, half: bool = False, **options: Any) -> nn
 
 @contextlib.contextmanager
 def heard(said: list[str]) -> Iterator[None]:
-    """Collects what hf_ckpt logs."""
+    """Collect the log messages of hf_ckpt."""
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hf_ckpt").addHandler(handler)
@@ -63,7 +63,7 @@ def heard(said: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted_calls(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Block name -> times its first inner module ran: a count that does not come from hf_ckpt."""
+    """Block name -> runs of its first inner module, counted without hf_ckpt."""
     calls: dict[str, int] = {}
     handles = []
     for name, block in find_blocks(model).modules.items():
@@ -80,14 +80,14 @@ def counted_calls(model: nn.Module) -> Iterator[dict[str, int]]:
 
 
 def run_cases(run_case: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
-    """Run the cases of the file sys.argv[1] one after another, and write what came of each to OUT/rank<n>.json."""
+    """Run the cases in the file sys.argv[1] one by one, and write their results to OUT/rank<n>.json."""
     cases, out = Path(sys.argv[1]), Path(sys.argv[2])
     results: dict[str, Any] = {}
     for name, case in json.loads(cases.read_text()).items():
-        faulthandler.dump_traceback_later(240, exit=True)  # a deadlock shows where
+        faulthandler.dump_traceback_later(240, exit=True)  # shows where a deadlock is
         try:
             results[name] = run_case(case, out)
-        except Exception:  # the tests fail on it by name; the other cases still run
+        except Exception:  # reported by its test; other cases still run
             results[name] = {"error": traceback.format_exc()}
         (out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
     dist.barrier()

@@ -1,7 +1,7 @@
-"""One rank of the tests that train on two processes: DDP, FSDP, ZeRO, the Trainer and accelerate, see ranks.py.
+"""One rank of tests on two processes: DDP, FSDP, ZeRO, the Trainer and accelerate; see ranks.py.
 
-Every case trains the same model on the same batches without hf_ckpt and with it, and fails if gradients or weights
-differ. What else is to be judged is written down.
+Every case trains the same model on the same batches without and with hf_ckpt, and fails if gradients or weights
+differ. Other results are written for the tests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hf_ckpt.measure.levels import CountedLevels
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
-ROWS = 2  # of each rank
+ROWS = 2  # per rank
 TARGETS = {"llama": ["q_proj", "v_proj"], "bert": ["query", "value"], "t5": ["q", "v"]}
 SAVED = {"llama": ["lm_head"], "bert": ["pooler", "classifier"], "t5": ["lm_head"]}
 
@@ -52,7 +52,7 @@ def build(case: Case) -> nn.Module:
     options = {"attention": "sdpa"} if case.compiled else {}
     model: nn.Module = without_cache(tiny_model(case.family, dropout=case.dropout, **options))
     if case.model == "headless":
-        model = model.bert  # its pooler has parameters, and no part in a loss on the hidden states
+        model = model.bert  # its pooler's parameters do not affect a loss on hidden states
     elif case.model == "frozen":  # up to block 2
         model.get_input_embeddings().requires_grad_(False)
         for block in list(find_blocks(model).modules.values())[:2]:
@@ -63,7 +63,7 @@ def build(case: Case) -> nn.Module:
             target_modules=TARGETS[case.family],
             modules_to_save=SAVED[case.family] if case.model == "lora, saved" else None,
             lora_dropout=case.dropout,
-            init_lora_weights=False,  # the usual zeros in B make every gradient of A zero
+            init_lora_weights=False,  # zeros in B would make all gradients of A zero
         )
         torch.manual_seed(1)
         model = peft.get_peft_model(model, config)
@@ -74,7 +74,7 @@ def build(case: Case) -> nn.Module:
 
 
 class Collectives(TorchDispatchMode):
-    """Collectives with the sizes of what is sent: ranks that differ in either wait for each other for ever."""
+    """Records collectives with the sizes that they send: ranks with different ones would deadlock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def loss_of(model: nn.Module, case: Case, step: int) -> torch.Tensor:
         return model(**first).last_hidden_state.square().mean()
     if case.steps != "pair":
         return model(**first).loss
-    # The shape of a preference loss: two forwards, one backward through both.
+    # Like a preference loss: two forwards, one backward through both.
     chosen, rejected = (log_likelihood(model, batch) for batch in (first, second))
     return -nn.functional.logsigmoid(chosen - rejected).mean()
 
@@ -109,7 +109,7 @@ def log_likelihood(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
 
 
 def train(shared: nn.Module, model: nn.Module, case: Case) -> tuple[dict[str, Any], list[str]]:
-    """Losses, this rank's part of the gradients after each backward that is reduced, and the collectives of FSDP2."""
+    """Losses, this rank's shard of the gradients after each reduced backward, and the collectives of FSDP2."""
     torch.manual_seed(100 + dist.get_rank())
     losses, found, collectives = [], {}, Collectives()
     counted = isinstance(shared, FSDPModule) and not case.compiled
@@ -147,13 +147,13 @@ def in_steps(case: Case, _: Path) -> dict[str, Any]:
             hf_ckpt.install(shared or model)
         find_blocks(model).base.gradient_checkpointing_enable(spec)
         shared = shared or wrapped(model, case.by, case.half, **case.options)
-        # A hook inside a block would keep it in eager mode.
+        # A hook inside a block would keep it eager.
         with contextlib.nullcontext() if case.compiled else counted_calls(model) as calls:
             got, ours = train(shared, model, case)
     if case.exact:
         assert_same(expected, got)
     else:
-        assert_near(expected, got, 0.04 if case.half else 1e-5)  # 5 units of rounding of bfloat16
+        assert_near(expected, got, 0.04 if case.half else 1e-5)  # 5 rounding units of bfloat16
     described = hf_ckpt.describe(shared)
     return {
         "collectives": [theirs, ours],
@@ -170,11 +170,11 @@ def in_steps(case: Case, _: Path) -> dict[str, Any]:
     }
 
 
-# --- the Trainer, and DeepSpeed under it ------------------------------------------------------------------------------
+# --- the Trainer, also with DeepSpeed ---------------------------------------------------------------------------------
 
 
 def by_trainer(case: Case, folder: Path, spec: dict[str, Any] | None) -> tuple[nn.Module, dict[str, Any], Any]:
-    """Two steps of two micro-batches: the model, its losses and weights, and what wraps it."""
+    """Train two steps of two micro-batches; returns the model, losses and weights, and (wrapper, block calls)."""
     AcceleratorState._reset_state(reset_partial_state=False)
     GradientState._reset_state()
     model = build(case)
@@ -223,7 +223,7 @@ def _zero(case: Case) -> dict[str, Any]:
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id"):  # of ZeRO-3
+        if hasattr(parameter, "ds_id"):  # ZeRO-3
             with deepspeed.zero.GatheredParameters([parameter]):
                 found[name] = parameter.detach().clone()
         else:
@@ -261,7 +261,7 @@ def in_trainer(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def through_accelerate(owner: str, folder: Path) -> dict[str, Any]:
-    """By accelerate's own code; `owner` checkpoints: `ours`, `theirs` (we are asked after), `both` (we before)."""
+    """Run accelerate's own code; `owner` checkpoints: `ours`, `theirs` (then we are asked), `both` (we first)."""
     from accelerate import Accelerator
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -275,8 +275,8 @@ def through_accelerate(owner: str, folder: Path) -> dict[str, Any]:
         cpu_ram_efficient_loading=False,
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    # accelerate drops the plugin where the processes have no GPU. Put it where it lies with GPUs; its own code, which
-    # runs on the CPU as well, does the rest.
+    # accelerate drops the plugin if processes have no GPU. Set it as with GPUs; accelerate's code also works on the
+    # CPU.
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
@@ -313,7 +313,7 @@ def _prepared(accelerator: Any, owner: str, folder: Path) -> dict[str, Any]:
 
 
 def _saved_state(accelerator: Any, model: nn.Module, optimizer: Any, folder: Path) -> dict[str, Any]:
-    """accelerate's own saving, in shards, and loading: a step after it is undone, and comes out the same again."""
+    """Save in shards and load with accelerate; repeating a step after loading must give the same results."""
 
     def step() -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
@@ -343,7 +343,7 @@ def _refusal(result: dict[str, Any], doing: str) -> Iterator[None]:
         result[doing] = f"{type(error).__name__}: {error}"
 
 
-# --- counts of live bytes ---------------------------------------------------------------------------------------------
+# --- live-byte counts -------------------------------------------------------------------------------------------------
 
 
 class _Statistics(ctypes.Structure):
@@ -354,7 +354,7 @@ class _Statistics(ctypes.Structure):
 
 
 class Allocated(TorchDispatchMode):
-    """Bytes that glibc's allocator has handed out, to whatever thread, and the most of them after any operation."""
+    """Bytes allocated by glibc in all threads, and their maximum after any operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -376,7 +376,7 @@ class Allocated(TorchDispatchMode):
 
 
 def counted(case: dict[str, Any]) -> dict[str, Any]:
-    """Steps; for each, (bytes at its beginning, peak, bytes at its end) as counted, and as allocated."""
+    """Run steps; for each, (bytes at its beginning, peak, bytes at its end) as counted, and as allocated."""
     torch.set_num_threads(1)
     model = without_cache(tiny_model(case["family"], layers=2, hidden=384))
     hf_ckpt.install(model)
@@ -386,7 +386,7 @@ def counted(case: dict[str, Any]) -> dict[str, Any]:
     live = None if case["anew"] else CountedLevels(model, optimizer)
     steps = []
     gc.collect()
-    gc.disable()  # a cycle that waits for the collector would count
+    gc.disable()  # uncollected cycles would count
     with Allocated() as allocated:
         for number in range(4):
             batch = tiny_batch(case["family"], batch=4, tokens=128, seed=10 * number + dist.get_rank())
@@ -401,7 +401,7 @@ def counted(case: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             del batch
             dist.barrier()
-            time.sleep(0.05)  # gloo's threads hold what they have sent for a moment
+            time.sleep(0.05)  # gloo's threads hold sent data briefly
             ended = [[meter.peak_bytes, meter.current_bytes] for meter in both]
             steps.append([[start, *found] for start, found in zip(began, ended, strict=True)])
             if case["anew"]:
@@ -412,7 +412,7 @@ def counted(case: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "recomputed": sum(hf_ckpt.describe(model).recomputed.values())}
 
 
-# --- all of them ------------------------------------------------------------------------------------------------------
+# --- all cases --------------------------------------------------------------------------------------------------------
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -425,7 +425,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # Inductor takes long; what it compiles is the matter of other tests.
+    # Inductor is slow, and other tests cover it.
     compat.compile_graph = lambda graph, inputs: lookup_backend("aot_eager_decomp_partition")(graph, inputs)
     if '"zero' in Path(sys.argv[1]).read_text():
         import deepspeed

@@ -1,6 +1,6 @@
-"""Fine-tuning a causal language model the way transformers' own examples do it: run_clm.py, shortened.
+"""Fine-tunes a causal language model like transformers' example run_clm.py, shortened.
 
-It knows nothing of hf_ckpt. Every option is on the command line; it trains, evaluates and saves, and resumes.
+It does not use hf_ckpt. All options come from the command line; it trains, evaluates, saves and resumes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from transformers.trainer_utils import get_last_checkpoint
 
 @dataclasses.dataclass
 class ModelArguments:
-    """Which model."""
+    """The model."""
 
     model_name_or_path: str = dataclasses.field(metadata={"help": "Folder of the model and its tokenizer."})
 
 
 @dataclasses.dataclass
 class DataArguments:
-    """Which text."""
+    """The texts."""
 
     train_file: str = dataclasses.field(metadata={"help": "A text file."})
     validation_file: str = dataclasses.field(metadata={"help": "Another."})

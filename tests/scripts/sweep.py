@@ -1,10 +1,10 @@
-"""Every model type of transformers, made small and trained under every way of checkpointing.
+"""Trains a small model of every transformers model type under every way of checkpointing.
 
 sweep.py TYPE ...       one JSON line for each of these types
 sweep.py                all types; OUT has a JSON line for each, the table is printed
-sweep.py --out OUT      goes on where an earlier run was cut short: types that have a line in OUT are not tried again
+sweep.py --out OUT      resumes an earlier run: types that have a line in OUT are skipped
 
-Run it from the repository root with `PYTHONPATH=tests`. Each type has a process of its own, with a time limit.
+Run it from the repository root with `PYTHONPATH=tests`. Each type runs in its own process, with a time limit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     )
     asked = parser.parse_args()
     every = [each["type"] for each in _lines(asked.again) if trains(each)] if asked.again else types()
-    random.Random(0).shuffle(every)  # a run that is cut short has tried a fair sample
+    random.Random(0).shuffle(every)  # an interrupted run has a fair sample
     found = _lines(asked.out)
     tried = {each["type"] for each in found}
     waiting = [name for name in asked.types or every if name not in tried]
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _lines(path: Path | None) -> list[dict]:
-    """What an earlier run found."""
+    """Results of an earlier run."""
     if path is None or not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,4 +1,4 @@
-"""Trains a small model for two steps, with the callback and one tracker of the Trainer's: TRACKER FOLDER."""
+"""Trains a small model for two steps with the callback and one of the Trainer's trackers: TRACKER FOLDER."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An ordinary Trainer script: every option comes from the command line; hf_ckpt appears only in the last lines."""
+"""An ordinary Trainer script with command-line options; hf_ckpt is used only in the last lines."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Trainings with every step checked, to count false alarms of the watch.
+"""Trains with every step checked, to count false alarms of the watch.
 
 watched.py              5,000 steps of random cases: family, adapters, dropout, precision, accumulation, policy; each
-                        case is saved and resumed in a new model half way
-watched.py --out OUT    goes on where an earlier run was cut short: OUT has a JSON line for each case
+                        case is saved and resumed in a new model half-way
+watched.py --out OUT    resumes an earlier run: OUT has a JSON line for each case
 
-Run it from the repository root. A wrong gradient or an alarm is printed, and the exit code is 1.
+Run it from the repository root. It prints wrong gradients and alarms, and then exits with 1.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ CHOICES: dict[str, list[Any]] = {
 
 
 def cases(count: int) -> list[dict[str, Any]]:
-    """Random cases, the same for the same count."""
+    """Random cases; the same count gives the same cases."""
     chance = random.Random(0)
     return [{name: chance.choice(values) for name, values in CHOICES.items()} for _ in range(count)]
 
 
 def make(case: dict[str, Any]) -> tuple[Any, Any]:
-    """The model of a case, in train mode and with its policy on, and its optimizer."""
+    """The model of a case in train mode with its policy enabled, and its optimizer."""
     dtype = torch.bfloat16 if case["precision"] == "bfloat16" else torch.float32
     model: Any = tiny_model(case["family"], dropout=case["dropout"], attention=case["attention"], dtype=dtype)
     if case["lora"]:
         torch.manual_seed(0)
         model = compat.add_lora(model, rank=4, lora_dropout=case["dropout"], init_lora_weights=False)
     spec = dict(case["policy"])
-    if "budget" in spec:  # weights, gradients, state of the optimizer, and a little for activations
+    if "budget" in spec:  # weights, gradients, optimizer state, and some activations
         spec["budget"] = f"{5 * sum(p.nbytes for p in model.parameters())}B"
     hf_ckpt.install(model, {**spec, "check_every": 1})
     base_model(model).gradient_checkpointing_enable()
@@ -82,7 +82,7 @@ def train(model: Any, optimizer: Any, case: dict[str, Any], steps: range) -> Non
 
 
 def run(case: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train a case for a number of steps, resumed half way; returns the case and what the watch counted."""
+    """Train a case for some steps and resume it half-way; returns the case and the watch's counts."""
     found = {"steps": 0, "checks": 0, "compared": 0, "left_out": 0, "differences": []}
     saved: tuple[Any, Any, Any] | None = None
     for part in (range(steps // 2), range(steps // 2, steps)):

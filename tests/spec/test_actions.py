@@ -1,4 +1,4 @@
-"""One record an action: everything else that knows of actions finds them there, and a new record is a new action."""
+"""Each action is one record: all other code finds actions there, so a new record is a new action."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hf_ckpt.spec.actions import (
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 
-# A form of every option that an action may have, as a plan file writes it.
+# A value for each option of an action, as in a plan file.
 WRITTEN = {"save": ["linear"], "moved": True, "segment": 0, "share": 0.25}
 each_record = pytest.mark.parametrize("record", ACTIONS.values(), ids=ACTIONS)
 
@@ -50,9 +50,9 @@ def test_the_records():
 
 @each_record
 def test_a_record_is_complete(record):
-    """Its engine makes the function of a block, its forms have no options but its own, and each has a colour."""
+    """Its engine creates a block's function, its forms have only its own options, and each form has a colour."""
     forms = [*record.candidates, *record.offloads]
-    forms += [COMPILED] if record.name == COMPILED.kind else []  # no plan for a budget chooses it yet
+    forms += [COMPILED] if record.name == COMPILED.kind else []  # budgets do not choose it yet
     assert forms
     assert record.keeps
     assert bool(record.engine) == (record.name != "keep")
@@ -68,11 +68,11 @@ def test_a_record_is_complete(record):
 
 
 def test_what_a_budget_chooses_from():
-    """Actions that keep most come first."""
+    """Candidates that keep most come first."""
     attention = Action("selective", ("attention",))
     assert candidates() == (KEEP, SELECTIVE, attention, FULL, FULL_SELECTIVE)
     moved = dataclasses.replace(SELECTIVE, moved=True)
-    assert list(offloads().items()) == [(FULL, OFFLOAD), (SELECTIVE, moved)]  # what keeps least comes first
+    assert list(offloads().items()) == [(FULL, OFFLOAD), (SELECTIVE, moved)]  # those that keep least come first
 
 
 # --- plan files -----------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ TWICE = Action("twice")
 
 
 class Twice(FullRegion):
-    """Recomputes the block as `full` does, and counts the calls of its hook."""
+    """Recomputes the block like `full`, and counts its hook's calls."""
 
     hooked = 0
 
@@ -136,7 +136,7 @@ def hooks_of_twice(regions, found, owners):
 
 @pytest.fixture
 def twice(monkeypatch):
-    """A fifth action, as if its record stood with the others when hf_ckpt was imported."""
+    """Add a fifth action, as if its record had existed when hf_ckpt was imported."""
     record = ActionKind(
         "twice",
         keeps="the block's inputs",
@@ -152,14 +152,14 @@ def twice(monkeypatch):
     with pytest.raises(SpecError, match="'twice'"):
         Spec.parse({"policy": "twice"})
     monkeypatch.setitem(ACTIONS, "twice", record)
-    # These two are made of the records' names when they are imported.
+    # These two are derived from the records' names on import.
     monkeypatch.setattr(reading, "POLICIES", (*reading.POLICIES, "twice"))
     monkeypatch.setitem(reading.READERS, "policy", reading.one_of(*reading.POLICIES))
     return record
 
 
 def test_a_new_record_is_carried_out(twice, tmp_path):
-    """From the spec to the plan, to its file and back, onto the model, and into what is said of it."""
+    """A new record works from spec to plan file to model, and in descriptions."""
     expected = step(tiny_model("llama"), tiny_batch("llama"))
     model = tiny_model("llama")
     plan = hf_ckpt.install(model, {"rules": [{"layers": "1-2", "policy": "twice"}]}).plan

@@ -1,4 +1,4 @@
-"""Where files are read and written: sizes, kinds of files, JSON and YAML, and disks that are full."""
+"""Reading and writing files: sizes, kinds of files, JSON and YAML, and full disks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Block, Plan, Prediction
 from hf_ckpt.spec.spec import Spec
 
-# Each line holds the one before nine times: written out, the last would be 53 million characters.
+# Each line repeats the one before nine times: expanded, the last has 53 million characters.
 BOMB = "a: &a [xxxxxxxx]\n" + "".join(
     f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdef", "bcdefg", strict=True)
 )
-MOST_TEXT = 4000  # characters of an error about one file
+MOST_TEXT = 4000  # most characters of an error about one file
 
 
 def plan_of(blocks, name="model.layers.{}"):
@@ -50,7 +50,7 @@ def test_aliases_are_refused_where_they_stand(text, tmp_path):
 
 @contextlib.contextmanager
 def few_bytes():
-    """Fail where the block takes more than 20 MB of Python objects at any moment."""
+    """Fail if Python objects in the block exceed 20 MB at any time."""
     tracemalloc.start()
     try:
         yield
@@ -60,7 +60,7 @@ def few_bytes():
 
 
 def test_errors_stay_short_however_much_is_given(tmp_path):
-    """The text of a value is cut before it is built, and so is the list of problems."""
+    """Errors stay short: texts of values are cut before they are built, and so is the list of problems."""
     many = {f"key{number}": "x" * 1000 for number in range(5000)}
     deep: dict = {}
     inner = deep
@@ -83,7 +83,7 @@ def test_errors_stay_short_however_much_is_given(tmp_path):
         assert len(str(caught.value)) < MOST_TEXT
     with pytest.raises(SpecError, match="4990 further keys"):
         Spec.parse(many)
-    told = SpecError([f"problem {number}" for number in range(1000)])  # as of a thousand numbers of blocks
+    told = SpecError([f"problem {number}" for number in range(1000)])  # such as a thousand block numbers
     assert len(told.problems) == 1000
     assert str(told).startswith("1000 problems")
     assert str(told).endswith("  - problem 19\n  ... and 980 more")
@@ -103,7 +103,7 @@ def test_shown_values():
 
 
 def test_json_is_not_read_by_the_yaml_parser(tmp_path, monkeypatch):
-    """PyYAML takes a hundred times as long for a plan of many blocks."""
+    """JSON is read without PyYAML, which takes a hundred times as long for a plan of many blocks."""
     plan = plan_of(16_000)
     plan.save(tmp_path / "plan.json")
     os.link(tmp_path / "plan.json", tmp_path / "plan")
@@ -119,7 +119,7 @@ def test_what_is_no_json_may_be_yaml(tmp_path):
     path = tmp_path / "spec"
     path.write_text("{policy: full, layers: 2-}")
     assert Spec.parse(path) == Spec(layers="2-")
-    path.write_bytes(b"\xef\xbb\xbf" + b'{"policy": "none"}')  # as editors on Windows write it
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"policy": "none"}')  # as Windows editors write
     assert Spec.parse(path).policy == "none"
 
 
@@ -159,7 +159,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
                     reader(path)
                 refused.append("no regular file" in str(caught.value) or "Is a directory" in str(caught.value))
 
-    reading = threading.Thread(target=read, daemon=True)  # a pipe without a writer would be waited for
+    reading = threading.Thread(target=read, daemon=True)  # opening a pipe without a writer blocks
     reading.start()
     reading.join(20)
     assert refused == [True] * 6
@@ -242,7 +242,7 @@ def test_a_line_is_added_whole_or_not_at_all(tmp_path):
 
 
 def test_yaml_of_pure_python_refuses_the_same(monkeypatch):
-    """PyYAML may be installed without its loader in C."""
+    """PyYAML without its C loader refuses the same texts."""
     monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
     with pytest.raises(ValueError, match="has the alias"):
         files.load_yaml(BOMB)

@@ -1,4 +1,4 @@
-"""What users may write, what it means, and that everything else is refused with every problem at once."""
+"""What users may write and what it means; everything else is refused, with all problems at once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_texts(text, wanted):
 
 
 def test_what_follows_from_what_is_given():
-    """Only the keys a user leaves out are filled in."""
+    """Only keys that a user leaves out are filled in."""
     assert Spec.parse(None) == Spec.parse({}) == Spec()
     assert Spec().to_dict() == {"policy": "full"}
     assert Spec.parse({"budget": 0.8}).policy == "budget"
@@ -75,7 +75,7 @@ def test_what_follows_from_what_is_given():
 
 
 def test_rules_beside_a_choice_of_layers_are_exceptions_to_full():
-    """Who names layers wants something done to them; `none` was never asked for."""
+    """Rules beside `layers` are exceptions to `full`: choosing layers does not mean `none`."""
     rule = {"layers": "0", "policy": "none"}
     assert Spec.parse({"layers": "0-3", "rules": [rule]}) == Spec.parse(
         {"policy": "full", "layers": "0-3", "rules": [rule]}
@@ -106,7 +106,7 @@ def test_parse_layers_refuses(text):
 
 
 def test_an_enable_call_selects_anew_or_only_changes_options():
-    """Callers re-enable with nothing, or with `use_reentrant` alone: neither may lose the choice of blocks."""
+    """Bare enable calls, or calls with only `use_reentrant`, keep the choice of blocks; others replace it."""
     spec = Spec.parse({"layers": "0-3", "preserve_rng_state": True})
     for bare in (
         {},
@@ -125,7 +125,7 @@ def test_an_enable_call_selects_anew_or_only_changes_options():
 
 @pytest.mark.parametrize("given_dict", [{"every_n_layers": True}, {"every_n_layers": 1.0}, {"offload": 0}])
 def test_an_enable_call_takes_only_the_exact_defaults_for_nothing(given_dict):
-    """`True == 1` in Python, but it is no number of layers."""
+    """Values that only equal a default, such as `True == 1`, are refused."""
     with pytest.raises(SpecError):
         Spec.parse(given_dict)
     with pytest.raises(SpecError):
@@ -303,7 +303,7 @@ def test_a_file_that_is_no_spec(tmp_path, content, expected):
         Spec.parse(str(path))
     assert len(caught.value.problems) == 1
     assert expected in str(caught.value)
-    assert str(path) in str(caught.value)  # which file it was
+    assert str(path) in str(caught.value)  # names the file
 
 
 @pytest.mark.parametrize("name", ["absent.yaml", ""])
@@ -314,7 +314,7 @@ def test_a_path_that_is_no_file(tmp_path, name):
 
 
 def test_specs_plans_and_policies_are_free_of_torch():
-    """`import hf_ckpt` and everything before a model is touched starts without torch, transformers and numpy."""
+    """`import hf_ckpt` and all code before a model is touched run without torch, transformers and numpy."""
     modules = ["hf_ckpt", "hf_ckpt.units", "hf_ckpt.planner.policies"]
     modules += [module.name for module in pkgutil.iter_modules(hf_ckpt.spec.__path__, "hf_ckpt.spec.")]
     assert "hf_ckpt.spec.actions" in modules
