@@ -717,7 +717,7 @@ class Sequences(RuleBasedStateMachine):
     def zero(self):
         self.both(lambda model: model.zero_grad(set_to_none=True))
 
-    # --- invariants 
+    # --- invariants ---
 
     @invariant()
     def flags_and_hooks_are_as_the_state_says(self):

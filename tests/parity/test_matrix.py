@@ -114,9 +114,7 @@ class Mode:
         batch = tiny_batch(family, seed=number)
         batch["attention_mask"][1, -3:] = 0  # so that masks matter
         batch = dict(without_cache(model, batch))
-        if (
-            self.loop == "functional call"
-        ):  # meta-learning: computed parameters, and backward outside of the call
+        if self.loop == "functional call":  # meta-learning: computed parameters, and backward outside of the call
             fast = {name: parameter * 1.5 for name, parameter in model.named_parameters()}
             return torch.func.functional_call(model, fast, (), batch).loss
         if self.loop == "input embeddings":  # soft prompts and attributions, with all weights frozen
