@@ -123,7 +123,7 @@ def test_every_n_layers_counts_each_stack(asked):
 
 @pytest.mark.parametrize("of_the_process", [False, True], ids=["model", "process"])
 def test_accelerates_own_checkpointing_is_a_second_owner(monkeypatch, everywhere, of_the_process):
-    """hf_ckpt refuses accelerate's FSDP checkpointing as a second owner; that would not preserve random state."""
+    """hf_ckpt refuses accelerate's FSDP checkpointing as a second owner; under FSDP2 it redraws dropout."""
     model = tiny_model("llama")
     everywhere(None if of_the_process else model)
     for owns in (True, False):

@@ -242,7 +242,7 @@ def test_allocations_of_the_cpu_by_hand():
 
 
 def test_allocations_within_an_operation_are_seen():
-    """Memory inside an operation is counted: the CPU's attention kernel allocates scores that are not a tensor."""
+    """Memory inside an operation is counted: the CPU's attention kernel allocates scores outside of tensors."""
     query = torch.rand(1, 8, 256, 64)
     with LiveBytes({"query": query}) as live:
         torch.nn.functional.scaled_dot_product_attention(query, query, query)

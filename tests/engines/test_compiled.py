@@ -116,7 +116,7 @@ def test_blocks_of_a_kind_share_graphs(graphs):
 @pytest.mark.parametrize("when", ["later", "in another model", "on every module", "of gradients"])
 @pytest.mark.parametrize("share", [1.0, 0.0])
 def test_hooks_inside_a_block_are_called(graphs, share, when, caplog, request):
-    """Hooks inside a block are called: torch does not check for them, and reused graphs of blocks without hooks."""
+    """Hooks inside a block are called: torch ignores them, and would reuse graphs of blocks without hooks."""
     batch = tiny_batch("llama")
     plain, model = tiny_model("llama", layers=2, attention="sdpa"), compiled({"share": share})
     step(model, batch)

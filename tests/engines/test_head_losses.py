@@ -79,8 +79,8 @@ def test_losses_stay_in_chunks(name, whole):
 def test_losses_in_16_bits_are_hardly_worse(name, whole):
     """Errors in 16 bits are at most 1.5 times those of a plain head.
 
-    The weight's gradient is rounded for each chunk and again for the sum; a plain head rounds it only once. That is up
-    to sqrt(2) times its error. Several draws make up for the small number of values.
+    The weight's gradient is rounded for each chunk and again for the sum, and so are contributions of single rows. If a
+    plain head rounds only that gradient, this is up to sqrt(2) times its error. Few values need several draws.
     """
     gaps = []
     for seed in range(8):

@@ -112,7 +112,7 @@ def _noise_behind_a_softmax(x, call):
 
 
 def _by_one_call(y, noise):
-    """Run softmax and product from one Python instruction, like torch's attention: only values tell them apart."""
+    """Run softmax and product from one Python instruction, like torch's attention: only values rule out a mask."""
     for function, *rest in ((torch._safe_softmax, -1), (torch.mul, noise)):
         y = function(y, *rest)
     return y

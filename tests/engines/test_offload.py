@@ -131,7 +131,7 @@ def test_what_selective_keeps_is_moved_once(lanes):
 
 
 def test_copies_of_results_are_waited_for_one_block_later(lanes):
-    """Copies end with the next block or the stack; changing a result before its copy ends is an error."""
+    """Copies are waited for when the next block or the stack ends; changing a result before that is an error."""
     pool = Mover()
     regions = [RebuildRegion(name, save=("linear", "attention"), mover=pool) for name in ("one", "two")]
     weights = [torch.randn(4, 4, requires_grad=True) for _ in regions]

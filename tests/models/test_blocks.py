@@ -146,7 +146,7 @@ def test_other_heads_on_the_same_blocks(model_class, family, path, stacks):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_head_is_found_where_there_is_one(family):
     head = head_module(tiny_model(family), family)
-    assert (head is None) == (family == "bert")  # a classifier with few labels needs no chunks
+    assert (head is None) == (family == "bert")  # a classifier's few logits take no memory
     assert head is None or head.out_features == 320
 
 

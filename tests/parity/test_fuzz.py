@@ -599,7 +599,7 @@ class Sequences(RuleBasedStateMachine):
         if record is not None and installation(self.ours) is record:
             self.enabled = True
 
-    # --- other libraries --
+    # --- other libraries ---
 
     @rule(through=st.sampled_from(["deepcopy", "pickle", "plain pickle"]))
     def copied(self, through):

@@ -62,7 +62,7 @@ def counted(layers, batch, action):
 
 @pytest.mark.long
 def test_masks_are_bytes_and_then_bits():
-    """Dropout saves masks of bytes, and bits if dropped; a CPU saves more, noise in bfloat16."""
+    """Predicted bytes per block match a count of an accelerator's operations; a CPU's bfloat16 noise takes more."""
     batch = tiny_batch("llama", tokens=64)
     masks._rows(torch.device("cpu"))  # creates them once
     found = predicted(adapted(4), batch, "h100")

@@ -73,7 +73,7 @@ def test_a_first_micro_step_by_hand():
         ("forward of decoder 1", 156, 0, [(167, 0), (166, 0)]),
         ("head and loss", 166, 0, [(196, 0), (182, 0)]),
         ("head and loss, backward", 182, 0, [(196, 0), (197, 6)]),
-        # After its forward 166, turnaround 5, minus its output 4, gradients 6; shared bytes start after the last block.
+        # After its forward 166, turnaround 5, minus its output 4, gradients 6; shared bytes start in the last block.
         ("backward of decoder 1", 173, 6, [(181, 6), (185, 16)]),
         # 156 + 5 - 4, 2 shared, gradients 16.
         ("backward of decoder 0", 175, 16, [(184, 16), (193, 19), (187, 26)]),

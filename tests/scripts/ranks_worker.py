@@ -261,7 +261,7 @@ def in_trainer(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def through_accelerate(owner: str, folder: Path) -> dict[str, Any]:
-    """Run accelerate's own code; `owner` checkpoints: `ours`, `theirs` (then we are asked), `both` (we first)."""
+    """Run accelerate's own code; `owner` checkpoints: `ours`, `theirs` (hf_ckpt comes later), `both` (it is first)."""
     from accelerate import Accelerator
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin

@@ -52,7 +52,7 @@ def test_the_records():
 def test_a_record_is_complete(record):
     """Its engine creates a block's function, its forms have only its own options, and each form has a colour."""
     forms = [*record.candidates, *record.offloads]
-    forms += [COMPILED] if record.name == COMPILED.kind else []  # budgets do not choose it yet
+    forms += [COMPILED] if record.name == COMPILED.kind else []
     assert forms
     assert record.keeps
     assert bool(record.engine) == (record.name != "keep")

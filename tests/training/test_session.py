@@ -74,7 +74,10 @@ def hooks_on(model):
 
 
 def test_a_run_is_measured_and_planned_for(caplog):
-    """A run tries `full`, then other actions on few blocks, then plans; gradients never change, and no hook remains."""
+    """A run measures a step under `full`, trials of single blocks and timed steps, and then plans.
+
+    Gradients are those of no checkpointing in each step. Afterwards nothing is measured, and no hook is left.
+    """
     caplog.set_level("INFO", logger="hf_ckpt")
     batch = tiny_batch("llama", **SHAPE)
     plain, model = model_of("llama"), model_of("llama")

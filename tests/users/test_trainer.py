@@ -40,7 +40,7 @@ def test_the_plan_survives_a_second_train(tmp_path):
 @pytest.mark.compat
 @pytest.mark.parametrize("name", NAMES)
 def test_a_nested_spec_reaches_the_blocks_from_the_command_line(tmp_path, name):
-    """A nested spec on the command line reaches the blocks unchanged, as keyword arguments of the enable call."""
+    """A nested spec on the command line reaches the plan unchanged, through the enable call's keyword arguments."""
     spec = {"policy": "full", "layers": {"encoder": "0", "decoder": "1-2"}, "preserve_rng_state": False}
     words = ["--output_dir", str(tmp_path), "--use_cpu", "--report_to", "none", "--save_strategy", "no"]
     words += ["--max_steps", "1", "--per_device_train_batch_size", "2"]
