@@ -130,7 +130,7 @@ def test_accumulated_micro_steps_add_up_and_adapters_have_gradients(workload, he
     for alone in (once, twice):
         alone.backward()
     pairs = zip(once.model.parameters(), twice.model.parameters(), strict=True)
-    assert all(torch.allclose(one.grad, two.grad, atol=1e-6) for one, two in pairs)  # the same batch twice, at half the loss
+    assert all(torch.allclose(one.grad, two.grad, atol=1e-6) for one, two in pairs)  # one batch twice, at half the loss
     assert twice.facts() == {"blocks": 2, "tokens": 2 * 4 * 64}
     adapted = Session(dataclasses.replace(workload, lora=4), NONE)
     adapted.backward()

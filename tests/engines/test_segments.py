@@ -47,7 +47,7 @@ def same_steps(run, family="llama", segments=2, times=1, **options):
 
 @each_family
 def test_only_the_input_of_a_segment_stays(family):
-    """At the end of the forward, each block that shares a segment saves its input's bytes."""
+    """Only a segment's input is kept: bytes after the forward fall with each block that shares a segment."""
     alive = {}
     for spec in ({"policy": "full"}, {"segments": 4}, {"segments": 2}, {"segments": 1}):
         model = tiny_model(family)
