@@ -203,7 +203,7 @@ class Watch:
             )
 
     def _avoid(self, base: nn.Module, record: Installation) -> None:
-        """Replace the actions in `_off` on all blocks of their class."""
+        """Replace the actions in `_off` on all blocks of their class; forget them if ranks recompute together."""
         known = self._without_off.get(id(record.plan))
         if known is None:
             if compat.ranks_recompute_together(base):
