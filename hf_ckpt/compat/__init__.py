@@ -135,6 +135,7 @@ from hf_ckpt.compat.transformers import (
     module_of,
     quantised_layers,
     set_layer_types,
+    switched_inside,
     trainer_class,
     uninitialised,
     wants_use_cache,

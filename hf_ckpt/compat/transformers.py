@@ -273,3 +273,14 @@ def fake_values_count() -> Iterator[None]:
         yield
     finally:
         setattr(import_utils, name, original)
+
+
+def switched_inside(module: nn.Module) -> list[Any]:
+    """Return the modules below blocks that transformers' own checkpointing switch changes, too.
+
+    If it is on, T5's attention computes gradients of a position bias of zeros, with a kernel that saves more.
+    """
+    others = GradientCheckpointingLayer, PreTrainedModel
+    return [
+        part for part in module.modules() if hasattr(part, "gradient_checkpointing") and not isinstance(part, others)
+    ]

@@ -31,6 +31,7 @@ from hf_ckpt.prediction.question import MOST_TOKENS, Question, Workload, questio
 from hf_ckpt.prediction.skeleton import Skeleton, Weights, refuse_moved_weights, skeleton_of
 from hf_ckpt.prediction.trace import actions_for, chunked_head, trace_costs
 from hf_ckpt.prediction.workload import DTYPES, on_device, skeleton_of_workload
+from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.units import format_bytes
 
 Progress = Callable[[str], None]
@@ -141,7 +142,7 @@ class Forecaster:
         candidates = self._in_ways(ways, asked)
         self.tell("comparing")
         segments = () if asked.sharded else segmented_options(costs)
-        usual = (*usual_options(costs, device.host_bandwidth), *segments)
+        usual = (*usual_options(costs, device.host_bandwidth, self._under_transformers(asked)), *segments)
         further = () if asked.sharded else self._further(costs, () if asked.compiled else candidates)
         if self._config is None and not self._is_live:
             cache.save(self._given, (asked, device, candidates, usual, further))
@@ -203,6 +204,15 @@ class Forecaster:
             notes = (*costs.notes, *notes_of(costs, skeleton, asked))
             self._traces[key] = dataclasses.replace(costs, notes=notes)
         return dataclasses.replace(self._traces[key], accumulation=asked.accumulation)
+
+    def _under_transformers(self, asked: Question) -> Costs | None:
+        """Return the costs of transformers' own checkpointing, if it changes more than which blocks are recomputed."""
+        plain = self._skeleton(asked)
+        skeleton = plain.switched_on()
+        if skeleton is plain:
+            return None
+        costs = trace_costs(skeleton, step_of_workload(asked, skeleton), self.device, actions=(KEEP, FULL))
+        return dataclasses.replace(self._shared(costs, asked), accumulation=asked.accumulation)
 
     def _shared(self, costs: Costs, asked: Question) -> Costs:
         """Return the costs on one rank."""

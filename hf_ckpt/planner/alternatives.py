@@ -30,17 +30,19 @@ class Alternative:
     """The budget that a plan was made for; None for an option that was not planned."""
 
 
-def usual_options(costs: Costs, host_bandwidth: float) -> list[Alternative]:
+def usual_options(costs: Costs, host_bandwidth: float, own: Costs | None = None) -> list[Alternative]:
     """The options of transformers itself: no checkpointing, every n-th block (n of 4, 3, 2; one counter for all
     stacks), `full`, and `offload`.
 
     Args:
         costs: traced with the action `full`.
         host_bandwidth: bytes per second of copies to host memory.
+        own: the costs under transformers' own switch, if it changes more than which blocks are recomputed.
 
     Raises `ValueError` for costs without the action `full`.
     """
     found = [_option("none", costs, costs.uniform(0))]
+    costs = own or costs
     full = next((number for number, action in enumerate(costs.actions) if action == FULL), None)
     if full is None:
         raise ValueError("the costs have no action `full` to compare with")

@@ -103,6 +103,8 @@ class Skeleton:
     """Parameters outside the blocks."""
     outside_buffers: int
     """Bytes of buffers outside the blocks."""
+    switched: bool = False
+    """Whether modules inside blocks run as under transformers' own checkpointing."""
     twins: dict[tuple[str, int], list[nn.Module]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """(container of a stack, kind) -> copies of the block of this kind."""
     runs: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
@@ -118,6 +120,15 @@ class Skeleton:
         """The sizes of all parameters of the real model."""
         inside = (stack.kinds[kind].weights.tensors for stack in self.stacks for kind in stack.row)
         return Weights(tuple(itertools.chain(self.outside.tensors, *inside)))
+
+    def switched_on(self) -> Skeleton:
+        """The same model with transformers' own checkpointing switch on inside blocks, see `compat.switched_inside`.
+
+        Returns this skeleton if its blocks have no such modules.
+        """
+        if not any(compat.switched_inside(kind.module) for stack in self.stacks for kind in stack.kinds):
+            return self
+        return dataclasses.replace(self, switched=True, twins={}, runs={})
 
     def _twins(self, stack: StackShape, row: Sequence[int]) -> Iterator[nn.Module]:
         """A block for each kind in `row`, with separate parameters; later rows reuse them."""

@@ -266,6 +266,8 @@ def _trace_rows(
         pairs = zip(found.blocks, (actions[number] for number in numbers), strict=True)
         plan = Plan(found.family, found.model, tuple(pairs), head=head, mlp=mlp)
         stack.enter_context(trial(model, plan))
+        for module in compat.switched_inside(model) if skeleton.switched else ():
+            module.gradient_checkpointing = True
         if device.name != "cpu" and not any(ACTIONS[action.kind].compiles for action in actions):
             stack.enter_context(compat.accelerator_kernels())
         try:
