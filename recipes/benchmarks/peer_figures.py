@@ -230,6 +230,7 @@ SHORT = {
     "all matmuls + attention": "matmuls",
     "every 2nd matmul + attention": "every 2nd matmul",
     "selective, save ": "save ",
+    "torch_remat": "remat",
 }
 """Part of the name of a way -> what its label says instead."""
 

@@ -14,6 +14,7 @@ import engines
 import largest
 import peer_figures
 from harness import Results
+from ways import OURS, OURS_COMPILED
 
 from hf_ckpt.cli.comparison import Table
 from hf_ckpt.cli.demo_run import DemoResult
@@ -31,14 +32,6 @@ def read(name: str) -> Results:
     return Results.read(HERE / f"{name}-cpu.json")
 
 
-def together(*names: str) -> Results:
-    """The cases of several files as one, with the settings of the first."""
-    first, *others = map(read, names)
-    for other in others:
-        first.cases |= other.cases
-    return first
-
-
 def demo() -> Table:
     """Peak and step time of each plan of the demo."""
     runs = DemoResult.from_dict(read_values(HERE / "demo-cpu.json")).runs
@@ -54,11 +47,33 @@ def peers() -> Table:
     return Table("", columns, rows)
 
 
+COMPARED = {
+    "LLaMA, GPT-2, BERT, T5": ("peers", OURS),
+    "LoRA of rank 8: LLaMA, BERT": ("peers-lora", OURS),
+    "dropout of 0.1: GPT-2": ("peers-dropout", OURS),
+    "compiled blocks: LLaMA, GPT-2, BERT, T5": ("compiled", OURS_COMPILED),
+}
+"""What is trained -> file of figures, and the group of the plans in it."""
+
+
+def ahead() -> Table:
+    """How often the plan for a budget is faster than every other way that fits."""
+    cells = []
+    for training, (name, group) in COMPARED.items():
+        lines = [line for case in read(name).good.values() for line in peer_figures.at_budgets(case)]
+        lines = [line for line in lines if line.ours["group"] == group]
+        ratios = [line.ratio for line in lines if line.ratio is not None]
+        fastest = f"{sum(line.ahead for line in lines)} of {len(lines)}"
+        cells.append((training, fastest, f"{min(ratios):.2f} to {max(ratios):.2f}"))
+    return Table("", ("training", "plan is fastest", "step time / fastest other"), cells)
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
     "demo": demo,
     "every way": lambda: peer_figures.ways_of_all(read("peers"), skip="torch.compile"),
     "peers": peers,
-    "compiled": lambda: peer_figures.ways_of_all(together("compiled", "compiled-t5", "compiled-bert")),
+    "ahead": ahead,
+    "compiled": lambda: peer_figures.ways_of_all(read("compiled")),
     "engines": lambda: engines.all_engines(read("engines")),
     "watch": lambda: engines.checks(read("watch")),
     "dropout": lambda: engines.all_engines(read("dropout")),
