@@ -84,6 +84,10 @@ class Planned:
     """Whether no plan fits; then this is the one with the lowest peak."""
     measures: bool = False
     """Whether the session is still measuring; then the plan is enabled for one step."""
+    phase: str = "plan"
+    """What the session does in this step: `warm-up`, `measure full`, `try actions`, `time`, `check` or `plan`."""
+    steps_left: int = 0
+    """The most steps of this batch size, with this one, before its plan comes; 0 if this is the plan."""
     held: Mapping[Batch, Planned] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """All plans of the run, by their batch."""
     costs: tuple[tuple[str, int, float | None], ...] = dataclasses.field(default=(), compare=False)
@@ -214,9 +218,14 @@ class Session:
         planned, measured = self._next(batch) if self._measures else (self._by_traces(base, batch), None)
         if self._together:
             planned, measured = self._agreed(batch, planned, measured)
+        planned = dataclasses.replace(planned, phase=_phase(planned, measured), steps_left=self._steps_left(planned))
         exchange(base, record, planned.plan, planned)
         if measured is not None and self._failures < MOST_FAILURES:
             self._begin(base, measured, args, kwargs)
+
+    def _steps_left(self, planned: Planned) -> int:
+        usual = len(self.ways[0].actions) + TIMED_STEPS
+        return max(1, usual - self.measured_steps) if planned.measures else 0
 
     def stop(self, record: Installation) -> None:
         """Stop measuring. If the last step has ended, store its measurements first."""
@@ -587,6 +596,14 @@ def _best(ways: list[Costs], limit: int) -> tuple[Plan, bool]:
         return min(found, key=lambda plan: plan.prediction.step_seconds if plan.prediction else 0.0), False
     lowest = min(ways, key=lambda costs: peak_of(costs, {}))
     return plan_of(lowest, choice_of(lowest, {}), limit, device), True
+
+
+def _phase(planned: Planned, measured: _Measured | None) -> str:
+    if measured is None:
+        return "warm-up" if planned.measures else "plan"
+    if measured.planned is not None:
+        return "check"
+    return "time" if measured.times else "try actions" if measured.tried else "measure full"
 
 
 def _keeps_all(plan: Plan) -> bool:
