@@ -21,7 +21,11 @@ LEAST_BYTES = 2**18
 
 
 class Lane(Protocol):
-    """Copies between one device and the host, one after another, while the device computes."""
+    """Copies between one device and the host, one after another, while the device computes.
+
+    Threads that run blocks on the same device share its lane. `Mover.lock` is held in every call, so a lane need not be
+    thread-safe.
+    """
 
     def out(self, tensor: torch.Tensor, host: torch.Tensor) -> Any:
         """Start copying `tensor` into `host`. Returns the copy, for `wait`. The caller holds `tensor` until then."""
@@ -107,6 +111,7 @@ class Mover:
         self.held_bytes = 0
         """Bytes of allocated host memory, rounded up to powers of two."""
         self.lock = threading.RLock()  # freeing a graph returns buffers at any time, even in the middle of `take`
+        """Held while buffers or lanes are in use."""
         self._make_lane = make_lane or lane_of
         self._lanes: dict[torch.device, Lane | None] = {}
         self._free: dict[tuple[Lane, int], list[torch.Tensor]] = {}

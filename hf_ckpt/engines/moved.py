@@ -53,10 +53,11 @@ class Group:
 
     def send(self, tensor: torch.Tensor) -> Slot | None:
         """Start moving a tensor without gaps in memory; None if there is no host memory for it."""
-        buffer = self.mover.take(self.lane, tensor.nbytes)
-        if buffer is None:
-            return None
-        slot = Slot(self, tensor, buffer)
+        with self.mover.lock:
+            buffer = self.mover.take(self.lane, tensor.nbytes)
+            if buffer is None:
+                return None
+            slot = Slot(self, tensor, buffer)
         if not self.slots:
             self._before = self.mover.follow(self)
         self.slots.append(weakref.ref(slot))
@@ -215,7 +216,8 @@ class Slot:
         tensor, self._tensor = self._tensor, None
         if tensor is None:
             return None
-        self.group.lane.wait(self._copy)
+        with self.group.mover.lock:
+            self.group.lane.wait(self._copy)
         return self._compared(tensor)
 
     def changed(self) -> InPlaceError | None:
@@ -259,9 +261,10 @@ class Slot:
 
     def __del__(self) -> None:
         lane, mover = self.group.lane, self.group.mover
-        if self._arriving is not None:
-            lane.drop(self._arriving[1])
-        mover.give(lane, self.buffer)
+        with mover.lock:
+            if self._arriving is not None:
+                lane.drop(self._arriving[1])
+            mover.give(lane, self.buffer)
 
 
 def can_move(value: Any) -> TypeGuard[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -135,6 +136,32 @@ def test_a_copy_that_fails_gives_its_buffer_back(lanes):
     gc.collect()
     assert pool._in_use == 0
     assert pool.held_bytes == 16
+
+
+def test_a_lane_serves_one_thread_at_a_time():
+    """Threads that run blocks at the same time share a lane: no other thread can call it during a call."""
+    calls = {}
+
+    class Asked(Delayed):
+        def __getattribute__(self, name):
+            if name in ("out", "back", "wait", "drop"):
+                calls.setdefault(name, set()).add(others.submit(other_thread_gets_in).result())
+            return super().__getattribute__(name)
+
+    def other_thread_gets_in():
+        gets_in = pool.lock.acquire(blocking=False)
+        if gets_in:
+            pool.lock.release()
+        return gets_in
+
+    with ThreadPoolExecutor(1) as others:
+        pool = Mover(make_lane=Asked)
+        first, second = OffloadRegion("0", pool), OffloadRegion("1", pool)
+        one = first(torch.sin, torch.ones(4, requires_grad=True) * 1)
+        two = second(torch.sin, one)
+        torch.autograd.grad(two.sum(), one)  # the first block's hidden states come back, and nobody waits for them
+        del one, two
+    assert calls == {name: {False} for name in ("out", "wait", "back", "drop")}
 
 
 @pytest.mark.parametrize("how", ["no room", "too small"])
