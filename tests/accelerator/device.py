@@ -1,0 +1,169 @@
+"""The simulated device `sim` (see `sim/sim.h`): builds and loads it, and switches what it can do.
+
+It is for tests of the marker `accelerator` only. From `load` on the whole process has an accelerator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+NAME = "sim"
+DEVICES = 2
+_SOURCES = sorted((Path(__file__).parent / "sim").glob("*.*"))
+
+
+def load() -> None:
+    """Build the device, unless it is built for this torch already (about a minute), and register it as `torch.sim`."""
+    if hasattr(torch, NAME):
+        return
+    from torch.utils import cpp_extension  # needs setuptools
+
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES)).hexdigest()[:12]
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    folder = Path(root) / f"hf_ckpt_{NAME}-{torch.__version__}-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "building", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's workers come here at the same time
+        library = folder / f"hf_ckpt_{NAME}.so"
+        if library.exists():
+            torch.ops.load_library(library)
+        else:
+            scripts = str(Path(sys.executable).parent)  # of the environment, which has ninja
+            os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])
+            cpp_extension.load(
+                library.stem,
+                [str(source) for source in _SOURCES if source.suffix == ".cpp"],
+                extra_cflags=["-O1"],
+                build_directory=str(folder),
+                is_python_module=False,
+            )
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _module())
+    torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def _module() -> types.ModuleType:
+    """Make `torch.sim`: the functions that torch needs, and none that torch documents as optional."""
+    module = types.ModuleType(f"torch.{NAME}")
+    calls = torch.ops.sim
+
+    def index(device: torch.device | int | str | None) -> int:
+        found = device if isinstance(device, int) else None if device is None else torch.device(device).index
+        return torch.accelerator.current_device_index() if found is None else found
+
+    module.is_available = lambda: True
+    module.device_count = lambda: DEVICES
+    module.current_device = torch.accelerator.current_device_index
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.get_rng_state = lambda device=None: calls.get_state(index(device))
+    module.set_rng_state = lambda state, device=None: calls.set_state(index(device), state)
+    module.manual_seed_all = lambda seed: [calls.set_seed(number, seed) for number in range(DEVICES)] and None
+    module._is_in_bad_fork = lambda: False
+    return module
+
+
+def moved_to(model: PreTrainedModel, device: str) -> PreTrainedModel:
+    """Move a model to a device. Tied weights stay tied, which `nn.Module.to` does not do for devices of this kind."""
+    model.to(device)
+    model.tie_weights()
+    return model
+
+
+# --- what it has done -------------------------------------------------------------------------------------------------
+
+
+def counted(device: int = 0) -> dict[str, int]:
+    """Bytes that were copied to the host and from it, and the bytes of the allocator, which need no statistics."""
+    return dict(torch.ops.sim.count(device))
+
+
+def kernels() -> Counter[str]:
+    """How often each operation ran on any device, by its name without overload."""
+    return Counter(dict(torch.ops.sim.count_kernels()))
+
+
+# --- switches ---------------------------------------------------------------------------------------------------------
+
+
+_DEFAULTS = {"default_pace": 0, "other_pace": 0, "event_times": 1, "capturing": 0, "dropout_rounds_alike": 1}
+_PACES = {"free": 0, "eager": 1, "late": 2}
+
+
+@contextlib.contextmanager
+def _setting(**values: int) -> Iterator[None]:
+    for name, value in values.items():
+        torch.ops.sim.set(name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            torch.ops.sim.set(name, _DEFAULTS[name])
+
+
+def pace(*, computing: str = "free", copying: str = "free") -> contextlib.AbstractContextManager[None]:
+    """Say how far the default streams (`computing`) and all others (`copying`) run behind the host.
+
+    `free` is as fast as their threads can, `eager` makes the host wait for what the stream can do, and with `late`
+    nothing runs before somebody waits for it. With one eager and the other late, the order of all tasks depends only on
+    the program's waits: a missing wait gives the same wrong result each time.
+    """
+    return _setting(default_pace=_PACES[computing], other_pace=_PACES[copying])
+
+
+def no_event_times() -> contextlib.AbstractContextManager[None]:
+    """Let `elapsed_time` of events raise RuntimeError."""
+    return _setting(event_times=0)
+
+
+def capturing() -> contextlib.AbstractContextManager[None]:
+    """Let all streams say that a graph is being captured."""
+    return _setting(capturing=1)
+
+
+def other_rounding() -> contextlib.AbstractContextManager[None]:
+    """Let dropout's backward round its scale to 16 bits before it multiplies, and its forward after."""
+    return _setting(dropout_rounds_alike=0)
+
+
+@contextlib.contextmanager
+def no_statistics() -> Iterator[None]:
+    """Use an allocator without statistics, such as `CUDAPluggableAllocator`: `torch.accelerator` raises for all."""
+    torch.ops.sim.set_statistics(False)
+    try:
+        yield
+    finally:
+        torch.ops.sim.set_statistics(True)
+
+
+@contextlib.contextmanager
+def memory_of(size: int, device: int = 0, words: str | None = None) -> Iterator[None]:
+    """Give a device `size` bytes of memory. Beyond that it raises `torch.OutOfMemoryError`, or, with `words`, a plain
+    RuntimeError that says so in a backend's own words."""
+    torch.ops.sim.set_capacity(device, size, words)
+    try:
+        yield
+    finally:
+        torch.ops.sim.set_capacity(device, None, None)
+
+
+@contextlib.contextmanager
+def no_autocast() -> Iterator[None]:
+    """Be a device for which `torch.autocast` raises."""
+    module = getattr(torch, NAME)
+    supported = module.get_amp_supported_dtype
+    del module.get_amp_supported_dtype
+    try:
+        yield
+    finally:
+        module.get_amp_supported_dtype = supported

@@ -1,0 +1,252 @@
+"""The simulated device itself: what tests on it rely on."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+
+import pytest
+import torch
+from helpers.steps import assert_near, assert_same, step
+
+from accelerator import device
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+
+SIZE = 1 << 16
+
+
+def full(value, where="sim:0"):
+    return torch.full((SIZE,), float(value), device=where)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_trains_as_on_the_cpu(family):
+    """Its kernels are the CPU's, apart from attention and dropout."""
+    model, batch = tiny_model(family), tiny_batch(family)
+    expected = step(model, batch)
+    model, batch = device.moved_to(model, "sim"), {name: value.to("sim") for name, value in batch.items()}
+    got = step(model, batch)
+    assert all(value.device == torch.device("sim:0") for value in got.values())
+    assert_near(expected, {name: value.cpu() for name, value in got.items()})
+    assert_same(got, step(model, batch))
+
+
+def test_the_host_cannot_read_its_memory():
+    tensor = full(1)
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()  # pytest's would report it
+        ctypes.string_at(tensor.data_ptr(), 4)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+class Side:
+    """A program that copies on another stream, and the waits that it needs. `without` names one that it omits."""
+
+    def __init__(self, without):
+        self.without = without
+        self.stream = torch.Stream("sim:0")
+        self.main = torch.accelerator.current_stream("sim:0")
+
+    def wait(self, name, waiting, other):
+        if name != self.without:
+            waiting.wait_stream(other)
+
+    def out(self):
+        source = full(1) + full(1)
+        host = torch.zeros(SIZE, pin_memory=True)
+        self.wait("until it is computed", self.stream, self.main)
+        with self.stream:
+            host.copy_(source, non_blocking=True)
+        self.wait("before it is freed", self.main, self.stream)
+        del source
+        other = full(5)
+        torch.accelerator.synchronize()
+        return host, 2, other, 5
+
+    def back(self):
+        host = torch.full((SIZE,), 2.0).pin_memory()
+        old = full(7) * 1
+        del old  # its memory is the target's
+        target = torch.empty(SIZE, device="sim:0")
+        self.wait("until its memory is free", self.stream, self.main)
+        with self.stream:
+            target.copy_(host, non_blocking=True)
+        self.wait("before it is read", self.main, self.stream)
+        return (target * 1).cpu(), 2, target, 2
+
+    def dropped(self):
+        host = torch.full((SIZE,), 2.0).pin_memory()
+        target = torch.empty(SIZE, device="sim:0")
+        self.stream.wait_stream(self.main)
+        with self.stream:
+            target.copy_(host, non_blocking=True)
+        self.wait("before it is freed unused", self.main, self.stream)
+        del target
+        other = full(5)
+        return host, 2, other, 5
+
+
+WAITS = [
+    ("out", "until it is computed", "late", "eager"),
+    ("out", "before it is freed", "eager", "late"),
+    ("back", "until its memory is free", "late", "eager"),
+    ("back", "before it is read", "eager", "late"),
+    ("dropped", "before it is freed unused", "eager", "late"),
+]
+
+
+@pytest.mark.parametrize(("program", "wait", "computing", "copying"), WAITS, ids=[wait[1] for wait in WAITS])
+def test_a_missing_wait_gives_wrong_values(program, wait, computing, copying):
+    """With all waits the values are right at every pace; without one they are wrong, each time."""
+
+    def is_right(without):
+        got, expected, other, expected_other = getattr(Side(without), program)()
+        torch.accelerator.synchronize()
+        return bool((got == expected).all()) and bool((other == expected_other).all())
+
+    for paces in (("free", "free"), ("late", "eager"), ("eager", "late"), ("late", "late")):
+        with device.pace(computing=paces[0], copying=paces[1]):
+            assert is_right(None), paces
+    with device.pace(computing=computing, copying=copying):
+        assert [is_right(wait) for _ in range(3)] == [False] * 3
+
+
+def test_recorded_memory_is_not_reused_before_the_stream_is_done():
+    with device.pace(computing="eager", copying="late"):
+        for is_recorded in (True, False):
+            side, host = torch.Stream("sim:0"), torch.zeros(SIZE, pin_memory=True)
+            source = full(1)
+            address = source.data_ptr()
+            side.wait_stream(torch.accelerator.current_stream())
+            with side:
+                host.copy_(source, non_blocking=True)
+            if is_recorded:
+                source.record_stream(side)
+            del source
+            other = full(5)
+            assert (other.data_ptr() != address) is is_recorded
+            torch.accelerator.synchronize()
+            assert bool((host == 1).all()) is is_recorded
+            del other
+
+
+def test_events_have_a_device_and_times():
+    start, end, other = (torch.Event("sim", enable_timing=True) for _ in range(3))
+    start.record()
+    assert not torch.equal(full(1), full(2))
+    end.record()
+    other.record(torch.accelerator.current_stream("sim:1"))
+    torch.accelerator.synchronize("sim:0")
+    torch.accelerator.synchronize("sim:1")
+    assert start.elapsed_time(end) > 0
+    with pytest.raises(RuntimeError, match="different devices"):
+        start.elapsed_time(other)
+    with pytest.raises(RuntimeError, match="cannot be recorded on a stream of device 1"):
+        start.record(torch.accelerator.current_stream("sim:1"))
+    with device.no_event_times(), pytest.raises(RuntimeError, match="elapsedTime"):
+        start.elapsed_time(end)
+
+
+def test_what_a_kernel_raises_comes_when_the_host_waits():
+    with device.pace(computing="late"):
+        table = full(0)
+        read = table[torch.tensor([SIZE], device="sim:0")]
+        assert read.shape == (1,)
+        with pytest.raises(RuntimeError, match=r"out of (range|bounds)"):
+            torch.accelerator.synchronize()
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_statistics():
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    first, second = full(1), full(2)
+    elsewhere = full(3, "sim:1")
+    size = first.nbytes
+    assert torch.accelerator.memory_allocated() == before + 2 * size
+    del first
+    stats = torch.accelerator.memory_stats()
+    assert stats["allocated_bytes.all.current"] == stats["active_bytes.all.current"] == before + size
+    assert stats["requested_bytes.all.peak"] <= stats["allocated_bytes.all.peak"] == before + 2 * size
+    reserved = torch.accelerator.memory_reserved()
+    free, total = torch.accelerator.get_memory_info()
+    assert free + reserved == total
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved() == reserved - size
+    torch.accelerator.reset_peak_memory_stats()
+    assert torch.accelerator.max_memory_allocated() == before + size
+    assert torch.accelerator.memory_allocated("sim:1") >= elsewhere.nbytes
+    assert device.counted()["allocated_bytes"] == before + size
+    del second, elsewhere
+
+
+def test_an_allocator_without_statistics():
+    with device.no_statistics():
+        tensor = full(1)
+        for function in ("memory_allocated", "memory_stats", "reset_peak_memory_stats", "empty_cache"):
+            with pytest.raises(RuntimeError, match="not a DeviceAllocator"):
+                getattr(torch.accelerator, function)()
+    del tensor
+    torch.accelerator.empty_cache()
+
+
+@pytest.mark.parametrize("words", [None, "sim: no more memory on this device"])
+def test_out_of_memory(words):
+    """The cache is emptied before memory runs out."""
+    torch.accelerator.empty_cache()
+    free = 8 * 4 * SIZE
+    with device.memory_of(device.counted()["reserved_bytes"] + free, words=words):
+        del_me = [full(1) for _ in range(6)]
+        del del_me
+        whole = torch.empty(free // 4, device="sim:0")
+        with pytest.raises(RuntimeError, match=words or "sim out of memory") as raised:
+            full(1)
+        assert isinstance(raised.value, torch.OutOfMemoryError) is (words is None)
+        del whole
+        assert full(1).sum().item() == SIZE
+
+
+# --- random numbers, autocast -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["sim:0", "sim:1"])
+def test_each_device_draws_from_its_own_generator(where):
+    module = torch.get_device_module("sim")
+    torch.manual_seed(3)
+    host, other = torch.get_rng_state(), module.get_rng_state("sim:1" if where == "sim:0" else "sim:0")
+    state = module.get_rng_state(where)
+    first, second = (torch.nn.functional.dropout(full(1, where), 0.5) for _ in range(2))
+    module.set_rng_state(state, where)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, torch.nn.functional.dropout(full(1, where), 0.5))
+    assert torch.equal(host, torch.get_rng_state())
+    assert torch.equal(other, module.get_rng_state("sim:1" if where == "sim:0" else "sim:0"))
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_dropout_may_round_differently_in_backward(differs):
+    with device.other_rounding() if differs else device.pace():
+        values = torch.randn(SIZE, device="sim:0").bfloat16().requires_grad_()
+        result = torch.nn.functional.dropout(values, 0.1)
+        result.backward(values.detach())
+    assert torch.equal(result.detach(), values.grad) is not differs
+
+
+def test_autocast():
+    values = torch.randn(4, 4, device="sim:0")
+    with torch.autocast("sim", dtype=torch.bfloat16):
+        assert (values @ values).dtype is torch.bfloat16
+        assert (values @ values).softmax(-1).dtype is torch.float32
+    assert (values @ values).dtype is torch.float32
+    with device.no_autocast(), pytest.raises(AssertionError, match="get_amp_supported_dtype"):
+        torch.autocast("sim", dtype=torch.bfloat16)
