@@ -221,7 +221,7 @@ class Installation:
     def __getstate__(self) -> dict[str, Any]:
         # What was planned for a batch depends on this process and its memory.
         process = dict.fromkeys(("planned", "optimizer_watch", "session", "watch"))
-        return {**vars(self), **process, "blocks": {}, "hooked": set()}
+        return {**vars(self), **process}
 
 
 def installation(model: nn.Module) -> Installation | None:

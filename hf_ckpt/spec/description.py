@@ -28,6 +28,8 @@ class Watched:
     """What is never checked -> why."""
 
     def __str__(self) -> str:
+        if not self.checks:
+            return "no checks so far"
         left = f", {self.left_out:,} left out" if self.left_out else ""
         found = f"{len(self.differences)} checks found differences" if self.differences else "all equal"
         return f"{self.checks} checks, {self.compared:,} tensors compared{left}: {found}"

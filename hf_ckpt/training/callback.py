@@ -363,9 +363,9 @@ class MemoryTimeCallback(TrainerCallback):
         return metrics
 
     def _take_mismatches(self, record: Installation | None) -> float | None:
-        """Return how many checks of the window found a difference; None if nothing is checked."""
+        """Return how many checks of the window found a difference; None before the first check."""
         watch = self._watch if record is None else record.watch
-        if watch is None:
+        if watch is None or not watch.report().checks:
             return None
         before, self._mismatches = self._mismatches, len(watch.differences)
         return float(max(0, self._mismatches - before))

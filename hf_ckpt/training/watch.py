@@ -1,9 +1,9 @@
 """The watch of a training run: which block is checked when, and what happens if a check finds a difference.
 
 For one block and one step, `engines.watch.Check` compares the tensors that backward gets with those that the forward
-saved. The watch checks the blocks in turn, at the first step of every plan and in every n-th training forward. A check
-holds what the block would save without checkpointing. It uses only free memory: the budget minus the plan's peak, or
-what the device has left.
+saved. The watch checks the blocks in turn, in the third forward under every plan and in every n-th training forward. A
+check holds what the block would save without checkpointing. It uses only free memory: the budget minus the plan's peak,
+or what the device has left.
 
 After a difference, blocks of that class no longer run under the same action.
 """
@@ -34,6 +34,8 @@ from hf_ckpt.spec.plan import Plan
 
 log = logging.getLogger(__name__)
 
+FIRST = 3
+"""The forward under a plan that is checked. Whoever measures memory in the first two steps measures no check."""
 RESERVE = 0.02
 """Share of a budget that a check leaves free, because predicted peaks are not exact."""
 MOST_SEEN = 256
@@ -56,12 +58,14 @@ class Watch:
         """The first difference of each check that found one."""
         self._off: dict[type, set[str]] = {}
         """Class of a block -> names of the actions under which a check found a difference."""
-        self._seen: dict[int, Plan] = {}
-        """The plans that were enabled so far, by their ids."""
+        self._first = min(FIRST, check_every)
+        """The first forward under a plan that is checked."""
+        self._seen: dict[int, tuple[Plan, int]] = {}
+        """Id of a plan that was enabled so far -> (the plan, training forwards under it)."""
         self._without_off: dict[int, tuple[Plan, Plan]] = {}
         """Id of a plan -> (the plan, the plan with the actions in `_off` replaced)."""
         self._forwards = 0
-        """Training forwards so far, without those that a session measures."""
+        """Training forwards so far, without those in which a session measures actions."""
         self._due = False
         """Whether to check a block in the next forward that allows it."""
         self._in_vain = 0
@@ -90,14 +94,17 @@ class Watch:
         if record is not None:
             if self._off:
                 self._avoid(base, record)
-            if _is_measured(record):
+            if record.planned is not None and record.planned.measures:
                 return
-            if id(record.plan) not in self._seen:
-                self._due = True
-                self._seen = {**(self._seen if len(self._seen) < MOST_SEEN else {}), id(record.plan): record.plan}
-        self._due |= self._forwards % self.check_every == 0
+            self._due |= self._count_forward(record.plan) == self._first
         self._forwards += 1
+        self._due |= self._forwards % self.check_every == self._first % self.check_every
+        if record is not None and record.session is not None and record.session.is_measuring:
+            return  # a check would disturb it
         if not self._due or compat.is_capturing():  # a check waits for the device, which a CUDA graph does not allow
+            return
+        if record is not None and not record.regions and record.plan.head == record.plan.mlp == "full":
+            self._say_once("blocks under `keep`", "their backward uses what autograd saved")
             return
         blocks = self._blocks(base, record, running or base)
         room = _room_bytes(base, record, self._forwards == 1)
@@ -126,6 +133,14 @@ class Watch:
             done=lambda check: self._has_ended(check, type(module), action, len(blocks)),
         )
         self._check = weakref.ref(check)
+
+    def _count_forward(self, plan: Plan) -> int:
+        """Count a training forward under a plan, and return how many there have been."""
+        if id(plan) not in self._seen and len(self._seen) >= MOST_SEEN:
+            self._seen.clear()
+        count = self._seen.get(id(plan), (plan, 0))[1] + 1
+        self._seen[id(plan)] = plan, count
+        return count
 
     def _blocks(self, base: nn.Module, record: Installation | None, running: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return (name, block) for the blocks that can be checked, in order."""
@@ -247,11 +262,6 @@ class Watch:
             tuple(map(str, self.differences)),
             dict(self._not_checked),
         )
-
-
-def _is_measured(record: Installation) -> bool:
-    """Whether a session measures this step; a check would disturb it."""
-    return record.session is not None and (record.session.is_measuring or bool(record.planned.measures))
 
 
 def _action_of(record: Installation | None, name: str) -> Action | None:
