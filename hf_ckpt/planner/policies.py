@@ -46,7 +46,7 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
         base = _action(spec, spec.policy, spec.save, spec.share)
         actions.update(dict.fromkeys(_base_selection(spec, stacks, problems), base))
     for number, rule in enumerate(spec.rules):
-        chosen = _select(rule.layers, rule.stack, stacks, f"`rules`[{number}]", problems)
+        chosen = _select(rule.layers or "0-", rule.stack, stacks, f"`rules`[{number}]", problems)
         actions.update(dict.fromkeys(chosen, _action(spec, rule.policy, rule.save or spec.save, rule.share)))
     if problems:
         raise SpecError(problems)

@@ -41,10 +41,10 @@ _RANGE = re.compile(r"(-?\d+)(-(-?\d+)?)?")
 class Rule:
     """One exception to the policy of a spec. If several match a block, the last one counts."""
 
-    layers: str
-    """The blocks, as in `Spec.layers`."""
     policy: str
-    """Their policy: `none`, `full`, `selective`, `full+selective` or `offload`."""
+    """The policy of its blocks: `none`, `full`, `selective`, `full+selective` or `offload`."""
+    layers: str | None = None
+    """The blocks, as in `Spec.layers`; None for every block of `stack`."""
     stack: str | None = None
     """Name of the stack; None for every stack."""
     save: tuple[str, ...] | None = None
@@ -207,7 +207,7 @@ def _read_share(value: Any) -> float | None:
 
 def _read_rules(value: Any) -> tuple[Rule, ...]:
     if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(f"must be a list of mappings with `layers` and `policy`, but is {shown(value)} instead")
+        raise ValueError(f"must be a list of mappings with `policy` and `layers` or `stack`, but is {shown(value)} instead")
     problems: list[str] = []
     rules = []
     for number, rule in enumerate(value):
@@ -227,7 +227,7 @@ def _read_rule(number: int, given: Any, problems: list[str]) -> Rule | None:
         return None
     readers: dict[str, Callable[[Any], Any]] = {
         "stack": lambda value: None if value is None else str(value),
-        "layers": _read_layer_text,
+        "layers": lambda value: None if value is None else _read_layer_text(value),
         "policy": one_of(*(policy for policy in POLICIES if policy not in ("budget", "auto"))),
         "save": _read_save,
         "share": _read_share,
@@ -242,7 +242,10 @@ def _read_rule(number: int, given: Any, problems: list[str]) -> Rule | None:
                 values[key] = readers[key](value)
         except ValueError as error:
             problems.append(f"[{number}].{key} {error}")
-    problems += [f"[{number}] needs `{key}`" for key in ("layers", "policy") if key not in given]
+    if "policy" not in given:
+        problems.append(f"[{number}] needs `policy`")
+    if given.get("layers") is None and given.get("stack") is None:
+        problems.append(f"[{number}] needs `layers` or `stack`")
     if values.get("save") and values.get("policy") not in (None, *SAVING):
         problems.append(f"[{number}].save goes with {saving_policies()}, but policy is {values['policy']!r}")
     if values.get("share") is not None and values.get("policy") == "none":

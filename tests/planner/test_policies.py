@@ -87,6 +87,7 @@ def test_shares_of_compiled_blocks(spec, shares):
             [1],
         ),
         ({"policy": "none", "rules": [{"stack": "encoder", "layers": "0", "policy": "none"}]}, [], []),
+        ({"policy": "full", "rules": [{"stack": "encoder", "policy": "none"}]}, [], [0, 1, 2, 3]),
     ],
 )
 def test_blocks_chosen(spec, encoder, decoder):
