@@ -40,6 +40,7 @@ from hf_ckpt.attach.record import (
     FUNCTION,
     GATE,
     GIVEN_PLAN,
+    KEEPS_CACHE,
     RECORD,
     Absent,
     Decider,
@@ -337,7 +338,7 @@ def adopt(found: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> N
     record.heads.in_graph = record.tiles.in_graph = False
     record.functions = Functions(spec, blocks_of_known_code(found), record.functions.observer)
     record.regions = record.functions.of(plan)
-    record.functions.active = bool(record.regions)
+    record.functions.active = record.regions
 
 
 def watch_optimizers(base: nn.Module, record: Installation) -> None:
@@ -388,7 +389,7 @@ def exchange(base: nn.Module, record: Installation, plan: Plan, planned: Any = N
         take_off(base, record)  # by the current plan
     before, record.plan, record.regions = record.regions, plan, regions
     record.heads.in_graph = record.tiles.in_graph = False
-    record.functions.active = bool(regions)
+    record.functions.active = regions
     if not same:
         put_on(find_blocks(base), record)
         return
@@ -402,7 +403,8 @@ def _switch(module: nn.Module, region: Region | None, before: Mapping[str, Any])
     if region is None:
         switch_off(module, before)
     else:
-        write_switches(module, {FLAG: GATE, FUNCTION: region})
+        keeps = True if region.takes_caches else before.get(KEEPS_CACHE, Absent.ABSENT)
+        write_switches(module, {FLAG: GATE, FUNCTION: region, KEEPS_CACHE: keeps})
 
 
 def put_on(found: FoundBlocks, record: Installation) -> None:

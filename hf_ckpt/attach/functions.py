@@ -32,8 +32,8 @@ class Functions:
 
     def __init__(self, spec: Spec, known: Collection[str] = (), observer: Observer | None = None) -> None:
         self.spec, self.known, self.observer = spec, known, observer
-        self.active = False
-        """Whether the current plan has a function on any block."""
+        self.active: Regions = {}
+        """The functions of the current plan."""
         self.made: dict[_Key, Region] = {}
         """Every function that a plan has needed so far."""
         self._segments: dict[tuple[str, ...], Segment] = {}

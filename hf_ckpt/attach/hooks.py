@@ -101,12 +101,14 @@ class CacheHook:
         filled = next((name for name, cache in caches.items() if compat.is_filled(cache)), None)
         if filled is None:
             return True
+        if all(region.takes_caches for region in self.functions.active.values()):
+            return False
         self.outermost.leave(owner, (), None)
         raise HfCkptError(
             f"the training forward of {type(owner).__name__} was given {filled}={type(caches[filled]).__name__}, a "
             "cache that is not empty, which blocks that are recomputed cannot see (prefix tuning works this way). "
-            "Train without checkpointing, or use another adapter: `with hf_ckpt.paused(model)` turns the plan off for "
-            "a while."
+            'Use "policy": "selective", which runs no block of a known family twice, or another adapter. `with '
+            "hf_ckpt.paused(model)` turns the plan off for a while."
         )
 
 

@@ -30,6 +30,8 @@ RECORD = "_hf_ckpt"
 """Name of the attribute of the base model that holds its `Installation`."""
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 """Names of the two attributes that transformers' modules read: whether to checkpoint, and the function to call."""
+KEEPS_CACHE = "_can_checkpoint_with_cache"
+"""Name of the attribute by which a block says that it may get a cache while it is checkpointed."""
 
 
 class _Gate(enum.Enum):
@@ -248,12 +250,12 @@ def is_on(module: nn.Module) -> bool:
 
 
 def read_switches(module: nn.Module) -> dict[str, Any]:
-    """Return the module's own `FLAG` and `FUNCTION`, with `Absent.ABSENT` for one that only its class has."""
-    return {name: vars(module).get(name, Absent.ABSENT) for name in (FLAG, FUNCTION)}
+    """Return the module's own `FLAG`, `FUNCTION` and `KEEPS_CACHE`, with `Absent.ABSENT` for one of its class only."""
+    return {name: vars(module).get(name, Absent.ABSENT) for name in (FLAG, FUNCTION, KEEPS_CACHE)}
 
 
 def write_switches(module: nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Set a module's `FLAG` and `FUNCTION` to what `read_switches` returned; delete those that were absent."""
+    """Set a module's attributes to what `read_switches` returned; delete those that were absent."""
     # A module's own `__setattr__` checks for parameters, and takes ten times as long.
     write = object.__setattr__ if type(module).__setattr__ is nn.Module.__setattr__ else setattr
     for name, value in attributes.items():
@@ -264,7 +266,7 @@ def write_switches(module: nn.Module, attributes: Mapping[str, Any]) -> None:
 
 
 def switch_off(module: nn.Module, before: Mapping[str, Any]) -> None:
-    """Restore a module's `FLAG` and `FUNCTION` from `before`, and then switch the flag off if it is still on."""
+    """Restore a module's attributes from `before`, and then switch the flag off if it is still on."""
     write_switches(module, before)
     if getattr(module, FLAG):
         setattr(module, FLAG, False)

@@ -53,7 +53,7 @@ from hf_ckpt.compat.frames import (
     running_modules,
 )
 from hf_ckpt.compat.kernels import accelerator_kernels
-from hf_ckpt.compat.peft import adapters_off, add_lora, merged_adapters
+from hf_ckpt.compat.peft import adapters_off, add_lora, is_adapter, merged_adapters
 from hf_ckpt.compat.random_state import RandomState, all_devices, devices_of
 from hf_ckpt.compat.torch import (
     SEEN_BY_HOOKS,
@@ -109,6 +109,7 @@ from hf_ckpt.compat.torch import (
     without_torch_function,
 )
 from hf_ckpt.compat.transformers import (
+    BLOCKS_TAKE_CACHES,
     CAPTURING_FLAG,
     DISABLE_NAMES,
     ENABLE_NAMES,

@@ -88,6 +88,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             module._disable_adapters = value
 
 
+def is_adapter(kind: type) -> bool:
+    """Whether a class of modules is one of PEFT's layers with adapters, apart from Arrow's, which route tokens."""
+    return kind.__module__.startswith("peft.tuners.") and kind.__module__ != "peft.tuners.lora.arrow"
+
+
 def merged_adapters(attributes: Mapping[str, Any]) -> list[Any] | None:
     """Return the names of the adapters merged into the weight of a layer; None if it is not a layer of PEFT's.
 

@@ -32,6 +32,8 @@ DISABLE_NAMES = tuple(name.replace("_enable", "_disable") for name in ENABLE_NAM
 """The methods of a model that disable checkpointing, in the order of `ENABLE_NAMES`."""
 HOOKS_STAY_OUTSIDE = "__init_subclass__" in vars(transformers.modeling_layers.GradientCheckpointingLayer)
 """Whether transformers checkpoints a block's own forward, rather than the call with the block's hooks."""
+BLOCKS_TAKE_CACHES = hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache")
+"""Whether a block can say that it may get a cache while it is checkpointed. Older transformers drop every cache."""
 HAS_OWN_OFFLOAD = "offload" in inspect.signature(getattr(PreTrainedModel, ENABLE_NAMES[-1])).parameters
 """Whether transformers itself can keep the inputs of blocks in host memory."""
 HAS_EVERY_N_LAYERS = "every_n_layers" in inspect.signature(getattr(PreTrainedModel, ENABLE_NAMES[-1])).parameters

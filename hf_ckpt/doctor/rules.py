@@ -311,7 +311,8 @@ def prefix_tuning(facts: Facts) -> Values | None:
     kind, projection = facts.option("peft_type"), facts.option("prefix_projection")
     is_prefix = kind is not None and str(kind.value).upper().endswith("PREFIX_TUNING")
     found, flag = kind if is_prefix else projection, facts.checkpointing
-    return None if found is None or flag is None else {"where": found.where, "flag": key_of(flag)}
+    once = facts.ours and facts.policies and facts.policies <= {"none", "selective"}  # no block runs twice
+    return None if found is None or flag is None or once else {"where": found.where, "flag": key_of(flag)}
 
 
 def use_cache(facts: Facts) -> Values | None:
@@ -535,7 +536,7 @@ RULES: tuple[Rule, ...] = (
     Rule("prefix-tuning", "error", prefix_tuning,
          "Prefix tuning puts its parameters into the KV cache, which recomputed blocks do not see; hf_ckpt refuses the "
          "first training step.",
-         "Set {flag} to false, or use LoRA or prompt tuning."),
+         "Set {flag} to false, use hf_ckpt with `policy: selective`, or LoRA or prompt tuning."),
     Rule("use-cache", "note", use_cache,
          "Without hf_ckpt, transformers warns and switches the cache off while checkpointing is on.",
          "Set use_cache to false for training, or use hf_ckpt, which does it for the forward only."),

@@ -45,6 +45,8 @@ class Region:
     """Makes a context to enter around every recomputation; set by measurements, else None."""
     runs_block_again: bool = True
     """Whether backward runs the block's own forward again."""
+    takes_caches: bool = False
+    """Whether the block may get a KV cache, which a second forward would write twice."""
     transforms: frozenset[str] = frozenset({"jvp", "vmap"})
     """Transforms of torch.func that the forward works under; `grad` allows no hooks on saved tensors."""
     moved_bytes: int = 0

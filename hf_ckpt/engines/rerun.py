@@ -110,5 +110,6 @@ def beyond_rounding(expected: torch.Tensor, found: torch.Tensor) -> float | None
 
 
 def across_chunks(rows: int, chunk: int, most: int = 64) -> slice:
-    """Return up to `most` of `rows` rows, around the border between the first two chunks."""
-    return slice(max(0, chunk - most // 2), min(rows, chunk + most // 2))
+    """Return up to `most` of `rows` rows: those around the border between the first two chunks, or the last ones."""
+    end = min(rows, chunk + most // 2)
+    return slice(max(0, end - most), end)

@@ -167,12 +167,15 @@ def cheap_modules(found: FoundBlocks, blocks: Collection[str]) -> tuple[nn.Modul
 
 
 def routers(block: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the outermost modules inside a block whose code calls `topk`: they choose experts."""
+    """Return the outermost modules inside a block whose code calls `topk`: they choose experts.
+
+    Adapters call it to choose among their own weights.
+    """
     found: list[str] = []
     for name, module in block.named_modules():
         kind: Any = type(module)
         inside = any(name.startswith(f"{outer}.") for outer in found)
-        if name and not inside and _calls_top_k(kind):
+        if name and not inside and not compat.is_adapter(kind) and _calls_top_k(kind):
             found.append(name)
     return tuple(block.get_submodule(name) for name in found)
 

@@ -207,7 +207,9 @@ def _read_share(value: Any) -> float | None:
 
 def _read_rules(value: Any) -> tuple[Rule, ...]:
     if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(f"must be a list of mappings with `policy` and `layers` or `stack`, but is {shown(value)} instead")
+        raise ValueError(
+            f"must be a list of mappings with `policy` and `layers` or `stack`, but is {shown(value)} instead"
+        )
     problems: list[str] = []
     rules = []
     for number, rule in enumerate(value):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 from helpers.adapters import lora_config, with_lora
 from helpers.installed import ALL
-from helpers.steps import assert_same, enable, gradients, input_gradient_hooks, recomputed, step
+from helpers.snapshots import snapshot
+from helpers.steps import assert_near, assert_same, enable, input_gradient_hooks, recomputed, step
 from helpers.versions import skip_without_add_adapter
 from peft import (
     PeftModel,
@@ -153,19 +155,65 @@ def test_dropout_that_an_adapter_brings_later_is_drawn_once(preserve):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_prefix_tuning_is_refused(family):
-    """Prefix tuning is refused: it trains keys and values in a cache, which checkpointed blocks do not get."""
+def test_prefix_tuning(family):
+    """Prefix tuning trains keys and values in a cache: blocks get it under `selective`, and it is refused elsewhere."""
     model = get_peft_model(tiny_model(family), PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
-    model(**tiny_batch(family)).loss.backward()
-    assert all(gradient.any() for gradient in gradients(model).values())  # trains without hf_ckpt
-
-    def train():
-        hf_ckpt.install(model)
+    expected = step(model, tiny_batch(family))
+    assert expected
+    assert all(gradient.any() for gradient in expected.values())
+    before = snapshot(model)
+    for spec in (
+        {"policy": "selective"},
+        {"policy": "selective", "save": ["attention"]},
+        {"policy": "selective", "rules": [{"layers": "0", "policy": "none"}]},
+    ):
+        hf_ckpt.install(model, {**spec, "check_every": 1})
         enable(model)
-        model(**tiny_batch(family)).loss.backward()
+        planned = hf_ckpt.describe(model).plan.active()
+        if compat.BLOCKS_TAKE_CACHES:
+            assert_same(expected, step(model, tiny_batch(family)), str(spec))
+            assert set(recomputed(model)) == set(planned)
+            assert hf_ckpt.describe(model).watched.differences == ()
+        else:
+            with pytest.raises(HfCkptError, match="a cache that is not empty"):
+                step(model, tiny_batch(family))
+    for spec in ({"policy": "full"}, {"policy": "selective", "rules": [{"layers": "0", "policy": "full"}]}):
+        hf_ckpt.install(model, spec)
+        enable(model)
+        with pytest.raises(HfCkptError, match=r'a cache that is not empty.*Use "policy": "selective"'):
+            step(model, tiny_batch(family))
+    hf_ckpt.uninstall(model)
+    model.zero_grad()
+    assert snapshot(model) == before
 
-    with pytest.raises(HfCkptError, match=r"past_key_values|cache"):
-        train()
+
+@pytest.mark.parametrize("kind", ["GraloraConfig", "VBLoRAConfig", "SupertuningConfig"])
+def test_unusual_adapters_in_chunks(kind):
+    """Adapters that cannot reshape tensors without tokens, and adapters that choose among their own weights.
+
+    Chunks are smaller than the batch at first, and then larger.
+    """
+    if not hasattr(peft, kind):
+        pytest.skip(f"this PEFT has no {kind}")
+    options = {"GraloraConfig": {"r": 8, "gralora_k": 2}, "VBLoRAConfig": {"num_vectors": 8, "vector_length": 16}}
+    chosen = ["q_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    config = getattr(peft, kind)(target_modules=chosen, task_type="CAUSAL_LM", **options.get(kind, {}))
+    model = get_peft_model(tiny_model("llama"), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.05)
+    expected, batch = step(model, tiny_batch("llama")), tiny_batch("llama")
+    for tokens in (5, "auto"):
+        hf_ckpt.install(model, {"policy": "full", "mlp": tokens, "head": tokens, "check_every": 1})
+        enable(model)
+        assert_near(expected, step(model, batch))
+        told = hf_ckpt.describe(model)
+        assert told.chunked_mlps
+        assert all(told.recomputed.values())
+        assert told.chunked_heads == (tokens == 5)
+        assert told.watched.differences == ()
+        hf_ckpt.uninstall(model)
 
 
 def test_keys_of_adapters_stay_as_they_are(tmp_path):

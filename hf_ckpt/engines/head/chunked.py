@@ -64,8 +64,10 @@ def chunked(
     tokens = tokens_per_chunk(asked, count, trained=trained)
     if count <= tokens or has_computed_weights(module):
         return run(hidden)
+    one = 0 if type(module) is nn.Linear else 1  # some adapters cannot reshape a tensor without tokens
     with torch.no_grad(), autocast(hidden.device.type, compat.autocast_dtype(hidden.device.type)):
-        like = run(hidden.reshape(-1, hidden.shape[-1])[:0])
+        like = run(hidden.reshape(-1, hidden.shape[-1])[:one])
+    like = like.new_empty(0, like.shape[-1])
     source = Source(module, run, tokens, like)
     source.report = report
     return lazily(source, hidden, (), like, Alias())

@@ -64,6 +64,7 @@ class RebuildRegion(Region):
     ) -> None:
         self.block = block
         self.fallback = fallback
+        self.takes_caches = fallback is None and compat.BLOCKS_TAKE_CACHES
         self.keeps_choices = fallback is not None
         self.trial = fallback is not None
         """Whether the trial is still pending."""
