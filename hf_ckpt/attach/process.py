@@ -151,25 +151,8 @@ def hook_process(
     unhook_process()
     hooks = ProcessHooks(install)
 
-    def enable(
-        self: Any,
-        gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
-        every_n_layers: int = 1,
-        offload: bool | str = False,
-        *,
-        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        hooks.enable(
-            self,
-            gradient_checkpointing_kwargs,
-            every_n_layers,
-            offload,
-            activation_checkpointing_kwargs=activation_checkpointing_kwargs,
-        )
-
     for name in compat.ENABLE_NAMES:
-        original = vars(compat.PreTrainedModel)[name]
-        hooks.replace(compat.PreTrainedModel, name, functools.wraps(original)(enable))
+        hooks.replace(compat.PreTrainedModel, name, _answering(hooks, vars(compat.PreTrainedModel)[name]))
     if enable_when_trained:
         accelerator = compat.accelerator_class()
         for name in ("prepare", "prepare_model"):
@@ -199,6 +182,29 @@ def enable_calls_since_hooked() -> int:
 def missed_since_hooked() -> str | None:
     """Return why a model that was trained since `hook_process` was left alone, and what to do; None if none was."""
     return None if _everywhere is None else _everywhere.missed
+
+
+def _answering(hooks: ProcessHooks, own: Callable[..., None]) -> Callable[..., None]:
+    """Return an enable method that lets `hooks` handle the call, and calls `own` for a model without known blocks."""
+
+    @functools.wraps(own)
+    def enable(
+        self: Any,
+        gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool | str = False,
+        *,
+        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        asked = gradient_checkpointing_kwargs or activation_checkpointing_kwargs or {}
+        try:
+            hooks.enable(self, asked, every_n_layers, offload)
+        except NoBlocksError as error:  # the model may checkpoint in its own forward
+            name = type(self).__name__
+            warn_once(log, "hf_ckpt leaves %s to its own code, which may checkpoint by itself: %s", name, error)
+            own(self, {key: asked[key] for key in compat.TORCH_OPTIONS if key in asked} or None)
+
+    return enable
 
 
 def _enabling(hooks: ProcessHooks, prepare: Callable[..., Any]) -> Callable[..., Any]:

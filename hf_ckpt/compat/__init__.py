@@ -116,6 +116,7 @@ from hf_ckpt.compat.transformers import (
     HAS_EVERY_N_LAYERS,
     HAS_OWN_OFFLOAD,
     HOOKS_STAY_OUTSIDE,
+    TORCH_OPTIONS,
     Contexts,
     GradientCheckpointingLayer,
     PreTrainedModel,

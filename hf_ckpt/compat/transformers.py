@@ -34,6 +34,8 @@ HOOKS_STAY_OUTSIDE = "__init_subclass__" in vars(transformers.modeling_layers.Gr
 """Whether transformers checkpoints a block's own forward, rather than the call with the block's hooks."""
 BLOCKS_TAKE_CACHES = hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache")
 """Whether a block can say that it may get a cache while it is checkpointed. Older transformers drop every cache."""
+TORCH_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check")
+"""Options of an enable call that transformers passes to `torch.utils.checkpoint`, and that hf_ckpt knows, too."""
 HAS_OWN_OFFLOAD = "offload" in inspect.signature(getattr(PreTrainedModel, ENABLE_NAMES[-1])).parameters
 """Whether transformers itself can keep the inputs of blocks in host memory."""
 HAS_EVERY_N_LAYERS = "every_n_layers" in inspect.signature(getattr(PreTrainedModel, ENABLE_NAMES[-1])).parameters

@@ -324,3 +324,39 @@ def test_a_model_without_blocks_is_trained_and_said_beside_one_with_blocks(every
     assert recomputed(model) == ALL
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "Bare is trained without checkpointing: Bare (model_type 'llama') has no blocks" in record.getMessage()
+
+
+def test_a_model_that_checkpoints_in_its_own_forward_does_so(everywhere, caplog):
+    class Own(compat.PreTrainedModel):
+        config_class = type(tiny_model("llama").config)
+        supports_gradient_checkpointing = True
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.embedding, self.layer = torch.nn.Embedding(3, 3), torch.nn.Linear(3, 3)
+            self.gradient_checkpointing, self.runs = False, 0
+
+        def get_input_embeddings(self):
+            return self.embedding
+
+        def run(self, x):
+            self.runs += 1
+            return self.layer(x).sin()
+
+        def forward(self, x):
+            if self.gradient_checkpointing and self.training:
+                return self._gradient_checkpointing_func(self.run, x)
+            return self.run(x)
+
+    everywhere(spec="full")
+    for asked in (None, {"policy": "selective", "use_reentrant": False}):
+        own = Own(tiny_model("llama").config).train()
+        own(torch.ones(1, 3)).sum().backward()
+        expected, own.runs = own.layer.weight.grad.clone(), 0
+        enable(own, asked)
+        own.zero_grad()
+        own(torch.ones(1, 3)).sum().backward()
+        assert own.runs == 2
+        assert torch.equal(own.layer.weight.grad, expected)
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "leaves Own to its own code" in record.getMessage()
