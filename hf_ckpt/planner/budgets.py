@@ -13,6 +13,10 @@ from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Block, Plan, Prediction, numbers_of_runs
 from hf_ckpt.units import format_bytes
 
+OPTIMIZER_HINT = (
+    "the optimizer's step is the peak, whatever blocks do: LoRA, an optimizer with a smaller state or without temporary "
+    "copies (`fused=True`), or weights sharded over more devices"
+)
 GAIN = 0.01
 """Share of time that a later candidate must save over earlier ones. Earlier ones run head and feed-forward as a whole,
 so their gradients are bit-equal to those without checkpointing."""
@@ -50,7 +54,7 @@ def choice_within(ways: Costs | Sequence[Costs], budget_bytes: int) -> tuple[Cos
 
 
 def plan_of_least(ways: Costs | Sequence[Costs], budget_bytes: int | None = None, device: str = "") -> Plan:
-    """The plan with the lowest peak.
+    """The fastest of the plans with the lowest peak, which can be that of the optimizer's step or of the head.
 
     Args:
         ways: the costs to plan with, or several candidates.
@@ -77,9 +81,8 @@ def several_of(ways: Costs | Sequence[Costs]) -> Sequence[Costs]:
 
 
 def lowest_of(several: Sequence[Costs]) -> tuple[Costs, Choice]:
-    """The candidate with the lowest peak, and the choice of actions that has it."""
-    costs = min(several, key=lowest_peak)
-    return costs, smallest(costs)
+    """The candidate and the choice of actions of the fastest plan with the lowest peak."""
+    return choice_within(several, peak_of_least(several))
 
 
 def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, device: str = "") -> Plan:
@@ -110,6 +113,18 @@ def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, devic
     return Plan(costs.family, costs.model, tuple(pairs), prediction, costs.head_tokens, costs.mlp_tokens)
 
 
+def above_budget(prediction: Prediction) -> str:
+    """What fills a predicted peak above the budget, and what would lower it."""
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in prediction.parts if size)
+    where = next((name for name, _ in prediction.parts if name.startswith("temporary in ")), "")
+    ways = "smaller batches or shorter sequences"
+    if "optimizer" in where:
+        ways = OPTIMIZER_HINT
+    elif "head" in where:
+        ways = f'{ways}, or the head in chunks ("head": "auto")'
+    return f"{parts}. What would lower it: {ways}"
+
+
 def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
     """The error for a budget below the lowest peak of `costs`."""
     worst = worst_timeline(costs, smallest(costs))
@@ -125,6 +140,8 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
             f"weights {format_bytes(weights)}, optimizer state {format_bytes(static.optimizer)} and gradients "
             f"{format_bytes(static.gradients)} alone need more: use {', '.join(ways)}, or shard them over more devices"
         )
+    elif static.beside > budget_bytes:
+        found.append(OPTIMIZER_HINT)
     else:
         found.append("a smaller batch with as many more accumulated steps, or shorter sequences")
     if worst.is_heads:

@@ -94,7 +94,10 @@ class Description:
         lines = [f"hf_ckpt: {state}; spec {json.dumps(self.spec)}", str(self.plan)]
         predicted = self.plan.prediction
         if predicted is not None:
-            within = "" if predicted.budget_bytes is None else f" within {format_bytes(predicted.budget_bytes)}"
+            allowed = predicted.budget_bytes
+            fits = allowed is None or predicted.peak_bytes <= allowed
+            within = "" if allowed is None else f" {'within' if fits else 'above'} {format_bytes(allowed)}"
+            within += "" if fits else " (no plan needs less)"
             seconds = format_seconds(predicted.step_seconds)
             lines.append(f"  predicted: peak {format_bytes(predicted.peak_bytes)}{within}, step {seconds}")
         if self.measured_bytes is not None:

@@ -39,7 +39,7 @@ from hf_ckpt.logs import PLANS
 from hf_ckpt.measure.levels import Levels, Meter, can_be_measured, meter_for
 from hf_ckpt.measure.machine import DeviceMemory, device_memory, device_name
 from hf_ckpt.models.blocks import find_blocks, vocabulary_head
-from hf_ckpt.planner.budgets import plan_of, plan_of_least, plan_within
+from hf_ckpt.planner.budgets import above_budget, plan_of, plan_of_least, plan_within
 from hf_ckpt.planner.options import in_segments, with_host_memory
 from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.machine import this_device
@@ -337,11 +337,13 @@ class Session:
 
     def _tried_on(self, known: Measurements, batch: Batch) -> tuple[Planned, _Measured] | None:
         """Return a step that tries or times actions; None if all are known."""
-        tried = known.to_try(batch, self.limit_bytes)
+        # If even `full` needs more than the limit (for the optimizer's step), trials may need as much.
+        floor = peak_of(known.costs(batch), {})
+        tried = known.to_try(batch, max(self.limit_bytes, floor))
         if tried:
             return self._trying(batch, known, tried), _Measured(batch, known, tried)
         if known.timed < TIMED_STEPS and known.changes:
-            tried = known.to_time(batch, round((self.limit_bytes - self.bias_bytes) * SURE))
+            tried = known.to_time(batch, max(round((self.limit_bytes - self.bias_bytes) * SURE), floor))
             if tried:
                 return self._trying(batch, known, tried), _Measured(batch, known, tried, times=True)
         return None
@@ -540,9 +542,10 @@ class Session:
         prediction = planned.plan.prediction
         assert prediction is not None
         PLANS.info(
-            "hf_ckpt: %s: planned for %s within %s (`%s`): %s; peak %s, step %s, %s",
+            "hf_ckpt: %s: planned for %s %s %s (`%s`): %s; peak %s, step %s, %s",
             planned.plan.model,
             planned.shape,
+            "above" if planned.over else "within",
             format_bytes(planned.limit_bytes),
             self._spec.policy,
             planned.plan.summary(),
@@ -553,11 +556,12 @@ class Session:
         if planned.over and "over" not in self._said:
             self._said.add("over")
             log.warning(
-                "hf_ckpt: no plan fits %s into %s: the lowest peak is %s. Such batches get the plan that needs least; "
-                "smaller batches or shorter sequences fit.",
+                "hf_ckpt: no plan fits %s into %s: the lowest peak is %s. Such batches get the fastest plan with this "
+                "peak, which holds %s.",
                 planned.shape,
                 format_bytes(planned.limit_bytes),
                 format_bytes(prediction.peak_bytes + self.bias_bytes),
+                above_budget(prediction),
             )
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.planner import solver
 from hf_ckpt.planner.alternatives import frontier, usual_options
-from hf_ckpt.planner.budgets import plan_of, plan_within
+from hf_ckpt.planner.budgets import plan_of, plan_of_least, plan_within
 from hf_ckpt.planner.solver import fastest, lowest_peak, smallest
 from hf_ckpt.prediction.costs import BlockCost, Costs, Phase, StackCosts, Static
 from hf_ckpt.prediction.timeline import step_nanoseconds, worst_timeline
@@ -427,3 +427,23 @@ def test_few_choices_are_followed_through_eighty_blocks(changes, monkeypatch):
     times = [step_nanoseconds(costs, fastest(costs, limit)) for limit in limits]
     assert times == sorted(set(times), reverse=True)
     assert 0 < sum(followed) / len(limits) < 80 * MOST_FOLLOWED
+
+
+@given(costs=some_costs())
+def test_the_plan_of_least_is_the_fastest_with_the_lowest_peak(costs):
+    """If the optimizer's step is the peak, no block is recomputed in vain."""
+    static = dataclasses.replace(costs.static, step_bytes=2**40)
+    costs = dataclasses.replace(costs, static=static)
+    chunked = dataclasses.replace(costs, head_tokens="auto", optimizer_nanoseconds=10**12)
+    for ways in (costs, [chunked, costs]):
+        plan = plan_of_least(ways)
+        assert plan.prediction.peak_bytes == static.beside
+        assert round(plan.prediction.step_seconds * 1e9) == min(time for time, _ in everything(costs).values())
+        assert plan.head == "full"
+
+
+def test_an_optimizer_step_that_does_not_fit_is_named():
+    static = Static(parameters=2**20, buffers=0, optimizer=2 * 2**20, gradients=2**20, batch=0, step_bytes=2**20)
+    error = refused(alike(4, static=static), 5 * 2**20 - 1)
+    assert "the optimizer's step is the peak, whatever blocks do" in str(error)
+    assert "a smaller batch" not in str(error)

@@ -23,9 +23,10 @@ from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.measure.memory import AllocatorMeter
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch
-from hf_ckpt.spec.actions import FULL, SELECTIVE
+from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.training.escalate import step_down
 from hf_ckpt.training.measurements import _Look
+from hf_ckpt.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("steady_times")
 SHAPE = {"batch": 4, "tokens": 64}
@@ -563,3 +564,19 @@ def test_a_device_that_tells_no_peaks_is_planned_for_by_traces(monkeypatch):
     assert first == second
     assert installation(model).planned.plan.prediction is not None
     assert session_of(model).measured_steps == 0
+
+
+def test_where_the_optimizer_is_the_peak_nothing_is_recomputed_in_vain(caplog):
+    """A budget below the optimizer's own peak gets the fastest plan, and says what would lower the peak."""
+    batch = tiny_batch("llama", batch=1, tokens=4)
+    model = model_of("llama")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    budgeted(model, 4 * weights)  # weights, gradients and two moments; the step needs temporary bytes, too
+    actions = run(model, [batch] * 12, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    assert installation(model).planned.over
+    assert actions[-1] == [KEEP] * 6
+    (said,) = [record.message for record in caplog.records if "no plan fits" in record.message]
+    assert "the optimizer's step is the peak" in said
+    assert "smaller batches" not in said
+    told = str(hf_ckpt.describe(model))
+    assert f" above {format_bytes(4 * weights)} (no plan needs less)" in told
