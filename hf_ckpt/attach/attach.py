@@ -188,6 +188,7 @@ def description(model: nn.Module, found: FoundBlocks, record: Installation) -> D
         head_in_graph=record.heads.in_graph,
         mlp_in_graph=record.tiles.in_graph,
         plans=dict(record.planned.plans) if record.planned is not None else {},
+        measuring=record.measuring,
         costs=record.planned.costs if record.planned is not None else (),
         measured_bytes=None if record.planned is None else record.planned.measured_bytes,
         moved=_total([{name: region.moved_bytes} for name, region in record.regions.items() if region.moved_bytes]),

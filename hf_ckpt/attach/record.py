@@ -191,7 +191,8 @@ class Installation:
     decider: Decider | None = None
     """Called by enable calls, and by forwards under `budget` and `auto`; None if the plan is fixed."""
     planned: Any = None
-    """The decider's own record of the batch that it last planned for; None before the first. Its attributes are `plan`;
+    """The decider's own record of the batch that it last planned for; None before the first. Its attributes are `plan`,
+    `measures`, `phase` and `steps_left`, see `training.session.Planned`;
     `plans`, every plan by a description of its batch; `costs`, the cost of each action; and `measured_bytes`, the real
     peak of a step under the plan."""
     optimizer_watch: Any = None
@@ -215,6 +216,17 @@ class Installation:
 
     told: tuple[Spec, Plan] | None = None
     """The spec and the plan that were last logged."""
+
+    @property
+    def measuring(self) -> str | None:
+        """Why `plan` is not the plan of the run yet under `budget` and `auto`; None if it is."""
+        if not self.spec.is_planned:
+            return None
+        if self.planned is None:
+            return f"`{self.spec.policy}` measures the first training steps, and then plans"
+        if not self.planned.measures:
+            return None
+        return f"measuring ({self.planned.phase}), at most {self.planned.steps_left} steps of this batch size are left"
 
     def compiled_by_others(self) -> tuple[str, ...]:
         """Return the blocks that hf_ckpt should compile, but that are in a graph that something else compiles."""

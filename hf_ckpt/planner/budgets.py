@@ -14,8 +14,8 @@ from hf_ckpt.spec.plan import Block, Plan, Prediction, numbers_of_runs
 from hf_ckpt.units import format_bytes
 
 OPTIMIZER_HINT = (
-    "the optimizer's step is the peak, whatever blocks do: LoRA, an optimizer with a smaller state or without temporary "
-    "copies (`fused=True`), or weights sharded over more devices"
+    "the optimizer's step is the peak, whatever blocks do: LoRA, an optimizer with a smaller state or without "
+    "temporary copies (`fused=True`), or weights sharded over more devices"
 )
 GAIN = 0.01
 """Share of time that a later candidate must save over earlier ones. Earlier ones run head and feed-forward as a whole,

@@ -63,6 +63,9 @@ class Description:
     plans: dict[str, Plan] = dataclasses.field(default_factory=dict)
     """Under `budget` and `auto`: the batch shape that a plan was made for, in words -> the plan. A smaller batch
     may use it, too; `plan` is that of the last batch."""
+    measuring: str | None = None
+    """Under `budget` and `auto`, why `plan` is not the plan of the run yet, and how many steps are left; None if it is.
+    """
     costs: tuple[tuple[str, int, float | None], ...] = ()
     """Under `budget` and `auto`, measurements of a block of the most common kind under each action: (action, bytes
     kept, time of forward and backward as a share of that under `full`; None if it was not timed)."""
@@ -92,6 +95,8 @@ class Description:
     def __str__(self) -> str:
         state = "enabled" if self.enabled else "installed, not enabled (call model.gradient_checkpointing_enable())"
         lines = [f"hf_ckpt: {state}; spec {json.dumps(self.spec)}", str(self.plan)]
+        if self.measuring is not None:
+            lines.append(f"  not the plan of the run yet: {self.measuring}")
         predicted = self.plan.prediction
         if predicted is not None:
             allowed = predicted.budget_bytes

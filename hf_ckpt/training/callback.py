@@ -143,7 +143,7 @@ class MemoryTimeCallback(TrainerCallback):
             memory_source=self._meter.source,
             world_size=args.world_size,
             spec=record.spec.to_dict() if record else None,
-            plan=None if plan is None else plan.to_dict(),
+            plan=None if record is None or plan is None or record.measuring else plan.to_dict(),
         )
 
     def on_step_begin(
@@ -219,7 +219,7 @@ class MemoryTimeCallback(TrainerCallback):
         summary = _summarise(self._windows)
         self._write(args, state, "end", **summary)
         if self.summary and state.is_world_process_zero and self._meter is not None and self._windows:
-            _print_summary(summary, self._meter, _enabled_plan(record))
+            _print_summary(summary, self._meter, _enabled_plan(record), record.measuring if record else None)
         if record is not None:
             record.functions.observe(None)
         self._forget()
@@ -460,7 +460,7 @@ def _summarise(windows: list[Metrics]) -> Metrics:
     return summary
 
 
-def _print_summary(summary: Metrics, meter: PeakMeter, plan: Plan | None) -> None:
+def _print_summary(summary: Metrics, meter: PeakMeter, plan: Plan | None, measuring: str | None) -> None:
     """Print the figures of a training run as a table, to stderr."""
     from rich.table import Table
 
@@ -484,6 +484,8 @@ def _print_summary(summary: Metrics, meter: PeakMeter, plan: Plan | None) -> Non
     if summary.get("time/recompute_share") is not None:
         rows["spent recomputing"] = format_percent(summary["time/recompute_share"])
     rows["plan"] = "none is enabled" if plan is None else plan.summary()
+    if plan is not None and measuring is not None:
+        rows["plan"] = f"not made yet: {measuring}"
     table = Table(title="hf_ckpt: this training run", show_header=False, title_justify="left")
     for row in rows.items():
         table.add_row(*row)

@@ -580,3 +580,24 @@ def test_where_the_optimizer_is_the_peak_nothing_is_recomputed_in_vain(caplog):
     assert "smaller batches" not in said
     told = str(hf_ckpt.describe(model))
     assert f" above {format_bytes(4 * weights)} (no plan needs less)" in told
+
+
+def test_a_plan_of_the_measuring_phase_is_not_called_the_plan():
+    """Before enabling, while measuring, and after a resume, `describe` says how many steps are left at most."""
+    batch, model = tiny_batch("llama", **SHAPE), model_of("llama")
+    hf_ckpt.install(model, {"policy": "budget", "budget": half(batch)})
+    assert "not the plan of the run yet: `budget` measures the first training steps" in str(hf_ckpt.describe(model))
+    enable(model)
+    left = []
+    for _ in range(12):
+        run(model, [batch])
+        told, planned = hf_ckpt.describe(model), installation(model).planned
+        left.append(planned.steps_left)
+        assert (told.measuring is None) == (not planned.measures)
+        if planned.measures:
+            assert f"measuring ({planned.phase}), at most {planned.steps_left} steps" in str(told)
+    assert left[0] > 2
+    assert left[-1] == 0
+    assert 0 < sum(number > 0 for number in left) <= left[0]
+    resumed = pickle.loads(pickle.dumps(model))
+    assert "measures the first training steps" in hf_ckpt.describe(resumed).measuring
