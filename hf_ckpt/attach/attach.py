@@ -182,6 +182,8 @@ def description(model: nn.Module, found: FoundBlocks, record: Installation) -> D
         kept=_total(region.kept for region in regions),
         kept_to_rebuild=_total(region.kept_to_rebuild for region in regions),
         chunked_heads=record.heads.calls,
+        head_ran=record.heads.last,
+        mlp_ran=record.tiles.last,
         in_graphs=tuple(name for name, region in record.regions.items() if region.in_graph),
         compiled_by_others=record.compiled_by_others(),
         chunked_mlps=record.tiles.calls,
@@ -337,6 +339,7 @@ def adopt(found: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> N
     forget_session(record)
     record.spec, record.plan = spec, plan
     record.heads.in_graph = record.tiles.in_graph = False
+    record.heads.last = record.tiles.last = ""
     record.functions = Functions(spec, blocks_of_known_code(found), record.functions.observer)
     record.regions = record.functions.of(plan)
     record.functions.active = record.regions

@@ -23,13 +23,14 @@ from hf_ckpt.attach.functions import Functions
 from hf_ckpt.attach.record import ChunkCalls, Outermost, function_of, installation
 from hf_ckpt.engines.block_settings import Settings
 from hf_ckpt.engines.forward_state import ForwardState
-from hf_ckpt.engines.head.chunked import chunked, has_dropout
+from hf_ckpt.engines.head.chunked import chunked, has_computed_weights, has_dropout
 from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.engines.region import Region
 from hf_ckpt.engines.tiles import Tiles, is_watched, mostly_trained, tiled, tokens_per_tile
 from hf_ckpt.errors import HfCkptError, OwnerConflictError, TransformError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import refuse_other_owner
+from hf_ckpt.units import format_bytes
 from hf_ckpt.versions import LAST_DEEPSPEED_WITH_EMPTY_SHAPES
 
 log = logging.getLogger(__name__)
@@ -338,6 +339,12 @@ class HeadForward(ModelHook):
             return run(*args)
         result = chunked(head, run, *args, self.asked, self.counter.take_report())
         self.counter.calls += isinstance(result, Logits)
+        if isinstance(result, Logits):
+            self.counter.last = f"chunks of {result.source.tokens} tokens"
+        else:
+            size, tokens = format_bytes(result.nbytes), result.shape[:-1].numel()
+            why = "its weights are computed" if has_computed_weights(head) else "they are one chunk"
+            self.counter.last = f"as a whole, with {size} of logits ({tokens} tokens), because {why}"
         return result
 
 
@@ -438,6 +445,7 @@ class TiledForward(ModelHook):
         tiles.report = self.counter.take_report()
         output = tiled(tiles, *args)
         self.counter.calls += 1
+        self.counter.last = f"chunks of {tokens} tokens"
         return output
 
     def _reason(self, owner: nn.Module, parts: list[nn.Module]) -> str | None:

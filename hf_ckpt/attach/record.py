@@ -146,6 +146,8 @@ class ChunkCalls:
 
     calls: int = 0
     """Forward calls that ran in chunks, including those in recomputations."""
+    last: str = ""
+    """How the last call ran, in words; empty before the first."""
     in_graph: bool = False
     """Whether one ran as a whole in a graph of torch.compile."""
     missed: int = 0

@@ -79,6 +79,11 @@ class Description:
     """Calls of the head that ran in chunks so far."""
     chunked_mlps: int = 0
     """Forward calls of feed-forwards that ran in chunks so far, including those in recomputations."""
+    head_ran: str = ""
+    """How the last call of a head ran that is planned to run in chunks, in words: with the tokens of a chunk, or why it
+    ran as a whole. Empty before the first."""
+    mlp_ran: str = ""
+    """The same for feed-forwards."""
     in_graphs: tuple[str, ...] = ()
     """Planned blocks inside a graph of torch.compile, where calls are not counted."""
     compiled_by_others: tuple[str, ...] = ()
@@ -140,6 +145,8 @@ class Description:
         if self.moved:
             moved = format_bytes(sum(self.moved.values()))
             lines.append(f"  moved to host memory in the last forward: {moved} of {len(self.moved)} blocks")
+        for what, ran in (("head", self.head_ran), ("feed-forward", self.mlp_ran)):
+            lines += [f"  {what}, last call: {ran}"] if ran else []
         if self.chunked_heads:
             lines.append(f"  so far: {self.chunked_heads} calls of the head in chunks")
         if self.chunked_mlps:

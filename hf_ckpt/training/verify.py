@@ -60,6 +60,10 @@ class Verification:
     """Calls of the head that ran in chunks."""
     chunked_mlps: int
     """Calls of feed-forwards that ran in chunks, including those in recomputations."""
+    head_ran: str
+    """How the last call of a head in chunks ran, as in `Description`."""
+    mlp_ran: str
+    """The same for feed-forwards."""
     in_graphs: tuple[str, ...]
     """Planned blocks inside a graph of torch.compile, where recomputations are not counted."""
     different_buffers: tuple[str, ...]
@@ -101,9 +105,9 @@ class Verification:
         if self.different_buffers:
             lines.append(f"buffers that differ: {', '.join(self.different_buffers)}")
         if self.plan.head != "full":
-            lines.append(f"head: {self.chunked_heads} calls in chunks")
+            lines.append(f"head: {self.chunked_heads} calls in chunks; last call: {self.head_ran or 'none'}")
         if self.plan.mlp != "full":
-            lines.append(f"feed-forwards: {self.chunked_mlps} calls in chunks")
+            lines.append(f"feed-forwards: {self.chunked_mlps} calls in chunks; last call: {self.mlp_ran or 'none'}")
         if self.compiled:
             lines.append(f"{len(self.compiled)} blocks compiled, compared with the same blocks at share 1")
         if self.allowed_difference:
@@ -207,6 +211,8 @@ def verify(
         allowed_difference=_rounding(plain.gradients.values()) if rounded else 0.0,
         chunked_heads=after.chunked_heads - before.chunked_heads,
         chunked_mlps=after.chunked_mlps - before.chunked_mlps,
+        head_ran=after.head_ran,
+        mlp_ran=after.mlp_ran,
         in_graphs=after.in_graphs,
         different_buffers=tuple(n for n, buffer in plain.buffers.items() if not _equal(buffer, planned.buffers.get(n))),
         compiled=compiled,

@@ -274,9 +274,15 @@ def test_one_chunk_is_the_plain_head():
     model = on(tiny_model("llama", layers=1), 46)
     assert_same(step(tiny_model("llama", layers=1), batch_of("llama")), step(model, batch_of("llama")))
     assert calls(model) == 0
+    assert "(46 tokens), because they are one chunk" in str(hf_ckpt.describe(model))
     hf_ckpt.install(model, {"policy": "none", "head": 45})
+    assert "last call" not in str(hf_ckpt.describe(model))
     step(model, batch_of("llama"))
     assert calls(model) == 1
+    assert "head, last call: chunks of 45 tokens" in str(hf_ckpt.describe(model))
+    found = hf_ckpt.verify(model, batch_of("llama"), {"policy": "none", "head": "auto", "mlp": 7})
+    assert "head: 0 calls in chunks; last call: as a whole, with" in str(found)
+    assert "last call: chunks of 7 tokens" in str(found)
 
 
 # --- in training loops ----------------------------------------------------------------------------------------------
