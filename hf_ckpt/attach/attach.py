@@ -467,7 +467,7 @@ def _put_on_batch_hooks(found: FoundBlocks, record: Installation) -> None:
     for module, stack in found.runners():
         hook = BatchHook(found.base, stack)
         record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        record.handles.append(_always_after(module, record.running.leave))
+        record.handles.append(_always_after(module, hook.after))
 
 
 def _always_after(module: nn.Module, hook: Callable[..., Any]) -> Any:
@@ -663,3 +663,13 @@ class BatchHook(ModelHook):
             if isinstance(hook, CacheHook):
                 args, kwargs = hook(module, args, kwargs) or (args, kwargs)
         return args, kwargs
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook, called even after an error; then `output` is None."""
+        base = self._arguments()[0]
+        record = None if base is None else installation(base)
+        if record is None or record.running.module is None or record.running.module() is not module:
+            return
+        record.running.leave(module, args, output)
+        if record.session is not None:
+            record.session.after_forward(failed=output is None)

@@ -26,10 +26,15 @@ class Boundaries:
     Args:
         blocks: name -> module.
         mark: see `Mark`. Threads take turns to call it.
+        gone: called when the autograd graphs of all forwards are gone: after the backward, or because the step ended
+            without one.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], mark: Mark) -> None:
+    def __init__(self, blocks: Mapping[str, nn.Module], mark: Mark, gone: Callable[[], None] | None = None) -> None:
         self._mark: Mark | None = mark
+        self._gone = gone
+        self._running: _Graphs | None = None
+        self._graphs: Callable[[], _Graphs | None] = lambda: None
         self._lock = threading.Lock()
         self._inside: str | None = None
         self._in_backward = 0
@@ -39,9 +44,27 @@ class Boundaries:
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(_Boundary(self, name, True)))
 
+    def begin(self) -> None:
+        """A forward of the step begins."""
+        self._running = self._graphs()
+        if self._running is None:
+            self._running = _Graphs()
+            self._graphs = weakref.ref(self._running)
+            if self._gone is not None:
+                weakref.finalize(self._running, self._gone)
+
+    def finish(self) -> None:
+        """The forward that ran has ended: from now on only its graph holds it."""
+        self._running = None
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether the graph of a forward of this step exists."""
+        return self._graphs() is not None
+
     def remove(self) -> None:
         """Remove all hooks. Hooks on tensors of the step do nothing from now on."""
-        self._mark = None
+        self._mark = self._running = None
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -63,7 +86,8 @@ class Boundaries:
         hidden = _first_with_graph(output)
         self._note("forwarded", name, hidden is not None)
         if hidden is not None:
-            hidden.register_hook(lambda gradient: self._begins_backward(name))  # type: ignore[no-untyped-call]
+            graphs = self._graphs()  # this hook belongs to the graph, and holds them as long as that exists
+            hidden.register_hook(lambda gradient, held=graphs: self._begins_backward(name))  # type: ignore[no-untyped-call]
 
     def _begins_backward(self, name: str) -> None:
         if self._mark is None or compat.is_compiling():
@@ -76,6 +100,10 @@ class Boundaries:
     def _ends_backward(self) -> None:
         self._in_backward = 0
         self._note("end")
+
+
+class _Graphs:
+    """Exists as long as the autograd graph of any forward of a step."""
 
 
 class _Boundary:

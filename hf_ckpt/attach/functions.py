@@ -6,7 +6,8 @@ of blocks that the two plans treat differently.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import collections
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from hf_ckpt.engines.host import Mover
@@ -15,6 +16,8 @@ from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 
+COUNTS = ("forwards", "recomputed")
+"""What functions count."""
 _Key = tuple[str, Action, tuple[str, ...]]
 """(name of a block, its action, names of the blocks in its segment)."""
 Regions = dict[str, Region]
@@ -35,7 +38,9 @@ class Functions:
         self.active: Regions = {}
         """The functions of the current plan."""
         self.made: dict[_Key, Region] = {}
-        """Every function that a plan has needed so far."""
+        """The functions of all plans, until `keep_only`."""
+        self._before: dict[str, collections.Counter[str]] = {what: collections.Counter() for what in COUNTS}
+        """Count -> block -> its sum over functions that were dropped."""
         self._segments: dict[tuple[str, ...], Segment] = {}
         self._mover = Mover(spec.host_budget)
 
@@ -53,6 +58,17 @@ class Functions:
                 self.made[key].observer = self.observer
             regions[name] = self.made[key]
         return regions
+
+    def keep_only(self, plans: Iterable[Plan]) -> None:
+        """Drop the functions that none of these plans needs. Their counts remain."""
+        used = {id(region) for plan in plans for region in self.of(plan).values()}
+        for key, region in list(self.made.items()):
+            if id(region) not in used:
+                for what, counts in self._before.items():
+                    counts[key[0]] += getattr(region, what)
+                del self.made[key]
+        runs = {run for _, _, run in self.made}
+        self._segments = {run: segment for run, segment in self._segments.items() if run in runs}
 
     def _request(self, name: str, action: Action, run: tuple[str, ...], mover: Mover | None) -> Request:
         spec = self.spec
@@ -80,7 +96,7 @@ class Functions:
 
         Blocks without a function in `regions` are left out if their count is 0.
         """
-        found = dict.fromkeys(regions, 0)
+        found = dict.fromkeys(regions, 0) | {name: count for name, count in self._before[what].items() if count}
         for (name, *_), region in self.made.items():
             if getattr(region, what):
                 found[name] = found.get(name, 0) + getattr(region, what)

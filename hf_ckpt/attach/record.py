@@ -72,6 +72,9 @@ class Session(Protocol):
         whole model.
         """
 
+    def after_forward(self, failed: bool) -> None:
+        """Note that a training forward has ended. `failed` says whether it raised an error."""
+
     @property
     def is_measuring(self) -> bool:
         """Whether the running step is measured."""

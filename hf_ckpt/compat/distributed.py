@@ -159,10 +159,3 @@ def accelerator_class() -> Any:
     from accelerate import Accelerator
 
     return Accelerator
-
-
-def accumulated_steps() -> int:
-    """Return the number of micro-steps per step that accelerate is set to; 1 by default."""
-    state_module = sys.modules.get("accelerate.state")
-    shared = state_module.GradientState._shared_state if state_module is not None else {}
-    return int((shared.get("plugin_kwargs") or {}).get("num_steps", 1))

@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
@@ -126,6 +126,8 @@ def has_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:
 
 _optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 """Known optimizers -> how many parameters they had when they were last remembered."""
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that have stepped while steps were watched."""
 _optimizer_changes = 0
 
 
@@ -142,8 +144,16 @@ def remember_optimizer(optimizer: object) -> None:
 
 
 def optimizer_changes() -> int:
-    """Return a number that grows when an optimizer becomes known, or steps with a different number of parameters."""
+    """Return a number that grows when an optimizer becomes known, first steps, or has other parameters than before."""
     return _optimizer_changes
+
+
+def call_around_optimizers(before: Callable[[], None], after: Callable[[], None]) -> list[RemovableHandle]:
+    """Call two functions before and after every optimizer step of the process, until the handles are removed."""
+    return [
+        register_optimizer_step_pre_hook(lambda *_: None if is_compiling() else before()),
+        register_optimizer_step_post_hook(lambda *_: None if is_compiling() else after()),
+    ]
 
 
 def remember_optimizers_that_step() -> RemovableHandle:
@@ -155,8 +165,12 @@ def remember_optimizers_that_step() -> RemovableHandle:
 
 
 def _remember_stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    global _optimizer_changes
     if not is_compiling():
         remember_optimizer(optimizer)
+        if optimizer not in _stepped:
+            _stepped.add(optimizer)
+            _optimizer_changes += 1
 
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -459,7 +473,7 @@ _entered: set[TorchDispatchMode] = set()
 def enter_dispatch_mode_below(mode: TorchDispatchMode) -> None:
     """Enter a dispatch mode below all active ones, so that their own `with` blocks can still leave them."""
     _entered.add(mode)
-    _stack_modes(lambda on: [mode, *on])
+    _stack_modes(lambda on: [mode, *(each for each in on if each is not mode)])
 
 
 def leave_dispatch_mode(mode: TorchDispatchMode) -> None:

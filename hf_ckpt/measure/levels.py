@@ -52,8 +52,11 @@ class Meter(Protocol):
     def between(self, first: Any, last: Any) -> int:
         """Return the nanoseconds between two stamps. Waits for the device."""
 
+    def start(self) -> None:
+        """Begin to measure, or go on after `stop`."""
+
     def stop(self) -> None:
-        """End the measurement."""
+        """Stop measuring."""
 
 
 class AllocatorLevels:
@@ -84,15 +87,19 @@ class AllocatorLevels:
         last.synchronize()
         return int(first.elapsed_time(last) * 1e6)
 
+    def start(self) -> None:
+        pass
+
     def stop(self) -> None:
         pass
 
 
 class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
-    """The `Meter` that counts live tensors on a CPU, from its creation until `stop`. It slows the step down.
+    """The `Meter` that counts live tensors on a CPU, between `start` and `stop`. It slows the step down.
 
-    It begins and ends in hooks, because there is no place for a `with` block around the step. Other modes that see
-    every operation, such as torch's counter of operations, are not affected.
+    It starts and stops in hooks, because there is no place for a `with` block around the step. Tensors that are freed
+    count as freed at any time; tensors that are made count only while it runs. Other modes that see every operation,
+    such as torch's counter of operations, are not affected.
 
     Args:
         holders: what holds tensors that are already alive; see `LiveBytes`.
@@ -103,9 +110,7 @@ class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
 
     def __init__(self, *holders: Holder) -> None:
         super().__init__(*holders, device="cpu")
-        self._stopped = False
-        compat.enter_dispatch_mode_below(self)
-        compat.watch_resizes(self._count_storage)
+        self._stopped = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -132,6 +137,12 @@ class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
     def between(self, first: Any, last: Any) -> int:
         return 0
 
+    def start(self) -> None:
+        if self._stopped:
+            self._stopped = False
+            compat.enter_dispatch_mode_below(self)
+            compat.watch_resizes(self._count_storage)
+
     def stop(self) -> None:
         self._stopped = True
         compat.unwatch_resizes(self._count_storage)
@@ -151,6 +162,9 @@ class Clock:
 
     def between(self, first: Any, last: Any) -> int:
         return int(last - first)
+
+    def start(self) -> None:
+        pass
 
     def stop(self) -> None:
         pass

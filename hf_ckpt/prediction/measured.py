@@ -46,9 +46,9 @@ class Part:
     net: int = 0
     """Bytes alive at its end, above those at its beginning."""
 
-    def mixed(self, other: Part, share: float) -> Part:
-        """Interpolate between this part (share 0) and another one (share 1); bytes are rounded up."""
-        return Part(_mixed(self.peak, other.peak, share), _mixed(self.net, other.net, share))
+    def scaled(self, factor: float) -> Part:
+        """All bytes multiplied by a factor, rounded up."""
+        return Part(_up(self.peak * factor), _up(self.net * factor))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,27 +97,19 @@ class Step:
         outside = max(self.outside_peak_bytes, other.outside_peak_bytes)
         return dataclasses.replace(self, start_bytes=start, outside_peak_bytes=outside)
 
-    def between(self, other: Step, share: float) -> Step | None:
-        """Interpolate between this step (share 0) and one of a longer batch (share 1): tensors grow at least linearly
-        with the batch. None if the steps have different calls."""
-        if [(call.name, call.backward is None) for call in self.calls] != [
-            (call.name, call.backward is None) for call in other.calls
-        ]:
-            return None
+    def scaled(self, factor: float) -> Step:
+        """A bound for the step of a batch that is larger by this factor. What is alive outside the step stays."""
         calls = tuple(
             dataclasses.replace(
-                mine,
-                forward=mine.forward.mixed(its.forward, share),
-                behind=mine.behind.mixed(its.behind, share),
-                backward=mine.backward and its.backward and mine.backward.mixed(its.backward, share),
+                call,
+                forward=call.forward.scaled(factor),
+                behind=call.behind.scaled(factor),
+                backward=call.backward and call.backward.scaled(factor),
             )
-            for mine, its in zip(self.calls, other.calls, strict=True)
+            for call in self.calls
         )
-        before, turn = (
-            self.before.mixed(other.before, share),
-            _mixed(self.at_backward_bytes, other.at_backward_bytes, share),
-        )
-        return dataclasses.replace(other.raised(self), before=before, calls=calls, at_backward_bytes=turn)
+        begun = _up(self.at_backward_bytes * factor)
+        return dataclasses.replace(self, before=self.before.scaled(factor), calls=calls, at_backward_bytes=begun)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +123,8 @@ class Change:
     backward_peak: int = 0
     scale: int = 0
     """Most bytes of the call's backward under `full`, when this was measured."""
+    growth: float = 0.0
+    """How many times as large the batch is as the measured one, if some dimension of it is larger; 0 otherwise."""
 
     def larger(self, other: Change) -> Change:
         """The larger of both, field by field. Both must come from calls that need the same."""
@@ -138,16 +132,30 @@ class Change:
         return Change(*(max(pair) for pair in pairs))
 
     def at_most(self) -> Change:
-        """A bound for actions that keep no more than this one. Their backward needs no more than that of `full`."""
-        return Change(max(0, self.forward_peak), max(0, self.forward_net), max(0, self.later), 0, self.scale)
+        """A bound for actions that keep no more than this one: see `bound_of`."""
+        kept = max(0, self.forward_net)
+        first, later = max(0, self.forward_peak), max(0, self.later)
+        return dataclasses.replace(self, forward_peak=first, forward_net=kept, later=later, backward_peak=-kept)
 
     def at(self, call: Call) -> Change:
         """The change for a call that needs more or less than the one it was measured on."""
         size = call.backward.peak if call.backward is not None else 0
-        if not self.scale or size == self.scale:
+        if not self.scale or (size == self.scale and not self.growth):
             return self
-        numbers = (_up(number * size / self.scale) for number in dataclasses.astuple(self)[:-1])
-        return dataclasses.replace(Change(*numbers), scale=size)
+        factor = size / self.scale
+        first, kept = _up(self.forward_peak * factor), _up(self.forward_net * factor)
+        more = 0
+        if self.growth and self.forward_net > 0:
+            # Gradients of weights do not grow with the batch, and attention may grow faster. All that grew may be kept.
+            grown = max(0.0, size - self.scale * self.growth)
+            more = max(0, _up(self.forward_net * self.growth + grown) - kept)
+        return Change(
+            forward_peak=first + more,
+            forward_net=kept + more,
+            later=_up(self.later * factor),
+            backward_peak=_up(self.backward_peak * factor) - more,
+            scale=size,
+        )
 
 
 def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None:
@@ -254,10 +262,14 @@ def changes_of(full: Step, seen: Step, tried: Mapping[CallName, Action], alike: 
 
 
 def bound_of(call: Call, share: float = 1.0) -> Change:
-    """A bound for an action that keeps at most this share of what the backward needs under `full`, which holds
-    everything that `keep` keeps."""
+    """A bound for an action that keeps at most this share of what the backward needs under `full`.
+
+    The backward under `full` holds everything that the block keeps under `keep`. So with what the forward keeps, the
+    backward under another action needs no more than that. The forward holds no more than what it keeps in addition.
+    """
     size = call.backward.peak if call.backward is not None else 0
-    return Change(forward_peak=size, forward_net=_up(size * share), scale=size)
+    kept = _up(size * share)
+    return Change(forward_peak=kept, forward_net=kept, backward_peak=-kept, scale=size)
 
 
 def joined(full: Step, seen: Step, without: Mapping[CallName, Action], order: Sequence[str]) -> Step:
@@ -458,10 +470,6 @@ class StepCosts:
             output_bytes=hidden,
             forward_only_bytes=lent - change.later,
         )
-
-
-def _mixed(first: int, second: int, share: float) -> int:
-    return first if first == second else _up(first + (second - first) * share)
 
 
 def _up(number: float) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from hf_ckpt import compat
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 """(name of a tensor, its shape)."""
+NEAR = 0.8
+"""Batches of at least this share of another one's size use its measurements and plans."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,21 +80,27 @@ class Batch:
         """The number of elements of all tensors, to sort batches by."""
         return sum(math.prod(shape) for forward in self.forwards for _, shape in forward.shapes)
 
-    def share_between(self, low: Batch, high: Batch) -> float | None:
-        """Return the smallest share, from 0 to 1, at which the linear interpolation from `low` to `high` covers this
-        batch; None if this batch does not lie between them."""
-        if not (high.covers(self) and self.covers(low)):
-            return None
-        if len({len(low.forwards), len(self.forwards), len(high.forwards)}) != 1:
-            return None
-        sizes = (low.sizes(), self.sizes(), high.sizes())
-        return max(
-            (mid - least) / (most - least) if most > least else 0.0 for least, mid, most in zip(*sizes, strict=True)
-        )
+    def growth(self, other: Batch) -> float:
+        """How many times as many elements the tensors of this batch have as those of another, at most; infinite if the
+        batches do not have the same tensors."""
+        pairs = list(zip(self.forwards, other.forwards, strict=False))
+        names = [([name for name, _ in one.shapes], [name for name, _ in two.shapes]) for one, two in pairs]
+        if len(self.forwards) != len(other.forwards) or any(one != two for one, two in names):
+            return math.inf
+        sizes = [
+            (math.prod(mine), math.prod(its))
+            for one, two in pairs
+            for (_, mine), (_, its) in zip(one.shapes, two.shapes, strict=True)
+        ]
+        return max((mine / max(1, its) for mine, its in sizes), default=1.0)
 
-    def sizes(self) -> Iterator[int]:
-        """Every dimension of every tensor."""
-        return (size for forward in self.forwards for _, shape in forward.shapes for size in shape)
+    def is_near(self, other: Batch) -> bool:
+        """Whether a step with one batch tells what one with the other needs: one covers the other, and is hardly
+        larger."""
+        if (self.resident, len(self.forwards)) != (other.resident, len(other.forwards)):
+            return False
+        small, large = (other, self) if self.covers(other) else (self, other)
+        return large.covers(small) and small.elements >= NEAR * large.elements
 
     def __str__(self) -> str:
         rows = dict.fromkeys(f"{rows} x {tokens} tokens" for rows, tokens in (f.text for f in self.forwards))
@@ -134,5 +142,5 @@ def look_of(base: nn.Module, device_type: str, sharded: bool) -> tuple[Any, ...]
         here = vars(modules.pop())
         found += here["_parameters"].values()
         modules += [module for module in here["_modules"].values() if module is not None]
-    parameters = [(p.requires_grad, 0 if sharded else p.nbytes) for p in found if p is not None]
+    parameters = tuple((p.requires_grad, 0 if sharded else p.nbytes) for p in found if p is not None)
     return compat.autocast_dtype(device_type), parameters

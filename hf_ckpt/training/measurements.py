@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from hf_ckpt.prediction.costs import Choice, Costs
 from hf_ckpt.prediction.measured import Call, CallName, Change, Step, StepCosts, bound_of, changes_of, joined
 from hf_ckpt.prediction.timeline import worst_timeline
-from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, Action
+from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, Action
 from hf_ckpt.spec.plan import Block
 from hf_ckpt.training.batches import Batch
 
@@ -26,7 +27,9 @@ KEPT_AT_MOST = {"keep": 1.0, "selective": 0.8}
 UNLIKE = 0.1
 """Share by which the parameters of two kinds may differ if one uses the other's measurements."""
 MOST_TRIES = 2
-"""How often a block is tried under an action. It may not be called in every step."""
+"""How often an action is tried on a kind without a result: blocks may not be called in every step."""
+AGAIN = 2.0
+"""An action is measured again on a batch that is larger by this factor than the measured one."""
 Pair = tuple[int, Action]
 """(kind of a block, action)."""
 
@@ -51,11 +54,11 @@ class _Look:
         return self.exactly == other.exactly and like
 
 
-def _look_of(module: nn.Module, call: Call, is_last: bool) -> _Look:
+def _look_of(module: nn.Module, call: Call, is_last: bool, autocast: Any) -> _Look:
     parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters()]
     back = call.backward.peak if call.backward is not None else -1
     place = is_last, call.has_input_graph, call.name[1], back < 0
-    exactly = repr(parameters), [type(part) for part in module.modules()], place
+    exactly = repr(parameters), [type(part) for part in module.modules()], place, autocast
     trained = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
     weights = sum(parameter.nbytes for parameter in module.parameters()), trained
     return _Look(type(module).__name__, weights, exactly, (call.forward.peak, back))
@@ -65,43 +68,52 @@ class Measurements:
     """Measured steps under `full`, and the changes that other actions make to them.
 
     Args:
-        base: the model.
+        modules: name of a block -> its module.
         blocks: name -> block.
         actions: the actions to choose from; those that keep most come first, and `full` is last.
         model: class name of the model.
         head: how its head runs, as in `Plan.head`.
         mlp: how its feed-forwards run, as in `Plan.mlp`.
+        autocast: the type that autocast computes in; None without autocast.
+        before: measurements of the same model when other parameters were trained, or with another autocast. What
+            actions change in kinds of blocks that are the same is measured once.
     """
 
     def __init__(
         self,
-        base: nn.Module,
+        modules: Mapping[str, nn.Module],
         blocks: Mapping[str, Block],
         actions: Sequence[Action],
         model: str,
         head: int | str = "full",
         mlp: int | str = "full",
+        autocast: Any = None,
+        before: Measurements | None = None,
     ) -> None:
-        self.modules = {name: module for name, module in base.named_modules(remove_duplicate=False) if name in blocks}
+        self.modules, self._autocast = modules, autocast
         self.blocks, self.actions, self.model, self.head, self.mlp = blocks, tuple(actions), model, head, mlp
         self.full: dict[Batch, Step] = {}
         """Steps under `full`."""
         self.kinds: dict[CallName, int] = {}
         """Call of a block -> its kind."""
-        self._looks: list[_Look] = []
+        self._looks: list[_Look] = before._looks if before else []
         """What the calls of each kind have in common, by number of the kind."""
-        self.changes: dict[Pair, Change] = {}
-        self.fastest: dict[int, dict[Pair, int]] = collections.defaultdict(dict)
+        self.changes: dict[Pair, Change] = before.changes if before else {}
+        self._measured_on: dict[Pair, Batch] = before._measured_on if before else {}
+        """The batch on which each change was measured."""
+        self._tries: collections.Counter[Pair] = before._tries if before else collections.Counter()
+        """How often a step tried an action on a kind and did not measure it."""
+        self._no_room: set[tuple[Batch, Pair]] = set()
+        """What does not fit beside a step with a batch, as far as is known."""
+        self.fastest: dict[int, dict[Pair, int]] = before.fastest if before else collections.defaultdict(dict)
         """For each batch size, nanoseconds of the fastest call of each kind under each action."""
-        self.timed = 0
-        """Number of timed steps."""
-        self.times: dict[CallName, tuple[int, int, int]] = {}
+        self.timed: int = before.timed if before else 0
+        """Number of timed steps since the last new kind."""
+        self.times: dict[CallName, tuple[int, int, int]] = dict(before.times) if before else {}
         """Times of calls under `full`, as in `measured.Times`: the shortest over timed steps with the last one's batch
         size. Plans for batches of any size use them."""
         self._timed_elements = 0
         """Batch size of the last timed step."""
-        self._tries: collections.Counter[Pair] = collections.Counter()
-        self._no_room: set[Pair] = set()
 
     # --- measured steps ---
 
@@ -112,24 +124,41 @@ class Measurements:
         self.full[batch] = step if before is None else joined(step, before, {}, list(self.blocks)).raised(before)
         self._no_room.clear()
 
-    def learn_trial(self, batch: Batch, step: Step, tried: Mapping[str, Action]) -> None:
-        """Store the memory of a step in which the blocks in `tried` had other actions."""
-        known, full = self.reference(batch)
+    def learn_trial(self, batch: Batch, step: Step, tried: Mapping[str, Action]) -> bool:
+        """Store the memory of a step in which the blocks in `tried` had other actions. Returns whether it told
+        anything."""
+        reference = self.reference(batch)
+        if reference is None:  # it was another step than was expected
+            return False
+        known, full = reference
         calls = _calls_of(step, tried)
-        seen = changes_of(full, step, calls, known == batch).items()
-        for name, change in ((name, change) for name, change in seen if name in self.kinds):
-            pair = self.kinds[name], calls[name]
-            before = self.changes.get(pair)
-            self.changes[pair] = change if before is None else change.larger(before)
-        if any(full[name] is None and name not in calls for name in step.names):
+        changes: dict[Pair, Change] = {}
+        for name, change in changes_of(full, step, calls, known == batch).items():
+            if name in self.kinds:
+                pair = self.kinds[name], calls[name]
+                changes[pair] = change if pair not in changes else change.larger(changes[pair])
+        for pair, change in changes.items():
+            before = self._measured_on.get(pair)
+            if before is not None and before.elements > batch.elements and not before.is_near(batch):
+                continue
+            same = before is not None and self.changes[pair].scale and before.is_near(batch)
+            self.changes[pair] = change.larger(self.changes[pair]) if same else change
+            self._measured_on[pair] = batch
+        for call in full.calls:
+            pair = self.kinds[call.name], tried.get(call.name[0], FULL)
+            self._tries[pair] += call.name[0] in tried and pair not in changes
+        if known in self.full and any(full[name] is None and name not in calls for name in step.names):
             self.full[known] = joined(full, step, calls, list(self.blocks))
             self._sort(self.full[known])
-        for other, reference in self.full.items():  # the first of them had no optimizer state yet
+        for other, reference_step in self.full.items():  # the first of them had no optimizer state yet
             if other.resident == batch.resident:
-                self.full[other] = reference.raised(step)
+                self.full[other] = reference_step.raised(step)
+        self._no_room.clear()
+        return True
 
     def learn_times(self, batch: Batch, step: Step, tried: Mapping[str, Action]) -> None:
         """Store the times of a step in which the blocks in `tried` had other actions."""
+        self.timed += 1
         calls = _calls_of(step, tried)
         fastest = self.fastest[batch.elements]
         for name, (forward, _, backward) in step.times.items():
@@ -149,11 +178,12 @@ class Measurements:
         for call in step.calls:
             if call.name in self.kinds:
                 continue
-            look = _look_of(self.modules[call.name[0]], call, call.name in ends)
+            look = _look_of(self.modules[call.name[0]], call, call.name in ends, self._autocast)
             like = (number for number, other in enumerate(self._looks) if look.is_of_kind(other))
             number = self.kinds[call.name] = next(like, len(self._looks))
             if number == len(self._looks):
                 self._looks.append(look)
+                self.timed = 0
 
     def begins_at(self, level: int, resident: bool) -> None:
         """Store the bytes alive when a step begins. After the first step, they include the state of the optimizer."""
@@ -161,53 +191,71 @@ class Measurements:
             if batch.resident == resident:
                 self.full[batch] = dataclasses.replace(full, start_bytes=max(full.start_bytes, level))
 
-    def reference(self, batch: Batch) -> tuple[Batch, Step]:
-        """Return the smallest measured batch that covers this one, and its step under `full`. There must be one."""
-        found = [(known, step) for known, step in self.full.items() if known.covers(batch)]
-        return min(found, key=lambda pair: pair[0].elements)
+    def reference(self, batch: Batch) -> tuple[Batch, Step] | None:
+        """Return a measured batch that is near this one, and a bound for this one's step under `full`; None if none
+        was measured.
 
-    def covers(self, batch: Batch) -> bool:
-        """Whether a measured batch covers this one."""
-        return any(known.covers(batch) for known in self.full)
+        The smallest of those that cover it comes first. The step of a smaller one is scaled as attention grows, with
+        the square of its length.
+        """
+        near = [known for known in self.full if known.is_near(batch)]
+        cover = [known for known in near if known.covers(batch)]
+        if cover:
+            known = min(cover, key=lambda each: each.elements)
+            return known, self.full[known]
+        if not near:
+            return None
+        known = max(near, key=lambda each: each.elements)
+        return batch, self.full[known].scaled(batch.growth(known) ** 2)
 
     # --- what to try next ---
 
     def to_try(self, batch: Batch, limit: int) -> dict[str, Action]:
         """Return blocks to run under one action that was not tried on their kind, if they fit into a limit, in bytes;
-        none if nothing is left to try.
+        none if nothing is left to try. Actions that keep least come first.
 
         A kind with a single block is tried together with kinds of similar modules, if there is room.
         """
-        full = self.reference(batch)[1]
+        reference = self.reference(batch)
+        if reference is None or not self.pending(batch):
+            return {}
+        full = reference[1]
         members: dict[int, list[str]] = collections.defaultdict(list)
         for call in full.calls:
             if call.backward is not None:
                 members[self.kinds[call.name]].append(call.name[0])
         usual = sorted(members, key=lambda kind: -len(members[kind]))
-        for action in self.actions[:-1]:
+        for action in sorted(
+            self.actions[:-1], key=lambda action: (action == FULL_SELECTIVE, -self.actions.index(action))
+        ):
             chosen: dict[str, Action] = {}
             for place, kind in enumerate(usual):
                 pair = kind, action
                 alone = len(members[kind]) == 1 and any(self._alike(kind, other) for other in usual[:place])
-                if not self._is_pending(pair) or (alone and not chosen):
+                if not self._is_pending(pair, batch) or (alone and not chosen):
                     continue
                 trying = {**chosen, members[kind][-1]: action}
-                if self._guess(full, trying) <= limit:
+                if peak_of(self._costs(full, self._guesses(batch, full, trying), 0), trying) <= limit:
                     chosen = trying
-                    self._tries[pair] += 1
                 elif not chosen:
-                    self._no_room.add(pair)
+                    self._no_room.add((batch, pair))
             if chosen:
-                return chosen | self._without_room(members, chosen)
+                return chosen | self._without_room(batch, members, chosen)
         return {}
 
-    def _without_room(self, members: Mapping[int, Sequence[str]], taken: Mapping[str, Action]) -> dict[str, Action]:
+    def pending(self, batch: Batch) -> int:
+        """How many actions are still to be tried on a batch, as far as is known."""
+        kinds = set(self.kinds.values())
+        return sum(any(self._is_pending((kind, action), batch) for kind in kinds) for action in self.actions[:-1])
+
+    def _without_room(
+        self, batch: Batch, members: Mapping[int, Sequence[str]], taken: Mapping[str, Action]
+    ) -> dict[str, Action]:
         """Return further blocks to try under `full+selective`, which keeps no more than `full`."""
         found: dict[str, Action] = {}
         for kind, names in members.items() if FULL_SELECTIVE in self.actions else ():
-            if self._is_pending((kind, FULL_SELECTIVE)) and len(names) > 1 and names[0] not in taken:
+            if self._is_pending((kind, FULL_SELECTIVE), batch) and len(names) > 1 and names[0] not in taken:
                 found[names[0]] = FULL_SELECTIVE
-                self._tries[kind, FULL_SELECTIVE] += 1
         return found
 
     def _alike(self, kind: int, other: int) -> bool:
@@ -216,34 +264,39 @@ class Measurements:
         pairs = zip(mine.weights, its.weights, strict=True)
         return mine.name == its.name and all(abs(one - two) <= UNLIKE * max(one, two) for one, two in pairs)
 
-    def _is_pending(self, pair: Pair) -> bool:
-        return pair not in self.changes and pair not in self._no_room and self._tries[pair] < MOST_TRIES
+    def _is_pending(self, pair: Pair, batch: Batch) -> bool:
+        """Whether an action is to be tried on a kind: if it was not measured, or on a much smaller batch only."""
+        if self._tries[pair] >= MOST_TRIES or (batch, pair) in self._no_room:
+            return False
+        measured = self._measured_on.get(pair)
+        return measured is None or batch.elements >= AGAIN * measured.elements
 
-    def try_nothing_more(self) -> None:
-        """Stop trying actions."""
-        self._no_room.update((kind, action) for kind in self.kinds.values() for action in self.actions)
-
-    def _guess(self, full: Step, tried: Mapping[str, Action]) -> int:
-        """An upper bound on the peak of a step in which some blocks have unmeasured actions."""
-        changes = dict(self.changes)
+    def _guesses(self, batch: Batch, full: Step, tried: Mapping[str, Action]) -> dict[Pair, Change]:
+        """The changes that were measured, and bounds for those that are tried."""
+        changes = self._changes_for(batch)
         for call in full.calls:
             action = tried.get(call.name[0])
-            if action is None or (self.kinds[call.name], action) in self.changes:
+            pair = self.kinds[call.name], action or FULL
+            if action is None or pair in self.changes:
                 continue
-            kept = self.changes.get((self.kinds[call.name], KEEP))
             share = 0.5 if action.save and "linear" not in action.save else KEPT_AT_MOST.get(action.kind, 1.0)
-            bound = bound_of(call, share) if kept is None else kept.at_most()
-            pair = self.kinds[call.name], action
+            more = self.actions[: self.actions.index(action)] if action != FULL_SELECTIVE else ()
+            measured = [
+                changes[pair[0], other].at(call).at_most() for other in more if (pair[0], other) in self.changes
+            ]
+            bound = min((bound_of(call, share), *measured), key=lambda change: change.forward_net)
             changes[pair] = bound if pair not in changes else bound.larger(changes[pair])
-        return peak_of(self._costs(full, changes, 0), tried)
+        return changes
 
     def to_time(self, batch: Batch, limit: int) -> dict[str, Action]:
         """Return blocks to run under the least timed actions, as many as fit into a limit, in bytes; none if only
         `full` is known. Some blocks of each kind run under `full`, for comparison.
         """
-        full = self.reference(batch)[1]
-        self.timed += 1
-        known = self._with_unlike(self.changes)
+        reference = self.reference(batch)
+        if reference is None or not self.changes:
+            return {}
+        full, changes = reference[1], self._changes_for(batch)
+        known = self._with_unlike(changes)
         free: dict[int, list[str]] = collections.defaultdict(list)
         for name, kind in {call.name[0]: self.kinds[call.name] for call in full.calls if call.backward}.items():
             free[kind].append(name)
@@ -252,7 +305,7 @@ class Measurements:
             count = max(1, len(names) // (1 + sum(pair[0] == kind for pair in pairs)))
             first = (len(names) - count) // 2
             free[kind] = names[:first] + names[first + count :]
-        costs = self._costs(full, self.changes, 0)
+        costs = self._costs(full, changes, 0)
         chosen: dict[str, Action] = {}
         timed = collections.Counter(pair for found in self.fastest.values() for pair in found if pair in pairs)
         while pairs:
@@ -267,13 +320,25 @@ class Measurements:
     # --- costs ---
 
     def costs(self, batch: Batch) -> Costs:
-        """Return the costs for a batch that a measured batch covers."""
-        return self._costs(self._step_for(batch), self.changes, batch.tokens)
+        """Return the costs for a batch, which must have a `reference`."""
+        reference = self.reference(batch)
+        assert reference is not None
+        return self._costs(reference[1], self._changes_for(batch), batch.tokens)
 
     def _costs(self, full: Step, changes: Mapping[Pair, Change], tokens: int) -> Costs:
         ratios, changes = self._shares_of_time(), self._with_unlike(changes)
         maker = StepCosts(full, self.kinds, changes, ratios, self.actions, self.times)
         return maker.costs([self.blocks[name] for name, _ in full.names], self.model, tokens, self.head, self.mlp)
+
+    def _changes_for(self, batch: Batch) -> dict[Pair, Change]:
+        """The measured changes for calls with a batch, which may be larger than the measured ones."""
+        changes = dict(self.changes)
+        batch = dataclasses.replace(batch, resident=True)
+        for pair, measured in self._measured_on.items():
+            measured = dataclasses.replace(measured, resident=True)
+            growth = 0.0 if measured.covers(batch) else batch.growth(measured)
+            changes[pair] = dataclasses.replace(changes[pair], growth=growth if growth < math.inf else 0.0)
+        return changes
 
     def _with_unlike(self, changes: Mapping[Pair, Change]) -> dict[Pair, Change]:
         """Add changes for kinds on which an action was not tried: the largest among kinds of similar modules."""
@@ -289,16 +354,6 @@ class Measurements:
                         most = most if most.forward_net * change.scale >= change.forward_net * most.scale else change
                     found[kind, action] = most
         return found
-
-    def _step_for(self, batch: Batch) -> Step:
-        """The step under `full` for a batch: measured, interpolated, or that of a larger batch."""
-        if batch in self.full:
-            return self.full[batch]
-        high, most = self.reference(batch)
-        lows = [known for known in self.full if batch.covers(known) and known.resident == high.resident]
-        low = max(lows, key=lambda known: known.elements, default=high)
-        share = batch.share_between(low, high)
-        return (None if share is None else self.full[low].between(most, share)) or most
 
     def _shares_of_time(self) -> dict[Pair, float]:
         """Time of forward and backward as a share of that under `full`.
@@ -325,13 +380,16 @@ class Measurements:
 
     def table(self, batch: Batch) -> list[tuple[Action, int, float | None]]:
         """Return (action, bytes saved, time as a share of `full`) for the most frequent kind of block."""
-        full = self.reference(batch)[1]
+        reference = self.reference(batch)
+        if reference is None:
+            return []
+        full = reference[1]
         usual = collections.Counter(self.kinds[call.name] for call in full.calls if call.backward).most_common(1)
         calls = [call for call in full.calls if usual and self.kinds[call.name] == usual[0][0]]
         if not calls:
             return []
         kind, call, shares = usual[0][0], calls[len(calls) // 2], self._shares_of_time()
-        changes = self._with_unlike(self.changes)
+        changes = self._with_unlike(self._changes_for(batch))
         rows = []
         for action in self.actions:
             change = Change() if action == FULL else changes.get((kind, action))

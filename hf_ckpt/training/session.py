@@ -1,20 +1,29 @@
 """The policies `budget` and `auto` in a run: measure the first steps, then plan with the measurements.
 
-A session sees every training batch before its forward, and does the first of these that applies:
+A session sees every training batch before its forward. It is in the first of these phases that applies to the batch:
 
-1. If the batch is larger than all measured ones, it runs every block under `full` and measures the step.
-2. If a kind of block has not been tried under some action, and there is room, one block of each such kind runs under
-   that action, and all others under `full`.
-3. It times two steps in which blocks have different actions.
-4. It makes the fastest plan that fits, and measures its first step. If the peak exceeds the limit, the difference is
-   subtracted from the limit of all later plans.
+1. *warm-up*: the step is not typical. Every block runs under `full`, and nothing is measured. DDP has two such steps. A
+   batch size waits at most `MOST_WAITS` steps for later micro-steps or for the optimizer's state.
+2. *measure full*: no measured batch is near this one in size, so its step is measured under `full`. A batch that the
+   plan of a larger one covers uses that plan, and is measured when its size comes for the second time.
+3. *try actions*: a kind of block was not measured under some action, and there is room for it. One block of each such
+   kind runs under that action, and all others under `full`. Actions that keep least come first. Changes that were
+   measured on one batch are scaled for others, so any batch with room will do.
+4. *time*: two steps in which blocks have different actions are timed.
+5. *check*: the fastest plan that fits is enabled, and its first step is measured. If the peak exceeds the limit, the
+   difference is subtracted from the limit of all later plans.
+6. *plan*: the batch has its plan.
 
-A smaller batch uses the plan of a larger one. When its size comes for the second time, its step is measured under
-`full`, too. Batches between two measured sizes get plans from interpolated costs. No batch ends a run: if no plan fits,
-the session uses the one with the lowest peak, and warns once.
+The session does not use a step that is not what it expected (an exception, another forward, gradients that were not
+cleared); the next step is in the same phase again. So a run needs one step for each size of batch, for each action, for
+each timed step and for each check, in whatever order batches come. After `MOST_FAILURES` failed measurements in a row,
+it measures one step in `REST`.
 
-If parameters are frozen, unfrozen, cast or added, or if autocast changes, the session measures everything again. For
-another optimizer, it repeats the step under `full`.
+No batch ends a run: if no plan fits, the session uses the one with the lowest peak, and warns once.
+
+Steps under `full` belong to a state of the model: which parameters are trained, their bytes, and autocast's type. In
+another state the session measures them again, and tries actions on kinds of blocks that are new. For another optimizer,
+it repeats the steps under `full`.
 
 Each rank has its own session, because actions do not change the collective operations. Under ZeRO-3 they do, so all
 ranks use the plan of the rank with the largest batch.
@@ -22,6 +31,7 @@ ranks use the plan of the rank with the largest batch.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import weakref
@@ -38,13 +48,13 @@ from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.logs import PLANS
 from hf_ckpt.measure.levels import Levels, Meter, can_be_measured, meter_for
 from hf_ckpt.measure.machine import DeviceMemory, device_memory, device_name
-from hf_ckpt.models.blocks import find_blocks, vocabulary_head
+from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.planner.budgets import above_budget, plan_of, plan_of_least, plan_within
 from hf_ckpt.planner.options import in_segments, with_host_memory
 from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.machine import this_device
 from hf_ckpt.prediction.measured import Step, step_of
-from hf_ckpt.prediction.optimizers import held_bytes
+from hf_ckpt.prediction.optimizers import held_bytes, state_bytes
 from hf_ckpt.spec.actions import COMPILED, FULL, KEEP, Action, candidates
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
@@ -55,19 +65,19 @@ from hf_ckpt.units import budget_bytes, format_bytes, format_seconds
 
 log = logging.getLogger(__name__)
 
-NEAR = 0.8
-"""Batches of at least this share of a plan's size use that plan."""
 TIMED_STEPS = 2
 SURE = 0.97
 """Share of the limit that a timed step may need. The rest is a margin: the need may be estimated from other blocks."""
 MOST_PLANS = 64
 """The most plans in a run. The oldest is dropped first."""
-MOST_SEEN = 4096
-"""The most batch sizes that are counted."""
-MOST_FAILURES = 8
-"""After so many failed measurements in a row, the session stops measuring."""
-LOGIT_BYTES = 16
-"""The most additional bytes per logit that a whole head needs, compared with one in chunks."""
+MOST_SEEN = 256
+"""The most batch sizes of which a session knows that they came before."""
+MOST_STATES = 16
+"""The most states of the model whose measurements are held. The oldest is dropped first."""
+MOST_WAITS = 32
+"""The most steps in which a batch size waits for others to be measured first."""
+MOST_FAILURES, REST = 8, 100
+"""After so many failed measurements in a row, one step in so many is measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,13 +117,59 @@ class _Measured:
     """A step that is being measured, and its purpose."""
 
     batch: Batch
-    known: Measurements
     tried: Mapping[str, Action] = dataclasses.field(default_factory=dict)
     """Blocks that do not run under `full`, with their actions."""
     times: bool = False
     """Whether the step is measured for its time."""
     planned: Planned | None = None
     """The plan whose peak is checked, if any."""
+
+
+class _Recorder:
+    """Measures the step that begins now.
+
+    On a CPU the meter slows every operation down, so it does not run longer than the step: until the graph of the step
+    is gone, and while an optimizer steps. `stop` ends it for good, and so does the end of the model.
+    """
+
+    def __init__(self, base: nn.Module, meter: Meter, purpose: _Measured, known: Measurements) -> None:
+        self.purpose, self.known = purpose, known
+        self.levels = levels = Levels(meter)
+        self.boundaries = Boundaries(known.modules, levels.mark, meter.stop)
+        # An optimizer that steps within the backward must not end the measurement.
+        after = lambda: meter.stop() if levels.last == "end" else None  # noqa: E731
+        handles = compat.call_around_optimizers(meter.start, after)
+        self.stop = weakref.finalize(base, _stop, meter, self.boundaries, handles)
+        self.stop.atexit = False
+        self.begin_forward()
+        levels.mark("begin")
+
+    def begin_forward(self) -> None:
+        """Measure from here until the graph of the forward is gone."""
+        self.boundaries.begin()
+        self.levels.meter.start()
+
+
+def _stop(meter: Meter, boundaries: Boundaries, handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    boundaries.remove()
+    meter.stop()
+
+
+@dataclasses.dataclass
+class _State:
+    """What a session knows about the model in one state: see `batches.look_of`."""
+
+    known: Measurements
+    plans: dict[Batch, Planned] = dataclasses.field(default_factory=dict)
+    """The plans, by their batch."""
+    expected: dict[Forward, tuple[Forward, ...]] = dataclasses.field(default_factory=dict)
+    """First forward of a step -> all forwards of the last such step."""
+    seen: dict[Batch, None] = dataclasses.field(default_factory=dict)
+    """Batches that came before; the oldest comes first."""
+    waits: collections.Counter[Batch] = dataclasses.field(default_factory=collections.Counter)
+    """How many steps a batch has waited."""
 
 
 class Session:
@@ -134,9 +190,7 @@ class Session:
         self._blocks = {block.name: block for block in found.blocks}
         self._devices = {parameter.device for parameter in base.parameters()}
         self._sharded = not compat.parameters_stay(base)
-        head = vocabulary_head(found.base)
         self._together = compat.is_distributed() and compat.ranks_recompute_together(base)
-        self._vocabulary = 0 if head is None else int(head.weight.shape[0])  # type: ignore[index]
         held = held_bytes(base)
         self.limit_bytes = limit_bytes(self._spec, device_memory(held, self._devices))
         if held > self.limit_bytes and not self._sharded:
@@ -149,11 +203,12 @@ class Session:
                 "What would lower it:",
             )
         self.bias_bytes = 0
-        self._meter: Meter | None = None
-        self._recorder: tuple[Levels, Boundaries, _Measured] | None = None
+        self._modules = found.modules
+        self._recorder: _Recorder | None = None
         self._forwards: list[Forward] = []
         """Forwards of the current step."""
-        self._resident = False
+        self._resident = self._was_resident = False
+        """Whether there were gradients when this step began, and the one before."""
         self._padded = False
         self._waited = 0
         """Steps that were skipped at the beginning."""
@@ -161,34 +216,55 @@ class Session:
         """`Installation.passes` when the last measured step ended."""
         self._level: int | None = None
         """Bytes alive when the step begins; None if they were not read."""
-        self._failures = 0
+        self._failures = self._rested = 0
+        """Failed measurements in a row, and how many steps ago the last was tried after too many of them."""
         self._said: set[str] = set()
-        self._optimizers = compat.optimizer_changes()
-        self._look: Any = None
-        compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in found.modules.values())
-        self._measures = self._spec.compile is None and not compiled and all(map(can_be_measured, self._devices))
-        """Whether steps are measured: not if memory cannot be read, and not inside compiled code."""
-        self._forget(base)
-
-    def _forget(self, base: nn.Module) -> None:
-        """Forget all measurements."""
-        self._stop()
-        actions = [action for action in candidates() if action != FULL]
-        heads = {"full": ("full",), "auto": ("full", "auto")}.get(str(self._spec.head), (self._spec.head,))
-        mlps = {"full": ("full",), "auto": ("full", "auto")}.get(str(self._spec.mlp), (self._spec.mlp,))
-        self.ways = [
-            Measurements(base, self._blocks, (*actions, FULL), self._name, head, mlp) for mlp in mlps for head in heads
-        ]
-        """Measurements of each way to run head and feed-forward; those with fewer chunks come first."""
-        self._plans: dict[Batch, Planned] = {}
-        """The plans of the run, by their batch."""
-        self._expected: dict[Forward, tuple[Forward, ...]] = {}
-        """First forward of a step -> all forwards of the last such step."""
-        self._seen: set[Batch] = set()
+        self._optimizers, self._state_bytes = compat.optimizer_changes(), 0
         self._stepped = False
         """Whether an optimizer has stepped, so that its state exists."""
-        self._accumulates = False
+        self._may_try = True
+        """Whether actions may be tried: not once a step has run out of memory."""
+        compiled = any(map(compat.is_compiled, base.modules()))
+        self._measures = self._spec.compile is None and not compiled and all(map(can_be_measured, self._devices))
+        """Whether steps are measured: not if memory cannot be read, and not inside compiled code."""
         self.measured_steps = 0
+        self._dropped = False
+        """Whether a plan was dropped since the last batch."""
+        self._look: Any = None
+        self._state: _State
+        self._states: dict[Any, _State] = {}
+        self._enter(look_of(base, next(iter(self._devices)).type, self._sharded))
+
+    def _enter(self, look: Any) -> None:
+        """Use the measurements of a state of the model, or begin new ones."""
+        if look not in self._states:
+            before: Measurements | None = self._state.known if self._states else None
+            actions = [action for action in candidates() if action != FULL]
+            self._states[look] = _State(
+                Measurements(
+                    self._modules,
+                    self._blocks,
+                    (*actions, FULL),
+                    self._name,
+                    self._spec.head,
+                    self._spec.mlp,
+                    autocast=look[0],
+                    before=before,
+                )
+            )
+            if len(self._states) > MOST_STATES:
+                del self._states[next(iter(self._states))]
+        self._look, self._state = look, self._states[look]
+
+    @property
+    def known(self) -> Measurements:
+        """The measurements of the model in its present state."""
+        return self._state.known
+
+    @property
+    def plans(self) -> dict[Batch, Planned]:
+        """The plans for the model in its present state, by their batch."""
+        return self._state.plans
 
     # --- what attach calls ---
 
@@ -205,39 +281,42 @@ class Session:
         self._padded |= forward.padded
         if self._goes_on(forward):
             self._forwards.append(forward)
+            if self._recorder is not None:
+                self._recorder.begin_forward()
             self._make_room(base, record)
             return
-        self._level = None
         self._finish(record)
         self._look_at(base)
-        if self._level is not None:
-            for known in self.ways:
-                known.begins_at(self._level, self._resident)
         self._forwards = [forward]
-        batch = Batch(self._expected.get(forward, (forward,)), self._resident)
+        batch = Batch(self._state.expected.get(forward, (forward,)), self._resident)
         planned, measured = self._next(batch) if self._measures else (self._by_traces(base, batch), None)
         if self._together:
             planned, measured = self._agreed(batch, planned, measured)
-        planned = dataclasses.replace(planned, phase=_phase(planned, measured), steps_left=self._steps_left(planned))
+        if self._failures >= MOST_FAILURES:
+            self._rested = (self._rested + 1) % REST
+            measured = None if self._rested else measured
+        left = self._steps_left(batch) if planned.measures else 0
+        planned = dataclasses.replace(planned, phase=_phase(planned, measured), steps_left=left)
         exchange(base, record, planned.plan, planned)
-        if measured is not None and self._failures < MOST_FAILURES:
+        if self._dropped:
+            self._dropped = False
+            plans = (held.plan for state in self._states.values() for held in state.plans.values())
+            record.functions.keep_only([record.plan, *plans])
+        if measured is not None:
             self._begin(base, measured, args, kwargs)
 
-    def _steps_left(self, planned: Planned) -> int:
-        usual = len(self.ways[0].actions) + TIMED_STEPS
-        return max(1, usual - self.measured_steps) if planned.measures else 0
+    def after_forward(self, failed: bool) -> None:
+        """A training forward has ended, or has raised an error."""
+        if self._recorder is not None and failed:
+            self._drop()
+        elif self._recorder is not None:
+            self._recorder.boundaries.finish()
 
     def stop(self, record: Installation) -> None:
         """Stop measuring. If the last step has ended, store its measurements first."""
-        if self._recorder is not None and self._recorder[0].last == "end":
+        if self._recorder is not None and self._recorder.levels.last == "end":
             self._finish(record)
-        self._stop()
-
-    def _stop(self) -> None:
         self._drop()
-        if self._meter is not None:
-            self._meter.stop()
-            self._meter = None
 
     def lower(self, record: Installation) -> str | None:
         """After a step has run out of memory, enable a plan that needs a tenth less.
@@ -248,14 +327,13 @@ class Session:
         if base is None or planned is None:
             return None
         self._drop()
-        for known in self.ways:
-            known.try_nothing_more()
+        self._may_try = False
         prediction = planned.plan.prediction
         used = planned.limit_bytes - planned.bias_bytes if prediction is None else prediction.peak_bytes
         self.limit_bytes = min(self.limit_bytes, round(used * 0.9) + self.bias_bytes)
-        self._plans.clear()
+        self._forget_plans()
         less = self._tightest(planned.shape)
-        if any(known.covers(planned.shape) for known in self.ways):
+        if self.known.reference(planned.shape) is not None:
             less = self._make(planned.shape)
             self._hold(less)
         if less.plan == record.plan:
@@ -266,67 +344,113 @@ class Session:
     # --- the state of the run ---
 
     def _look_at(self, base: nn.Module) -> None:
-        """Forget measurements that no longer apply."""
+        """Note what the step depends on beside its batch: the state of the model, its gradients and its optimizers."""
         look = look_of(base, next(iter(self._devices)).type, self._sharded)
         if look != self._look:
-            if self._look is not None:
-                log.info("hf_ckpt: the model has changed, so that its steps are measured again.")
-            self._look = look
-            self._forget(base)
-        resident = has_gradients(base)
-        self._stepped |= self._resident and not resident
-        self._accumulates |= resident
-        self._resident = resident
+            log.info("hf_ckpt: the model has changed, so that its steps are measured again.")
+            self._enter(look)
+        self._was_resident, self._resident = self._resident, has_gradients(base)
+        self._stepped |= self._was_resident and not self._resident
         changes = compat.optimizer_changes()
         if changes != self._optimizers:
             self._optimizers, self._stepped = changes, True
-            if self._plans:  # another optimizer holds a different number of bytes
-                self._plans.clear()
-                for known in self.ways:
-                    known.full.clear()
+            state = sum(map(state_bytes, compat.optimizers_of(base)))
+            if state != self._state_bytes and any(each.plans for each in self._states.values()):
+                for each in self._states.values():  # other bytes were in memory when these steps were measured
+                    each.known.full.clear()
+                self._forget_plans()
+            self._state_bytes = state
+        if self._level is not None:
+            self.known.begins_at(self._level, self._resident)
 
     def _goes_on(self, forward: Forward) -> bool:
         """Whether a forward belongs to the current step."""
         if not self._forwards:
             return False
         if self._recorder is not None:
-            return self._recorder[0].last == "forwarded"
-        known = self._expected.get(self._forwards[0], ())
-        return len(known) > len(self._forwards) and known[len(self._forwards)].stack == forward.stack
+            return self._recorder.levels.last == "forwarded" and self._recorder.boundaries.has_graph
+        expected = self._state.expected.get(self._forwards[0], ())
+        return len(expected) > len(self._forwards) and expected[len(self._forwards)].stack == forward.stack
 
     def _make_room(self, base: nn.Module, record: Installation) -> None:
         """Enable the tightest plan if another forward of the same step does not fit the current plan."""
         planned: Planned | None = record.planned
         if planned is None or Batch(planned.shape.forwards, True).covers(Batch(tuple(self._forwards), True)):
             return
-        if planned.measures and (self._recorder is None or not self._recorder[2].tried):
+        if planned.measures and (self._recorder is None or not self._recorder.purpose.tried):
             return  # the tightest plan is already enabled
         self._drop()
         tightest = self._tightest(planned.shape)
         exchange(base, record, tightest.plan, tightest)
 
-    # --- what comes next ---
+    # --- the phases ---
 
     def _next(self, batch: Batch) -> tuple[Planned, _Measured | None]:
         """Return the plan for a batch, and what to measure in its step, if anything."""
+        known, serving, came_before = self.known, self._serving(batch), self._came_before(batch)
+        first = self._was_resident and not batch.resident
+        """Whether this is the first micro-step of an optimizer step."""
+        later = dataclasses.replace(batch, resident=True) if first else batch
+        # warm-up
         if compat.is_distributed() and self._waited < 2:
             self._waited += 1  # DDP builds its gradient buckets in the first step and rebuilds them in the second
             return self._tightest(batch), None
-        if self._accumulates or compat.accumulated_steps() > 1:
-            first, batch = not batch.resident, dataclasses.replace(batch, resident=True)
-            if first and self._serving(batch) is None:  # steps with gradients in memory need more: those are measured
-                return self._tightest(batch), None
-        for known in reversed(self.ways):  # more chunks need less memory
-            if known.covers(batch):
-                found = self._tried_on(known, batch)
-                if found is not None:
-                    return found
-            elif known is self.ways[-1] or self._has_room_for(known, batch):
-                return self._tightest(batch, known), _Measured(batch, known)
-        if batch.resident and not self._optimizer_has_stepped():
+        waits = first and serving is None and (not came_before or known.reference(later) is not None)
+        if waits and self._may_wait(batch):  # later micro-steps need more, so that this one uses their plan
+            return self._tightest(batch), None
+        # measure full
+        enough = serving is not None and (serving.shape.is_near(later) or _keeps_all(serving.plan))
+        if known.reference(batch) is None and not (serving is not None and (enough or not came_before)):
+            return self._tightest(batch), _Measured(batch)
+        # try actions
+        tried = known.to_try(batch, self._room(batch, 1.0)) if self._may_try and known.pending(batch) else {}
+        if tried:
+            return self._trying(batch, tried), _Measured(batch, tried)
+        # time
+        if known.timed < TIMED_STEPS:
+            tried = known.to_time(batch, self._room(batch, SURE))
+            if tried:
+                return self._trying(batch, tried), _Measured(batch, tried, times=True)
+        # plan
+        if serving is not None and (enough or not came_before):
+            unchecked = serving.shape == batch and serving.measured_bytes is None and serving.plan.prediction
+            return serving, _Measured(batch, planned=serving) if unchecked else None
+        if batch.resident and not self._optimizer_has_stepped() and self._may_wait(batch):
             self._say("waits", "hf_ckpt: planned after the first step of the optimizer, when its state is there.")
             return self._tightest(batch), None
-        return self._plan(batch)
+        made = self._make(batch)
+        self._hold(made)
+        return made, _Measured(batch, planned=made)
+
+    def _room(self, batch: Batch, share: float) -> int:
+        """The peak that a step which tries or times actions may have: a share of the limit.
+
+        If even `full` needs more than that, for the optimizer's step, the step may need as much.
+        """
+        if self.known.reference(batch) is None:
+            return 0
+        return max(round((self.limit_bytes - self.bias_bytes) * share), peak_of(self.known.costs(batch), {}))
+
+    def _may_wait(self, batch: Batch) -> bool:
+        """Whether a batch may wait for one more step."""
+        self._state.waits[batch] += 1
+        return self._state.waits[batch] <= MOST_WAITS
+
+    def _came_before(self, batch: Batch) -> bool:
+        """Whether a batch of about this size came before."""
+        seen = self._state.seen
+        before = batch in seen or any(batch.is_near(other) for other in seen)
+        seen[batch] = None
+        if len(seen) > MOST_SEEN:
+            del seen[next(iter(seen))]
+        return before
+
+    def _steps_left(self, batch: Batch) -> int:
+        """The most measuring steps that batches of this size still need, with the current one."""
+        known = self.known
+        measured = known.reference(batch) is not None
+        tries = (known.pending(batch) if measured else len(known.actions) - 1) if self._may_try else 0
+        return max(1, (not measured) + tries + max(0, TIMED_STEPS - known.timed))
 
     def _optimizer_has_stepped(self) -> bool:
         """Whether the optimizer has its state."""
@@ -335,53 +459,11 @@ class Session:
             self._stepped = any(optimizer.state for optimizer in compat.optimizers_of(base))
         return self._stepped
 
-    def _tried_on(self, known: Measurements, batch: Batch) -> tuple[Planned, _Measured] | None:
-        """Return a step that tries or times actions; None if all are known."""
-        # If even `full` needs more than the limit (for the optimizer's step), trials may need as much.
-        floor = peak_of(known.costs(batch), {})
-        tried = known.to_try(batch, max(self.limit_bytes, floor))
-        if tried:
-            return self._trying(batch, known, tried), _Measured(batch, known, tried)
-        if known.timed < TIMED_STEPS and known.changes:
-            tried = known.to_time(batch, max(round((self.limit_bytes - self.bias_bytes) * SURE), floor))
-            if tried:
-                return self._trying(batch, known, tried), _Measured(batch, known, tried, times=True)
-        return None
-
-    def _has_room_for(self, known: Measurements, batch: Batch) -> bool:
-        """Whether a step under `full` fits with fewer chunks than the measured one."""
-        tight = self.ways[-1]
-        peak = peak_of(tight.costs(batch), {})
-        if known.head != tight.head:
-            peak += batch.tokens * self._vocabulary * LOGIT_BYTES
-        if known.mlp != tight.mlp:  # in chunks, recomputing a block takes at least half of what it takes as a whole
-            backwards = [call.backward.peak for call in tight.reference(batch)[1].calls if call.backward is not None]
-            peak += 2 * max(backwards, default=0)
-        return peak <= self.limit_bytes
-
-    def _plan(self, batch: Batch) -> tuple[Planned, _Measured | None]:
-        """Return the plan for a batch whose costs are known."""
-        serving = self._serving(batch)
-        known, again = self.ways[-1], batch in self._seen
-        if len(self._seen) >= MOST_SEEN:
-            self._seen.clear()
-        self._seen.add(batch)
-        if serving is not None:
-            if batch.elements >= NEAR * serving.shape.elements or _keeps_all(serving.plan):
-                return serving, None
-            if not any(batch.covers(other) for other in known.full):
-                if not again:
-                    return serving, None
-                return self._tightest(batch), _Measured(batch, known)
-        made = self._make(batch)
-        self._hold(made)
-        return made, _Measured(batch, self._way_of(made.plan), planned=made)
-
     def _by_traces(self, base: nn.Module, batch: Batch) -> Planned:
         """Return the plan for a batch from a trace of the model, if steps are not measured."""
         serving = self._serving(batch)
         if serving is not None and (
-            batch.elements >= NEAR * serving.shape.elements or _keeps_all(serving.plan) or "untraced" in self._said
+            serving.shape.is_near(batch) or _keeps_all(serving.plan) or "untraced" in self._said
         ):
             return serving
         try:
@@ -407,89 +489,89 @@ class Session:
 
     def _serving(self, batch: Batch) -> Planned | None:
         """Return the plan of the smallest batch that covers this one."""
-        found = [planned for known, planned in self._plans.items() if known.covers(batch)]
-        return min(found, key=lambda planned: planned.shape.elements, default=None)
+        covering = [planned for shape, planned in self.plans.items() if shape.covers(batch)]
+        return min(covering, key=lambda planned: planned.shape.elements, default=None)
 
     # --- measuring ---
 
     def _begin(self, base: nn.Module, measured: _Measured, args: Any, kwargs: Any) -> None:
         """Start to measure the step that begins now."""
-        if measured.times or self._meter is None:
-            self._stop()
-            batch, optimizers = {"batch": (args, kwargs)}, compat.optimizers_of(base)
-            self._meter = meter_for(self._devices, base, batch, *optimizers, timed_only=measured.times)
+        batch, optimizers = {"batch": (args, kwargs)}, compat.optimizers_of(base)
+        meter = meter_for(self._devices, base, batch, *optimizers, timed_only=measured.times)
         if measured.planned is None:
-            number = len(measured.known.actions) + TIMED_STEPS
+            number = len(self.known.actions) + TIMED_STEPS
             text = f"measuring: up to {number} steps run under `full`, but for a few blocks"
             self._say("measures", f"hf_ckpt: {self._name}: {text}")
-        levels = Levels(self._meter)
-        self._recorder = levels, Boundaries(measured.known.modules, levels.mark), measured
+        self._recorder = _Recorder(base, meter, measured, self.known)
         self.measured_steps += 1
-        levels.mark("begin")
+
+    def _drop(self) -> None:
+        """Stop measuring the current step."""
+        if self._recorder is not None:
+            self._recorder.stop()
+            self._recorder = None
 
     def _finish(self, record: Installation) -> None:
         """Store the measurements of the last step, if it was measured and has ended."""
-        if self._recorder is None:
+        recorder, self._level = self._recorder, None
+        if recorder is None:
             return
-        levels, _, measured = self._recorder
+        self._drop()
+        levels, measured, known = recorder.levels, recorder.purpose, recorder.known
         level, outside = levels.outside()
-        self._level = level if levels.meter.counts else None
         outside = outside if record.passes == self._passes else 0  # else it may include an evaluation
         self._passes = record.passes
         step = step_of(levels.levels(), outside)
-        self._drop()
-        if measured.times or measured.planned is not None:
-            self._stop()
         self._failures = 0 if step is not None else self._failures + 1
         if step is None:
             if self._failures == MOST_FAILURES:
-                log.warning("hf_ckpt: the steps of this run cannot be measured: every block stays under `full`.")
+                log.warning(
+                    "hf_ckpt: the steps of this run cannot be measured: every block stays under `full`. It is tried "
+                    "again in one step of %d.",
+                    REST,
+                )
             return
+        self._level = level if levels.meter.counts else None
         forwards = tuple(self._forwards)
-        self._expected[forwards[0]] = forwards
+        self._state.expected[forwards[0]] = forwards
         batch = dataclasses.replace(measured.batch, forwards=forwards)
         if measured.planned is not None:
-            self._check(measured, step)
+            if batch == measured.planned.shape:
+                self._check(measured.planned, step)
         elif measured.times:
-            measured.known.learn_times(batch, step, measured.tried)
+            known.learn_times(batch, step, measured.tried)
         elif not measured.tried:
-            measured.known.learn_full(batch, step)
-        elif measured.known.covers(batch):
-            measured.known.learn_trial(batch, step, measured.tried)
+            known.learn_full(batch, step)
+        elif known.learn_trial(batch, step, measured.tried):
+            self._forget_plans()  # they may be faster now
 
-    def _drop(self) -> None:
-        if self._recorder is not None:
-            self._recorder[1].remove()
-            self._recorder = None
-
-    def _check(self, measured: _Measured, step: Step) -> None:
+    def _check(self, planned: Planned, step: Step) -> None:
         """Lower the limit if the peak of a step exceeded it."""
-        planned = measured.planned
-        assert planned is not None
         prediction = planned.plan.prediction
-        if prediction is None or planned.over:
+        if prediction is None:
             return
-        known = measured.known.full.get(planned.shape)
-        start = step.start_bytes if known is None else max(known.start_bytes, step.start_bytes)
+        reference = self.known.full.get(planned.shape)
+        # What was alive only in this step, such as the graph of one that failed before, is gone by the next one.
+        begin = step.start_bytes if self._level is None else min(step.start_bytes, self._level)
+        start = begin if reference is None else max(reference.start_bytes, begin)
         real = start + (step.peak_bytes - step.start_bytes)
-        if planned.shape in self._plans:
+        if planned.shape in self.plans:
             self._hold(dataclasses.replace(planned, measured_bytes=real))
         excess = real - prediction.peak_bytes
-        if prediction.peak_bytes + excess > self.limit_bytes and excess > self.bias_bytes:
+        if not planned.over and prediction.peak_bytes + excess > self.limit_bytes and excess > self.bias_bytes:
             self.bias_bytes = excess
             log.info(
                 "hf_ckpt: a step needed %s more than was predicted, which is above the limit of %s; planned for less.",
                 format_bytes(excess),
                 format_bytes(self.limit_bytes),
             )
-            self._plans.clear()
+            self._forget_plans()
 
     # --- plans ---
 
     def _make(self, batch: Batch) -> Planned:
         """Make the plan for a batch from the measurements."""
-        ways = [known.costs(batch) for known in self.ways if known.covers(batch)]
-        return self._planned(batch, self._with_more(ways))
+        return self._planned(batch, self._with_more([self.known.costs(batch)]))
 
     def _planned(self, batch: Batch, ways: list[Costs]) -> Planned:
         """Return the fastest plan for a batch, or the one with the lowest peak."""
@@ -497,16 +579,10 @@ class Session:
         actions = {block.name: action for block, action in made.actions}
         blocks = tuple((block, actions.get(name, FULL)) for name, block in self._blocks.items())
         plan = dataclasses.replace(made, actions=blocks, family=self._family)
-        known = self._way_of(plan)
-        rows = known.table(batch) if known.covers(batch) else []
-        table = tuple((str(action), kept, share) for action, kept, share in rows)
-        planned = Planned(batch, self.limit_bytes, plan, self.bias_bytes, over, held=self._plans, costs=table)
+        table = tuple((str(action), kept, share) for action, kept, share in self.known.table(batch))
+        planned = Planned(batch, self.limit_bytes, plan, self.bias_bytes, over, held=self.plans, costs=table)
         self._tell(planned)
         return planned
-
-    def _way_of(self, plan: Plan) -> Measurements:
-        """Return the measurements with the plan's way to run head and feed-forward."""
-        return next((way for way in self.ways if (way.head, way.mlp) == (plan.head, plan.mlp)), self.ways[0])
 
     def _with_more(self, ways: list[Costs]) -> list[Costs]:
         """Return the candidates, with offloading and segments, whose costs are computed from other actions."""
@@ -516,19 +592,26 @@ class Session:
             return found
         return [*found, *(more for costs in ways for more in in_segments(costs))]
 
-    def _tightest(self, batch: Batch, known: Measurements | None = None) -> Planned:
-        return self._trying(batch, known or self.ways[-1], {})
+    def _tightest(self, batch: Batch) -> Planned:
+        return self._trying(batch, {})
 
-    def _trying(self, batch: Batch, known: Measurements, tried: Mapping[str, Action]) -> Planned:
+    def _trying(self, batch: Batch, tried: Mapping[str, Action]) -> Planned:
         least = FULL if self._spec.compile is None else COMPILED
         rows = tuple((block, tried.get(name, least)) for name, block in self._blocks.items())
-        plan = Plan(self._family, self._name, rows, head=known.head, mlp=known.mlp)
-        return Planned(batch, self.limit_bytes, plan, self.bias_bytes, measures=True, held=self._plans)
+        plan = Plan(self._family, self._name, rows, head=self._spec.head, mlp=self._spec.mlp)
+        return Planned(batch, self.limit_bytes, plan, self.bias_bytes, measures=True, held=self.plans)
 
     def _hold(self, planned: Planned) -> None:
-        if len(self._plans) >= MOST_PLANS:
-            del self._plans[next(iter(self._plans))]
-        self._plans[planned.shape] = planned
+        plans = self.plans
+        plans[planned.shape] = planned
+        if len(plans) > MOST_PLANS:
+            del plans[next(iter(plans))]
+            self._dropped = True
+
+    def _forget_plans(self) -> None:
+        for state in self._states.values():
+            state.plans.clear()
+        self._dropped = True
 
     # --- messages ---
 

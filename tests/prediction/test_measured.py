@@ -160,14 +160,25 @@ def test_changes_grow_with_what_a_block_needs():
     assert change.at(twice) == Change(20, 40, 6, -60, scale=2 * call.backward.peak)
 
 
-def test_between_two_sizes_every_part_lies_on_the_line():
+def test_changes_take_what_grows_beyond_the_batch():
+    """On a longer batch of as many tokens, all that the backward needs in addition may be kept."""
+    machine = Machine(4, 10, 1, {KEEP: 100, SELECTIVE: 50, FULL: 0}, 1, 20, 0, 1, 1)
+    call = step_of(machine.levels([FULL] * 4)).calls[1]
+    size = call.backward.peak
+    longer = dataclasses.replace(call, backward=dataclasses.replace(call.backward, peak=size + 40))
+    grown = Change(10, 20, 0, -20, scale=size, growth=1.0).at(longer)
+    assert grown.forward_net == 60
+    assert grown.backward_peak + grown.forward_net <= 1  # rounded up
+
+
+def test_a_scaled_step_bounds_that_of_a_larger_batch():
     small = step_of(Machine(3, 10, 10, {KEEP: 50, SELECTIVE: 20, FULL: 0}, 4, 8, 0, 2, 30).levels([FULL] * 3))
-    large = step_of(Machine(3, 10, 20, {KEEP: 100, SELECTIVE: 40, FULL: 0}, 8, 16, 0, 2, 60).levels([FULL] * 3))
-    middle = step_of(Machine(3, 10, 15, {KEEP: 75, SELECTIVE: 30, FULL: 0}, 6, 12, 0, 2, 45).levels([FULL] * 3))
-    found = small.between(large, 0.5)
-    assert [call.backward.peak for call in found.calls] == [call.backward.peak for call in middle.calls]
-    assert found.at_backward_bytes == middle.at_backward_bytes
-    assert small.between(dataclasses.replace(large, calls=large.calls[1:]), 0.5) is None
+    large = step_of(Machine(3, 10, 12, {KEEP: 60, SELECTIVE: 24, FULL: 0}, 5, 10, 0, 2, 36).levels([FULL] * 3))
+    found = small.scaled(1.25)
+    pairs = zip(found.calls, large.calls, strict=True)
+    assert all(mine.backward.peak >= its.backward.peak and mine.forward.peak >= its.forward.peak for mine, its in pairs)
+    assert found.at_backward_bytes >= large.at_backward_bytes
+    assert found.start_bytes == small.start_bytes
 
 
 def test_times_are_those_under_full_and_shares_of_them():

@@ -83,7 +83,7 @@ def test_a_resumed_run_is_measured_with_the_optimizer_state_that_is_there(tmp_pa
     run(1, {"policy": "full"})
     record, state = run(3, {"policy": "budget", "budget": "1GiB"}, str(tmp_path / "checkpoint-1"))
     weights = sum(parameter.nbytes for parameter in tiny_model("llama").parameters())
-    (full,) = record.session.ways[0].full.values()
+    (full,) = record.session.known.full.values()
     assert 2 * weights < state
     assert weights + state <= full.start_bytes < 1.05 * (weights + state)
 

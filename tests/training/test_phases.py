@@ -1,0 +1,358 @@
+"""The phases of a session under `budget`: none lasts for ever, whatever steps and batches come, and the count of live
+bytes on a CPU never outlives its step."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+
+import pytest
+import torch
+from helpers.planned import budgeted
+from helpers.steps import enable, without_cache
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformers import MistralConfig, MistralForCausalLM, Trainer, TrainingArguments
+
+import hf_ckpt
+from hf_ckpt.attach.record import installation
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.spec.actions import FULL, KEEP, candidates
+from hf_ckpt.training.session import Session
+
+pytestmark = pytest.mark.usefixtures("steady_times")
+STEPS = 1 + (len(candidates()) - 1) + 2
+"""Steps before the plan of a batch size in a regular run: under `full`, for each other action, and two timed ones."""
+LOST = 3
+"""The most further steps that one irregular step costs."""
+
+
+class Loop:
+    """A training of a small model under a budget in which everything can be kept."""
+
+    def __init__(self, budget="1GiB", optimizer=torch.optim.AdamW):
+        self.model = tiny_model("llama", layers=4, hidden=32)
+        self.batch = tiny_batch("llama", batch=2, tokens=16)
+        self.longer = tiny_batch("llama", batch=2, tokens=24)
+        self.optimizer = optimizer(self.model.parameters(), lr=0.0)
+        budgeted(self.model, budget)
+
+    def loss(self, batch=None):
+        return self.model(**without_cache(self.model, batch or self.batch)).loss
+
+    def clear(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, batch=None):
+        self.loss(batch).backward()
+        self.clear()
+
+    @property
+    def planned(self):
+        return installation(self.model).planned
+
+    @property
+    def has_plan(self):
+        """Whether the last step had the plan of its batch, which keeps more than `full`."""
+        actions = {action for _, action in self.planned.plan.actions}
+        return self.planned.phase in ("check", "plan") and actions != {FULL}
+
+
+def fails(loop, where):
+    """A step that an error ends."""
+
+    def fail(*_):
+        raise RuntimeError("on purpose")
+
+    block = list(find_blocks(loop.model).modules.values())[1]
+    handle = block.mlp.register_forward_hook(fail) if where == "forward" else None
+    try:
+        loss = loop.loss()
+        if where == "backward":
+            loss.register_hook(fail)
+        if where == "loss":
+            fail()
+        loss.backward()
+    except RuntimeError:
+        loop.optimizer.zero_grad()
+    else:
+        raise AssertionError("nothing failed")
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def evaluates(loop):
+    with torch.no_grad():
+        loop.model.eval()(**without_cache(loop.model, tiny_batch("llama", batch=8, tokens=32)))
+    loop.model.train()
+    loop.step()
+
+
+def in_a_thread(loop):
+    thread = threading.Thread(target=loop.step)
+    thread.start()
+    thread.join()
+
+
+def freezes(loop):
+    for parameter in find_blocks(loop.model).modules["model.layers.0"].parameters():
+        parameter.requires_grad_(not parameter.requires_grad)
+    loop.optimizer.zero_grad()
+    loop.step()
+
+
+def with_autocast(loop):
+    with torch.autocast("cpu", torch.bfloat16):
+        loop.step()
+
+
+IRREGULAR = {
+    "neither step nor zero_grad": lambda loop: loop.loss().backward(),
+    "no zero_grad": lambda loop: (loop.loss().backward(), loop.optimizer.step()),
+    "no backward": lambda loop: (loop.loss(), loop.clear()),
+    "two forwards": lambda loop: ((loop.loss() + loop.loss()).backward(), loop.clear()),
+    "two backwards": lambda loop: (loop.loss().backward(), loop.loss().backward(), loop.clear()),
+    "error in the forward": lambda loop: fails(loop, "forward"),
+    "error in the loss": lambda loop: fails(loop, "loss"),
+    "error in the backward": lambda loop: fails(loop, "backward"),
+    "evaluation": evaluates,
+    "another shape": lambda loop: loop.step(loop.longer),
+    "another thread": in_a_thread,
+    "another block frozen": freezes,
+    "autocast": with_autocast,
+}
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_an_irregular_step_delays_the_plan_by_few_steps(kind):
+    """Whenever an irregular step comes, the plan is on again soon, and no count of live bytes is left."""
+    for at in (0, 1, 3, STEPS, STEPS + 2):
+        loop = Loop()
+        for number in range(STEPS + LOST + 1):
+            IRREGULAR[kind](loop) if number == at else loop.step()
+            assert not _get_current_dispatch_mode_stack(), (at, number)
+        extra = 0
+        while not loop.has_plan and extra < 50:
+            loop.step()
+            extra += 1
+        again = STEPS if kind in ("another block frozen", "autocast") else LOST  # measured anew
+        assert extra <= again, (at, extra)
+        assert {action for _, action in loop.planned.plan.actions} == {KEEP}
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_irregular_steps_all_the_time_do_not_keep_the_plan_away(kind):
+    """Every second step is irregular: the regular ones, or the irregular ones if they have become the rule, get plans
+    within twice as many steps, and what they cost."""
+    loop = Loop()
+    plans = []
+    for number in range(3 * (STEPS + LOST)):
+        IRREGULAR[kind](loop) if number % 2 else loop.step()
+        plans.append(loop.has_plan)
+    assert any(plans[-2:])
+    assert not _get_current_dispatch_mode_stack()
+
+
+@pytest.mark.parametrize("start", ["gradients there before", "never cleared", "never cleared, no optimizer"])
+def test_gradients_that_are_there_do_not_keep_the_plan_away(start):
+    loop = Loop(optimizer=torch.optim.SGD)
+    if start == "gradients there before":
+        for parameter in loop.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    for _ in range(STEPS + LOST + (32 if "no optimizer" in start else 0)):
+        loop.loss().backward()
+        if "no optimizer" not in start:
+            loop.optimizer.step()
+        if "never" not in start:
+            loop.optimizer.zero_grad()
+    assert loop.has_plan
+
+
+# --- batches of many shapes -------------------------------------------------------------------------------------------
+
+
+def steps_without_a_plan(model, shapes, optimizer=None):
+    """Train with batches of these shapes; returns how many steps did not have a plan, and the shapes of those."""
+    without = []
+    for sequences, tokens in shapes:
+        batch = tiny_batch("llama", batch=sequences, tokens=tokens)
+        model(**without_cache(model, batch)).loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        if installation(model).planned.measures:
+            without.append((sequences, tokens))
+    return without
+
+
+def most_steps(shapes):
+    """The most steps without a plan: two under `full` for each size, two for each action on each size (an action is
+    measured again on much larger batches), and two timed ones."""
+    sizes = []
+    for rows, tokens in shapes:
+        if not any(r == rows and 0.8 <= t / tokens <= 1.25 for r, t in sizes):
+            sizes.append((rows, tokens))
+    return 2 * len(sizes) + 2 * (len(candidates()) - 1) + 2
+
+
+@pytest.mark.parametrize("share", [1.05, 1.25, 3.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_plan_comes_in_a_bounded_number_of_steps_for_every_sequence_of_shapes(seed, share):
+    """Random sequences of shapes; `share` of the bytes of the model is the room for activations."""
+    chosen = random.Random(seed)
+    pool = [(chosen.choice((1, 2, 4)), chosen.randrange(4, 65, 4)) for _ in range(4)]
+    shapes = [chosen.choice(pool) for _ in range(40)] + 3 * pool
+    model = tiny_model("llama", layers=3, hidden=32)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    budgeted(model, f"{int(weights * (1 + share))}B")
+    assert len(steps_without_a_plan(model, shapes)) <= most_steps(pool)
+    assert not steps_without_a_plan(model, pool)
+
+
+def test_batches_that_grow_by_one_token_do_not_stay_under_full():
+    """A dataset that is sorted by length: every batch is larger than all before."""
+    shapes = [(2, tokens) for tokens in range(16, 72)]
+    model = tiny_model("llama", layers=3, hidden=32)
+    budgeted(model, "1GiB")
+    assert len(steps_without_a_plan(model, shapes)) <= most_steps(shapes)
+
+
+def peak_under_full(model, batch):
+    with LiveBytes(model, batch) as live:
+        model(**without_cache(model, batch)).loss.backward()
+    model.zero_grad(set_to_none=True)
+    return live.peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "mistral"])
+def test_a_tight_budget_is_used_by_batches_of_every_shape(family):
+    """Two large shapes of as many tokens, and a short one: all have plans that keep more than `full`, within the
+    budget, and the short one does not make the plans of the large ones worse."""
+    shapes = {name: tiny_batch("llama", batch=b, tokens=t) for name, (b, t) in SHAPES.items()}
+    least = {name: peak_under_full(tight_model(family, "full"), batch) for name, batch in shapes.items()}
+    budget = int(1.25 * max(least.values()))
+    used = {}
+    for names in (("wide", "long"), ("wide", "long", "short")):
+        model = tight_model(family, {"policy": "budget", "budget": budget})
+        for _ in range(7):
+            for name in names:
+                model(**without_cache(model, shapes[name])).loss.backward()
+                model.zero_grad(set_to_none=True)
+        for name in names:
+            with LiveBytes(model, shapes[name]) as live:
+                model(**without_cache(model, shapes[name])).loss.backward()
+            model.zero_grad(set_to_none=True)
+            planned = installation(model).planned
+            assert planned.phase == "plan"
+            assert live.peak_bytes <= 1.01 * budget
+            assert FULL not in {action for _, action in planned.plan.actions[-2:]}
+            used[name, len(names)] = live.peak_bytes
+    assert {action for _, action in planned.plan.actions} == {KEEP}
+    for name in ("wide", "long"):
+        assert used[name, 3] >= 0.95 * used[name, 2]
+        assert used[name, 3] >= 0.9 * budget
+
+
+SHAPES = {"wide": (16, 16), "long": (2, 128), "short": (2, 16)}
+
+
+def tight_model(family, spec):
+    model = tiny_model(family, layers=6, hidden=64) if family == "gpt2" else mistral()
+    hf_ckpt.install(model)
+    enable(model, spec if isinstance(spec, dict) else {"policy": spec})
+    return model
+
+
+def mistral():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return MistralForCausalLM(MistralConfig(**sizes, **heads, pad_token_id=0)).train()
+
+
+# --- the count of live bytes ends with its step -----------------------------------------------------------------------
+
+
+def trainer(model, folder, steps):
+    rows = [{name: value[0] for name, value in tiny_batch("llama", batch=1, tokens=16).items()}] * 8
+    arguments = TrainingArguments(
+        str(folder), max_steps=steps, per_device_train_batch_size=2, report_to=[], use_cpu=True, save_strategy="no"
+    )
+    return Trainer(model=model, args=arguments, train_dataset=rows)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_no_count_is_left_on_when_a_trainer_ends(steps, tmp_path):
+    for _ in range(3):
+        loop = Loop()
+        trainer(loop.model, tmp_path, steps).train()
+        assert installation(loop.model).session.measured_steps > 0
+        assert not _get_current_dispatch_mode_stack()
+
+
+def test_a_count_holds_no_model_and_ends_with_it():
+    """A model that is deleted in the middle of a measured step, by an interrupt, for example."""
+    loop = Loop()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    loop.model.get_input_embeddings().register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loop.loss()
+    assert _get_current_dispatch_mode_stack()
+    del loop
+    gc.collect()
+    assert not _get_current_dispatch_mode_stack()
+
+
+# --- models that are wrapped ------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_measured_below_a_wrapper():
+    """FSDP1 that wraps by size puts modules around lists of blocks, whose names have further segments."""
+    loop = Loop()
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self._fsdp_wrapped_module = inner
+
+        def forward(self, *args, **kwargs):
+            return self._fsdp_wrapped_module(*args, **kwargs)
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self._fsdp_wrapped_module, name)
+
+    loop.model.model = Wrapper(loop.model.model)
+    for _ in range(STEPS + 1):
+        loop.step()
+    assert loop.has_plan
+
+
+def test_blocks_that_torch_compile_wraps_are_not_measured():
+    loop = Loop()
+    layers = loop.model.model.layers
+    for number, layer in enumerate(list(layers)):
+        layers[number] = torch.compile(layer, backend="eager")
+    assert not Session(loop.model, installation(loop.model))._measures
+
+
+def test_functions_of_dropped_plans_are_dropped(monkeypatch):
+    """Functions do not outlive the plans that use them; what they have counted remains."""
+    monkeypatch.setattr("hf_ckpt.training.session.MOST_PLANS", 1)
+    model = tiny_model("llama", layers=4, hidden=32)
+    budgeted(model, "1GiB")
+    assert steps_without_a_plan(model, [(2, 16)] * (STEPS + 1) + [(2, 48)] * (STEPS + 1))
+    record = installation(model)
+    assert {action for _, action in record.plan.actions} == {KEEP}
+    assert not record.functions.made
+    assert sum(hf_ckpt.describe(model).recomputed.values()) > 4 * STEPS // 2
