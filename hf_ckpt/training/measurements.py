@@ -191,6 +191,11 @@ class Measurements:
             if batch.resident == resident:
                 self.full[batch] = dataclasses.replace(full, start_bytes=max(full.start_bytes, level))
 
+    def grow(self, size: int) -> None:
+        """Add bytes that are alive from now on, such as an optimizer's state, to all steps."""
+        for batch, full in self.full.items():
+            self.full[batch] = dataclasses.replace(full, start_bytes=full.start_bytes + size)
+
     def reference(self, batch: Batch) -> tuple[Batch, Step] | None:
         """Return a measured batch that is near this one, and a bound for this one's step under `full`; None if none
         was measured.

@@ -219,7 +219,9 @@ class Session:
         self._failures = self._rested = 0
         """Failed measurements in a row, and how many steps ago the last was tried after too many of them."""
         self._said: set[str] = set()
-        self._optimizers, self._state_bytes = compat.optimizer_changes(), 0
+        self._optimizers = compat.optimizer_changes()
+        self._state_bytes = sum(map(state_bytes, compat.optimizers_of(base)))
+        """Bytes of the optimizers' state when steps were last measured."""
         self._stepped = False
         """Whether an optimizer has stepped, so that its state exists."""
         self._may_try = True
@@ -359,6 +361,9 @@ class Session:
                 for each in self._states.values():  # other bytes were in memory when these steps were measured
                     each.known.full.clear()
                 self._forget_plans()
+            else:
+                for each in self._states.values():
+                    each.known.grow(max(0, state - self._state_bytes))
             self._state_bytes = state
         if self._level is not None:
             self.known.begins_at(self._level, self._resident)
