@@ -340,7 +340,7 @@ def adopt(found: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> N
     record.spec, record.plan = spec, plan
     record.heads.in_graph = record.tiles.in_graph = False
     record.heads.last = record.tiles.last = ""
-    record.functions = Functions(spec, blocks_of_known_code(found), record.functions.observer)
+    record.functions = Functions(spec, blocks_of_known_code(found))
     record.regions = record.functions.of(plan)
     record.functions.active = record.regions
 

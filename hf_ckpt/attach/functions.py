@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from hf_ckpt.engines.host import Mover
-from hf_ckpt.engines.region import Observer, Region, Request, Segment, make
+from hf_ckpt.engines.region import Region, Request, Segment, make
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
@@ -30,11 +29,10 @@ class Functions:
     Args:
         spec: the user's spec.
         known: names of the blocks whose in-place changes are known.
-        observer: makes a context to enter around every recomputation; set by measurements.
     """
 
-    def __init__(self, spec: Spec, known: Collection[str] = (), observer: Observer | None = None) -> None:
-        self.spec, self.known, self.observer = spec, known, observer
+    def __init__(self, spec: Spec, known: Collection[str] = ()) -> None:
+        self.spec, self.known = spec, known
         self.active: Regions = {}
         """The functions of the current plan."""
         self.made: dict[_Key, Region] = {}
@@ -55,7 +53,6 @@ class Functions:
             if key not in self.made:
                 mover = None if name in last else self._mover
                 self.made[key] = make(self._request(name, action, key[2], mover))
-                self.made[key].observer = self.observer
             regions[name] = self.made[key]
         return regions
 
@@ -85,12 +82,6 @@ class Functions:
             known=name in self.known,
         )
 
-    def observe(self, observer: Observer | None) -> None:
-        """Enter `observer` around every recomputation, including those of functions that are made later."""
-        self.observer = observer
-        for region in self.made.values():
-            region.observer = observer
-
     def counts(self, what: str, regions: Regions) -> dict[str, int]:
         """Return a count (`forwards` or `recomputed`) of every block over all functions that it has had.
 
@@ -101,6 +92,3 @@ class Functions:
             if getattr(region, what):
                 found[name] = found.get(name, 0) + getattr(region, what)
         return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "observer": None}

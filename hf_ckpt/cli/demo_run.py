@@ -180,7 +180,7 @@ def run_demo(
     planned = f"budget: {budget_bytes >> 20}MiB"
     trainings = [_Training(name, Spec.parse(spec), adapted) for name, spec in specs]
     trainings.append(_Training(planned, plan, adapted))
-    meter = peak_meter()
+    meter = peak_meter({parameter.device for parameter in model.parameters()})
     for number, inputs in enumerate(batches):
         counted = number == steps + 1
         phase = "counting live bytes" if counted else f"step {number} of {steps}" if number else "warm-up"

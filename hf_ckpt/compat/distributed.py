@@ -11,6 +11,7 @@ from packaging.version import Version
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_ckpt.compat.devices import accelerators, current_accelerator
 from hf_ckpt.versions import LAST_DEEPSPEED_WITH_EMPTY_SHAPES
 
 FOREIGN_OWNER_SEGMENT = "_checkpoint_wrapped_module"
@@ -66,6 +67,23 @@ def parameters_stay(module: nn.Module) -> bool:
         or any(hasattr(p, "ds_id") or hasattr(p.data, "device_mesh") for p in inner.parameters(recurse=False))
         for inner in module.modules()
     )
+
+
+def devices_of_model(model: nn.Module) -> set[torch.device]:
+    """Return the devices that a model computes on: those of its parameters.
+
+    Parameters that FSDP, FSDP2 or ZeRO-3 keep in host memory between their uses are computed on the accelerator.
+    """
+    parameters = list(model.parameters())
+    devices = {parameter.device for parameter in parameters if not parameter.is_meta} or {torch.device("cpu")}
+    here = current_accelerator()
+    if here is None or any(accelerators(devices)) or not is_sharded(model):
+        return devices
+    by_fsdp1: set[Any] = {getattr(module, "compute_device", None) for module in model.modules()} - {None}
+    by_mesh = {p.data.device_mesh.device_type for p in parameters if hasattr(p.data, "device_mesh")}
+    if by_fsdp1:
+        return by_fsdp1
+    return devices if by_mesh and here.type not in by_mesh else {here}
 
 
 def data_parallel(model: nn.Module) -> Any | None:

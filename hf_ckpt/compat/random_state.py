@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from hf_ckpt.compat.torch import accelerator_type
+from hf_ckpt.compat.devices import accelerator_type, is_initialized
 
 _WORDS = ctypes.c_uint32 * 624
 """The words of a Mersenne Twister. In memory, the index of the next word precedes them in Python's generator, and
@@ -144,7 +144,7 @@ def devices_of(values: Iterable[Any]) -> list[torch.device]:
 
 
 def all_devices() -> list[torch.device]:
-    """Return every device of the accelerator in use."""
+    """Return every device of the machine's accelerator: `torch.manual_seed` sets the generators of all of them."""
     device_type = accelerator_type()
     if device_type is None:
         return []
@@ -152,10 +152,12 @@ def all_devices() -> list[torch.device]:
 
 
 def _is_ready(device: torch.device) -> bool:
-    """Whether a device has a random state now: reading it would initialise the device."""
+    """Whether a device has a random state now: reading it would initialise a CUDA device."""
     module = getattr(torch, device.type, None)
-    is_initialized = getattr(module, "is_initialized", None)
-    return device.type != "cpu" and hasattr(module, "get_rng_state") and (is_initialized is None or is_initialized())
+    if not hasattr(module, "get_rng_state"):
+        return False
+    # `mps` needs no initialisation, and may say that there was none: https://github.com/pytorch/pytorch/issues/194478
+    return device.type == "mps" or is_initialized(module)
 
 
 def _of_device(device: torch.device) -> torch.Tensor:

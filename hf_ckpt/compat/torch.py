@@ -1,4 +1,4 @@
-"""Code that depends on torch's version, build or private names: devices, memory, autograd, autocast."""
+"""Code that depends on torch's version, build or private names: autograd, hooks, modes, optimizers, fake tensors."""
 
 from __future__ import annotations
 
@@ -34,11 +34,6 @@ def is_replica(module: nn.Module) -> bool:
     return bool(vars(module).get("_is_replica", False))
 
 
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
-    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
-
-
 def transforms() -> set[str]:
     """Return the active transforms of torch.func: `grad`, `vmap`, and `jvp`, which also means forward-mode AD."""
     stack = private("torch._C._functorch.get_interpreter_stack")
@@ -46,77 +41,6 @@ def transforms() -> set[str]:
     names = {entry.key().name.lower() for entry in stack() or ()} if stack is not None else set()
     forward_mode = {"jvp"} if level is not None and level >= 0 else set()
     return names & {"grad", "jvp", "vmap"} | forward_mode
-
-
-def accelerator_type() -> str | None:
-    """Return the type of the accelerator in use (`cuda`, `xpu`, `mps`, ...); None on a machine without one."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if device is None else device.type
-
-
-def shares_host_memory(device_type: str) -> bool:
-    """Whether this type of device uses the machine's memory, so there is no device figure to read."""
-    return device_type in ("cpu", "mps")
-
-
-def memory_readers(device_type: str) -> tuple[Callable[..., tuple[int, int]], Callable[..., int]] | None:
-    """Return the functions that read a device's (free, total) bytes, and the bytes that the allocator has reserved.
-
-    Both take a device, or None for the current one. None if this type of device has no such functions. The module of
-    the device has them, or since torch 2.10 `torch.accelerator` for all types.
-    """
-    for module, name in (
-        (getattr(torch, device_type, None), "mem_get_info"),
-        (torch.accelerator, "get_memory_info"),
-    ):
-        free, held = getattr(module, name, None), getattr(module, "memory_reserved", None)
-        if free is not None and held is not None:
-            return free, held
-    return None
-
-
-def memory_module(device_type: str) -> Any | None:
-    """Return the module with the allocator statistics of this type of device; None if there is none.
-
-    The device's module is preferred to `torch.accelerator` (since torch 2.9), because it has more statistics.
-    """
-    names = "memory_allocated", "max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"
-    modules = getattr(torch, device_type, None), torch.accelerator
-    return next((module for module in modules if all(hasattr(module, name) for name in names)), None)
-
-
-def empty_host_cache() -> None:
-    """Make torch return unused pinned memory to the system, if it can."""
-    empty = private("torch._C._accelerator_emptyHostCache")
-    if empty is not None and accelerator_type() is not None:
-        empty()
-
-
-def timing_event(device_type: str) -> Any:
-    """Create an accelerator event that can measure time. The caller records it."""
-    return torch.Event(device_type, enable_timing=True)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device or the host is out of memory. accelerate knows most of these messages."""
-    from accelerate.utils.memory import should_reduce_batch_size
-
-    kinds = MemoryError, torch.OutOfMemoryError
-    texts = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return (
-        isinstance(error, kinds)
-        or (isinstance(error, Exception) and should_reduce_batch_size(error))
-        or (isinstance(error, RuntimeError) and any(text in str(error) for text in texts))
-    )
-
-
-def release_memory() -> None:
-    """Collect unreachable Python objects, and empty the cache of the accelerator's allocator."""
-    gc.collect()
-    device_type = accelerator_type()
-    empty = getattr(getattr(torch, device_type or "cpu", None), "empty_cache", None)
-    if empty is not None:
-        empty()
 
 
 def has_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:
@@ -320,11 +244,6 @@ def untraced(function: _Function) -> _Function:
     return function
 
 
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return autocast's current type on this type of device; None while autocast is off."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
 def depends_on_values(error: Exception) -> bool:
     """Whether an error says that something needs the values of fake tensors, which have none."""
     return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
@@ -437,25 +356,6 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     for watcher in tuple(_resize_watchers):
         watcher(storage)
     return storage
-
-
-_any_autocast = private("torch._C._is_any_autocast_enabled")
-
-
-def autocast_is_on() -> bool:
-    """Whether autocast is enabled for any device."""
-    if _any_autocast is not None:
-        return bool(_any_autocast())
-    return any(torch.is_autocast_enabled(device_type) for device_type in {"cpu", accelerator_type() or "cpu"})
-
-
-@contextlib.contextmanager
-def autocast_off() -> Iterator[None]:
-    """Turn autocast off on the CPU and on the accelerator, inside this context."""
-    with contextlib.ExitStack() as around:
-        for device_type in {"cpu", accelerator_type() or "cpu"}:
-            around.enter_context(torch.autocast(device_type, enabled=False))
-        yield
 
 
 without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = private(

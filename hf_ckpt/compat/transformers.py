@@ -75,14 +75,19 @@ def caches_among(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str,
     return {name: value for name, value in named.items() if name in CACHE_NAMES or is_cache(value)}
 
 
-def without_caches(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return what a block passes to its checkpointing function, with every cache replaced by None.
+def block_call(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return what a block passes to its checkpointing function, with hidden states first and caches replaced by None.
+
+    Some layers (Mllama, Llama 4) pass hidden states by keyword. Engines look for them, and for their device, in the
+    first argument.
 
     A recomputed block would write into a cache twice. The layer removes only caches passed by a name that its
     transformers knows: GPT-2 passes its own by position, and code from the hub uses names from before 5.24. A
     block that only reads its cache keeps it. While compiling, only positional caches are replaced.
     """
     if not is_compiling():  # torch 2.8 cannot trace these checks
+        if not args and isinstance(function, functools.partial):
+            function, args = _hidden_states_first(function)
         keywords = function.keywords if isinstance(function, functools.partial) else {}
         given = [*keywords.values(), *args]
         if _NO_CACHES.issuperset(map(type, given)) or not any(map(is_cache, given)):
@@ -93,6 +98,16 @@ def without_caches(function: Callable[..., Any], args: Sequence[Any]) -> tuple[C
             kept = {name: None if is_cache(value) else value for name, value in keywords.items()}
             function = functools.partial(function.func, *function.args, **kept)
     return function, tuple(None if is_cache(arg) else arg for arg in args)
+
+
+def _hidden_states_first(function: functools.partial[Any]) -> tuple[functools.partial[Any], tuple[Any, ...]]:
+    """Return a block's forward and its first argument, if that was bound as a keyword."""
+    module = module_of(function)
+    name = None if module is None else next(iter(forward_parameters(module)), None)
+    if name not in function.keywords:
+        return function, ()
+    others = {key: value for key, value in function.keywords.items() if key != name}
+    return functools.partial(function.func, *function.args, **others), (function.keywords[name],)
 
 
 def module_of(function: Callable[..., Any]) -> nn.Module | None:

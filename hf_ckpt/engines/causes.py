@@ -37,7 +37,7 @@ class BlockState:
         self.replaced = False
         """Whether parameters have been replaced by other tensors when the backward begins."""
         self.changes_input = False
-        self.autocast = _autocast()
+        self.autocast = compat.autocast_now()
         self.given: dict[tuple[int | str, int], tuple[torch.Tensor, int]] = {}
         """The block's input tensors in the first run, with their versions, as far as there was room."""
         self.names: set[int | str] = set()
@@ -57,7 +57,8 @@ class BlockState:
         given = {key: value for key, value in _tensors(args, keywords).items() if take_room_for(value)}
         self.given = {key: (value.detach(), version_of(value)) for key, value in given.items()}
         self.names = {*range(len(args)), *keywords}
-        self.random = compat.RandomState(compat.all_devices())
+        there = [*self.module.parameters(), *compat.tree_leaves((args, keywords))]
+        self.random = compat.RandomState(compat.devices_of(there))
 
     def forward_has_ended(self) -> None:
         """Record the block's settings at the end of its forward."""
@@ -91,7 +92,7 @@ class BlockState:
             and (version_of(value) != version or difference_of(value, again[name, place]) is not None)
         ]
         self.given = {}
-        self.other_autocast = _autocast() != self.autocast
+        self.other_autocast = compat.autocast_now() != self.autocast
         self.other_random, self.other_host = self.random.of_torch_has_moved(), self.random.of_host_may_have_moved()
 
     def _name_of(self, place: int | str, args: tuple[Any, ...]) -> str:
@@ -116,7 +117,7 @@ class BlockState:
         known = self._cause_told_by_state(run is not None, first, rebuilds)
         if known:
             return known
-        drawn = None if run is None else _draws(self.module, run, self.autocast)
+        drawn = None if run is None else _draws(self.module, run, self.autocast, self.random)
         if drawn is not None and drawn.differs:
             return (
                 "Run twice from the same random state, the block gives other results by itself: a nondeterministic "
@@ -195,16 +196,17 @@ class _Draws:
     from_torch: bool
 
 
-def _draws(module: nn.Module, run: Callable[[], Any], autocast: dict[str, torch.dtype | None]) -> _Draws | None:
-    """Run a block twice without gradients; None if it cannot run. Random state and buffers are restored."""
-    state = compat.RandomState(compat.all_devices())
+def _draws(
+    module: nn.Module, run: Callable[[], Any], autocast: compat.Autocast, of: compat.RandomState | None
+) -> _Draws | None:
+    """Run a block twice without gradients; None if it cannot run. Buffers and random state (`of`) are restored."""
+    state = compat.RandomState([] if of is None else [device for device, _ in of.devices])
     outputs: list[list[torch.Tensor]] = []
     from_host = from_torch = False
     with contextlib.ExitStack() as around:
         around.enter_context(torch.no_grad())
         around.enter_context(compat.unseen_by_modes())
-        for kind, dtype in autocast.items():
-            around.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+        around.enter_context(compat.autocast_as(autocast))
         try:
             for _ in range(2):
                 with state.kept(), buffers_put_back(module):
@@ -276,7 +278,3 @@ def _tensors(args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[tuple[int 
         for place, leaf in enumerate(compat.tree_leaves(value))
         if isinstance(leaf, torch.Tensor) and is_plain(leaf)
     }
-
-
-def _autocast() -> dict[str, torch.dtype | None]:
-    return {kind: compat.autocast_dtype(kind) for kind in {"cpu", compat.accelerator_type() or "cpu"}}

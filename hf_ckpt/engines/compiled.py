@@ -57,7 +57,6 @@ class CompiledRegion(Region):
         """Keyword arguments for `torch.utils.checkpoint`, for a block that does not compile."""
         self.forwards = 0
         self.in_graph = False
-        self.observer = None
         self.compiles = True
         """Whether the block compiles, as far as known."""
         self.without_hooks = -1
@@ -85,7 +84,7 @@ class CompiledRegion(Region):
         if compat.is_compiling():
             self.in_graph = self.left_to_others = True
             return fn(*args)
-        fn, args = compat.without_caches(fn, args)
+        fn, args = compat.block_call(fn, args)
         fake = next((arg for arg in args if isinstance(arg, torch.Tensor) and compat.is_fake(arg)), None)
         if not self.compiles or (fake is None and compat.is_seen_by_modes()):  # such as a count of all operations
             return self._run_eagerly(fn, args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_ckpt import compat
 from hf_ckpt.engines.block_settings import Settings
 from hf_ckpt.engines.forward_state import ForwardState
-from hf_ckpt.engines.region import Observer, Region
+from hf_ckpt.engines.region import Region
 from hf_ckpt.errors import GraphCaptureError, InPlaceError
 
 
@@ -33,7 +32,6 @@ class FullRegion(Region):
         self.forwards = 0
         self.recomputed = 0
         self.in_graph = False
-        self.observer: Observer | None = None
         self.changes_input: bool | None = None
         """Whether the block changes its hidden states in place; None before the first forward."""
         self.whole = True
@@ -69,7 +67,7 @@ class FullRegion(Region):
         """
         if not torch.is_grad_enabled():
             return fn(*args)
-        fn, args = compat.without_caches(fn, args)
+        fn, args = compat.block_call(fn, args)
         if compat.is_compiling():
             self.in_graph = True  # counting here would recompile for every value of the count
             return self._checkpoint(fn, *args)
@@ -124,8 +122,7 @@ class FullRegion(Region):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Measurements belong to this process, and settings refer to the modules of this block.
-        return {**vars(self), "observer": None, "settings": None}
+        return {**vars(self), "settings": None}  # they refer to the modules of this block
 
 
 class _Counted:
@@ -144,10 +141,9 @@ class _Counted:
             self.ran = True
             return self.state.run(self.fn, args)
         self.region.recomputed += 1
-        observer = self.region.observer
-        if observer is None and self.state.holds():
+        if self.state.holds():
             return self.fn(*args)
-        with observer() if observer else contextlib.nullcontext(), self.state.again():
+        with self.state.again():
             return self.fn(*args)
 
 

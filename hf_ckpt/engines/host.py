@@ -54,15 +54,17 @@ class _Copy(NamedTuple):
 class StreamLane:
     """A `Lane` that copies on a stream of the accelerator.
 
+    Args:
+        device: the accelerator.
+        stream: a stream of it, which nothing else uses.
+
     It avoids `record_stream` where possible. The allocator reuses recorded memory only once the device has reached that
     point, and Python, which runs ahead of the device, would allocate new memory for every block. Instead the stream
     that the memory belongs to waits for the copy before the memory is freed.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module = torch.get_device_module(device)
-        self._stream = self._module.Stream(device)
+    def __init__(self, device: torch.device, stream: torch.Stream) -> None:
+        self._device, self._stream = device, stream
 
     def out(self, tensor: torch.Tensor, host: torch.Tensor) -> Any:
         return self._begin(tensor, host, None)
@@ -72,14 +74,14 @@ class StreamLane:
         return made, self._begin(host, made, made)  # waits until the computing stream is done with that memory
 
     def _begin(self, source: torch.Tensor, target: torch.Tensor, made: torch.Tensor | None) -> _Copy:
-        computing = self._module.current_stream(self._device)
+        computing = torch.accelerator.current_stream(self._device)
         self._stream.wait_stream(computing)
-        with torch.no_grad(), self._module.stream(self._stream):
+        with torch.no_grad(), compat.on_stream(self._stream):
             target.copy_(source, non_blocking=True)
         return _Copy(self._stream.record_event(), computing, made)
 
     def wait(self, copy: _Copy) -> None:
-        computing = self._module.current_stream(self._device)
+        computing = torch.accelerator.current_stream(self._device)
         computing.wait_event(copy.event)
         if copy.made is not None and computing != copy.stream:
             copy.made.record_stream(computing)
@@ -90,9 +92,8 @@ class StreamLane:
 
 def lane_of(device: torch.device) -> Lane | None:
     """Make the lane of a device; None for a device without streams: the CPU, or `mps`, which shares host memory."""
-    if device.type in ("cpu", "meta") or not hasattr(torch.get_device_module(device), "Stream"):
-        return None
-    return StreamLane(device)
+    stream = compat.new_stream(device)
+    return None if stream is None else StreamLane(device, stream)
 
 
 class Mover:

@@ -56,7 +56,7 @@ class OffloadRegion(FullRegion):
         """
         if not torch.is_grad_enabled() or compat.is_compiling():
             return super().__call__(fn, *args)
-        fn, args = compat.without_caches(fn, args)
+        fn, args = compat.block_call(fn, args)
         group = self._open_group(args)
         self.moved_bytes = 0
         try:

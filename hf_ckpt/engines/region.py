@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,9 +15,6 @@ from torch import nn
 from hf_ckpt.engines.host import Mover
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.spec.actions import ACTIONS, Action
-
-Observer = Callable[[], contextlib.AbstractContextManager[None]]
-"""Makes a context to enter around everything that is run again in backward; measurements set it."""
 
 
 class Region:
@@ -41,8 +37,6 @@ class Region:
     """Whether it compiles the block by itself."""
     left_to_others: bool = False
     """Whether it should compile the block, but something else compiles a graph around it."""
-    observer: Observer | None
-    """Makes a context to enter around every recomputation; set by measurements, else None."""
     runs_block_again: bool = True
     """Whether backward runs the block's own forward again."""
     takes_caches: bool = False

@@ -52,7 +52,7 @@ class Rerun(Check):
             self.saved = self.left_out = 1
             self.done(self)
             return self.function(fn, *args)
-        autocast = {kind: compat.autocast_dtype(kind) for kind in {"cpu", compat.accelerator_type() or "cpu"}}
+        autocast = compat.autocast_now()
         given = hidden.clone()  # its gradient comes from this block alone
         output = self.function(fn, given, *args[1:])
         if not getattr(self.function, "in_graph", False):
@@ -77,8 +77,7 @@ class Rerun(Check):
                 around.enter_context(state.kept())
                 around.enter_context(buffers_put_back(self.module))
                 around.enter_context(contextlib.suppress(RuntimeError))  # no memory for it, or its inputs were changed
-                for kind, dtype in autocast.items():
-                    around.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+                around.enter_context(compat.autocast_as(autocast))
                 plain = given.detach().requires_grad_()
                 again = compat.tree_leaves(fn(plain, *args[1:]))
                 if not state.may_have_moved():  # a graph draws other numbers than plain code

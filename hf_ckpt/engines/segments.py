@@ -56,7 +56,7 @@ class SegmentRegion(FullRegion):
         if run is not None and run.segment is not self.segment:
             run.close()
             run = None
-        fn, args = compat.without_caches(fn, args)
+        fn, args = compat.block_call(fn, args)
         if run is None:
             run = _open.run = _Run(self, args)
         self.forwards += 1
@@ -211,7 +211,7 @@ class _Run:
             region = call.region
             region.recomputed += 1
             positional, keywords = compat.tree_map(fetch, call.given)
-            with region.observer() if region.observer else contextlib.nullcontext(), call.state.again():
+            with call.state.again():
                 outputs.append(compat.tree_leaves(call.fn(*(positional if outputs else args), **keywords)))
 
     def close(self) -> None:

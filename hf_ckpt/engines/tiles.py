@@ -186,8 +186,8 @@ class Tiles:
                 lend(box, contents[id(box)], around)
             around.enter_context(torch.enable_grad())
             # Cast weights once for all chunks; inside another autocast, the casts would be held until that one ends.
-            dtype, alone = self.autocast_dtype, not compat.autocast_is_on()
-            around.enter_context(torch.autocast(self.device_type, dtype, dtype is not None, cache_enabled=alone))
+            alone = not compat.autocast_is_on()
+            around.enter_context(compat.autocast_to(self.device_type, self.autocast_dtype, caches=alone))
             yield [stand_ins[number] for number in range(len(self.parameters))]
 
 

@@ -1,29 +1,28 @@
-"""Clocks: wall time of training steps, and time spent recomputing blocks in backward."""
+"""Clocks: wall time of training steps, and times between points of a step on the devices of a model."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from hf_ckpt import compat
 
-MOST_EVENTS = 1000
-"""For how many recomputations a `RecomputeClock` holds events, before it adds up those that are done."""
-
 
 class TrainingClock:
     """Wall time of training steps.
 
     It counts between `resume` and `pause`. The callback pauses it during evaluation and saving. Data loading counts.
+
+    Args:
+        devices: the devices of the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        self._devices = compat.accelerators(devices)
         self._running_since: float | None = None
         self._seconds = 0.0
         self.steps = 0
@@ -50,8 +49,8 @@ class TrainingClock:
         self.steps += 1
 
     def take(self) -> tuple[float, int]:
-        """Return (seconds, steps) since the last `take`, and start again from zero. Waits for the accelerator."""
-        _wait()
+        """Return (seconds, steps) since the last `take`, and start again from zero. Waits for the devices."""
+        compat.synchronize(self._devices)
         if self.running:
             self.pause()
             self.resume()
@@ -60,71 +59,47 @@ class TrainingClock:
         return taken
 
 
-class RecomputeClock:
-    """Time spent recomputing blocks in backward: a context that the engines enter around each recomputation.
+class DeviceClock:
+    """Times between points of a step.
 
-    On an accelerator it uses the device's events, so that nothing waits for the device before `take`.
+    Accelerators record an event at each point, so that nothing waits for them while the step runs. If their events
+    measure no time, each point waits for the devices.
+
+    Args:
+        devices: the devices of the model; without an accelerator among them, the clock is the host's.
     """
 
-    def __init__(self) -> None:
-        self._device_type = compat.accelerator_type()
-        self._seconds = 0.0
-        self._events: list[tuple[Any, Any]] = []
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        self._devices = compat.accelerators(devices)
+        self._by_events = bool(self._devices) and all(map(compat.has_timed_events, self._devices))
 
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        if self._device_type is None:
-            start = time.perf_counter()
-            try:
-                yield
-            finally:
-                self._seconds += time.perf_counter() - start
-            return
-        begin, end = compat.timing_event(self._device_type), compat.timing_event(self._device_type)
-        begin.record()
-        try:
-            yield
-        finally:
-            end.record()
-            self._events.append((begin, end))
-            if len(self._events) > MOST_EVENTS:
-                self._add_up()
+    def stamp(self) -> Any:
+        """Return the time of this point, for `between`."""
+        if self._by_events:
+            return [compat.timed_event(device) for device in self._devices]
+        compat.synchronize(self._devices)
+        return time.perf_counter_ns()
 
-    def observer(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Return the observer that engines enter around each recomputation. It does not keep the clock alive, and does
-        nothing once the clock is gone: if training ends with an error, the observer stays on the model."""
-        clock = weakref.ref(self)
-        return lambda: (clock() or contextlib.nullcontext)()
-
-    def _add_up(self) -> None:
-        """Add up the times of recomputations that are done, and free their events."""
-        if len(self._events) > 2 * MOST_EVENTS:  # the accelerator is far behind
-            self._events[MOST_EVENTS][1].synchronize()
-        done = list(itertools.takewhile(lambda pair: pair[1].query(), self._events))
-        self._seconds += sum(begin.elapsed_time(end) for begin, end in done) / 1e3
-        del self._events[: len(done)]
-
-    def take(self) -> float:
-        """Return the seconds since the last `take`. The caller must first wait for the accelerator."""
-        seconds: float = self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
-        self._seconds, self._events = 0.0, []
-        return seconds
+    def between(self, first: Any, last: Any) -> int:
+        """Return the nanoseconds between two points, on the device that worked longest. Waits for the devices."""
+        if not self._by_events:
+            return int(last - first)
+        for event in last:
+            event.synchronize()
+        return max(int(begin.elapsed_time(end) * 1e6) for begin, end in zip(first, last, strict=True))
 
 
 @contextlib.contextmanager
-def stopwatch() -> Iterator[list[float]]:
+def stopwatch(devices: Iterable[torch.device] | None = None) -> Iterator[list[float]]:
     """Time a block of code: `with stopwatch() as seconds: ...` stores its seconds in `seconds[0]`.
 
-    Waits for the accelerator before and after.
+    Waits before and after for these devices; None waits for the machine's accelerator.
     """
-    _wait()
+    current = compat.current_accelerator()
+    there = compat.accelerators(devices if devices is not None else [current] if current is not None else [])
+    compat.synchronize(there)
     seconds: list[float] = []
     start = time.perf_counter()
     yield seconds
-    _wait()
+    compat.synchronize(there)
     seconds.append(time.perf_counter() - start)
-
-
-def _wait() -> None:
-    if compat.accelerator_type() is not None:
-        torch.accelerator.synchronize()

@@ -8,15 +8,15 @@ models). So a step on a CPU is either counted or timed.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
 
 from hf_ckpt import compat
+from hf_ckpt.measure.clocks import DeviceClock
 from hf_ckpt.measure.live import Holder, LiveBytes
-from hf_ckpt.measure.memory import take_levels
+from hf_ckpt.measure.memory import AllocatorMeter, keeps_statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,39 +59,38 @@ class Meter(Protocol):
         """Stop measuring."""
 
 
-class AllocatorLevels:
-    """The `Meter` of an accelerator's caching allocator, over all devices that a model is on.
+class Timed(DeviceClock):
+    """The `Meter` that reads only the time."""
 
-    Each boundary costs one read of the statistics and one reset of the peaks per device.
-    """
-
-    counts = True
-
-    def __init__(self, device_type: str, devices: Collection[torch.device]) -> None:
-        self._type = device_type
-        self._devices = sorted({device.index or 0 for device in devices if device.type == device_type}) or [0]
+    counts = False
 
     def read(self) -> tuple[int, int]:
-        current = peak = 0
-        for index in self._devices:
-            now, most = take_levels(self._type, index)
-            current, peak = current + now, peak + most
-        return current, peak
-
-    def stamp(self) -> Any:
-        event = compat.timing_event(self._type)
-        event.record()
-        return event
-
-    def between(self, first: Any, last: Any) -> int:
-        last.synchronize()
-        return int(first.elapsed_time(last) * 1e6)
+        return 0, 0
 
     def start(self) -> None:
         pass
 
     def stop(self) -> None:
         pass
+
+
+class AllocatorLevels(Timed):
+    """The `Meter` of the allocators of accelerators.
+
+    Each boundary costs one read of the statistics, one reset of the peak and one event per device.
+
+    Args:
+        devices: the accelerators.
+    """
+
+    counts = True
+
+    def __init__(self, devices: Collection[torch.device]) -> None:
+        super().__init__(devices)
+        self._allocators = AllocatorMeter(devices)
+
+    def read(self) -> tuple[int, int]:
+        return self._allocators.take()
 
 
 class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
@@ -149,38 +148,9 @@ class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
         compat.leave_dispatch_mode(self)
 
 
-class Clock:
-    """The `Meter` that reads only the time, on a CPU."""
-
-    counts = False
-
-    def read(self) -> tuple[int, int]:
-        return 0, 0
-
-    def stamp(self) -> Any:
-        return round(time.perf_counter() * 1e9)
-
-    def between(self, first: Any, last: Any) -> int:
-        return int(last - first)
-
-    def start(self) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-
 def can_be_measured(device: torch.device) -> bool:
     """Whether the memory of a step can be read on this device: on a CPU, or if its allocator reports peaks."""
-    if device.type == "cpu":
-        return True
-    if compat.memory_module(device.type) is None:
-        return False
-    try:
-        take_levels(device.type, device.index or 0)
-    except RuntimeError:  # `torch.accelerator` raises it for a device whose allocator keeps no statistics, such as mps
-        return False
-    return True
+    return device.type == "cpu" or keeps_statistics(device)
 
 
 class Levels:
@@ -220,11 +190,11 @@ def meter_for(devices: Collection[torch.device], *holders: Holder, timed_only: b
     """Make the meter for a model on these devices.
 
     Args:
-        devices: the devices of the model's parameters.
+        devices: the devices of the model. Accelerators among them are measured, or else the CPU.
         holders: what holds tensors that are already alive, for a count on a CPU.
         timed_only: whether only times are needed.
     """
-    device_type = compat.accelerator_type()
-    if device_type is not None:
-        return AllocatorLevels(device_type, devices)
-    return Clock() if timed_only else CountedLevels(*holders)
+    there = compat.accelerators(devices)
+    if there:
+        return AllocatorLevels(there)
+    return Timed() if timed_only else CountedLevels(*holders)

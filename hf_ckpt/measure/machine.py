@@ -5,50 +5,60 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
 
 from hf_ckpt import compat
 from hf_ckpt.logs import warn_once
-from hf_ckpt.measure.memory import forgotten_peak_bytes
+from hf_ckpt.measure.memory import allocator_of
 
 log = logging.getLogger(__name__)
 
 
-def device_name() -> str:
-    """Return the name of the CUDA device, the type of another accelerator (`xpu`, `mps`), or `cpu` without one."""
-    device_type = compat.accelerator_type()
-    if device_type == "cuda":
-        return torch.cuda.get_device_name()
-    return device_type or "cpu"
+def device_name(devices: Iterable[torch.device] | None = None) -> str:
+    """Return the name of an accelerator's model, its type if torch does not tell the name, or `cpu` without one.
+
+    Args:
+        devices: the devices of a model; None asks for the machine's accelerator.
+    """
+    there = _accelerators(devices)
+    return compat.device_name(there[0]) if there else "cpu"
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of the device that models train on, in bytes.
+    """The memory of the devices that a model trains on, in bytes.
 
     On a CPU, and for `mps`, it is the memory of the machine, or the limit of the process's container. The same applies,
     with a warning, to other accelerators whose memory torch does not report.
     """
 
     total_bytes: int
-    """All memory of the device."""
+    """All memory of the devices."""
     available_bytes: int
     """The most that this process can hold in tensors, including those that it holds now."""
 
 
-def device_memory(held_bytes: int, devices: Collection[torch.device] = ()) -> DeviceMemory:
-    """Read the memory of the devices that a model is on.
+def device_memory(held_bytes: int, devices: Iterable[torch.device] | None = None) -> DeviceMemory:
+    """Read the memory of the devices that a model is on; that of several accelerators is added up.
 
     Args:
         held_bytes: bytes of tensors that are known to be in memory.
-        devices: the accelerators that the model is spread over, whose memory is added up; by default the current one.
+        devices: the devices of the model; None asks for the machine's accelerator.
     """
-    found = _accelerator_memory(devices)
+    there = _accelerators(devices)
+    found = _memory_of(there, held_bytes)
     if found is not None:
         return found
+    if there and not compat.shares_host_memory(there[0].type):
+        warn_once(
+            log,
+            "hf_ckpt: torch does not tell the memory of %s, so the memory of the machine is taken in its place. Give "
+            "the budget in bytes, as 20GiB: shares and `auto` would be of the wrong memory.",
+            there[0].type,
+        )
     import psutil
 
     memory = psutil.virtual_memory()
@@ -59,46 +69,42 @@ def device_memory(held_bytes: int, devices: Collection[torch.device] = ()) -> De
     return DeviceMemory(total, available + held_bytes)
 
 
-def spare_bytes(devices: Collection[torch.device] = ()) -> int:
-    """Return how many bytes beyond its highest peak the process may use for something optional.
+def spare_bytes(devices: Iterable[torch.device]) -> int:
+    """Return how many bytes beyond its highest peak a model on these devices may use for something optional.
 
     On accelerators that is all that the peak leaves, or 0 if torch does not report it. On a CPU it is half of the
     memory that is available now.
     """
-    device_type = compat.accelerator_type()
-    module = None if device_type is None else compat.memory_module(device_type)
-    if device_type is None or compat.shares_host_memory(device_type):
-        return device_memory(0).available_bytes // 2
-    if module is None or compat.memory_readers(device_type) is None:
-        return 0
-    mine: list[torch.device | None] = [device for device in devices if device.type == device_type]
-    peak = sum(int(module.max_memory_allocated(device)) for device in mine or [None])
-    return device_memory(0, devices).available_bytes - peak - forgotten_peak_bytes(module)
-
-
-def _accelerator_memory(devices: Collection[torch.device]) -> DeviceMemory | None:
-    """Return the memory of accelerators; None without one, if it is the machine's memory, or if it is not reported.
-
-    Raises torch's error if an accelerator that reports its memory fails to: any other figure would be wrong.
-    """
-    device_type = compat.accelerator_type()
-    if device_type is None or compat.shares_host_memory(device_type):
-        return None
-    mine: list[torch.device | None] = [device for device in devices if device.type == device_type]
-    readers = compat.memory_readers(device_type)
+    there = compat.accelerators(devices)
+    if all(compat.shares_host_memory(device.type) for device in there):
+        return device_memory(0, there).available_bytes // 2
+    memory = _memory_of(there, 0)
     try:
-        if readers is not None:
-            found = [(*readers[0](device), readers[1](device)) for device in mine or [None]]
-            return DeviceMemory(sum(whole for _, whole, _ in found), sum(free + held for free, _, held in found))
-    except NotImplementedError:  # torch has the function, but not for this type of device
-        pass
-    warn_once(
-        log,
-        "hf_ckpt: torch does not tell the memory of %s, so the memory of the machine is taken in its place. Give the "
-        "budget in bytes, as 20GiB: shares and `auto` would be of the wrong memory.",
-        device_type,
-    )
-    return None
+        peaks = [allocator_of(device).highest_peak() for device in there]
+    except RuntimeError:  # an allocator without statistics
+        return 0
+    return 0 if memory is None else memory.available_bytes - sum(peaks)
+
+
+def _accelerators(devices: Iterable[torch.device] | None) -> list[torch.device]:
+    """Return the accelerators among a model's devices, or for None the current one of the machine, if any."""
+    current = compat.current_accelerator()
+    return compat.accelerators(devices if devices is not None else [current] if current is not None else [])
+
+
+def _memory_of(devices: Collection[torch.device], held_bytes: int) -> DeviceMemory | None:
+    """Return the memory of accelerators; None without one, if it is the machine's memory, or if it is not reported."""
+    if not devices or any(compat.shares_host_memory(device.type) for device in devices):
+        return None
+    try:
+        told = [compat.memory_info(device) for device in devices]
+    except RuntimeError:  # torch has the function, but not for this device
+        return None
+    try:
+        held = sum(compat.allocator_bytes(device).reserved for device in devices)
+    except RuntimeError:  # an allocator without statistics
+        held = held_bytes
+    return DeviceMemory(sum(total for _, total in told), sum(free for free, _ in told) + held)
 
 
 def _container_memory() -> tuple[int, int] | None:

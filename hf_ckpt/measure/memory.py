@@ -1,15 +1,23 @@
-"""Meters of peak memory: the accelerator's allocator (exact) or, on a CPU, the kernel's counter of the process's peak
-resident size (Linux). `PeakMeter.source` says which one it is."""
+"""Meters of peak memory, for the devices of a model: the allocators of accelerators (exact) or, on a CPU, the kernel's
+counter of the process's peak resident size (Linux). `PeakMeter.source` says which one it is."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 import sys
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+import torch
 
 from hf_ckpt import compat
+from hf_ckpt.logs import warn_once
+
+log = logging.getLogger(__name__)
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -33,88 +41,101 @@ class PeakMeter(Protocol):
         """Return the peak of a caching allocator's reserved memory, in bytes; None if there is no such allocator."""
 
 
-def peak_meter() -> PeakMeter:
-    """Make the best meter for this machine."""
-    device_type = compat.accelerator_type()
-    if device_type is not None:
-        module = compat.memory_module(device_type)
-        return AllocatorMeter(device_type, module) if module is not None else NoMeter(device_type)
-    return ResidentMeter() if _STATUS.exists() else NoMeter(sys.platform)
+def peak_meter(devices: Iterable[torch.device]) -> PeakMeter:
+    """Make the best meter for a model on these devices."""
+    there = compat.accelerators(devices)
+    if not there:
+        return ResidentMeter() if _STATUS.exists() else NoMeter(sys.platform)
+    if not all(map(keeps_statistics, there)):
+        return NoMeter(there[0].type)
+    return AllocatorMeter(there)
 
 
-_allocator_meters: weakref.WeakSet[AllocatorMeter] = weakref.WeakSet()
+def keeps_statistics(device: torch.device) -> bool:
+    """Whether the allocator of an accelerator reports its peaks. Warns once if it does not."""
+    try:
+        allocator_of(device).restart()
+    except RuntimeError as error:  # torch does not tell in advance
+        warn_once(
+            log,
+            "hf_ckpt: the allocator of %s reports no peaks (%s). So peaks are not logged, and the policies `budget` "
+            "and `auto` predict steps instead of measuring them.",
+            device.type,
+            str(error).partition("\n")[0],
+        )
+        return False
+    return True
 
 
-_highest_bytes = 0
-"""The highest peak that a meter has seen on the current device."""
+class Allocator:
+    """The allocator of one device, which has one peak for all readers. Only this class resets it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.highest_bytes = 0
+        """The highest peak so far."""
+        self._peaks: weakref.WeakKeyDictionary[AllocatorMeter, int] = weakref.WeakKeyDictionary()
+        """For each meter, the peak of its window before the allocator's peak was last reset."""
+
+    def read(self) -> compat.AllocatorBytes:
+        """Read the statistics. Raises RuntimeError if the allocator keeps none."""
+        found = compat.allocator_bytes(self.device)
+        self.highest_bytes = max(self.highest_bytes, found.peak)
+        return found
+
+    def highest_peak(self) -> int:
+        """Return the highest peak so far, whoever has reset it since. Raises RuntimeError without statistics."""
+        self.read()
+        return self.highest_bytes
+
+    def peak_of(self, meter: AllocatorMeter) -> int:
+        """Return the peak of a meter's window."""
+        return max(self._peaks.get(meter, 0), self.read().peak)
+
+    def restart(self, meter: AllocatorMeter | None = None) -> tuple[int, int]:
+        """Return (bytes in use, peak of a meter's window), and start a new window of this meter.
+
+        Raises RuntimeError if the allocator keeps no statistics.
+        """
+        found = self.read()
+        compat.reset_peak(self.device)
+        for other, peak in list(self._peaks.items()):
+            self._peaks[other] = max(peak, found.peak)
+        if meter is None:
+            return found.current, found.peak
+        peak, self._peaks[meter] = max(found.peak, self._peaks.get(meter, 0)), 0
+        return found.current, peak
 
 
-def forgotten_peak_bytes(module: Any) -> int:
-    """Return by how much the allocator's peak was higher before a meter reset it.
-
-    Args:
-        module: see `compat.memory_module`.
-    """
-    return max(0, _highest_bytes - int(module.max_memory_allocated()))
-
-
-def keep_peaks() -> None:
-    """Save the allocator's peak in all its meters, before it is reset for another purpose."""
-    for meter in list(_allocator_meters):
-        meter.keep_peak()
-
-
-def take_levels(device_type: str, index: int) -> tuple[int, int]:
-    """Return (bytes alive, most bytes alive since the last call) of a device, and start a new peak.
-
-    If the allocator reports them, these are `active` bytes, which fall once no stream uses the memory. Allocated bytes
-    fall earlier if several streams use a tensor.
-    https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
-    """
-    module = compat.memory_module(device_type)
-    assert module is not None, "the caller knows that the allocator tells its levels"
-    keep_peaks()
-    nested = getattr(module, "memory_stats_as_nested_dict", None)
-    active = nested(index).get("active_bytes", {}).get("all") if nested is not None else None
-    if active is None:
-        found = int(module.memory_allocated(index)), int(module.max_memory_allocated(index))
-    else:
-        found = int(active["current"]), int(active["peak"])
-    module.reset_peak_memory_stats(index)
-    return found
+@functools.cache
+def allocator_of(device: torch.device) -> Allocator:
+    """Return the allocator of a device."""
+    return Allocator(device)
 
 
 class AllocatorMeter:
-    """A `PeakMeter` of the accelerator's caching allocator, for the current device. Reading it does not wait.
-
-    All readers share the allocator's one peak. Call `keep_peaks` before resetting it.
-    """
+    """A `PeakMeter` of the allocators of some accelerators. Their figures are added up. Reading them does not wait."""
 
     exact = True
 
-    def __init__(self, device_type: str, module: Any) -> None:
-        self.source = f"{device_type} allocator"
-        self._module = module
-        self._earlier = 0
-        """The peak of this window before others last reset the allocator's peak."""
-        _allocator_meters.add(self)
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._allocators = [allocator_of(device) for device in devices]
+        self.source = f"{self._allocators[0].device.type} allocator"
+        self.reset()
 
-    def keep_peak(self) -> None:
-        """Remember the peak of this window so far."""
-        global _highest_bytes
-        self._earlier = max(self._earlier, int(self._module.max_memory_allocated()))
-        _highest_bytes = max(_highest_bytes, self._earlier)
+    def take(self) -> tuple[int, int]:
+        """Return (bytes in use, peak of this window), and start a new window."""
+        read = [allocator.restart(self) for allocator in self._allocators]
+        return sum(current for current, _ in read), sum(peak for _, peak in read)
 
     def reset(self) -> None:
-        keep_peaks()
-        self._module.reset_peak_memory_stats()
-        self._earlier = 0
+        self.take()
 
     def peak_bytes(self) -> int | None:
-        return max(self._earlier, int(self._module.max_memory_allocated()))
+        return sum(allocator.peak_of(self) for allocator in self._allocators)
 
     def reserved_bytes(self) -> int | None:
-        return int(self._module.max_memory_reserved())
+        return sum(allocator.read().reserved_peak for allocator in self._allocators)
 
 
 class ResidentMeter:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +35,12 @@ class OptimizerBytes:
     """Most temporary bytes of a step, in addition to the state."""
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the tensors in an optimizer's current state on this rank.
+def state_bytes(optimizer: torch.optim.Optimizer, device_types: Collection[str]) -> int:
+    """Bytes of the tensors in an optimizer's current state on this rank, on these types of device.
 
-    With an accelerator, only tensors on it count: state that FSDP2 keeps in host memory is not part of a peak.
+    State that FSDP2 keeps in host memory is not part of an accelerator's peak.
     """
-    here = compat.accelerator_type() or "cpu"
-    return sum(tensor.nbytes for tensor in _state_of(optimizer) if tensor.device.type == here)
+    return sum(tensor.nbytes for tensor in _state_of(optimizer) if tensor.device.type in device_types)
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -138,7 +137,8 @@ def held_bytes(model: nn.Module) -> int:
     for parameter in model.parameters():
         total += compat.local(parameter).nbytes
         total += 0 if parameter.grad is None else compat.local(parameter.grad).nbytes
-    return total + sum(state_bytes(optimizer) for optimizer in compat.optimizers_of(model))
+    types = {device.type for device in compat.devices_of_model(model)}
+    return total + sum(state_bytes(optimizer, types) for optimizer in compat.optimizers_of(model))
 
 
 def bytes_of(optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerBytes:
@@ -159,9 +159,10 @@ def _bytes_of_one(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
     elif name == "sgd" and options.get("momentum"):
         name = "momentum"
     sizes = Weights(tuple((tuple(p.shape), p.element_size(), True) for p in trained))
-    found = optimizer_bytes(sizes, name, compat.accelerator_type() or "cpu")
+    types = {parameter.device.type for parameter in trained} or {"cpu"}
+    found = optimizer_bytes(sizes, name, next(iter(types - {"cpu"}), "cpu"))
     there = all(parameter in optimizer.state for parameter in trained)
-    return dataclasses.replace(found, state=state_bytes(optimizer)) if optimizer.state and there else found
+    return dataclasses.replace(found, state=state_bytes(optimizer, types)) if optimizer.state and there else found
 
 
 # --- measuring an optimizer -------------------------------------------------------------------------------------------

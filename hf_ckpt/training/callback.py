@@ -15,7 +15,6 @@ saving:
 | `plan/bucket` | tokens | size of the batch that the last step's plan was made for; only with `budget` and `auto` |
 | `time/step_s` | s | wall time of a step with its data loading, on the slowest rank |
 | `time/tokens_per_s` | 1/s | tokens in `input_ids` of all ranks; `time/samples_per_s` if inputs cannot be read |
-| `time/recompute_share` | 0 to 1 | share of the time spent recomputing blocks; only while a plan is enabled |
 | `ckpt/mismatch` | checks | checks that found a block whose backward did not get what its forward saved |
 """
 
@@ -41,7 +40,7 @@ from hf_ckpt.console import make_console, print_beside_bars
 from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.errors import NoBlocksError, OwnerConflictError, PlanLostError
 from hf_ckpt.logs import warn_once
-from hf_ckpt.measure.clocks import RecomputeClock, TrainingClock
+from hf_ckpt.measure.clocks import TrainingClock
 from hf_ckpt.measure.memory import PeakMeter, peak_meter
 from hf_ckpt.models.blocks import base_model, find_blocks, head_module
 from hf_ckpt.spec.files import append_line
@@ -95,7 +94,6 @@ class MemoryTimeCallback(TrainerCallback):
             handle.remove()
         self._handles = []
         self._clock = TrainingClock()
-        self._recompute = RecomputeClock()
         self._meter: PeakMeter | None = None
         self._checked = False
         self._watch = Watch(self.check_every, self.on_mismatch) if self.check_every else None
@@ -124,7 +122,8 @@ class MemoryTimeCallback(TrainerCallback):
         self._forget()
         self._go_before_reporters()
         model: nn.Module = kwargs["model"]
-        self._meter = peak_meter()
+        devices = compat.devices_of_model(model)
+        self._clock, self._meter = TrainingClock(devices), peak_meter(devices)
         self._handles += hook_calls(model, before=self._counts.see_model)
         head = _head(model)
         if head is not None:
@@ -160,7 +159,6 @@ class MemoryTimeCallback(TrainerCallback):
                 lost = lost_blocks(kwargs["model"])
                 if lost:
                     raise PlanLostError(lost)
-            record.functions.observe(self._recompute.observer())  # an enable call may create new functions
         elif self._watch is not None:
             self._counts.watch = self._watch_forward
         if not self._clock.running and self._meter is not None:
@@ -220,8 +218,6 @@ class MemoryTimeCallback(TrainerCallback):
         self._write(args, state, "end", **summary)
         if self.summary and state.is_world_process_zero and self._meter is not None and self._windows:
             _print_summary(summary, self._meter, _enabled_plan(record), record.measuring if record else None)
-        if record is not None:
-            record.functions.observe(None)
         self._forget()
 
     # --- what the events do ---
@@ -307,8 +303,6 @@ class MemoryTimeCallback(TrainerCallback):
             self._read_meter()
         record, used = _record(model), self._used
         planned = record is not None and record.enabled and bool(record.regions)
-        in_graphs = record is not None and any(region.in_graph for region in record.regions.values())
-        recompute = self._recompute.take()
         predicted = _largest(*(plan.plan.prediction.peak_bytes for plan in used if plan.plan.prediction))
         comparable = self._meter.exact and predicted is not None and self._peak is not None
         ranks = compat.of_all_ranks(
@@ -317,7 +311,6 @@ class MemoryTimeCallback(TrainerCallback):
                 "reserved": self._reserved,
                 "head": self._counts.head_bytes or None,
                 "seconds": seconds,
-                "recompute": recompute if (planned or recompute) and not in_graphs else None,
                 "tokens": self._counts.tokens or None,
                 "predicted": predicted,
                 "mismatches": self._take_mismatches(record),
@@ -346,7 +339,6 @@ class MemoryTimeCallback(TrainerCallback):
         else:
             samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * steps
             metrics["time/samples_per_s"] = samples / slowest
-        metrics["time/recompute_share"] = _share(found["recompute"], slowest)
         if found["mismatches"] is not None:
             metrics["ckpt/mismatch"] = found["mismatches"]
         self._windows.append(metrics)
@@ -481,8 +473,6 @@ def _print_summary(summary: Metrics, meter: PeakMeter, plan: Plan | None, measur
         rate = summary.get(key)
         if rate is not None:
             rows[name] = f"{rate:,.1f}"
-    if summary.get("time/recompute_share") is not None:
-        rows["spent recomputing"] = format_percent(summary["time/recompute_share"])
     rows["plan"] = "none is enabled" if plan is None else plan.summary()
     if plan is not None and measuring is not None:
         rows["plan"] = f"not made yet: {measuring}"

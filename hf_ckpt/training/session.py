@@ -188,7 +188,7 @@ class Session:
         self._name, self._family = found.model, found.family
         self._spec: Spec = record.spec
         self._blocks = {block.name: block for block in found.blocks}
-        self._devices = {parameter.device for parameter in base.parameters()}
+        self._devices = compat.devices_of_model(base)
         self._sharded = not compat.parameters_stay(base)
         self._together = compat.is_distributed() and compat.ranks_recompute_together(base)
         held = held_bytes(base)
@@ -347,7 +347,8 @@ class Session:
 
     def _look_at(self, base: nn.Module) -> None:
         """Note what the step depends on beside its batch: the state of the model, its gradients and its optimizers."""
-        look = look_of(base, next(iter(self._devices)).type, self._sharded)
+        there = compat.accelerators(self._devices)
+        look = look_of(base, there[0].type if there else "cpu", self._sharded)
         if look != self._look:
             log.info("hf_ckpt: the model has changed, so that its steps are measured again.")
             self._enter(look)
@@ -580,7 +581,7 @@ class Session:
 
     def _planned(self, batch: Batch, ways: list[Costs]) -> Planned:
         """Return the fastest plan for a batch, or the one with the lowest peak."""
-        made, over = _best(ways, self.limit_bytes - self.bias_bytes)
+        made, over = _best(ways, self.limit_bytes - self.bias_bytes, device_name(self._devices))
         actions = {block.name: action for block, action in made.actions}
         blocks = tuple((block, actions.get(name, FULL)) for name, block in self._blocks.items())
         plan = dataclasses.replace(made, actions=blocks, family=self._family)
@@ -591,7 +592,7 @@ class Session:
 
     def _with_more(self, ways: list[Costs]) -> list[Costs]:
         """Return the candidates, with offloading and segments, whose costs are computed from other actions."""
-        found = list(with_host_memory(ways, this_device(), self._spec.host_budget))
+        found = list(with_host_memory(ways, this_device(self._devices), self._spec.host_budget))
         base = self._base()
         if base is None or self._sharded or len({block.stack for block in self._blocks.values()}) > 1:
             return found
@@ -662,13 +663,12 @@ def limit_bytes(spec: Spec, memory: DeviceMemory) -> int:
     return limit - (memory.total_bytes - memory.available_bytes) if spec.policy == "auto" else limit
 
 
-def _best(ways: list[Costs], limit: int) -> tuple[Plan, bool]:
+def _best(ways: list[Costs], limit: int, device: str) -> tuple[Plan, bool]:
     """Return the fastest plan within a limit and False; if none fits, the one with the lowest peak and True.
 
     A block that is called several times needs the same action in all its calls. The solver cannot ensure that; then
     the candidates are `full` on the first blocks and one other action on the rest.
     """
-    device = device_name()
     if all(len({block.name for block in stack.blocks}) == len(stack.blocks) for c in ways for stack in c.stacks):
         try:
             return plan_within(ways, limit, device), False

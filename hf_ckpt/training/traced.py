@@ -39,7 +39,11 @@ def traced_costs(base: nn.Module, spec: Spec, batch: Batch) -> tuple[Costs, ...]
 
 
 def _traced(base: nn.Module, spec: Spec, batch: Batch, autocast: torch.dtype | None) -> tuple[Costs, ...]:
-    skeleton, device, optimizers = skeleton_of(base), this_device(), compat.optimizers_of(base)
+    skeleton, device, optimizers = (
+        skeleton_of(base),
+        this_device(compat.devices_of_model(base)),
+        compat.optimizers_of(base),
+    )
     if compat.is_sharded(base):
         raise HfCkptError("steps cannot be traced where FSDP or ZeRO-3 splits parameters over ranks.")
     texts = [forward.text for forward in batch.forwards]

@@ -277,6 +277,7 @@ def _room_bytes(base: nn.Module, record: Installation | None, first: bool) -> in
         allowed: int = round(planned.limit_bytes * (1 - RESERVE)) - planned.bias_bytes
         if peak:
             return allowed - peak
-    if first and compat.accelerator_type() not in (None, "mps"):
+    devices = compat.devices_of_model(base)
+    if first and not all(compat.shares_host_memory(device.type) for device in devices):
         return None
-    return spare_bytes({parameter.device for parameter in base.parameters()})
+    return spare_bytes(devices)

@@ -46,7 +46,7 @@ class Session:
         self.optimizer = optimizer_for(workload.optimizer, self.model)
         self._turned_on = contextlib.ExitStack()
         self.running = self._turned_on.enter_context(way.turned_on(self.model))
-        self.meter = peak_meter()
+        self.meter = peak_meter([torch.device(self.device)])
 
     def close(self) -> None:
         """Turn the way off."""

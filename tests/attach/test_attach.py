@@ -18,7 +18,7 @@ from hf_ckpt.attach.attach import attach, describe, detach, exchange, put_on, ta
 from hf_ckpt.attach.record import GIVEN_PLAN, installation
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.spec.actions import FULL, KEEP, OFFLOAD, SELECTIVE
+from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 
@@ -237,19 +237,6 @@ def test_a_plan_that_comes_in_the_forward_of_a_stack(whole):
     assert compat.cache_argument(model) not in outputs  # no cache is built in a recomputed forward
     outputs[0].square().mean().backward()
     assert describe(model).recomputed == {blocks[1]: 1, blocks[3]: 1}
-
-
-def test_another_plan_takes_over_the_observer():
-    """When a batch brings another plan during training, the new blocks keep the observer."""
-    model = tiny_model("llama")
-    decider = Deciding(on_batch=plan_of(model, KEEP, OFFLOAD, FULL, SELECTIVE))
-    put_on(find_blocks(model), attach(model, Spec.parse("auto"), plan_of(model, FULL, KEEP, KEEP, KEEP), decider))
-    seen = object()
-    installation(model).functions.observe(seen)
-    model(**tiny_batch("llama"))
-    regions = installation(model).regions
-    assert list(regions) == ALL[1:]
-    assert all(region.observer is seen for region in regions.values())
 
 
 def test_a_decider_travels_with_its_model():

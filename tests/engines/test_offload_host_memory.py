@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,8 +11,9 @@ from helpers.lanes import Delayed, DeviceBytes, Eager, FakeDevice, FakeStream, N
 from helpers.offloading import OFFLOAD, SAVED, moved, mover, ours, said
 from helpers.steps import CACHED_BYTES, assert_same, step, without_cache
 
+from hf_ckpt.compat import devices
 from hf_ckpt.engines import host, offload
-from hf_ckpt.engines.host import Mover, StreamLane
+from hf_ckpt.engines.host import Mover
 from hf_ckpt.engines.moved import Group
 from hf_ckpt.engines.offload import OffloadRegion
 from hf_ckpt.logs import forget_warnings
@@ -190,7 +190,8 @@ def test_what_finds_no_room_in_host_memory_is_freed(how, monkeypatch):
 @pytest.fixture
 def device(monkeypatch):
     made = FakeDevice()
-    monkeypatch.setattr(torch, "get_device_module", lambda device: made)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: made.current)
+    monkeypatch.setattr(offload.compat, "on_stream", made.on_stream)
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda self, stream: made.log.append(f"guarded for {stream.name}")
     )
@@ -204,7 +205,7 @@ BACK = ["empty_strided on main", "side waits for main", "copy_ on side", "side r
 
 @pytest.mark.compat
 def test_a_stream_lane_waits_where_it_must(device):
-    lane = StreamLane(torch.device("cpu"))
+    lane = device.lane()
     tensor, host = torch.ones(3, requires_grad=True), torch.empty(3)
     copying = lane.out(tensor, host)
     assert device.log == OUT
@@ -221,7 +222,7 @@ def test_a_stream_lane_waits_where_it_must(device):
 
 def test_a_stream_lane_under_another_stream(device):
     """A tensor used on another stream is recorded there; a copy nobody waited for ends before its memory is freed."""
-    lane = StreamLane(torch.device("cpu"))
+    lane = device.lane()
     _, copying = lane.back(torch.ones(3))
     device.log.clear()
     device.current = FakeStream(device.log, "another")
@@ -234,7 +235,7 @@ def test_a_stream_lane_under_another_stream(device):
 
 def test_a_block_on_a_stream(device):
     """A block waits for its copy when it ends, also by an error; an unused copy back is waited for when it is freed."""
-    mover = Mover(make_lane=lambda device: StreamLane(device))
+    mover = Mover(make_lane=lambda _: device.lane())
     first, second = OffloadRegion("0", mover), OffloadRegion("1", mover)
     x = torch.randn(4, 4, requires_grad=True) * 1
     one = first(lambda hidden: hidden.sin(), x)
@@ -254,6 +255,7 @@ def test_a_block_on_a_stream(device):
 
 
 def test_devices_without_streams_have_no_lane(monkeypatch):
-    assert host.lane_of(torch.device("cpu")) is None
-    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace())
-    assert host.lane_of(torch.device("mps")) is None
+    """Nor has `mps`, which has streams but uses the host's memory."""
+    for device_type in ("cpu", "mps", "xla"):
+        monkeypatch.setattr(devices, "accelerator_type", lambda device_type=device_type: device_type)
+        assert host.lane_of(torch.device(device_type, 0)) is None, device_type

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 
 import numpy
 import pytest
@@ -36,6 +37,29 @@ def test_random_state_while_a_graph_is_captured(monkeypatch, preserve):
             step(model, tiny_batch("llama"))
         with torch.no_grad():
             model(**tiny_batch("llama"))  # nothing is recomputed, so nothing is preserved
+
+
+def test_random_state_of_mps_counts_whatever_it_says_of_itself(monkeypatch):
+    """torch's own checkpoint draws other dropout masks there, because `mps` does not say that it is initialised."""
+    states = {"mps": torch.tensor([5], dtype=torch.uint8)}
+    monkeypatch.setattr(torch.mps, "is_initialized", lambda: False, raising=False)
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda device: states[device.type].clone())
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda state, device: states.update({device.type: state}))
+    before = compat.RandomState([torch.device("mps", 0)])
+    states["mps"] += 1
+    assert before.may_have_moved()
+    before.restore()
+    assert states["mps"].item() == 5
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "xpu", "npu"])
+def test_a_graph_of_any_accelerator_is_seen(device_type, monkeypatch):
+    module = types.SimpleNamespace(is_current_stream_capturing=lambda: True, is_initialized=lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: types.SimpleNamespace(type=device_type))
+    monkeypatch.setattr(torch, device_type, module, raising=False)
+    assert not compat.is_capturing()
+    module.is_initialized = lambda: True
+    assert compat.is_capturing()
 
 
 # --- Python's and numpy's ---------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt.engines import host as host_memory
+from hf_ckpt.engines.host import StreamLane
 from hf_ckpt.measure.live import LiveBytes
 
 HIDDEN = 2 * 16 * 32 * 4
@@ -132,23 +133,17 @@ class FakeStream:
 
 
 class FakeDevice:
-    """Replaces the device module that `torch.get_device_module` returns."""
+    """A device whose streams log what they do."""
 
     def __init__(self):
         self.log = []
         self.current = self.main = FakeStream(self.log, "main")
 
-    def is_available(self):
-        return True
-
-    def Stream(self, device):
-        return FakeStream(self.log, "side")
-
-    def current_stream(self, device):
-        return self.current
+    def lane(self):
+        return StreamLane(torch.device("cpu"), FakeStream(self.log, "side"))
 
     @contextlib.contextmanager
-    def stream(self, stream):
+    def on_stream(self, stream):
         before, self.current = self.current, stream
         yield
         self.current = before

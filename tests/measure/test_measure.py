@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import mmap
 import sys
 import time
-import weakref
 
 import pytest
 import torch
 
 from hf_ckpt import compat
-from hf_ckpt.measure import clocks, machine, memory
-from hf_ckpt.measure.clocks import RecomputeClock, TrainingClock
+from hf_ckpt.compat import devices
+from hf_ckpt.logs import forget_warnings
+from hf_ckpt.measure import clocks, levels, machine, memory
+from hf_ckpt.measure.clocks import TrainingClock
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.prediction.machine import this_device
 from hf_ckpt.training.install import trial
 
 MIB = 2**20
@@ -109,77 +112,149 @@ def test_resident_peak_follows_a_large_block_and_forgets_it():
 
 @on_linux
 def test_where_the_kernel_does_not_reset_its_peak(monkeypatch, tmp_path):
-    monkeypatch.setattr(compat, "accelerator_type", lambda: None)
     monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "no" / "such" / "file")
-    meter = memory.peak_meter()
+    meter = memory.peak_meter(ON_CPU)
     meter.reset()
     assert meter.peak_bytes() > 0
     assert "since the process began" in meter.source
 
 
-def test_an_accelerator_that_tells_nothing_is_unknown(monkeypatch):
-    monkeypatch.setattr(compat, "accelerator_type", lambda: "mps")
-    monkeypatch.setattr(compat, "memory_module", lambda device_type: None)
-    meter = memory.peak_meter()
-    assert meter.peak_bytes() is None
-    assert "unknown" in meter.source
+# --- accelerators, without one ----------------------------------------------------------------------------------------
+
+ON_CPU, FIRST, SECOND = {torch.device("cpu")}, torch.device("cuda", 0), torch.device("cuda", 1)
 
 
-def test_allocator_meter_reads_and_resets_its_module(monkeypatch):
-    class Allocator:
-        peak = 7
+class Cuda:
+    """Replaces what `torch.cuda` tells of two devices."""
 
-        def max_memory_allocated(self):
-            return self.peak
+    def __init__(self, monkeypatch):
+        self.active = {FIRST: 7, SECOND: 700}
+        self.peaks, self.errors = dict(self.active), set()
+        names = ("memory_stats_as_nested_dict", "reset_peak_memory_stats", "mem_get_info", "get_device_name")
+        for name in names:
+            monkeypatch.setattr(torch.cuda, name, functools.partial(self._tell, name, getattr(self, name)))
+        monkeypatch.setattr(memory, "allocator_of", functools.cache(memory.Allocator))
+        monkeypatch.setattr(machine, "allocator_of", memory.allocator_of)
+        forget_warnings()
 
-        def max_memory_reserved(self):
-            return 9
+    def _tell(self, name, function, device):
+        if name in self.errors:
+            raise RuntimeError(f"no {name}, as with CUDAPluggableAllocator")
+        return function(device)
 
-        def reset_peak_memory_stats(self):
-            self.peak = 1
+    def memory_stats_as_nested_dict(self, device):
+        reserved = {"all": {"current": 1000, "peak": 1100}}
+        active = {"all": {"current": self.active[device], "peak": self.peaks[device]}}
+        return {"active_bytes": active, "reserved_bytes": reserved}
 
-    monkeypatch.setattr(compat, "accelerator_type", lambda: "xpu")
-    monkeypatch.setattr(compat, "memory_module", lambda device_type: Allocator())
-    meter = memory.peak_meter()
-    assert (meter.peak_bytes(), meter.reserved_bytes(), meter.source) == (7, 9, "xpu allocator")
-    meter.reset()
-    assert meter.peak_bytes() == 1
+    def reset_peak_memory_stats(self, device):
+        self.peaks[device] = self.active[device]
+
+    def mem_get_info(self, device):
+        return 5000, 9000
+
+    def get_device_name(self, device):
+        return f"Card {device.index}"
+
+    def use(self, device, size):
+        self.active[device] += size
+        self.peaks[device] = max(self.peaks[device], self.active[device])
 
 
-def test_a_peak_counts_after_a_meter_has_reset_it(monkeypatch):
-    """The peak that a meter resets still counts: the callback resets it just before a check asks for spare memory."""
+@pytest.fixture
+def cuda(monkeypatch):
+    """A machine with two devices of CUDA, of which the first one is the current one."""
+    monkeypatch.setattr(devices, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    return Cuda(monkeypatch)
 
-    class Allocator:
-        peak = 700
 
-        def max_memory_allocated(self, device=None):
-            return self.peak
+def test_everything_is_asked_of_the_devices_of_the_model(cuda):
+    """Not of the machine: a model trains on the second device, on both, or on the CPU beside them."""
+    meters = [memory.peak_meter(there) for there in ({SECOND}, {FIRST, SECOND}, ON_CPU)]
+    cuda.use(FIRST, 10)
+    cuda.use(SECOND, 1000)
+    cuda.use(SECOND, -1000)
+    assert [meter.peak_bytes() for meter in meters[:2]] == [1700, 1717]
+    assert [meter.reserved_bytes() for meter in meters] == [1100, 2200, None]
+    assert [meter.source.partition(",")[0] for meter in meters] == ["cuda allocator"] * 2 + ["process resident size"]
+    assert machine.device_memory(1, {SECOND}) == machine.DeviceMemory(9000, 6000)
+    assert machine.device_memory(1, {FIRST, SECOND}) == machine.DeviceMemory(18000, 12000)
+    assert machine.device_memory(1) == machine.DeviceMemory(9000, 6000)
+    assert machine.device_memory(0, ON_CPU).total_bytes > 10**8
+    assert [machine.device_name(there) for there in (None, {SECOND}, ON_CPU)] == ["Card 0", "Card 1", "cpu"]
+    assert this_device(ON_CPU).name == "cpu"
+    assert machine.spare_bytes({SECOND}) == 6000 - 1700
+    assert machine.spare_bytes(ON_CPU) > 10**6
+    model = torch.nn.Linear(10, 10)
+    counted = levels.meter_for(ON_CPU, model)
+    counted.stop()
+    assert counted.read() == (440, 440)
+    assert type(levels.meter_for(ON_CPU, timed_only=True)) is levels.Timed
 
-        def reset_peak_memory_stats(self):
-            self.peak = 100
 
-    allocator = Allocator()
-    monkeypatch.setattr(memory, "_highest_bytes", 0)
-    monkeypatch.setattr(compat, "accelerator_type", lambda: "cuda")
-    monkeypatch.setattr(compat, "memory_module", lambda device_type: allocator)
-    monkeypatch.setattr(compat, "memory_readers", lambda device_type: object())
-    monkeypatch.setattr(machine, "device_memory", lambda *_: machine.DeviceMemory(2000, 1000))
-    assert machine.spare_bytes() == 300
-    meter = memory.peak_meter()
-    for _ in range(2):
+def test_a_peak_counts_after_a_meter_has_reset_it(cuda):
+    """All readers share the allocator's one peak: the callback resets it just before a check asks for spare memory."""
+    meters = [memory.peak_meter({SECOND}) for _ in range(2)]
+    for meter in meters:
+        cuda.use(SECOND, 1000)
+        cuda.use(SECOND, -1000)
         meter.reset()
-        assert meter.peak_bytes() == 100
-        assert machine.spare_bytes() == 300
-    allocator.peak = 800
-    assert machine.spare_bytes() == 200
-    monkeypatch.setattr(compat, "memory_readers", lambda device_type: None)
-    assert machine.spare_bytes() == 0, "the memory of the machine is not that of the device"
+        assert machine.spare_bytes({SECOND}) == 6000 - 1700
+    assert [meter.peak_bytes() for meter in meters] == [1700, 700]
+    meters[0].reset()
+    assert [meter.peak_bytes() for meter in meters] == [700, 700]
+
+
+@pytest.mark.parametrize(
+    ("missing", "memory_of_both", "spare"),
+    [
+        ("memory_stats_as_nested_dict", (18000, 10001), 0),  # 1 byte of it is known to be held
+        ("mem_get_info", None, 0),  # not 0 bytes of the host's memory
+        ("reset_peak_memory_stats", (18000, 12000), 12000 - 707),
+    ],
+)
+def test_an_allocator_without_statistics_ends_nothing(missing, memory_of_both, spare, cuda, caplog):
+    cuda.errors.add(missing)
+    both = {FIRST, SECOND}
+    found = machine.device_memory(1, both)
+    assert (found.total_bytes, found.available_bytes) == memory_of_both if memory_of_both else found.total_bytes > 10**8
+    assert machine.spare_bytes(both) == spare
+    for _ in range(2):
+        meter = memory.peak_meter(both)
+        assert all(map(levels.can_be_measured, both)) is (missing == "mem_get_info")
+    assert (meter.peak_bytes() is None) is (missing != "mem_get_info")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "does not tell the memory" in said if missing == "mem_get_info" else f"no peaks (no {missing}" in said
+
+
+@pytest.mark.parametrize("device_type", ["mps", "xla"])
+def test_an_accelerator_that_tells_nothing_is_unknown(device_type):
+    device = torch.device(device_type, 0)
+    meter = memory.peak_meter({device})
+    assert meter.peak_bytes() is None
+    assert meter.source == f"unknown ({device_type} reports no peak)"
+    assert not levels.can_be_measured(device)
+
+
+def test_statistics_without_a_module_of_their_own(monkeypatch):
+    """`torch.accelerator` has them for every type of device, flat, and none before the first allocation."""
+    device = torch.device("xla", 3)
+    found = {"active_bytes.all.current": 1, "active_bytes.all.peak": 2}
+    found |= {"reserved_bytes.all.current": 3, "reserved_bytes.all.peak": 4}
+    monkeypatch.setattr(devices, "accelerator_type", lambda: "xla")
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: found if device.index else {}, raising=False)
+    assert compat.allocator_bytes(device) == (1, 2, 3, 4)
+    assert compat.allocator_bytes(torch.device("xla", 0)) == (0, 0, 0, 0)
+    del found["active_bytes.all.peak"]
+    with pytest.raises(NotImplementedError, match="keeps no active_bytes"):
+        compat.allocator_bytes(device)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_allocator_peak():
-    meter = memory.peak_meter()
+    meter = memory.peak_meter([torch.device("cuda", 0)])
     meter.reset()
     before = meter.peak_bytes()
     big = torch.ones(25 * MIB, device="cuda")
@@ -207,68 +282,31 @@ def test_training_clock_leaves_pauses_out(monkeypatch):
     assert clock.take() == (4.0, 1)
 
 
-def test_recompute_clock_counts_also_when_a_recomputation_stops_early(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(compat, "accelerator_type", lambda: None)
-    clock = RecomputeClock()
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_clock_of_several_devices(timed, monkeypatch):
+    """The device that worked longest counts. Events belong to the devices of the model, whichever is the current one;
+    if they measure no time, every point waits for the devices."""
+    done, waited, now = {FIRST: 0.0, SECOND: 0.0}, [], iter(range(5, 100, 5))
 
-    def stopped() -> None:
-        with clock():
-            now[0] += 3
-            raise KeyError  # torch ends a recomputation by an exception
+    class Event:
+        def __init__(self, device):
+            self.time = done[device]
 
-    with pytest.raises(KeyError):
-        stopped()
-    assert clock.take() == 3.0
-    assert clock.take() == 0.0
+        def synchronize(self):
+            waited.append(self)
 
+        def elapsed_time(self, end):
+            if not timed:
+                raise RuntimeError("event was not created with timing")
+            return end.time - self.time
 
-class Event:
-    """An event of an accelerator that is `behind` events late; events are a second apart."""
-
-    made: list = []
-
-    def __init__(self) -> None:
-        self.made.append(self)
-        self.time = float(len(self.made))
-
-    def record(self) -> None:
-        """Do nothing."""
-
-    def query(self) -> bool:
-        return len(self.made) - self.time >= self.behind
-
-    def synchronize(self) -> None:
-        type(self).behind = 0
-
-    def elapsed_time(self, end) -> float:
-        return 1000 * (end.time - self.time)
-
-
-@pytest.mark.parametrize("behind", [10, 10**6])
-def test_recompute_clock_holds_few_events_where_nobody_takes_the_time(behind, monkeypatch):
-    """The clock keeps few events if nobody reads it, as with `logging_strategy="no"`, and loses no time."""
-    monkeypatch.setattr(Event, "made", [])
-    monkeypatch.setattr(Event, "behind", behind, raising=False)
-    monkeypatch.setattr(compat, "accelerator_type", lambda: "cuda")
-    monkeypatch.setattr(compat, "timing_event", lambda device_type: Event())
-    clock = RecomputeClock()
-    for _ in range(10 * clocks.MOST_EVENTS):
-        with clock():
-            pass
-    assert len(clock._events) <= 2 * clocks.MOST_EVENTS
-    assert clock.take() == 10 * clocks.MOST_EVENTS
-
-
-def test_an_observer_does_not_keep_its_clock(monkeypatch):
-    clock = RecomputeClock()
-    observer = clock.observer()
-    with observer():
-        pass
-    assert clock.take() > 0
-    gone = weakref.ref(clock)
-    del clock
-    assert gone() is None
-    with observer():  # the observer no longer measures
-        pass
+    monkeypatch.setattr(compat, "has_timed_events", lambda device: timed)
+    monkeypatch.setattr(compat, "timed_event", Event)
+    monkeypatch.setattr(compat, "synchronize", waited.extend)
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(now))
+    clock = clocks.DeviceClock({SECOND, FIRST})
+    first = clock.stamp()
+    done.update({FIRST: 3.0, SECOND: 8.0})
+    last = clock.stamp()
+    assert len(waited) == (0 if timed else 4)
+    assert clock.between(first, last) == (8_000_000 if timed else 5)

@@ -214,6 +214,13 @@ def test_several_ranks_are_refused(what, late, monkeypatch):
         (guard or OomGuard(model))(forward_and_backward, model, tiny_batch("llama"))
 
 
+def _accelerator_error(code):
+    """An error that torch (since 2.8) raises with the code of the driver."""
+    error = getattr(torch, "AcceleratorError", type("AcceleratorError", (RuntimeError,), {}))("driver error")
+    error.error_code = code
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -224,6 +231,14 @@ def test_several_ranks_are_refused(what, late, monkeypatch):
         ),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), True),
+        (RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"), True),
+        (RuntimeError("Native API failed: UR_RESULT_ERROR_OUT_OF_RESOURCES"), True),
+        (RuntimeError("HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"), True),
+        (RuntimeError("NPU out of memory. Tried to allocate 1 GiB"), True),
+        (RuntimeError("ERR00100 PTA call acl api failed. EL0004: Failed to allocate memory."), True),
+        (RuntimeError("FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::1", "device 0"), True),
+        (_accelerator_error(2), True),
+        (_accelerator_error(700), False),
         (RuntimeError("The size of tensor a (3) must match"), False),
         (ValueError("out of memory"), False),
         (MemoryError(), True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import pickle
 
 import pytest
@@ -18,9 +19,8 @@ from hf_ckpt import compat
 from hf_ckpt.attach.boundaries import Boundaries, _Boundary
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import InfeasibleError
-from hf_ckpt.measure import levels
+from hf_ckpt.measure import levels, memory
 from hf_ckpt.measure.live import LiveBytes
-from hf_ckpt.measure.memory import AllocatorMeter
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
@@ -470,43 +470,39 @@ def test_where_no_plan_fits_the_run_goes_on_with_the_least(caplog):
 
 
 class Allocator:
-    """Replaces `torch.cuda` and records calls."""
+    """Replaces the statistics of a device, and records calls."""
 
-    def __init__(self):
-        self.asked, self.current, self.peak = [], 0, 0
+    def __init__(self, monkeypatch):
+        self.asked, self.current, self.peak, self.now = [], 0, 0, 0
+        monkeypatch.setattr(compat, "allocator_bytes", self.read)
+        monkeypatch.setattr(compat, "reset_peak", self.reset)
+        monkeypatch.setattr(compat, "has_timed_events", lambda device: True)
+        monkeypatch.setattr(compat, "timed_event", self.event)
+        monkeypatch.setattr(memory, "allocator_of", functools.cache(memory.Allocator))
 
-    def memory_stats_as_nested_dict(self, device):
+    def read(self, device):
         self.asked.append("stats")
-        return {"active_bytes": {"all": {"current": self.current, "peak": self.peak}}}
+        return compat.AllocatorBytes(self.current, self.peak)
 
-    def reset_peak_memory_stats(self, device=None):
+    def reset(self, device):
         self.asked.append("reset")
         self.peak = self.current
-
-    def memory_allocated(self, device=None):
-        return self.current
-
-    def max_memory_allocated(self, device=None):
-        return self.peak
-
-    def max_memory_reserved(self, device=None):
-        return self.peak
 
     def take(self, size):
         self.current += size
         self.peak = max(self.peak, self.current)
 
+    def event(self, device):
+        self.now += 1
+        return Event(self, self.now)
+
 
 class Event:
-    def __init__(self, clock):
-        self.clock = clock
-
-    def record(self):
-        self.at = len(self.clock)
-        self.clock.append(self)
+    def __init__(self, allocator, at):
+        self.allocator, self.at = allocator, at
 
     def synchronize(self):
-        pass
+        self.allocator.asked.append("wait")
 
     def elapsed_time(self, other):
         return float(other.at - self.at)
@@ -518,27 +514,23 @@ def test_an_accelerator_is_read_once_a_boundary(monkeypatch):
 
     A callback still reads the peak of the whole step although boundaries reset it.
     """
-    allocator, clock, waited = Allocator(), [], []
-    monkeypatch.setattr(compat, "memory_module", lambda device_type: allocator)
-    monkeypatch.setattr(compat, "accelerator_type", lambda: "cuda")
-    monkeypatch.setattr(compat, "timing_event", lambda device_type: Event(clock))
-    monkeypatch.setattr(Event, "synchronize", lambda self: waited.append(self))
-    meter = AllocatorMeter("cuda", allocator)
+    allocator, there = Allocator(monkeypatch), {torch.device("cuda", 0)}
+    meter = memory.peak_meter(there)
     allocator.take(100)
     meter.reset()
-    found = levels.Levels(levels.meter_for({torch.device("cuda", 0)}))
+    found = levels.Levels(levels.meter_for(there))
     model, batch = model_of("llama"), tiny_batch("llama", **SHAPE)
     hf_ckpt.install(model, "full")
     enable(model)  # recomputed blocks are not boundaries
     boundaries = Boundaries(find_blocks(model).modules, found.mark)
+    allocator.asked.clear()
     found.mark("begin")
     allocator.take(400)
     allocator.take(-300)
     forward_and_backward(model, batch)
     boundaries.remove()
     marks = 1 + 3 * 6 + 1
-    assert allocator.asked[1:] == ["stats", "reset"] * marks
-    assert not waited
+    assert allocator.asked == ["stats", "reset"] * marks
     read = found.levels()
     assert [level.what for level in read] == ["begin", *["forward", "forwarded"] * 6, *["backward"] * 6, "end"]
     assert (read[1].bytes, read[1].peak_bytes) == (200, 500)
@@ -551,14 +543,6 @@ def test_an_accelerator_is_read_once_a_boundary(monkeypatch):
 def test_a_device_that_tells_no_peaks_is_planned_for_by_traces(monkeypatch):
     """Devices such as `mps`, whose peak functions raise, are planned for by traces."""
 
-    def refuses(*_):
-        raise RuntimeError("Allocator for mps is not a DeviceAllocator.")
-
-    allocator = Allocator()
-    monkeypatch.setattr(compat, "memory_module", lambda device_type: allocator)
-    assert levels.can_be_measured(torch.device("cuda", 0))
-    monkeypatch.setattr(allocator, "reset_peak_memory_stats", refuses)
-    assert not levels.can_be_measured(torch.device("mps"))
     monkeypatch.setattr("hf_ckpt.training.session.can_be_measured", lambda device: False)
     batch, model = tiny_batch("llama", **SHAPE), model_of("llama")
     budgeted(model, half(batch))

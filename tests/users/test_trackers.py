@@ -11,7 +11,7 @@ from helpers.processes import SCRIPTS, python
 from helpers.trainers import metrics
 
 pytestmark = pytest.mark.slow
-FIGURES = ("memory/peak_gib", "memory/head_gib", "time/step_s", "time/tokens_per_s", "time/recompute_share")
+FIGURES = ("memory/peak_gib", "memory/head_gib", "time/step_s", "time/tokens_per_s")
 
 
 def trained(tracker, folder):

@@ -73,7 +73,7 @@ def autocast(device_type: str, dtype: torch.dtype | None) -> contextlib.Abstract
 
     Casts of weights are cached only while gradients are recorded: others would have no gradient when used later.
     """
-    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=torch.is_grad_enabled())
+    return compat.autocast_to(device_type, dtype, caches=torch.is_grad_enabled())
 
 
 def differentiable_once(key: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -69,8 +69,6 @@ class _RepeatableRegion(RebuildRegion):
 class FullSelectiveRegion(FullRegion):
     """The checkpointing function of a block that is recomputed, and whose cheap results are then rebuilt.
 
-    Observers see the recomputation but not the rebuilding, because one may happen inside the other.
-
     Args:
         block: name of the block.
         save: classes of operations whose results the recomputation keeps.

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch.nn import functional
 
@@ -137,20 +138,54 @@ def _safe_softmax(node: Any, metadata: Any) -> Function:
 def _native_dropout(node: Any, metadata: Any) -> Function | None:
     """Dropout with the mask that the node saved: nothing is drawn again.
 
-    It computes what torch computes in aten/src/ATen/native/Dropout.cpp and cuda/Dropout.cu.
+    The result is kept on a device whose kernel rounds by none of the known rules.
     """
     kept = 1.0 - node._saved_p
     if not kept:
         return lambda x, mask: x * torch.zeros_like(mask, dtype=x.dtype)
-    if metadata.device.type == "cpu":
-        # With `train=False`, which only direct calls pass, nothing is scaled, and the node does not show it.
-        mask = read(node, "result1")
-        if isinstance(mask, torch.Tensor) and not compat.is_fake(mask) and bool(mask.all()):
-            return None
-        return lambda x, mask: x * (mask.to(x.dtype) * (1.0 / kept))
-    # CUDA computes x * mask * scale in float32, and the scale, too. Its backward kernel does the same.
-    scale = float(1.0 / torch.tensor(kept, dtype=torch.float32))
-    return lambda x, mask: torch.ops.aten.native_dropout_backward(x, mask, scale)
+    mask, device = read(node, "result1"), metadata.device
+    if isinstance(mask, torch.Tensor) and compat.is_fake(mask):
+        return functools.partial(_dropped_on_cpu if device.type == "cpu" else _dropped_on_cuda, kept=kept)
+    # With `train=False`, which only direct calls pass, nothing is scaled, and the node does not show it.
+    if device.type == "cpu" and isinstance(mask, torch.Tensor) and bool(mask.all()):
+        return None
+    rule = _rule_of_dropout(device, metadata.dtype)
+    return None if rule is None else functools.partial(rule, kept=kept)
+
+
+def _dropped_on_cpu(x: torch.Tensor, mask: torch.Tensor, kept: float) -> torch.Tensor:
+    """Dropout as in aten/src/ATen/native/Dropout.cpp."""
+    return x * (mask.to(x.dtype) * (1.0 / kept))
+
+
+def _dropped_on_cuda(x: torch.Tensor, mask: torch.Tensor, kept: float) -> torch.Tensor:
+    """Dropout as in cuda/Dropout.cu: x * mask * scale in float32, and the scale, too. So does its backward kernel."""
+    scale = numpy.float32(1.0) / numpy.float32(kept)
+    dropped: torch.Tensor = torch.ops.aten.native_dropout_backward(x, mask, float(scale))
+    return dropped
+
+
+_rules_of_dropout: dict[tuple[str, torch.dtype], Callable[..., torch.Tensor] | None] = {}
+"""(type of device, type of numbers) -> the rule that gives the same bits as dropout there, or None; as far as tried."""
+
+
+def _rule_of_dropout(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+    """Return the rule that gives the same bits as dropout on this type of device; None if there is none.
+
+    It is tried once, because backends round differently, some even in forward and backward. Waits for the device then.
+    """
+    key = device.type, dtype
+    if key in _rules_of_dropout:
+        return _rules_of_dropout[key]
+    if compat.is_capturing():  # a graph allows no trial
+        return None
+    with torch.no_grad(), compat.unseen_by_modes(), compat.RandomState([device]).kept():
+        values = torch.randn(2**12, generator=torch.Generator().manual_seed(0), device="cpu").to(device, dtype)
+        tries = [(1.0 - p, *torch.native_dropout(values, p, True)) for p in (0.1, 0.3, 0.7)]
+        rules = (_dropped_on_cpu, _dropped_on_cuda)
+        fitting = (r for r in rules if all(torch.equal(r(values, mask, kept), out) for kept, out, mask in tries))
+        _rules_of_dropout[key] = next(fitting, None)
+    return _rules_of_dropout[key]
 
 
 def _clamp(node: Any, metadata: Any) -> Function:

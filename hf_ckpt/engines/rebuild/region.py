@@ -26,7 +26,7 @@ from hf_ckpt.engines.offload import EndOfStack
 from hf_ckpt.engines.rebuild.ops import ops_for
 from hf_ckpt.engines.rebuild.tape import Tape, enter_module, hand_to_first_block, leave_module, running
 from hf_ckpt.engines.rebuild.values import Work, unpack
-from hf_ckpt.engines.region import Hook, Observer, Region, Request
+from hf_ckpt.engines.region import Hook, Region, Request
 from hf_ckpt.engines.sac import SacRegion
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import FoundBlocks, cheap_modules, embedding_norms
@@ -111,17 +111,6 @@ class RebuildRegion(Region):
         """Whether the block ran in a graph of torch.compile, where nothing can be counted."""
         return self.compiled is not None and self.compiled.in_graph
 
-    @property
-    def observer(self) -> Observer | None:
-        """Makes a context to enter around all rebuilding; set by measurements, else None."""
-        return self.work.observer
-
-    @observer.setter
-    def observer(self, observer: Observer | None) -> None:
-        self.work.observer = observer
-        if self.fallback is not None:
-            self.fallback.observer = observer
-
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, and drop the cheap results that autograd saves.
 
@@ -133,7 +122,7 @@ class RebuildRegion(Region):
             if self.compiled is None:
                 raise HfCkptError('"engine": "rebuild" cannot work under torch.compile; "auto" takes SAC there.')
             return self.compiled(fn, *args)
-        fn, args = compat.without_caches(fn, args)
+        fn, args = compat.block_call(fn, args)
         self.forwards += 1
         self.moved_bytes = 0
         untried = self.trial and compat.top_saved_tensor_hooks() is not None  # a trial would prove nothing

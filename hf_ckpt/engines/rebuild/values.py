@@ -37,8 +37,6 @@ class Work:
         self.block = block
         self.rebuilt = 0
         """Number of operations and modules that were run again."""
-        self.observer: Callable[[], contextlib.AbstractContextManager[None]] | None = None
-        """Makes a context to enter around all rebuilding; set by measurements, else None."""
 
     def tried(self, held: TrialValue) -> bool:
         """Whether a value on trial can be rebuilt. This rebuilding is not counted."""
@@ -47,9 +45,6 @@ class Work:
             return held.holds()
         finally:
             self.rebuilt = before
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "observer": None}  # measurements belong to this process
 
 
 class Kept:
@@ -296,10 +291,8 @@ class Replay:
         self.module = module
         self.source = source
         self.needs_gradient = given.requires_grad
-        device_type = given.device.type
-        self.autocast = (
-            (device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else None
-        )
+        dtype = compat.autocast_dtype(given.device.type)
+        self.autocast = None if dtype is None else (given.device.type, dtype)
         self.checked = checked
         self.saved = 0
         """Number of tensors that autograd saved inside the module in the forward."""
@@ -473,23 +466,15 @@ def unpack(value: Value | Inside | TrialValue) -> torch.Tensor:
         return _NOTHING
     if type(value) is KeptByUser and value.original is not None:  # read from a node during the forward
         return value.original
-    work: Work | None = None  # set if the value has to be rebuilt now
     if type(value) is Inside:
         ready = value.replay.inside
-        if not ready or ready[value.index] is None:
-            work = value.replay.work
+        is_ready = bool(ready) and ready[value.index] is not None
     else:
         root = value.root  # type: ignore[union-attr]
-        if type(root) is Rebuilt and root.cached is None:
-            work = root.work
-    observer = work.observer if work is not None else None
-    if work is None or (observer is None and not torch.is_grad_enabled() and not compat.autocast_is_on()):
+        is_ready = type(root) is not Rebuilt or root.cached is not None
+    if is_ready or not (torch.is_grad_enabled() or compat.autocast_is_on()):
         return _hand_out(value)
-    with contextlib.ExitStack() as around:
-        around.enter_context(torch.no_grad())
-        around.enter_context(compat.autocast_off())
-        if observer is not None:
-            around.enter_context(observer())
+    with torch.no_grad(), compat.autocast_off():
         return _hand_out(value)
 
 

@@ -1,0 +1,290 @@
+"""What torch tells of devices: their memory, streams, events and autocast, and the errors of a full device.
+
+A name of one vendor stands in this module only. `torch.accelerator` has most functions for every type of device, and
+raises RuntimeError where a device lacks what they ask for; the module of the device (`torch.cuda`, `torch.xpu`, ...) is
+asked first, where it has more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_ckpt.compat.private import private
+
+
+def accelerator_type() -> str | None:
+    """Return the type of the machine's accelerator (`cuda`, `xpu`, `mps`, ...); None on a machine without one."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if device is None else device.type
+
+
+def current_accelerator() -> torch.device | None:
+    """Return the current device of the machine's accelerator; None on a machine without one."""
+    device_type = accelerator_type()
+    return None if device_type is None else torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def accelerators(devices: Iterable[torch.device]) -> list[torch.device]:
+    """Return those of some devices that are not the CPU (or `meta`), each once, in the order of their numbers.
+
+    A device without a number is the current one of its type.
+    """
+    there = {device for device in devices if device.type not in ("cpu", "meta")}
+    numbered = {torch.device(device.type, _number(device)) for device in there}
+    return sorted(numbered, key=lambda device: (device.type, device.index))
+
+
+def _number(device: torch.device) -> int:
+    if device.index is not None:
+        return device.index
+    return torch.accelerator.current_device_index() if device.type == accelerator_type() else 0
+
+
+def shares_host_memory(device_type: str) -> bool:
+    """Whether this type of device uses the machine's memory, so there is no device figure to read."""
+    return device_type in ("cpu", "mps")
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device's model, such as `NVIDIA A100-SXM4-80GB`; else its type."""
+    name = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return device.type if name is None else str(name(device))
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class AllocatorBytes(NamedTuple):
+    """The statistics of a device's caching allocator, in bytes.
+
+    Bytes in use are `active`: memory that a stream still uses counts, although its tensor is gone.
+    https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
+    """
+
+    current: int = 0
+    """Bytes in use."""
+    peak: int = 0
+    """The most bytes in use since the peak was last reset."""
+    reserved: int = 0
+    """Bytes that the allocator holds, in use or not."""
+    reserved_peak: int = 0
+    """The most of these since the peak was last reset."""
+
+
+def allocator_bytes(device: torch.device) -> AllocatorBytes:
+    """Read the statistics of a device's allocator, without waiting for the device.
+
+    Raises RuntimeError if it keeps none, such as that of `mps` or a `CUDAPluggableAllocator`.
+    """
+    module = _module_with("memory_stats", device)
+    nested = getattr(module, "memory_stats_as_nested_dict", None)  # faster
+    stats = module.memory_stats(device) if nested is None else nested(device)
+    if not stats:  # nothing has been allocated yet
+        return AllocatorBytes()
+    active, reserved = _statistic(stats, "active_bytes"), _statistic(stats, "reserved_bytes")
+    return AllocatorBytes(*active, *reserved)
+
+
+def _statistic(stats: Mapping[str, Any], kind: str) -> tuple[int, int]:
+    """Return (current, peak) of a kind of statistics. Raises NotImplementedError if the device does not keep it."""
+    try:
+        found = stats[kind]["all"] if kind in stats else {k: stats[f"{kind}.all.{k}"] for k in ("current", "peak")}
+    except KeyError:
+        raise NotImplementedError(f"the allocator keeps no {kind}") from None
+    return int(found["current"]), int(found["peak"])
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin a new peak in the statistics of a device's allocator. Raises RuntimeError if it keeps none."""
+    _module_with("reset_peak_memory_stats", device).reset_peak_memory_stats(device)
+
+
+def _module_with(name: str, device: torch.device) -> Any:
+    """Return the module that has this function for a device. Raises NotImplementedError if there is none."""
+    own, every = getattr(torch, device.type, None), torch.accelerator
+    if hasattr(own, name):
+        return own
+    if device.type != accelerator_type() or not hasattr(every, name):
+        raise NotImplementedError(f"torch has no {name} for {device.type}")
+    return every
+
+
+def memory_info(device: torch.device) -> tuple[int, int]:
+    """Return the (free, total) bytes of a device, counting all processes. Raises RuntimeError if it does not tell."""
+    own = getattr(getattr(torch, device.type, None), "mem_get_info", None)
+    read = _module_with("get_memory_info", device).get_memory_info if own is None else own
+    free, total = read(device)
+    return int(free), int(total)
+
+
+def release_memory() -> None:
+    """Collect unreachable Python objects, and empty the cache of the accelerator's allocator."""
+    gc.collect()
+    device = current_accelerator()
+    if device is None:
+        return
+    empty = getattr(torch.accelerator, "empty_cache", None)  # since torch 2.9
+    empty = empty or getattr(getattr(torch, device.type, None), "empty_cache", None)
+    with contextlib.suppress(RuntimeError):  # an allocator without a cache
+        if empty is not None:
+            empty()
+
+
+def empty_host_cache() -> None:
+    """Make torch return unused pinned memory to the system, if it can."""
+    empty = private("torch._C._accelerator_emptyHostCache")
+    if empty is not None and accelerator_type() is not None:
+        with contextlib.suppress(RuntimeError):  # a device without a cache for it
+            empty()
+
+
+FULL = (
+    "out of memory",  # CUDA, HIP, XPU, MPS, NPU, MLU, MUSA
+    "_STATUS_ALLOC_FAILED",  # cuBLAS, hipBLAS, muBLAS, cuDNN
+    "RESULT_ERROR_OUT_OF_DEVICE_MEMORY",  # XPU: level zero (ZE_) and unified runtime (UR_)
+    "RESULT_ERROR_OUT_OF_HOST_MEMORY",
+    "UR_RESULT_ERROR_OUT_OF_RESOURCES",
+    "EL0004",  # NPU: https://www.hiascend.com/document, "Failed to allocate memory"
+    "PT_DEVMEM Allocation failed",  # HPU
+)
+"""Words of errors that say that a device is out of memory."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device or the host is out of memory. accelerate knows some of these messages."""
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    if isinstance(error, getattr(torch, "AcceleratorError", ())) and getattr(error, "error_code", None) == 2:
+        return True  # cudaErrorMemoryAllocation, hipErrorOutOfMemory
+    return should_reduce_batch_size(error) or any(words in str(error) for words in FULL)
+
+
+# --- streams, events and graphs ---------------------------------------------------------------------------------------
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait until these devices have done all their work."""
+    for device in accelerators(devices):
+        if device.type == accelerator_type():
+            torch.accelerator.synchronize(device)
+
+
+def new_stream(device: torch.device) -> torch.Stream | None:
+    """Make another stream of a device; None for a device that has none, or that uses the host's memory itself."""
+    if shares_host_memory(device.type) or device.type != accelerator_type():
+        return None
+    try:
+        return torch.Stream(device)
+    except RuntimeError:  # a device that works in order
+        return None
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
+    """Make a stream the current one of its device, in this thread and context.
+
+    Not by `with stream`: torch 2.13 keeps what to restore on the stream, and several threads may enter it.
+    """
+    number, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)  # makes its device the current one, too
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(number)
+
+
+def has_timed_events(device: torch.device) -> bool:
+    """Whether the events of a device measure time. Waits for the device."""
+    try:
+        first, last = timed_event(device), timed_event(device)
+        last.synchronize()
+        first.elapsed_time(last)
+    except (RuntimeError, ValueError):  # torch tells neither in advance
+        return False
+    return True
+
+
+def timed_event(device: torch.device) -> Any:
+    """Record an event that measures time, on the current stream of a device, whichever device is the current one."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def is_capturing() -> bool:
+    """Whether a graph of the accelerator (such as a CUDA graph) is being captured on the current stream."""
+    device = torch.accelerator.current_accelerator()
+    module = None if device is None else getattr(torch, device.type, None)
+    captures = getattr(module, "is_current_stream_capturing", None)
+    return captures is not None and is_initialized(module) and bool(captures())
+
+
+def is_initialized(module: Any) -> bool:
+    """Whether the module of a device, such as `torch.cuda`, has initialised the device. Some do so on their own."""
+    asked = getattr(module, "is_initialized", None)
+    return asked is None or bool(asked())
+
+
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+Autocast = Mapping[str, torch.dtype | None]
+"""Type of a device -> autocast's type there; None while autocast is off."""
+_any_autocast = private("torch._C._is_any_autocast_enabled")
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return autocast's current type on this type of device; None while it is off, or if the device has none."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def autocast_now() -> Autocast:
+    """Return autocast's current types on the CPU and on the accelerator."""
+    return {device_type: autocast_dtype(device_type) for device_type in ("cpu", accelerator_type() or "cpu")}
+
+
+def autocast_is_on() -> bool:
+    """Whether autocast is enabled for any device."""
+    if _any_autocast is not None:
+        return bool(_any_autocast())
+    return any(autocast_now().values())
+
+
+def autocast_to(
+    device_type: str, dtype: torch.dtype | None, *, caches: bool | None = None
+) -> contextlib.AbstractContextManager[Any]:
+    """Make a context with autocast to `dtype` on this type of device; None turns it off.
+
+    Args:
+        device_type: the type of device.
+        dtype: the type to cast to.
+        caches: whether casts of weights are kept for further uses; None for the current setting.
+    """
+    if dtype is None and autocast_dtype(device_type) is None:  # a device without autocast refuses to turn it off
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, dtype, dtype is not None, caches)
+
+
+@contextlib.contextmanager
+def autocast_as(wanted: Autocast) -> Iterator[None]:
+    """Set autocast as `autocast_now` returned it, inside this context."""
+    with contextlib.ExitStack() as around:
+        for device_type, dtype in wanted.items():
+            around.enter_context(autocast_to(device_type, dtype))
+        yield
+
+
+def autocast_off() -> contextlib.AbstractContextManager[None]:
+    """Turn autocast off on the CPU and on the accelerator, inside this context."""
+    return autocast_as(dict.fromkeys(autocast_now()))
