@@ -145,7 +145,7 @@ def empty_host_cache() -> None:
 
 FULL = (
     "out of memory",  # CUDA, HIP, XPU, MPS, NPU, MLU, MUSA
-    "_STATUS_ALLOC_FAILED",  # cuBLAS, hipBLAS, muBLAS, cuDNN
+    "STATUS_ALLOC_FAILED",  # cuBLAS, hipBLAS, muBLAS, cuDNN
     "RESULT_ERROR_OUT_OF_DEVICE_MEMORY",  # XPU: level zero (ZE_) and unified runtime (UR_)
     "RESULT_ERROR_OUT_OF_HOST_MEMORY",
     "UR_RESULT_ERROR_OUT_OF_RESOURCES",
@@ -225,8 +225,17 @@ def is_capturing() -> bool:
     """Whether a graph of the accelerator (such as a CUDA graph) is being captured on the current stream."""
     device = torch.accelerator.current_accelerator()
     module = None if device is None else getattr(torch, device.type, None)
+    if module is None or not is_initialized(module):
+        return False
     captures = getattr(module, "is_current_stream_capturing", None)
-    return captures is not None and is_initialized(module) and bool(captures())
+    if captures is not None:
+        return bool(captures())
+    if not hasattr(torch.Stream, "is_capturing"):  # torch 2.13
+        return False
+    try:
+        return bool(torch.accelerator.current_stream().is_capturing())
+    except RuntimeError:  # a device without graphs
+        return False
 
 
 def is_initialized(module: Any) -> bool:

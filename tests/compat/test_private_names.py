@@ -11,6 +11,7 @@ from torch import nn
 
 import hf_ckpt
 from hf_ckpt import compat
+from hf_ckpt.compat import devices
 from hf_ckpt.compat import private as names
 from hf_ckpt.compat import torch as of_torch
 from hf_ckpt.errors import HfCkptError
@@ -147,7 +148,7 @@ def test_what_happens_without_what_can_be_missing(monkeypatch):
         assert compat.top_saved_tensor_hooks() is None
     monkeypatch.delattr(torch._C, "_accelerator_emptyHostCache", raising=False)
     compat.empty_host_cache()
-    monkeypatch.setattr(of_torch, "_any_autocast", None)
+    monkeypatch.setattr(devices, "_any_autocast", None)
     assert not compat.autocast_is_on()
     with torch.autocast("cpu", torch.bfloat16):
         assert compat.autocast_is_on()
