@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import describe, paused
+from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import base_model
 from hf_ckpt.spec.actions import ACTIONS, KEEP
@@ -68,6 +69,9 @@ class Verification:
     """Planned blocks inside a graph of torch.compile, where recomputations are not counted."""
     different_buffers: tuple[str, ...]
     """Buffers, such as running statistics, that are not bit-equal after the two steps."""
+    not_moved: tuple[str, ...]
+    """Planned blocks that should have moved tensors to host memory, if none of them did. Empty on a device that uses
+    the host's memory itself."""
     compiled: tuple[str, ...]
     """Planned blocks that are compiled. The step is compared with a step of the same compiled blocks at share 1.
     Inductor may fuse each share differently, so gradients may differ by rounding."""
@@ -77,9 +81,10 @@ class Verification:
         """Whether the plan does what it promises.
 
         Gradients were compared. Buffers are bit-equal; gradients and the loss are equal up to `allowed_difference`.
-        Every planned block was recomputed, and head and feed-forwards ran in chunks if the plan says so.
+        Every planned block was recomputed. Tensors were moved to host memory, and head and feed-forwards ran in chunks,
+        if the plan says so.
         """
-        if self.not_recomputed or not self.parameters or self.different_buffers:
+        if self.not_recomputed or self.not_moved or not self.parameters or self.different_buffers:
             return False
         if not self.allowed_difference:
             return not (self.loss_difference or self.different)
@@ -117,6 +122,11 @@ class Verification:
             )
         if self.not_recomputed:
             lines.append(f"planned but not recomputed: {', '.join(self.not_recomputed)}")
+        if self.not_moved:
+            lines.append(
+                f"planned, but moved nothing to host memory: {', '.join(self.not_moved)} (the device has no streams, "
+                "`host_budget` is too small, or all tensors are small)"
+            )
         if set(self.in_graphs) - set(self.compiled):
             lines.append(
                 "torch.compile hides what is recomputed in its graphs: verify the model before it is compiled, or in "
@@ -182,6 +192,7 @@ def verify(
         planned = step()
         after = describe(model)
         plan = after.plan
+        idle = () if after.moved else _moving(model)
         compiled = tuple(name for name, action in plan.active().items() if ACTIONS[action.kind].compiles)
         again = bool(compiled)
         if plan.mlp != "full":
@@ -215,7 +226,22 @@ def verify(
         mlp_ran=after.mlp_ran,
         in_graphs=after.in_graphs,
         different_buffers=tuple(n for n, buffer in plain.buffers.items() if not _equal(buffer, planned.buffers.get(n))),
+        not_moved=idle,
         compiled=compiled,
+    )
+
+
+def _moving(model: nn.Module) -> tuple[str, ...]:
+    """Return the blocks whose action moves tensors to host memory, if the model's devices have memory of their own."""
+    record = installation(model)
+    if record is None or all(compat.shares_host_memory(device.type) for device in compat.devices_of_model(model)):
+        return ()
+    # The last block of a stack moves nothing, nor do blocks below the first trainable parameter.
+    frozen = describe(model).frozen
+    return tuple(
+        name
+        for name, region in record.regions.items()
+        if getattr(region, "mover", None) is not None and name not in frozen
     )
 
 

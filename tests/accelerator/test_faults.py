@@ -1,0 +1,266 @@
+"""What a user of any accelerator meets: other devices than the current one, and devices that lack something."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from accelerate.utils import send_to_device
+from helpers.planned import budgeted, known
+from helpers.steps import assert_near, assert_same, enable, recomputed, step, without_cache
+from helpers.trainers import metrics, trainer
+
+import hf_ckpt
+from accelerator import device
+from hf_ckpt import compat
+from hf_ckpt.attach.record import installation
+from hf_ckpt.engines import host
+from hf_ckpt.engines.rebuild import ops
+from hf_ckpt.measure import machine, memory
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.training.guard import OomGuard
+
+CPU, FIRST, SECOND = "cpu", "sim:0", "sim:1"
+SHAPE = {"batch": 4, "tokens": 128}
+LAYERS, PLANNED = 6, 14
+"""Blocks of the models, and a number of steps after which a budget has its plan."""
+
+
+def model_on(where, **options):
+    torch.manual_seed(0)
+    model = tiny_model("llama", layers=LAYERS, hidden=128, **options)
+    return model if where == CPU else device.moved_to(model, where)
+
+
+def batch_on(where, **shape):
+    return {name: value.to(where) for name, value in tiny_batch("llama", **(shape or SHAPE)).items()}
+
+
+def train(model, batch, steps=1):
+    for _ in range(steps):
+        model(**without_cache(model, batch)).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+
+def peak_of(model, batch):
+    """The peak of one step by the device's own statistics, or by a count of live bytes on a CPU."""
+    where = next(model.parameters()).device
+    if where.type == CPU:
+        with LiveBytes(model, batch, device="cpu") as live:
+            train(model, batch)
+        return live.peak_bytes
+    torch.accelerator.reset_peak_memory_stats(where)
+    train(model, batch)
+    return torch.accelerator.max_memory_allocated(where)
+
+
+@functools.cache
+def budget_for(where):
+    """A budget between the peaks of `full` and of no checkpointing, and the peak of `full`."""
+    peaks = []
+    for policy in ("full", "none"):
+        model = model_on(where)
+        hf_ckpt.install(model, policy)
+        enable(model)
+        train(model, batch_on(where))
+        peaks.append(peak_of(model, batch_on(where)))
+        del model
+    return (peaks[0] + peaks[1]) // 2, peaks[0]
+
+
+def trained_on(where, model, folder):
+    """Train for two steps on a device that accelerate does not know; a map keeps it from moving the model."""
+    if where != CPU:
+        model.hf_device_map = {"model": where, "lm_head": where}
+    run = trainer(folder, model, max_steps=2)
+    if where != CPU:
+        forward, training_step = model.forward, run.training_step
+        model.forward = functools.wraps(forward)(lambda **batch: forward(**send_to_device(batch, where)))
+        run.training_step = lambda *args: training_step(*args).cpu()
+    run.train()
+
+
+def said(caplog, words):
+    return [record.getMessage() for record in caplog.records if words in record.getMessage()]
+
+
+# --- everything is asked of the devices of the model ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", [CPU, FIRST, SECOND])
+def test_a_budget_is_one_of_the_model_s_own_device(where):
+    """Also on the CPU beside an accelerator, and on a device that is not the current one."""
+    budget, least = budget_for(where)
+    model, batch = model_on(where), batch_on(where)
+    known(torch.optim.SGD(model.parameters(), lr=0.0))
+    budgeted(model, budget)
+    train(model, batch, PLANNED)
+    planned = installation(model).planned
+    actions = {str(action) for _, action in planned.plan.actions}
+    assert not planned.measures
+    assert not planned.over
+    assert actions != {"keep"}
+    assert planned.measured_bytes > least // 2
+    assert peak_of(model, batch) <= budget
+
+
+@pytest.mark.parametrize("where", [CPU, SECOND])
+def test_the_callback_reads_the_model_s_own_device(where, tmp_path, monkeypatch):
+    model = model_on(where)
+    hf_ckpt.install(model)
+    elsewhere = torch.zeros(1 << 20, device=FIRST)  # what another device holds counts nowhere
+    reset, told = torch.accelerator.reset_peak_memory_stats, []
+    reset(SECOND)
+
+    def note_and_reset(of):
+        told.append(torch.accelerator.max_memory_allocated(SECOND))
+        reset(of)
+
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", note_and_reset)
+    trained_on(where, model, tmp_path)
+    rows = metrics(tmp_path)
+    peaks = [round(row["memory/peak_gib"] * 2**30) for row in rows]
+    if where == SECOND:
+        assert max(peaks) == max(told)
+        assert peaks[0] > 10**6
+        assert rows[0]["memory/reserved_gib"] > 0
+    else:
+        assert "resident size" in metrics(tmp_path, "start")[0]["memory_source"]
+        assert min(peaks) > 10**7
+    assert elsewhere.sum() == 0
+
+
+def test_names_and_prices_are_of_the_model_s_own_device(monkeypatch):
+    module = torch.get_device_module("sim")
+    monkeypatch.setattr(module, "get_device_name", lambda device: f"Sim {device.index}", raising=False)
+    places = [None, [torch.device(SECOND)], [torch.device(CPU)]]
+    assert [machine.device_name(place) for place in places] == ["Sim 0", "Sim 1", "cpu"]
+
+
+# --- devices that lack something --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["full", "selective", "offload", {"policy": "budget", "budget": "64MiB"}, "auto"])
+def test_an_allocator_without_statistics_ends_no_run(spec, caplog, tmp_path):
+    model, batch = model_on(FIRST), batch_on(FIRST)
+    expected = step(model, batch)
+    with device.no_statistics():
+        hf_ckpt.install(model, spec)
+        enable(model)
+        for _ in range(2):
+            assert_same(expected, step(model, batch))
+        assert machine.spare_bytes([torch.device(FIRST)]) == 0
+    planned = isinstance(spec, dict) or spec == "auto"
+    assert len(said(caplog, "reports no peaks")) == planned
+    if not planned:
+        assert recomputed(model)
+
+
+def test_the_callback_knows_no_peak_without_statistics(tmp_path, caplog):
+    model = model_on(FIRST)
+    hf_ckpt.install(model)
+    with device.no_statistics():
+        trained_on(FIRST, model, tmp_path)
+    assert [row["memory/peak_gib"] for row in metrics(tmp_path)] == [None, None]
+    assert all(row["time/step_s"] > 0 for row in metrics(tmp_path))
+    assert len(said(caplog, "reports no peaks")) == 1
+
+
+def test_events_without_times_end_no_run():
+    """Measured steps then wait for the device at each boundary."""
+    budget, _ = budget_for(FIRST)
+    model, batch = model_on(FIRST), batch_on(FIRST)
+    known(torch.optim.SGD(model.parameters(), lr=0.0))
+    with device.no_event_times():
+        assert not compat.has_timed_events(torch.device(FIRST))
+        budgeted(model, budget)
+        train(model, batch, PLANNED)
+        planned = installation(model).planned
+        assert not planned.measures
+        assert planned.plan.prediction.step_seconds > 0
+        assert peak_of(model, batch) <= budget
+    assert compat.has_timed_events(torch.device(FIRST))
+
+
+def test_no_autocast_ends_no_run():
+    """Under `full` it does: torch's own checkpoint needs autocast of every device."""
+    model, batch = model_on(FIRST), batch_on(FIRST)
+    expected = step(model, batch)
+    with device.no_autocast():
+        hf_ckpt.install(model, {"policy": "selective", "head": 64, "mlp": 64, "check_every": 1})
+        enable(model)
+        for _ in range(2):
+            assert_near(expected, step(model, batch))
+    assert hf_ckpt.describe(model).watched.checks
+    assert not hf_ckpt.describe(model).watched.differences
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rounding", [device.pace, device.other_rounding])
+def test_dropout_is_rebuilt_by_a_rule_that_was_tried(rounding, dtype, monkeypatch):
+    """Where no known rule gives dropout's bits, its result is kept."""
+    monkeypatch.setattr(ops, "_rules_of_dropout", {})
+    with rounding():
+        model = model_on(FIRST, dropout=0.1).to(dtype)
+        batch = batch_on(FIRST)
+        expected = step(model, batch)
+        hf_ckpt.install(model, "selective")
+        enable(model)
+        for _ in range(2):
+            assert_same(expected, step(model, batch))
+    assert hf_ckpt.describe(model).dropped
+    assert {key[0] for key in ops._rules_of_dropout} <= {"sim"}
+
+
+@pytest.mark.parametrize("where", [FIRST, SECOND])
+@pytest.mark.parametrize("spec", [{"policy": "offload"}, {"policy": "selective", "offload": "saved"}], ids=str)
+def test_torch_s_streams_suffice_to_offload(spec, where, monkeypatch):
+    monkeypatch.setattr(host, "LEAST_BYTES", 0)
+    model, batch = model_on(where), batch_on(where)
+    expected = step(model, batch)
+    hf_ckpt.install(model, spec)
+    enable(model)
+    for _ in range(2):
+        before = device.counted(int(where[-1]))
+        assert_same(expected, step(model, batch))
+        after, moved = device.counted(int(where[-1])), sum(hf_ckpt.describe(model).moved.values())
+        assert len(hf_ckpt.describe(model).moved) == LAYERS - 1
+        assert after["bytes_to_host"] - before["bytes_to_host"] >= moved > 0
+    assert hf_ckpt.verify(model, batch)
+    monkeypatch.setattr(host, "lane_of", lambda device: None)
+    refused = hf_ckpt.verify(model, batch, spec)
+    assert not refused
+    assert "moved nothing to host memory: model.layers.0, model.layers.1, " in str(refused)
+
+
+def test_the_guard_frees_the_cache_of_the_accelerator():
+    model, batch = model_on(FIRST), batch_on(FIRST)
+    expected = step(model, batch)
+    train(model, batch)
+    compat.release_memory()
+    assert torch.accelerator.memory_reserved(FIRST) == torch.accelerator.memory_allocated(FIRST)
+    guard = OomGuard(model)
+    model.zero_grad(set_to_none=True)
+    for words in (None, "NPU out of memory. Tried to allocate 2 MiB"):
+        tight = budget_for(FIRST)[0]
+        with device.memory_of(tight, words=words):
+            guard(lambda: step(model, batch))
+    assert guard.attempts
+    assert guard.taken
+    assert_same(expected, step(model, batch))
+
+
+def test_nothing_is_kept_in_mind_of_a_meter_that_is_gone():
+    before = len(memory.allocator_of(torch.device(FIRST))._peaks)
+    meter = memory.peak_meter([torch.device(FIRST)])
+    assert len(memory.allocator_of(torch.device(FIRST))._peaks) == before + 1
+    del meter
+    assert len(memory.allocator_of(torch.device(FIRST))._peaks) == before
+
+
+def test_a_graph_that_is_captured_is_seen():
+    assert not compat.is_capturing()
+    with device.capturing():
+        assert compat.is_capturing() is hasattr(torch.Stream, "is_capturing")
