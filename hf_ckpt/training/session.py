@@ -189,6 +189,8 @@ class Session:
         self._spec: Spec = record.spec
         self._blocks = {block.name: block for block in found.blocks}
         self._devices = compat.devices_of_model(base)
+        accelerators = compat.accelerators(self._devices)
+        self._device_type = accelerators[0].type if accelerators else "cpu"
         self._sharded = not compat.parameters_stay(base)
         self._together = compat.is_distributed() and compat.ranks_recompute_together(base)
         held = held_bytes(base)
@@ -220,7 +222,7 @@ class Session:
         """Failed measurements in a row, and how many steps ago the last was tried after too many of them."""
         self._said: set[str] = set()
         self._optimizers = compat.optimizer_changes()
-        self._state_bytes = sum(map(state_bytes, compat.optimizers_of(base)))
+        self._state_bytes = self._optimizer_bytes(base)
         """Bytes of the optimizers' state when steps were last measured."""
         self._stepped = False
         """Whether an optimizer has stepped, so that its state exists."""
@@ -235,7 +237,7 @@ class Session:
         self._look: Any = None
         self._state: _State
         self._states: dict[Any, _State] = {}
-        self._enter(look_of(base, next(iter(self._devices)).type, self._sharded))
+        self._enter(look_of(base, self._device_type, self._sharded))
 
     def _enter(self, look: Any) -> None:
         """Use the measurements of a state of the model, or begin new ones."""
@@ -347,8 +349,7 @@ class Session:
 
     def _look_at(self, base: nn.Module) -> None:
         """Note what the step depends on beside its batch: the state of the model, its gradients and its optimizers."""
-        there = compat.accelerators(self._devices)
-        look = look_of(base, there[0].type if there else "cpu", self._sharded)
+        look = look_of(base, self._device_type, self._sharded)
         if look != self._look:
             log.info("hf_ckpt: the model has changed, so that its steps are measured again.")
             self._enter(look)
@@ -357,7 +358,7 @@ class Session:
         changes = compat.optimizer_changes()
         if changes != self._optimizers:
             self._optimizers, self._stepped = changes, True
-            state = sum(map(state_bytes, compat.optimizers_of(base)))
+            state = self._optimizer_bytes(base)
             if state != self._state_bytes and any(each.plans for each in self._states.values()):
                 for each in self._states.values():  # other bytes were in memory when these steps were measured
                     each.known.full.clear()
@@ -368,6 +369,11 @@ class Session:
             self._state_bytes = state
         if self._level is not None:
             self.known.begins_at(self._level, self._resident)
+
+    def _optimizer_bytes(self, base: nn.Module) -> int:
+        """Bytes of the optimizers' state on the devices of the model."""
+        types = {device.type for device in self._devices}
+        return sum(state_bytes(optimizer, types) for optimizer in compat.optimizers_of(base))
 
     def _goes_on(self, forward: Forward) -> bool:
         """Whether a forward belongs to the current step."""

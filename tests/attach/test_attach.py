@@ -129,7 +129,7 @@ class Deciding:
     def watch(self, record):
         return Looking(self)
 
-    costs, measured_bytes = (), None
+    costs, measured_bytes, measures = (), None, False
 
     @property
     def plan(self):
@@ -152,6 +152,9 @@ class Watching:
         self.decider.batches.append((stack, tuple(kwargs["input_ids"].shape)))
         if self.decider.on_batch is not None:
             exchange(self.base(), record, self.decider.on_batch, self.decider)
+
+    def after_forward(self, failed):
+        pass
 
     def stop(self, record):
         pass
