@@ -27,6 +27,7 @@ def load() -> None:
     """Build the device, unless it is built for this torch already (about a minute), and register it as `torch.sim`."""
     if hasattr(torch, NAME):
         return
+    torch.set_num_threads(1)  # each stream has a thread of its own
     from torch.utils import cpp_extension  # needs setuptools
 
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES)).hexdigest()[:12]
@@ -84,8 +85,16 @@ def moved_to(model: PreTrainedModel, device: str) -> PreTrainedModel:
 
 
 def counted(device: int = 0) -> dict[str, int]:
-    """Bytes that were copied to the host and from it, and the bytes of the allocator, which need no statistics."""
+    """Bytes that were copied to the host and from it, and the allocator's own counts, with or without statistics.
+
+    `peak_bytes` are the most active bytes since `reset_peak`; nothing else resets them.
+    """
     return dict(torch.ops.sim.count(device))
+
+
+def reset_peak(device: int = 0) -> None:
+    """Begin a new `peak_bytes` in `counted`."""
+    torch.ops.sim.reset_peak(device)
 
 
 def kernels() -> Counter[str]:

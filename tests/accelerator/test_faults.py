@@ -236,6 +236,7 @@ def test_torch_s_streams_suffice_to_offload(spec, where, monkeypatch):
 
 
 def test_the_guard_frees_the_cache_of_the_accelerator():
+    tight, _ = budget_for(FIRST)
     model, batch = model_on(FIRST), batch_on(FIRST)
     expected = step(model, batch)
     train(model, batch)
@@ -244,7 +245,6 @@ def test_the_guard_frees_the_cache_of_the_accelerator():
     guard = OomGuard(model)
     model.zero_grad(set_to_none=True)
     for words in (None, "NPU out of memory. Tried to allocate 2 MiB"):
-        tight = budget_for(FIRST)[0]
         with device.memory_of(tight, words=words):
             guard(lambda: step(model, batch))
     assert guard.attempts

@@ -86,6 +86,8 @@ void work(Queue& queue, int device) {
     std::string error;
     try {
       task();
+    } catch (const c10::Error& raised) {
+      error = raised.what_without_backtrace();
     } catch (const std::exception& raised) {
       error = raised.what();
     }
@@ -194,6 +196,7 @@ namespace {
 
 constexpr size_t kRangeBytes = size_t(1) << 36;
 constexpr size_t kRoundBytes = 512;
+constexpr size_t kPageBytes = 4096;
 constexpr size_t kDefaultBytes = size_t(1) << 32; // memory of a device
 
 struct Block {
@@ -217,6 +220,7 @@ struct Heap {
   std::map<std::pair<c10::StreamId, size_t>, std::vector<Block*>> cached;
   std::vector<Block*> pending; // freed, but other streams still use them
   Stats stats;
+  int64_t most_active = 0; // as the peak of `stats`, but only tests reset it
   bool has_words = false;
   std::string words; // of the error if memory runs out, if it is a plain one
 };
@@ -283,7 +287,12 @@ void retire_reached(Heap& heap) {
 }
 
 void give_back(Heap& heap, Block* block) {
-  madvise(readable(block->address), block->size, MADV_DONTNEED);
+  // Whole pages only: the first and the last one may hold bytes of neighbours, which madvise would clear as well.
+  auto first = (reinterpret_cast<uintptr_t>(readable(block->address)) + kPageBytes - 1) / kPageBytes * kPageBytes;
+  auto last = (reinterpret_cast<uintptr_t>(readable(block->address)) + block->size) / kPageBytes * kPageBytes;
+  if (first < last) {
+    madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+  }
   subtract(heap.stats.segment, 1);
   subtract(heap.stats.reserved_bytes, block->size);
   heap.stats.num_device_free += 1;
@@ -401,6 +410,7 @@ c10::DataPtr allocate(size_t requested) {
   add(heap.stats.active, 1);
   add(heap.stats.active_bytes, block->size);
   add(heap.stats.requested_bytes, requested);
+  heap.most_active = std::max(heap.most_active, heap.stats.active_bytes[0].current);
   return {block->address, block, free_block, c10::Device(kSim, device)};
 }
 
@@ -851,8 +861,14 @@ c10::Dict<std::string, int64_t> count(int64_t device) {
   counts.insert("bytes_from_host", counters(device).bytes_from_host);
   counts.insert("allocated_bytes", stats.allocated_bytes[0].current);
   counts.insert("active_bytes", stats.active_bytes[0].current);
+  counts.insert("peak_bytes", heap(device).most_active);
   counts.insert("reserved_bytes", stats.reserved_bytes[0].current);
   return counts;
+}
+
+void reset_peak(int64_t device) {
+  std::lock_guard<std::mutex> lock(heap(device).mutex);
+  heap(device).most_active = heap(device).stats.active_bytes[0].current;
 }
 
 at::Tensor get_state(int64_t device) {
@@ -880,6 +896,7 @@ TORCH_LIBRARY_FRAGMENT(sim, m) {
   m.def("set_statistics(bool has_statistics) -> ()", set_statistics);
   m.def("set_capacity(int device, int? bytes, str? words) -> ()", set_capacity);
   m.def("count(int device) -> Dict(str, int)", count);
+  m.def("reset_peak(int device) -> ()", reset_peak);
   m.def("get_state(int device) -> Tensor", get_state);
   m.def("set_state(int device, Tensor state) -> ()", set_state);
   m.def("set_seed(int device, int seed) -> ()", set_seed);

@@ -424,7 +424,37 @@ void run_on_stream(const c10::OperatorHandle& op, Stack* stack) {
   stack->insert(stack->end(), results.begin(), results.end());
 }
 
-// --- dropout ---------------------------------------------------------------------------------------------------------
+// --- operations with kernels of their own ----------------------------------------------------------------------------
+
+// torch would compose it of others on this device. It is one kernel, as on CUDA.
+std::tuple<Tensor, Tensor, Tensor> native_layer_norm(
+    const Tensor& input, at::IntArrayRef shape, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+    double eps) {
+  note("aten::native_layer_norm");
+  c10::DeviceGuard guard(input.device());
+  auto sizes = input.sizes().vec();
+  std::fill(sizes.end() - static_cast<int64_t>(shape.size()), sizes.end(), 1);
+  bool is_mixed = weight.has_value() && weight->defined() && weight->scalar_type() != input.scalar_type();
+  auto wide = input.options().dtype(is_mixed ? weight->scalar_type() : input.scalar_type());
+  auto result = at::empty(input.sizes(), input.options());
+  auto mean = at::empty(sizes, wide);
+  auto rstd = at::empty(sizes, wide);
+  auto lies = [](const std::optional<Tensor>& tensor) {
+    return tensor.has_value() && tensor->defined() ? std::optional<Tensor>(on_bytes(*tensor)) : std::nullopt;
+  };
+  if (result.numel() > 0) {
+    enqueue(
+        current_stream(input.device().index()),
+        [from = on_bytes(input), shape = shape.vec(), weight = lies(weight), bias = lies(bias), eps,
+         to = on_bytes(result), to_mean = on_bytes(mean), to_rstd = on_bytes(rstd)] {
+          auto results = at::native_layer_norm(from, shape, weight, bias, eps);
+          to.copy_(std::get<0>(results));
+          to_mean.copy_(std::get<1>(results));
+          to_rstd.copy_(std::get<2>(results));
+        });
+  }
+  return {result, mean, rstd};
+}
 
 // As CUDA's kernels, both directions round once: float32(x) * mask * float32(1 / (1 - p)). There are devices whose
 // backward rounds the scale first, and a test can ask for that.
@@ -496,7 +526,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", at::native::unfold);
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("view_as_complex", at::native::view_as_complex);
-  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&run_on_stream>()); // one kernel, as on CUDA
+  m.impl("native_layer_norm", native_layer_norm);
   m.impl("native_dropout", native_dropout);
   m.impl("native_dropout_backward", native_dropout_backward);
 }
