@@ -25,6 +25,7 @@ def counted():
     """A running count; checks afterwards that torch's storage class is restored."""
     gc.collect()
     step = CountedLevels()
+    step.start()
     yield step
     step.stop()
     assert "resize_" not in vars(torch.UntypedStorage)
@@ -53,6 +54,7 @@ def test_counts_may_end_in_any_order():
     """The patched method stays until the last count ends."""
     tensor = torch.zeros(100)
     first, second = CountedLevels({"held": tensor}), LiveBytes({"held": tensor})
+    first.start()
     with second:
         first.stop()
         tensor.untyped_storage().resize_(0)

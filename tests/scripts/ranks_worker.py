@@ -384,6 +384,8 @@ def counted(case: dict[str, Any]) -> dict[str, Any]:
     model = wrapped(model, case["how"], **case["options"])
     optimizer = torch.optim.AdamW(model.parameters())
     live = None if case["anew"] else CountedLevels(model, optimizer)
+    if live is not None:
+        live.start()
     steps = []
     gc.collect()
     gc.disable()  # uncollected cycles would count
@@ -392,6 +394,7 @@ def counted(case: dict[str, Any]) -> dict[str, Any]:
             batch = tiny_batch(case["family"], batch=4, tokens=128, seed=10 * number + dist.get_rank())
             if case["anew"]:
                 live = CountedLevels(model, optimizer, {"batch": batch})
+                live.start()
             both = (live, allocated)
             for meter in both:
                 meter.peak_bytes = meter.current_bytes
