@@ -197,6 +197,21 @@ class ChangedBlockError(HfCkptError, RuntimeError):
         )
 
 
+class RecomputeError(HfCkptError, RuntimeError):
+    """A block could not be recomputed in backward, although its forward ran.
+
+    `block` names it, and `function` the custom autograd Function whose backward asked for a tensor again, if that is
+    the cause and its name is known.
+    """
+
+    def __init__(self, block: str, problem: str, *, function: str | None = None) -> None:
+        self.block, self.function = block, function
+        super().__init__(
+            f"block {block!r}: {problem} Use `selective`, which runs no block twice, or leave this block out by a rule "
+            '(`{"layers": ..., "policy": "none"}`).'
+        )
+
+
 class ReplayError(HfCkptError, RuntimeError):
     """A small module that was rerun in backward saved another number of tensors than in the forward."""
 

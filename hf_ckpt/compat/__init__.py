@@ -77,6 +77,7 @@ from hf_ckpt.compat.frames import (
     layer_under_dora,
     python_call,
     rebound,
+    running_function,
     running_modules,
 )
 from hf_ckpt.compat.kernels import accelerator_kernels
@@ -101,6 +102,7 @@ from hf_ckpt.compat.torch import (
     is_compiling,
     is_fake,
     is_held_by_hooks,
+    is_read_twice,
     is_replica,
     is_seen_by_modes,
     leave_dispatch_mode,
@@ -112,6 +114,7 @@ from hf_ckpt.compat.torch import (
     registered_hooks,
     remember_optimizer,
     remember_optimizers_that_step,
+    rename_checkpoint_errors,
     same_hook_number,
     suspend_saved_tensor_hooks,
     top_saved_tensor_hooks,
@@ -142,6 +145,7 @@ from hf_ckpt.compat.transformers import (
     caches_among,
     callback_handler_of,
     config_of,
+    copied_context,
     fake_values_count,
     forward_parameters,
     gguf_arguments,

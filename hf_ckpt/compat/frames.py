@@ -63,6 +63,17 @@ def running_modules() -> Iterator[nn.Module]:
         frame = frame.f_back
 
 
+def running_function() -> str | None:
+    """Return the name of the custom autograd Function from whose backward hf_ckpt is called; None outside of one."""
+    frame = _caller()
+    while frame is not None:
+        for value in frame.f_locals.values():
+            if isinstance(value, torch.autograd.function.BackwardCFunction):
+                return str(value._forward_cls.__qualname__)  # type: ignore[attr-defined]
+        frame = frame.f_back
+    return None
+
+
 class LayerUnderDora(NamedTuple):
     """A frozen linear layer whose DoRA adapter is running."""
 

@@ -76,8 +76,8 @@ _ROWS = (
             "torch._C._autograd._pop_saved_tensors_default_hooks",
             "torch._C._autograd._push_saved_tensors_default_hooks",
         ),
-        "leaves what runs between the blocks of a segment out of it",
-        without="a segment whose last blocks are skipped cannot be recomputed",
+        "leaves what runs between the blocks of a segment out of it, and names the block in errors of a recomputation",
+        without="a segment whose last blocks are skipped cannot be recomputed, and errors do not name the block",
     ),
     PrivateName(
         ("torch._C._is_any_autocast_enabled",),

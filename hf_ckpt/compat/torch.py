@@ -182,6 +182,31 @@ def suspend_saved_tensor_hooks() -> Callable[[], None]:
     return functools.partial(push, *top)
 
 
+def rename_checkpoint_errors(named: Callable[[RuntimeError], Exception]) -> None:
+    """Replace the errors that the checkpoint around the caller raises in backward: `named` makes another from torch's.
+
+    Does nothing if this torch cannot tell which saved-tensor hooks are the checkpoint's.
+    """
+    top = top_saved_tensor_hooks()
+    pop = private("torch._C._autograd._pop_saved_tensors_default_hooks")
+    push = private("torch._C._autograd._push_saved_tensors_default_hooks")
+    if top is not None and pop is not None and push is not None:
+        pop()
+        push(top[0], functools.partial(_unpack, top[1], named))
+
+
+def _unpack(unpack: Callable[[Any], torch.Tensor], named: Callable[[RuntimeError], Exception], held: Any) -> Any:
+    try:
+        return unpack(held)
+    except torch.utils.checkpoint.CheckpointError as error:
+        raise named(error) from error
+
+
+def is_read_twice(error: RuntimeError) -> bool:
+    """Whether torch's checkpoint reports that backward asked for the same saved tensor a second time."""
+    return "already unpacked once" in " ".join(str(error).split())
+
+
 next_autograd_sequence_number: Callable[[], int] = private("torch.autograd._get_sequence_nr")
 """Returns the sequence number of this thread's next autograd node; later nodes have larger numbers."""
 

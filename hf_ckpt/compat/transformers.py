@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import importlib.util
 import inspect
@@ -108,6 +109,29 @@ def _hidden_states_first(function: functools.partial[Any]) -> tuple[functools.pa
         return function, ()
     others = {key: value for key, value in function.keywords.items() if key != name}
     return functools.partial(function.func, *function.args, **others), (function.keywords[name],)
+
+
+def copied_context() -> contextvars.Context:
+    """Return a copy of the current context, with the values that context variables have now.
+
+    transformers 5 collects hidden states and router logits in a context variable. It is empty in the copy: otherwise a
+    recomputation would collect its results, too, and the copy would keep all results of the forward alive.
+    """
+    context = contextvars.copy_context()
+    if _collector is not None and context.get(_collector) is not None:
+        context.run(_collector.set, None)
+    return context
+
+
+def _find_collector() -> contextvars.ContextVar[Any] | None:
+    try:
+        from transformers.utils import output_capturing
+    except ImportError:  # transformers 4 and early 5
+        return None
+    return getattr(getattr(output_capturing, "_active_collector", None), "context_var", None)
+
+
+_collector = _find_collector()
 
 
 def module_of(function: Callable[..., Any]) -> nn.Module | None:

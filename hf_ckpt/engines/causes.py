@@ -212,7 +212,7 @@ def _draws(
                 with state.kept(), buffers_put_back(module):
                     outputs.append([v.clone() for v in compat.tree_leaves(run()) if torch.is_tensor(v)])
                     from_host, from_torch = state.of_host_may_have_moved(), state.of_torch_has_moved()
-        except RuntimeError:  # its inputs were changed, or their memory is in use again already
+        except Exception:  # its inputs were changed, their memory is in use again, or what it reads is gone
             return None
     one, other = outputs
     differs = len(one) != len(other) or any(difference_of(*pair) for pair in zip(one, other, strict=True))

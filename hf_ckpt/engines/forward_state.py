@@ -6,6 +6,10 @@ saw. If the block differs when it is recomputed, hf_ckpt restores the modes, ada
 for the recomputation, and then undoes that. If a value cannot be restored, because a parameter was overwritten, it
 raises `ChangedBlockError`.
 
+A recomputation runs in the context of the forward: context variables have the values that they had then, even in
+autograd's own threads. Other things that a block reads, such as thread-local values, are not restored. If a block
+raises an error for this reason, `RecomputeError` names the block.
+
 Buffers that a forward changes (running statistics) are copied before the forward. The recomputation updates copies, so
 each forward updates the statistics once. Routers choose the same experts again, see `routers`. torch, Python's `random`
 and `numpy.random` draw the same numbers again.
@@ -26,7 +30,14 @@ from torch.overrides import TorchFunctionMode
 from hf_ckpt import compat
 from hf_ckpt.engines.block_settings import Settings, lend
 from hf_ckpt.engines.routers import Choices
-from hf_ckpt.errors import ChangedBlockError
+from hf_ckpt.errors import ChangedBlockError, HfCkptError, InPlaceError, RecomputeError, shown
+
+_OF_THE_BLOCK = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError),
+    *(StopIteration, TypeError, ValueError),
+)
+"""Errors of a recomputation that may come from changed state. Others, such as those by which torch ends a
+recomputation early, are left alone."""
 
 
 class _Copied(NamedTuple):
@@ -55,12 +66,24 @@ class ForwardState:
         keeps_draws: whether a recomputation draws torch's random numbers again.
     """
 
-    __slots__ = ("block", "choices", "copies", "draws", "keeps_draws", "marks", "name", "settings", "tensors")
+    __slots__ = (
+        "block",
+        "choices",
+        "context",
+        "copies",
+        "draws",
+        "keeps_draws",
+        "marks",
+        "name",
+        "settings",
+        "tensors",
+    )
 
     def __init__(
         self, name: str, block: nn.Module | None, settings: Settings | None, *, whole: bool, keeps_draws: bool
     ) -> None:
         self.name, self.block, self.settings, self.keeps_draws = name, block, settings, keeps_draws
+        self.context = compat.copied_context()
         self.tensors = tuple(settings.all_tensors()) if settings is not None and whole else ()
         if self.tensors and self.tensors[0] is not None and compat.is_fake(self.tensors[0]):
             self.tensors = ()  # a trace on fake tensors may change them freely
@@ -109,9 +132,36 @@ class ForwardState:
         elif self._overwritten(settings):
             settings.changing = None  # one more than before: the next forward compares all of them again
 
-    def holds(self) -> bool:
-        """Whether the block can be recomputed without restoring anything."""
-        return self.draws is None and self.choices is None and self._is_unchanged()
+    def recompute(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run the block again, in the context and in the state of its forward.
+
+        Raises `ChangedBlockError` for a value that cannot be restored, `InPlaceError` if a result that SAC keeps was
+        changed in place, and `RecomputeError` for other errors of the block.
+        """
+        try:
+            return self.in_context(self._recompute, fn, args)
+        except _OF_THE_BLOCK as error:
+            if isinstance(error, HfCkptError) or compat.is_out_of_memory(error):
+                raise
+            if isinstance(error, RuntimeError) and compat.is_changed_in_place(error):
+                raise InPlaceError(self.name) from error
+            raise RecomputeError(
+                self.name,
+                f"when backward recomputed it, it raised {type(error).__name__}: "
+                f"{shown(str(error), 400, quoted=False)}. "
+                "Its forward did not. Something that it reads has changed since then, such as a global or thread-local "
+                "value, or an object that it changes itself.",
+            ) from error
+
+    def in_context(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in a copy of the forward's context. Several threads may do so at once."""
+        return self.context.copy().run(function, *args)
+
+    def _recompute(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if self.draws is None and self.choices is None and self._is_unchanged():
+            return fn(*args)
+        with self.again():
+            return fn(*args)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

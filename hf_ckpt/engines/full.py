@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt import compat
+from hf_ckpt.engines.arguments import as_given
 from hf_ckpt.engines.block_settings import Settings
 from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.region import Region
-from hf_ckpt.errors import GraphCaptureError, InPlaceError
+from hf_ckpt.errors import GraphCaptureError, InPlaceError, RecomputeError
 
 
 class FullRegion(Region):
@@ -73,6 +75,7 @@ class FullRegion(Region):
             return self._checkpoint(fn, *args)
         self.refuse_capturing()
         self.forwards += 1
+        fn, args = as_given(fn, args)
         counted = _Counted(fn, self)
         if self.changes_input is False or not self.may_copy or not _is_plain(args):
             return self._with_inputs(counted, args)
@@ -139,12 +142,25 @@ class _Counted:
     def __call__(self, *args: Any) -> Any:
         if not self.ran:
             self.ran = True
+            compat.rename_checkpoint_errors(functools.partial(named, self.region.block))
             return self.state.run(self.fn, args)
         self.region.recomputed += 1
-        if self.state.holds():
-            return self.fn(*args)
-        with self.state.again():
-            return self.fn(*args)
+        return self.state.recompute(self.fn, args)
+
+
+def named(block: str, error: RuntimeError) -> RecomputeError:
+    """Return the error to raise in place of one that torch's checkpoint raises in the backward of a block."""
+    if not compat.is_read_twice(error):
+        text = str(error).partition("\nTip:")[0].removeprefix("torch.utils.checkpoint: ")
+        return RecomputeError(block, f"its recomputation does not repeat its forward. {' '.join(text.split())}")
+    function = compat.running_function()
+    return RecomputeError(
+        block,
+        f"the backward of {'a custom Function' if function is None else f'`{function}`'} reads a tensor of "
+        "`ctx.saved_tensors` twice, and a recomputed tensor is freed after it was read. Read all of them once, into "
+        "variables.",
+        function=function,
+    )
 
 
 class _Given:

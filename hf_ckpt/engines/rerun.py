@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hf_ckpt import compat
+from hf_ckpt.engines.arguments import as_given
 from hf_ckpt.engines.causes import buffers_put_back
 from hf_ckpt.engines.differences import has_graph, share_of_difference
 from hf_ckpt.engines.watch import Check
@@ -54,6 +55,8 @@ class Rerun(Check):
             return self.function(fn, *args)
         autocast = compat.autocast_now()
         given = hidden.clone()  # its gradient comes from this block alone
+        plain_fn, plain_args = as_given(fn, args, ran=True)
+        context = compat.copied_context()
         output = self.function(fn, given, *args[1:])
         if not getattr(self.function, "in_graph", False):
             return output  # it ran as plain code, because it does not compile or has hooks
@@ -79,7 +82,7 @@ class Rerun(Check):
                 around.enter_context(contextlib.suppress(RuntimeError))  # no memory for it, or its inputs were changed
                 around.enter_context(compat.autocast_as(autocast))
                 plain = given.detach().requires_grad_()
-                again = compat.tree_leaves(fn(plain, *args[1:]))
+                again = compat.tree_leaves(plain_fn(plain, *plain_args[1:]))
                 if not state.may_have_moved():  # a graph draws other numbers than plain code
                     outputs = [again[place] for place in arrived]
                     (expected,) = torch.autograd.grad(outputs, plain, list(arrived.values()))
@@ -89,7 +92,7 @@ class Rerun(Check):
             self.left_out = self.saved - self.compared
             self.done(self)
 
-        self.on_gradient(given, compare)
+        self.on_gradient(given, lambda gradient: context.run(compare, gradient))
         return output
 
     def _near(self, what: str, expected: torch.Tensor, found: torch.Tensor) -> None:

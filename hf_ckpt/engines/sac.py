@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
-from hf_ckpt.errors import InPlaceError, NothingSavedError
+from hf_ckpt.errors import NothingSavedError
 
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "linear": (
@@ -91,7 +91,7 @@ class SacRegion(FullRegion):
             return self._checkpointed(fn, *args, context_fn=functools.partial(_contexts, self.save))
         before = self.matched
         output = self._checkpointed(
-            _Told(fn, self.block),
+            fn,
             *args,
             context_fn=functools.partial(_counting_contexts, self),
             **compat.SEEN_BY_HOOKS,
@@ -99,21 +99,6 @@ class SacRegion(FullRegion):
         if self.matched == before:
             raise NothingSavedError(self.block, self.save)
         return output
-
-
-class _Told:
-    """A block's forward. It replaces torch's error about a result changed in place by one that names the block."""
-
-    def __init__(self, fn: Callable[..., Any], block: str) -> None:
-        self.fn, self.block = fn, block
-
-    def __call__(self, *args: Any) -> Any:
-        try:
-            return self.fn(*args)
-        except RuntimeError as error:
-            if compat.is_changed_in_place(error):
-                raise InPlaceError(self.block) from error
-            raise
 
 
 _made: Callable[..., Any] = create_selective_checkpoint_contexts

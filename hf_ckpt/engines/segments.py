@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.engines.arguments import as_given
 from hf_ckpt.engines.forward_state import ForwardState
-from hf_ckpt.engines.full import FullRegion, needs_gradient, versions_of
+from hf_ckpt.engines.full import FullRegion, named, needs_gradient, versions_of
 from hf_ckpt.engines.region import Hook, Region, Request, Segment
 from hf_ckpt.engines.routers import enter_router, leave_router
 from hf_ckpt.errors import HfCkptError
@@ -56,7 +57,7 @@ class SegmentRegion(FullRegion):
         if run is not None and run.segment is not self.segment:
             run.close()
             run = None
-        fn, args = compat.block_call(fn, args)
+        fn, args = as_given(*compat.block_call(fn, args))
         if run is None:
             run = _open.run = _Run(self, args)
         self.forwards += 1
@@ -156,6 +157,7 @@ class _Run:
         self._resume: Callable[[], None] | None = None
         """Resumes the segment; None while one of its blocks runs."""
         next(self.frame)
+        compat.rename_checkpoint_errors(functools.partial(named, " to ".join(dict.fromkeys(first.segment.blocks))))
 
     def suspend(self) -> None:
         """Leave the segment until its next block: what runs between blocks is not recomputed with them."""
@@ -211,8 +213,9 @@ class _Run:
             region = call.region
             region.recomputed += 1
             positional, keywords = compat.tree_map(fetch, call.given)
-            with call.state.again():
-                outputs.append(compat.tree_leaves(call.fn(*(positional if outputs else args), **keywords)))
+            run = functools.partial(call.fn, **keywords)
+            output = call.state.recompute(run, positional if outputs else args)
+            outputs.append(compat.tree_leaves(output))
 
     def close(self) -> None:
         """End the segment: from now on it can be recomputed in backward."""

@@ -232,7 +232,8 @@ class _FeedForward(torch.autograd.Function):
     @differentiable_once("mlp")
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (hidden,) = ctx.tiles.input.saved_tensors
-        found, sums = ctx.tiles.backward(hidden, gradient, ctx.needs_input_grad[2])
+        in_context = ctx.tiles.state.in_context
+        found, sums = in_context(ctx.tiles.backward, hidden, gradient, ctx.needs_input_grad[2])
         if ctx.tiles.report is not None and found is not None:
-            ctx.tiles.compare(hidden, gradient, found)
+            in_context(ctx.tiles.compare, hidden, gradient, found)
         return None, gradient.new_empty(0), found, *sums

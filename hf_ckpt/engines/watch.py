@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.engines.arguments import as_given
 from hf_ckpt.engines.causes import BlockState
 from hf_ckpt.engines.differences import (
     Difference,
@@ -104,7 +105,8 @@ class Check:
         inputs = [*args, *watched.keywords.values()]
         tensors = [leaf for leaf in compat.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
         if all(self._take_room_for(tensor, is_input=True) for tensor in tensors):
-            self._run = functools.partial(fn, *args)
+            again, own_args = as_given(fn, args, ran=True)
+            self._run = functools.partial(again, *own_args)
         self._before = BlockState(self.module, inputs if self._run is not None else [])
         try:
             output = self.function(watched, *args)
