@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -281,6 +280,8 @@ def paused(model: nn.Module) -> Iterator[None]:
 def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decider | None = None) -> Iterator[None]:
     """Enable a plan inside the `with` block, and restore the model, its installation and its counts afterwards.
 
+    The plan gets a record of its own, so the session, the watch and all counts of an installation are left alone.
+
     Args:
         model: as for `attach`.
         plan: one action for every block of the model.
@@ -291,23 +292,29 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decid
     """
     found = find_blocks(model)
     base, record = found.base, installation(found.base)
-    before = dataclasses.replace(record) if record is not None else None
-    trying = attach(found, Spec(plan=GIVEN_PLAN) if spec is None else spec, plan, decider)
-    trying.planned, trying.unchecked = None, True
-    adopt(found, trying, trying.spec, trying.plan)  # the trial has its own counts, from 0
+    was_enabled = record is not None and record.enabled
+    spec = Spec(plan=GIVEN_PLAN) if spec is None else spec
+    refuse_parts(found)
+    if record is not None:
+        pause_session(record)
+        take_off(base, record)
+        own = vars(base)[RECORD] = Installation(
+            spec, plan, before=record.before, decider=record.decider, asked_reentrant=record.asked_reentrant
+        )
     try:
+        trying = attach(found, spec, plan, decider)
+        trying.unchecked = True
         put_on(found, trying)
         yield
     finally:
-        if before is None:
+        if record is None:
             detach(base)
         else:
-            take_off(base, trying)
-            trying.spec, trying.plan, trying.planned = before.spec, before.plan, before.planned
-            trying.unchecked, trying.watch = before.unchecked, before.watch
-            trying.functions, trying.regions = before.functions, before.regions
-            if before.enabled:
-                put_on(found, trying)
+            forget_session(own)
+            take_off(base, own)
+            vars(base)[RECORD] = record
+            if was_enabled:
+                put_on(found, record)
 
 
 def driven_by_the_whole(found: FoundBlocks) -> bool:

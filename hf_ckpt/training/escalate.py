@@ -8,11 +8,10 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import adopt, end_watch, put_on
-from hf_ckpt.attach.record import GIVEN_PLAN, Installation, carriers, installation, is_on
+from hf_ckpt.attach.record import Installation, carriers, installation, is_on, spec_of
 from hf_ckpt.engines.host import lane_of
 from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
 from hf_ckpt.planner.policies import tighter_plan
-from hf_ckpt.spec.spec import Spec
 from hf_ckpt.training.install import install_one
 
 
@@ -56,10 +55,8 @@ def step_down(model: nn.Module, *, exact: bool = False) -> str | None:
     if tighter is None:
         return None
     plan, name = tighter
-    keys = ("engine", "preserve_rng_state", "determinism_check", "host_budget", "check_every", "on_mismatch")
-    spec = Spec(plan=GIVEN_PLAN, head=plan.head, mlp=plan.mlp, **{key: getattr(record.spec, key) for key in keys})
     found = find_blocks(base)
-    adopt(found, record, spec, plan)
+    adopt(found, record, spec_of(plan, record.spec), plan)
     put_on(found, record)
     return name
 

@@ -13,7 +13,7 @@ from torch import nn
 from hf_ckpt.attach import attach as on_model
 from hf_ckpt.attach.attach import attach, description, detach
 from hf_ckpt.attach.process import hook_process, unhook_process
-from hf_ckpt.attach.record import GIVEN_PLAN, Installation, installation
+from hf_ckpt.attach.record import GIVEN_PLAN, Installation, installation, spec_of
 from hf_ckpt.models.blocks import FoundBlocks, feed_forwards, find_blocks
 from hf_ckpt.planner.policies import fit_plan, make_plan
 from hf_ckpt.spec.description import Description
@@ -82,17 +82,19 @@ def uninstall(model: nn.Module | None = None) -> None:
 
 @contextlib.contextmanager
 def trial(model: nn.Module, spec: SpecLike | Plan = None) -> Iterator[None]:
-    """Context manager that enables a plan on a model, and restores the model and its counts at the end.
+    """Context manager that enables a plan on a model, and restores the model, its counts and its session at the end.
 
     Args:
         model: a `PreTrainedModel`, plain or wrapped.
-        spec: as for `install`. None enables the installed plan, or `full` if there is none.
+        spec: as for `install`. None enables the installed plan, or `full` if there is none. Under `budget` and `auto`
+            this is the current plan, without any measuring.
 
     Raises the errors of `install`, before the model changes.
     """
     record = installation(model)
     if spec is None and record is not None:
-        asked, plan = record.spec, record.plan
+        plan = record.plan
+        asked = spec_of(plan, record.spec) if record.spec.is_planned else record.spec
     else:
         asked, plan = decide(find_blocks(model), spec)
     with on_model.trial(model, plan, asked, DECIDER):

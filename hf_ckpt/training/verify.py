@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import describe, paused
-from hf_ckpt.attach.record import installation
+from hf_ckpt.attach.record import Installation, installation
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import base_model
 from hf_ckpt.spec.actions import ACTIONS, KEEP
@@ -23,6 +23,8 @@ from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import SpecLike
 from hf_ckpt.training.install import trial
 
+MOST_STEPS = 64
+"""The most steps in which `budget` or `auto` may measure before there is a plan to verify."""
 ROUNDING, ROUNDING_16 = 1e-5, 5e-2
 """Largest allowed difference of a gradient, in float32 and in 16-bit types, if head or feed-forwards run in chunks or
 blocks are compiled.
@@ -37,6 +39,8 @@ class Verification:
 
     plan: Plan
     """The plan that was verified."""
+    measuring: str | None
+    """Why this is not the plan of the run yet, under an installed `budget` or `auto`; None if it is."""
     loss: float
     """The loss without the plan."""
     loss_difference: float
@@ -100,7 +104,9 @@ class Verification:
         return {"ok": self.ok, **dataclasses.asdict(self), "plan": self.plan.to_dict()}
 
     def __str__(self) -> str:
+        early = f"; not yet the plan of the run: {self.measuring}" if self.measuring else ""
         lines = [
+            f"plan: {self.plan.summary()}{early}",
             f"loss {self.loss:.6f}, "
             + ("equal" if not self.loss_difference else f"differs by {self.loss_difference:.3g}"),
             f"{self.parameters - self.different} of {self.parameters} gradients bit-equal"
@@ -159,7 +165,7 @@ def verify(
         result = hf_ckpt.verify(model, batch, {"policy": "full"})
         assert result, result  # prints which gradients differ, and by how much
 
-    The model, its gradients, its plan and the random state are restored at the end.
+    The model, its gradients, its plan with all counts and measurements, and the random state are restored at the end.
 
     Gradients must be bit-equal. They may differ by rounding if head or feed-forwards run in chunks, or blocks are
     compiled. In two cases, the plain model is not the reference. Compiled blocks are compared with the same blocks at
@@ -171,24 +177,34 @@ def verify(
         batch: keyword arguments of the forward, on the model's device, with labels unless `loss_fn` is given. Without
             `use_cache`, neither run builds a key/value cache.
         spec: the plan to verify, in any form that `install` accepts. None verifies the installed plan, or `full` if
-            there is none.
+            there is none; while an installed `budget` or `auto` still measures, `measuring` of the result says so.
+            A spec with `budget` or `auto` first measures steps of this batch, until there is a plan.
         loss_fn: returns a scalar loss from the model's outputs. None uses `outputs.loss`.
         seed: the seed of both runs.
 
-    Raises `HfCkptError` if the model is in eval mode or returns no loss, and the errors of `install`.
+    Raises `HfCkptError` if the model is in eval mode or returns no loss, or if `budget` or `auto` has no plan after
+    `MOST_STEPS` steps, and the errors of `install`.
     """
     if not model.training:
         raise HfCkptError("the model is in eval mode, where nothing is checkpointed; call model.train() first.")
     if "use_cache" not in batch and compat.wants_use_cache(base_model(model)):
         batch = {**batch, "use_cache": False}
-    with _all_kept(model) as buffers, trial(model, spec):
+    record = installation(model)
+    measuring = record.measuring if record is not None and spec is None else None
+    with contextlib.ExitStack() as stack:
+        buffers = stack.enter_context(_all_kept(model))
+        stack.enter_context(trial(model, spec))
 
         def step(seed: int = seed) -> _Step:
             return _run(model, batch, loss_fn, seed, buffers)
 
+        tried = installation(model)
+        assert tried is not None
+        if tried.spec.is_planned:
+            _measure(tried, step)
+            stack.enter_context(trial(model))  # exactly this plan, and no more measuring
         with paused(model):
             plain = step()
-        before = describe(model)
         planned = step()
         after = describe(model)
         plan = after.plan
@@ -201,8 +217,7 @@ def verify(
         if again:
             with trial(model, _keeping(plan)):
                 plain = step()
-    # `budget` makes its plan in the second run, and blocks may have had no function before.
-    recomputed = {name: count - before.recomputed.get(name, 0) for name, count in after.recomputed.items()}
+    recomputed = after.recomputed
     hidden = {*after.frozen, *(set(compiled) & set(after.in_graphs))}
     rounded = plan.head != "full" or plan.mlp != "full" or bool(compiled)
     unequal = [name for name, found in plain.gradients.items() if not _equal(found, planned.gradients[name])]
@@ -211,6 +226,7 @@ def verify(
     gaps = {name: _gap(plain.gradients[name], planned.gradients[name], least) for name in unequal}
     return Verification(
         plan=plan,
+        measuring=measuring,
         loss=float(plain.loss),
         loss_difference=0.0 if torch.equal(plain.loss, planned.loss) else abs(float(plain.loss) - float(planned.loss)),
         parameters=sum(gradient is not None for gradient in plain.gradients.values()),
@@ -220,8 +236,8 @@ def verify(
         not_recomputed=tuple(name for name, count in recomputed.items() if not count and name not in hidden),
         largest_difference=max([_gap(plain.loss, planned.loss), *gaps.values()]),
         allowed_difference=_rounding(plain.gradients.values()) if rounded else 0.0,
-        chunked_heads=after.chunked_heads - before.chunked_heads,
-        chunked_mlps=after.chunked_mlps - before.chunked_mlps,
+        chunked_heads=after.chunked_heads,
+        chunked_mlps=after.chunked_mlps,
         head_ran=after.head_ran,
         mlp_ran=after.mlp_ran,
         in_graphs=after.in_graphs,
@@ -229,6 +245,19 @@ def verify(
         not_moved=idle,
         compiled=compiled,
     )
+
+
+def _measure(record: Installation, step: Callable[[], _Step]) -> None:
+    """Run steps until `budget` or `auto` has a plan. Raises `HfCkptError` after `MOST_STEPS` of them."""
+    for _ in range(MOST_STEPS):
+        if record.measuring is None:
+            return
+        step()
+    if record.measuring is not None:
+        raise HfCkptError(
+            f"`{record.spec.policy}` has no plan after {MOST_STEPS} steps of this batch ({record.measuring}); verify a "
+            "plan by passing it as `spec`, for example `hf_ckpt.describe(model).plan` of a run."
+        )
 
 
 def _moving(model: nn.Module) -> tuple[str, ...]:

@@ -114,6 +114,13 @@ def test_check_as_json(capsys):
     assert rows[0]["recomputed"] == {"model.layers.0": 1, "model.layers.3": 1}
 
 
+def test_check_measures_under_a_budget_and_then_checks_the_plan(capsys):
+    assert main.main(["check", "--spec", "policy=budget budget=3MiB", "--json", "--tokens", "8"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["ok"] and row["measuring"] is None for row in rows] == [True] * 4
+    assert all(row["plan"]["prediction"] for row in rows)  # `full` of the measuring steps has none
+
+
 def test_check_fails_with_exit_code_1_when_nothing_is_recomputed(capsys, monkeypatch):
     monkeypatch.setattr(full.FullRegion, "_checkpoint", lambda self, fn, *args: fn(*args))
     assert main.main(["check"]) == 1

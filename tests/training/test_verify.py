@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.changed import without_forward_state
+from helpers.planned import budgeted, model_of, without_state
+from helpers.steps import without_cache
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import hf_ckpt
 from hf_ckpt import compat
@@ -14,7 +17,9 @@ from hf_ckpt.cli.check_models import check_families
 from hf_ckpt.engines import full
 from hf_ckpt.errors import HfCkptError, SpecError
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.spec.actions import FULL
 from hf_ckpt.spec.spec import Spec
+from hf_ckpt.training import verify as verifying
 
 
 @pytest.mark.compat
@@ -52,6 +57,67 @@ def test_an_installed_plan_is_checked_and_kept():
     assert description.enabled
     assert set(description.plan.active()) == {"model.layers.1", "model.layers.2"}
     assert not sum(description.recomputed.values())  # a verification keeps its own counts
+
+
+BUDGET = 21 << 19
+"""Bytes in which some of the six blocks can do without `full`, in a step of 4 x 64 tokens."""
+
+
+def train(model, batch, steps):
+    for _ in range(steps):
+        model(**batch).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+
+def of_the_run(model):
+    """What a verification must leave as it is: the same objects, and equal counts."""
+    record = installation(model)
+    objects = record, record.session, record.planned, record.watch, record.functions, record.heads, record.tiles
+    session = record.session
+    return [*map(id, objects), record.plan, session.measured_steps, dict(session.plans), hf_ckpt.describe(model)]
+
+
+@pytest.mark.usefixtures("steady_times")
+@pytest.mark.parametrize("chunks", [{}, {"head": 50, "mlp": 48}], ids=["whole", "chunks"])
+def test_the_plan_of_a_budget_is_verified_and_its_run_goes_on(chunks):
+    model = without_state(model_of())
+    batch = without_cache(model, tiny_batch("llama", batch=4, tokens=64))
+    budgeted(model, BUDGET, check_every=4, **chunks)
+    train(model, batch, 2)
+    before, early = of_the_run(model), hf_ckpt.verify(model, batch)
+    assert "measuring (" in early.measuring
+    assert f"not yet the plan of the run: {early.measuring}" in str(early)
+    assert of_the_run(model) == before
+    train(model, batch, 10)
+    before, result = of_the_run(model), hf_ckpt.verify(model, batch)
+    plan = installation(model).plan
+    assert result, result
+    assert result.measuring is None
+    assert result.plan is plan
+    assert {action for _, action in plan.actions} != {FULL}
+    assert set(result.recomputed) == set(plan.active())
+    assert (result.chunked_heads > 0, result.chunked_mlps > 0) == (bool(chunks), bool(chunks))
+    assert of_the_run(model) == before
+    session, measured_steps = installation(model).session, installation(model).session.measured_steps
+    train(model, batch, 1)
+    assert (installation(model).session, session.measured_steps) == (session, measured_steps)
+    assert installation(model).plan is plan
+
+
+@pytest.mark.usefixtures("steady_times")
+def test_a_budget_of_no_run_is_measured_before_it_is_verified(monkeypatch):
+    model, batch = model_of(), tiny_batch("llama", batch=4, tokens=64)
+    result = hf_ckpt.verify(model, batch, {"policy": "budget", "budget": BUDGET})
+    assert result, result
+    assert result.measuring is None
+    assert {action for _, action in result.plan.actions} != {FULL}
+    assert installation(model) is None
+    assert not _get_current_dispatch_mode_stack()
+    monkeypatch.setattr(verifying, "MOST_STEPS", 2)
+    with pytest.raises(HfCkptError, match=r"`budget` has no plan after 2 steps of this batch \(measuring"):
+        hf_ckpt.verify(model, batch, {"policy": "budget", "budget": BUDGET})
+    assert installation(model) is None
+    assert not _get_current_dispatch_mode_stack()
 
 
 def test_fails_when_nothing_was_recomputed(monkeypatch):
