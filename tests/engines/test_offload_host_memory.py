@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers.lanes import Delayed, DeviceBytes, Eager, FakeDevice, FakeStream, Noting, lanes_of
+from helpers.lanes import Delayed, DeviceBytes, Eager, lanes_of
 from helpers.offloading import OFFLOAD, SAVED, moved, mover, ours, said
 from helpers.steps import CACHED_BYTES, assert_same, step, without_cache
 
@@ -182,76 +182,6 @@ def test_what_finds_no_room_in_host_memory_is_freed(how, monkeypatch):
             gc.collect()
             left = live.current_bytes - live.start_bytes
     assert left <= CACHED_BYTES
-
-
-# --- order of copies on a stream --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def device(monkeypatch):
-    made = FakeDevice()
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: made.current)
-    monkeypatch.setattr(offload.compat, "on_stream", made.on_stream)
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda self, stream: made.log.append(f"guarded for {stream.name}")
-    )
-    with Noting(made):
-        yield made
-
-
-OUT = ["side waits for main", "copy_ on side", "side records event 0"]
-BACK = ["empty_strided on main", "side waits for main", "copy_ on side", "side records event 0"]
-
-
-@pytest.mark.compat
-def test_a_stream_lane_waits_where_it_must(device):
-    lane = device.lane()
-    tensor, host = torch.ones(3, requires_grad=True), torch.empty(3)
-    copying = lane.out(tensor, host)
-    assert device.log == OUT
-    assert not host.requires_grad
-    lane.wait(copying)
-    assert device.log[3:] == ["main waits for event 0"]
-    device.log.clear()
-    made, copying = lane.back(host)
-    assert device.log == BACK
-    lane.wait(copying)
-    assert device.log[4:] == ["main waits for event 0"]  # and nothing that would delay the reuse of its memory
-    assert torch.equal(made, tensor)
-
-
-def test_a_stream_lane_under_another_stream(device):
-    """A tensor used on another stream is recorded there; a copy nobody waited for ends before its memory is freed."""
-    lane = device.lane()
-    _, copying = lane.back(torch.ones(3))
-    device.log.clear()
-    device.current = FakeStream(device.log, "another")
-    lane.wait(copying)
-    assert device.log == ["another waits for event 0", "guarded for another"]
-    device.log.clear()
-    lane.drop(copying)
-    assert device.log == ["main waits for event 0"]
-
-
-def test_a_block_on_a_stream(device):
-    """A block waits for its copy when it ends, also by an error; an unused copy back is waited for when it is freed."""
-    mover = Mover(make_lane=lambda _: device.lane())
-    first, second = OffloadRegion("0", mover), OffloadRegion("1", mover)
-    x = torch.randn(4, 4, requires_grad=True) * 1
-    one = first(lambda hidden: hidden.sin(), x)
-    two = second(lambda hidden: hidden.sin(), one)
-    waits = ["main waits for event 0", "main waits for event 1"]
-    assert [entry for entry in device.log if entry.startswith("main waits")] == waits
-    device.log.clear()
-    torch.autograd.grad(two.sum(), one)  # the first block's hidden states come back unused
-    assert device.log.count("copy_ on side") == 2
-    assert [entry for entry in device.log if entry.startswith("main waits")] == waits[:1]
-    del one, two
-    assert device.log[-1] == "main waits for event 1"
-    device.log.clear()
-    with pytest.raises(ZeroDivisionError):
-        first(lambda hidden: 1 / 0, x)
-    assert device.log == [*OUT, "main waits for event 0"]
 
 
 def test_devices_without_streams_have_no_lane(monkeypatch):

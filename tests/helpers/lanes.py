@@ -8,10 +8,8 @@ import weakref
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt.engines import host as host_memory
-from hf_ckpt.engines.host import StreamLane
 from hf_ckpt.measure.live import LiveBytes
 
 HIDDEN = 2 * 16 * 32 * 4
@@ -111,51 +109,3 @@ def lanes_of(lane_class):
 
     with mock.patch.object(host_memory, "lane_of", lane_of), mock.patch.object(host_memory, "LEAST_BYTES", 0):
         yield made
-
-
-# --- a device that logs what its streams do ---------------------------------------------------------------------------
-
-
-class FakeStream:
-    def __init__(self, log, name):
-        self.log, self.name = log, name
-
-    def wait_stream(self, other):
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def record_event(self):
-        event = f"event {sum('records' in entry for entry in self.log)}"
-        self.log.append(f"{self.name} records {event}")
-        return event
-
-    def wait_event(self, event):
-        self.log.append(f"{self.name} waits for {event}")
-
-
-class FakeDevice:
-    """A device whose streams log what they do."""
-
-    def __init__(self):
-        self.log = []
-        self.current = self.main = FakeStream(self.log, "main")
-
-    def lane(self):
-        return StreamLane(torch.device("cpu"), FakeStream(self.log, "side"))
-
-    @contextlib.contextmanager
-    def on_stream(self, stream):
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-
-class Noting(TorchDispatchMode):
-    def __init__(self, device):
-        super().__init__()
-        self.device = device
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.removeprefix("aten::")
-        if name in ("copy_", "empty_strided"):
-            self.device.log.append(f"{name} on {self.device.current.name}")
-        return func(*args, **(kwargs or {}))
