@@ -10,6 +10,7 @@ import tempfile
 import pytest
 import torch
 import torch._dynamo
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from hypothesis import settings
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -62,6 +63,18 @@ def nothing_left_on_the_process():
     after = {name: vars(compat.PreTrainedModel)[name] for name in names}
     hf_ckpt.uninstall()
     assert after == before
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_by_accelerate():
+    """End the state of accelerate, and its variables: a Trainer that compiles would make later ones compile, too."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

@@ -69,7 +69,8 @@ def running_function() -> str | None:
     while frame is not None:
         for value in frame.f_locals.values():
             if isinstance(value, torch.autograd.function.BackwardCFunction):
-                return str(value._forward_cls.__qualname__)  # type: ignore[attr-defined]
+                function = getattr(value, "_forward_cls", None)
+                return None if function is None else str(function.__qualname__)
         frame = frame.f_back
     return None
 

@@ -179,6 +179,11 @@ _ROWS = (
         "shows selective checkpointing the saved-tensor hooks around a block that is checked",
         without="it does not look for them, until torch 2.13",
     ),
+    PrivateName(
+        ("BackwardCFunction._forward_cls",),
+        "names a custom autograd Function that reads its saved tensors twice",
+        without="the error does not name it",
+    ),
     PrivateName(("Reducer._get_zeros_like_grad_buckets",), "counts the buckets in which gradients are reduced"),
     PrivateName(("FullyShardedDataParallel._handle",), "counts flat parameters and their gradients"),
 )

@@ -34,6 +34,7 @@ NOT_OF_TORCH = {
     "hf_ckpt": {
         "_hf_ckpt",
         "_hf_ckpt_gathered",
+        "_active_collector",
         "_gradient_checkpointing_func",
         "_enable",
         "_disable",

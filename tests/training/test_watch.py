@@ -602,13 +602,14 @@ def fails_in_backward(model):
 def looks_at_its_graph(model):
     """Read what autograd saved, as torchviz does."""
     loss = loss_of(model, 0)
-    nodes = {loss.grad_fn}
-    while nodes:
-        node = nodes.pop()
+    nodes = {loss.grad_fn: None}
+    for node in (ahead := list(nodes)):
         for name in dir(node):
             if name.startswith("_saved_"):
                 getattr(node, name)
-        nodes |= {below for below, _ in node.next_functions if below is not None}
+        below = [node for node, _ in node.next_functions if node is not None and node not in nodes]
+        nodes.update(dict.fromkeys(below))
+        ahead += dict.fromkeys(below)
     loss.backward()
 
 

@@ -65,8 +65,6 @@ def base(tmp_path_factory) -> Path:
 @pytest.fixture
 def script(monkeypatch, tmp_path):
     """Run a script or module here, like `python -m hf_ckpt` or `python`; returns its Trainer after training."""
-    from accelerate.state import AcceleratorState, GradientState
-
     monkeypatch.chdir(tmp_path)
     seen = []
     train = Trainer.train
@@ -93,9 +91,7 @@ def script(monkeypatch, tmp_path):
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
         return seen.pop() if seen else None
 
-    yield run
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    return run
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ TRAPS = {
         attach/test_caches.py::test_no_block_sees_a_cache
         attach/test_caches.py::test_a_cache_of_the_caller_is_left_out_or_refused
         attach/test_caches.py::test_blocks_get_no_cache_under_any_name
-        users/test_peft.py::test_prefix_tuning_is_refused
+        users/test_peft.py::test_prefix_tuning
     """,
     11: """one unrelated key means reentrant
         attach/test_reenabling.py::test_checkpointing_is_never_reentrant
