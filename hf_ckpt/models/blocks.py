@@ -167,7 +167,7 @@ def cheap_modules(found: FoundBlocks, blocks: Collection[str]) -> tuple[nn.Modul
 
 
 def routers(block: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the outermost modules inside a block whose code calls `topk`: they choose experts.
+    """Return the outermost modules inside a block whose code calls `topk` or `argmax`: they choose experts.
 
     Adapters call it to choose among their own weights.
     """
@@ -175,17 +175,17 @@ def routers(block: nn.Module) -> tuple[nn.Module, ...]:
     for name, module in block.named_modules():
         kind: Any = type(module)
         inside = any(name.startswith(f"{outer}.") for outer in found)
-        if name and not inside and not compat.is_adapter(kind) and _calls_top_k(kind):
+        if name and not inside and not compat.is_adapter(kind) and _chooses(kind):
             found.append(name)
     return tuple(block.get_submodule(name) for name in found)
 
 
 @functools.cache
-def _calls_top_k(kind: Any) -> bool:
-    """Whether a class has a method that calls `topk`."""
+def _chooses(kind: Any) -> bool:
+    """Whether a class has a method that calls `topk` or `argmax`."""
     methods = [value for base in kind.__mro__ for value in vars(base).values() if inspect.isfunction(value)]
     codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]
-    return any("topk" in code.co_names for code in codes if code is not None)
+    return any({"topk", "argmax"} & {*code.co_names} for code in codes if code is not None)
 
 
 def embedding_norms(found: FoundBlocks) -> tuple[nn.Module, ...]:
