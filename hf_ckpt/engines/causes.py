@@ -32,6 +32,8 @@ class BlockState:
         self.settings: dict[str, dict[str, Any]] = {}
         self.parameters = _parameters(module)
         self.buffers: list[tuple[str, int, int]] = []
+        self.attributes: list[dict[str, str]] = []
+        """Plain attributes of the modules before the first run, after it, and when the backward begins."""
         self.changed: list[tuple[str, str]] = []
         """Settings that differ when the backward begins: (setting, qualified name of the module)."""
         self.replaced = False
@@ -59,6 +61,7 @@ class BlockState:
         self.names = {*range(len(args)), *keywords}
         there = [*self.module.parameters(), *compat.tree_leaves((args, keywords))]
         self.random = compat.RandomState(compat.devices_of(there))
+        self.attributes.append(_attributes(self.module))
 
     def forward_has_ended(self) -> None:
         """Record the block's settings at the end of its forward."""
@@ -66,10 +69,12 @@ class BlockState:
         self.changes_input = _versions(self.inputs) != self.versions
         self.inputs = []  # their graph may refer back to this: a cycle
         self.settings = _settings(self.module)
+        self.attributes.append(_attributes(self.module))
 
     def backward_begins(self) -> None:
         """Compare with the block's settings at the beginning of its backward."""
         self.buffers = _buffers(self.module)
+        self.attributes.append(_attributes(self.module))
         now = _settings(self.module)
         self.changed = [
             (key, name)
@@ -103,10 +108,16 @@ class BlockState:
         place -= any(arg is self.module for arg in args)
         return names[place] if place < len(names) else f"argument {place}"
 
-    def updated_again(self) -> list[str]:
-        """Return the names of the buffers that changed during the backward."""
+    def updated_again(self) -> dict[str, str]:
+        """Return names -> kinds of the buffers, and the attributes, that changed in the first run and the backward."""
         now = set(_buffers(self.module))
-        return [name for name, *mark in self.buffers if (name, *mark) not in now]
+        updated = {name: "buffer" for name, *mark in self.buffers if (name, *mark) not in now}
+        if len(self.attributes) == 3:
+            before, after, later = self.attributes
+            for name, value in _attributes(self.module).items():
+                if before.get(name) != after.get(name) and later.get(name) != value:
+                    updated[name] = "attribute"
+        return updated
 
     def cause(self, run: Callable[[], Any] | None, first: Difference, rebuilds: bool) -> str:
         """Return the likely cause of the first difference, and what to do about it.
@@ -131,8 +142,9 @@ class BlockState:
                 "The block draws from Python's `random` or numpy, whose state the recomputation does not restore."
                 f"{experts}"
             )
-        if first.operation != "buffer" and (updated := self.updated_again()):
-            return f"The block reads `{updated[0]}`, a buffer that it updates itself in every run.{experts}"
+        if updated := self.updated_again():
+            name, kind = next(iter(updated.items()))
+            return f"The block reads `{name}`, {KINDS[kind]} that it updates itself in every run.{experts}"
         if self.changed:
             return f"Unknown; {self._changes()} changed between forward and backward.{experts}"
         if self.other_random:
@@ -150,6 +162,8 @@ class BlockState:
             return (
                 "The block updates it in every run: hf_ckpt's `full` puts it back, and `selective` runs no block twice."
             )
+        if first.operation == "attribute":
+            return "The block changes it in every run, and `full` runs it twice; `selective` runs no block twice."
         if first.operation == "gradient":
             return "Reentrant checkpointing needs an input that requires gradients: set use_reentrant to False."
         if any(key in SETTINGS for key, _ in self.changed):
@@ -241,6 +255,9 @@ SETTINGS = {
 }
 """Attributes that decide how a module runs -> their names in messages."""
 
+KINDS = {"buffer": "a buffer", "attribute": "an attribute"}
+"""What a block may update itself -> its name in messages."""
+
 
 def _settings(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the mode, adapters, hooks and other plain attributes of every module below."""
@@ -254,6 +271,22 @@ def _settings(module: nn.Module) -> dict[str, dict[str, Any]]:
                 settings[key] = list(value) if "hooks" in key else str(value)
         found[name] = settings
     return found
+
+
+def _attributes(module: nn.Module) -> dict[str, str]:
+    """Return the plain values, and the lists, tuples and dicts of them, of every module below, as text."""
+    return {
+        f"{name}.{key}" if name else key: repr(value)
+        for name, inner in module.named_modules()
+        for key, value in vars(inner).items()
+        if all(isinstance(leaf, bool | int | float | str | None) for leaf in _leaves(value))
+    }
+
+
+def _leaves(value: Any) -> list[Any]:
+    if type(value) is dict:
+        return [*value, *value.values()]
+    return [*value] if type(value) in (list, tuple) else [value]
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, int, int]]:

@@ -23,8 +23,8 @@ class Difference:
     module: str
     """Name of the module inside the block that produced or saved the tensor; empty for the block itself."""
     operation: str
-    """What produced the tensor: an autograd node (`MulBackward0`), `parameter`, `buffer`, `output`, or `input` for a
-    tensor without a graph."""
+    """What produced the tensor: an autograd node (`MulBackward0`), `parameter`, `buffer`, `attribute`, `output`, or
+    `input` for a tensor without a graph."""
     shape: tuple[int, ...]
     what: str
     """What is different, in words."""

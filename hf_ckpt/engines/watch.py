@@ -237,9 +237,8 @@ class Check:
         self._ends = True
         before, self._before = self._before, None
         assert before is not None
-        for name in before.updated_again():
-            text = f"`{name}` was updated once more by the recomputation"
-            self.note(self.saved + 1, "buffer", (), text, 1.0)
+        for name, kind in before.updated_again().items():
+            self.note(self.saved + 1, kind, (), f"`{name}` was updated once more by the recomputation", 1.0)
         if self.found:
             self.found.sort(key=lambda pair: pair[0])
             cause = before.cause(self._run if self.whole else None, self.found[0][1], self._rebuilds)

@@ -73,7 +73,7 @@ class Exhibit:
     blocks: tuple[str, ...] = ("layers.1",)
     """The faulty blocks."""
     wrong: str = "gradients"
-    """What is wrong: `gradients`, or only `buffers`."""
+    """What is wrong: `gradients`, or only `buffers`, or only `attributes`."""
     rounding: float = 0.0
     """Largest error of the gradients without the fault; at 0, the loss with the fault must be exact."""
     mended_in_torch: bool = False
@@ -211,6 +211,17 @@ def normalises_batches(faulty):
     model = exhibit_model(fault=lambda block, hidden, shift: work(block, block.extra(hidden), shift))
     model.layers[1].extra = nn.BatchNorm1d(8)
     model.layers[1].extra.train(faulty)
+    return model
+
+
+def counts_its_calls(faulty):
+    def counts(block, hidden, shift):
+        if faulty or torch._C._current_graph_task_id() < 0:  # not in a backward
+            block.calls["forward"] += 1
+        return work(block, hidden, shift)
+
+    model = exhibit_model(fault=counts)
+    model.layers[1].calls = {"forward": 0}
     return model
 
 
@@ -465,6 +476,7 @@ KINDS = {
     "settings": "mode, adapter or hooks changed before backward",
     "parameters": "parameters changed before backward",
     "buffers": "buffers updated twice",
+    "attributes": "Python counters moved twice",
     "other generators": "numbers drawn from Python, numpy or an own generator",
     "kernels": "kernels that do not repeat themselves",
     "autocast": "another autocast",
@@ -558,6 +570,9 @@ EXHIBITS = {
         theirs(),
         normalises_batches,
         wrong="buffers",
+    ),
+    "a counter moved twice": Exhibit(
+        "attributes", "tests of hf_ckpt", "`full` runs it twice", theirs(), counts_its_calls, wrong="attributes"
     ),
     "Python's random numbers": Exhibit(
         "other generators", "trap 48", HOST, theirs(), in_one_block(draws_from_python, draws_from_torch)
@@ -745,7 +760,11 @@ def test_the_watch_finds_the_fault(exhibit, monkeypatch, graphs, nothing_compile
     if exhibit.mended_in_torch and gap == 0:
         assert not watch.differences
         return
-    assert gap > 1e-4 if exhibit.wrong == "gradients" else gap == 0 < distance(plain_buffers, buffers)
+    if exhibit.wrong == "attributes":
+        assert gap == 0
+        assert "`calls` was updated once more" in watch.differences[0].what
+    else:
+        assert gap > 1e-4 if exhibit.wrong == "gradients" else gap == 0 < distance(plain_buffers, buffers)
     assert [found.block for found in watch.differences] == [*exhibit.blocks]
     for found in watch.differences:
         assert exhibit.cause in found.cause
