@@ -125,7 +125,8 @@ class _Chosen(torch.autograd.Function):
     def forward(ctx: Any, scores: torch.Tensor, indices: torch.Tensor, dim: int) -> torch.Tensor:
         ctx.save_for_backward(indices)
         ctx.dim, ctx.shape = dim, scores.shape
-        return scores.gather(dim, _with(dim, indices, scores.dim())).view(indices.shape)
+        found = scores.gather(dim, _with(dim, indices, scores.dim()))
+        return found if found.dim() == indices.dim() else torch.squeeze_copy(found, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -146,7 +146,6 @@ def test_the_same_largest_score_whatever_the_last_bit():
     found, lists = noisy(model)
     assert all(torch.equal(first, again) for first, again in lists)  # every router ran again
     assert set(hf_ckpt.describe(model).recomputed.values()) == {1}
-    assert_near(plain, found, 1e-4)
     assert len({*lists[0][0].argmax(-1).flatten().tolist()}) > 1
     assert_near(plain, found, 1e-4)
 

@@ -132,8 +132,9 @@ def test_the_plan_does_on_the_model_what_was_predicted():
     assert_same(expected, step(model, batch))
     counts = hf_ckpt.describe(model).recomputed
     assert {name for name, times in counts.items() if times} == found.plan.active().keys() != set()
-    assert live_peak(model, batch) == pytest.approx(found.peak_bytes, rel=0.03)
-    assert live_peak(model, batch) <= found.budget_bytes
+    peak = live_peak(model, batch)  # of the second step: the watch checks the third forward
+    assert peak == pytest.approx(found.peak_bytes, rel=0.03)
+    assert peak <= found.budget_bytes
 
 
 @pytest.mark.slow
