@@ -9,6 +9,8 @@ import torch
 
 from accelerator import device
 
+collect_ignore = [] if device.IS_SIMULATED else ["test_device.py"]
+
 
 def pytest_collection_modifyitems(items):
     for item in items:

@@ -1,6 +1,8 @@
 """The simulated device `sim` (see `sim/sim.h`): builds and loads it, and switches what it can do.
 
-It is for tests of the marker `accelerator` only. From `load` on the whole process has an accelerator.
+It is for tests of the marker `accelerator` only. From `load` on the whole process has an accelerator. With the
+environment variable `HF_CKPT_ACCELERATOR=cuda` (or another type) the same tests use the accelerator of the machine, and
+those that switch something, or read what only the simulated device counts, are skipped.
 """
 
 from __future__ import annotations
@@ -15,16 +17,22 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
-NAME = "sim"
-DEVICES = 2
+NAME = os.environ.get("HF_CKPT_ACCELERATOR", "sim")
+IS_SIMULATED = NAME == "sim"
+FIRST, SECOND = f"{NAME}:0", f"{NAME}:1"
+DEVICES = 2 if IS_SIMULATED else torch.accelerator.device_count()
 _SOURCES = sorted((Path(__file__).parent / "sim").glob("*.*"))
 
 
 def load() -> None:
     """Build the device, unless it is built for this torch already (about a minute), and register it as `torch.sim`."""
+    if not IS_SIMULATED:
+        _use_real_one()
+        return
     if hasattr(torch, NAME):
         return
     torch.set_num_threads(1)  # each stream has a thread of its own
@@ -52,6 +60,27 @@ def load() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def _use_real_one() -> None:
+    """Let kernels add in the same order in every run."""
+    where = torch.accelerator.current_accelerator()
+    if where is None or where.type != NAME:
+        raise RuntimeError(f"HF_CKPT_ACCELERATOR is {NAME}, and this machine's accelerator is {where}")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _only_simulated(what: str) -> None:
+    if not IS_SIMULATED:
+        pytest.skip(f"only the simulated device {what}")
+
+
+def needs(*where: str) -> None:
+    """Skip a test of a device that this machine does not have."""
+    for name in where:
+        if (torch.device(name).index or 0) >= DEVICES:
+            pytest.skip(f"needs {name}")
 
 
 def _module() -> types.ModuleType:
@@ -87,13 +116,19 @@ def moved_to(model: PreTrainedModel, device: str) -> PreTrainedModel:
 def counted(device: int = 0) -> dict[str, int]:
     """Bytes that were copied to the host and from it, and the allocator's own counts, with or without statistics.
 
-    `peak_bytes` are the most active bytes since `reset_peak`; nothing else resets them.
+    `peak_bytes` are the most active bytes since `reset_peak`; nothing else resets them. A real device counts no copies.
     """
+    if not IS_SIMULATED:
+        now = torch.accelerator.memory_stats(device)
+        return {"peak_bytes": now["active_bytes.all.peak"], "reserved_bytes": now["reserved_bytes.all.current"]}
     return dict(torch.ops.sim.count(device))
 
 
 def reset_peak(device: int = 0) -> None:
     """Begin a new `peak_bytes` in `counted`."""
+    if not IS_SIMULATED:
+        torch.accelerator.reset_peak_memory_stats(device)
+        return
     torch.ops.sim.reset_peak(device)
 
 
@@ -111,6 +146,7 @@ _PACES = {"free": 0, "eager": 1, "late": 2}
 
 @contextlib.contextmanager
 def _setting(**values: int) -> Iterator[None]:
+    _only_simulated(f"has {', '.join(values)}")
     for name, value in values.items():
         torch.ops.sim.set(name, value)
     try:
@@ -127,6 +163,8 @@ def pace(*, computing: str = "free", copying: str = "free") -> contextlib.Abstra
     nothing runs before somebody waits for it. With one eager and the other late, the order of all tasks depends only on
     the program's waits: a missing wait gives the same wrong result each time.
     """
+    if computing == copying == "free":
+        return contextlib.nullcontext()
     return _setting(default_pace=_PACES[computing], other_pace=_PACES[copying])
 
 
@@ -136,7 +174,9 @@ def no_event_times() -> contextlib.AbstractContextManager[None]:
 
 
 def capturing() -> contextlib.AbstractContextManager[None]:
-    """Let all streams say that a graph is being captured."""
+    """Let all streams say that a graph is being captured. CUDA captures one."""
+    if NAME == "cuda":
+        return torch.cuda.graph(torch.cuda.CUDAGraph())
     return _setting(capturing=1)
 
 
@@ -148,6 +188,7 @@ def other_rounding() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def no_statistics() -> Iterator[None]:
     """Use an allocator without statistics, such as `CUDAPluggableAllocator`: `torch.accelerator` raises for all."""
+    _only_simulated("can have no statistics")
     torch.ops.sim.set_statistics(False)
     try:
         yield
@@ -159,6 +200,7 @@ def no_statistics() -> Iterator[None]:
 def memory_of(size: int, device: int = 0, words: str | None = None) -> Iterator[None]:
     """Give a device `size` bytes of memory. Beyond that it raises `torch.OutOfMemoryError`, or, with `words`, a plain
     RuntimeError that says so in a backend's own words."""
+    _only_simulated("can have less memory")
     torch.ops.sim.set_capacity(device, size, words)
     try:
         yield
@@ -169,6 +211,7 @@ def memory_of(size: int, device: int = 0, words: str | None = None) -> Iterator[
 @contextlib.contextmanager
 def no_autocast() -> Iterator[None]:
     """Be a device for which `torch.autocast` raises."""
+    _only_simulated("can have no autocast")
     module = getattr(torch, NAME)
     supported = module.get_amp_supported_dtype
     del module.get_amp_supported_dtype

@@ -71,7 +71,7 @@ def without(monkeypatch):
 
 
 def offloading(spec):
-    model = MODES["dropout"].model("llama", "sim:0")
+    model = MODES["dropout"].model("llama", device.FIRST)
     hf_ckpt.install(model, {**SPECS[spec][0], "check_every": 0})
     enable(model)
     return model
@@ -105,7 +105,7 @@ def interrupted(model):
 
 @functools.cache
 def expected():
-    return train(MODES["dropout"].model("llama", "sim:0"), "llama", MODES["dropout"])
+    return train(MODES["dropout"].model("llama", device.FIRST), "llama", MODES["dropout"])
 
 
 @pytest.mark.parametrize("interrupt", [False, True], ids=["", "after an interrupted step"])
@@ -141,8 +141,8 @@ def test_another_computing_stream_is_recorded(records, monkeypatch):
     """A tensor that was fetched for one stream and is used by another is not reused before that has used it."""
     if not records:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
-    lane = host.lane_of(torch.device("sim:0"))
-    other = torch.Stream("sim:0")
+    lane = host.lane_of(torch.device(device.FIRST))
+    other = torch.Stream(device.FIRST)
     source = torch.full((4096,), 2.0, pin_memory=True)
     with device.pace(computing="eager", copying="late"):
         tensor, copy = lane.back(source)
@@ -151,6 +151,6 @@ def test_another_computing_stream_is_recorded(records, monkeypatch):
             doubled = tensor * 2
         copy.event.synchronize()
         del tensor, copy
-        torch.full((4096,), 7.0, device="sim:0")
+        torch.full((4096,), 7.0, device=device.FIRST)
         torch.accelerator.synchronize()
     assert bool((doubled.cpu() == 4).all()) is records

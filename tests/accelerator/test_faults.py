@@ -22,7 +22,7 @@ from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.training.guard import OomGuard
 
-CPU, FIRST, SECOND = "cpu", "sim:0", "sim:1"
+CPU, FIRST, SECOND = "cpu", device.FIRST, device.SECOND
 SHAPE = {"batch": 4, "tokens": 128}
 LAYERS, PLANNED = 6, 14
 """Blocks of the models, and a number of steps after which a budget has its plan."""
@@ -92,6 +92,7 @@ def said(caplog, words):
 @pytest.mark.parametrize("where", [CPU, FIRST, SECOND])
 def test_a_budget_is_one_of_the_model_s_own_device(where):
     """Also on the CPU beside an accelerator, and on a device that is not the current one."""
+    device.needs(where)
     budget, least = budget_for(where)
     model, batch = model_on(where), batch_on(where)
     known(torch.optim.SGD(model.parameters(), lr=0.0))
@@ -108,6 +109,7 @@ def test_a_budget_is_one_of_the_model_s_own_device(where):
 
 @pytest.mark.parametrize("where", [CPU, SECOND])
 def test_the_callback_reads_the_model_s_own_device(where, tmp_path, monkeypatch):
+    device.needs(SECOND)
     model = model_on(where)
     hf_ckpt.install(model)
     elsewhere = torch.zeros(1 << 20, device=FIRST)  # what another device holds counts nowhere
@@ -133,7 +135,8 @@ def test_the_callback_reads_the_model_s_own_device(where, tmp_path, monkeypatch)
 
 
 def test_names_and_prices_are_of_the_model_s_own_device(monkeypatch):
-    module = torch.get_device_module("sim")
+    device.needs(SECOND)
+    module = torch.get_device_module(device.NAME)
     monkeypatch.setattr(module, "get_device_name", lambda device: f"Sim {device.index}", raising=False)
     places = [None, [torch.device(SECOND)], [torch.device(CPU)]]
     assert [machine.device_name(place) for place in places] == ["Sim 0", "Sim 1", "cpu"]
@@ -211,12 +214,13 @@ def test_dropout_is_rebuilt_by_a_rule_that_was_tried(rounding, dtype, monkeypatc
         for _ in range(2):
             assert_same(expected, step(model, batch))
     assert hf_ckpt.describe(model).dropped
-    assert {key[0] for key in ops._rules_of_dropout} <= {"sim"}
+    assert {key[0] for key in ops._rules_of_dropout} <= {device.NAME}
 
 
 @pytest.mark.parametrize("where", [FIRST, SECOND])
 @pytest.mark.parametrize("spec", [{"policy": "offload"}, {"policy": "selective", "offload": "saved"}], ids=str)
 def test_torch_s_streams_suffice_to_offload(spec, where, monkeypatch):
+    device.needs(where)
     monkeypatch.setattr(host, "LEAST_BYTES", 0)
     model, batch = model_on(where), batch_on(where)
     expected = step(model, batch)
@@ -227,7 +231,9 @@ def test_torch_s_streams_suffice_to_offload(spec, where, monkeypatch):
         assert_same(expected, step(model, batch))
         after, moved = device.counted(int(where[-1])), sum(hf_ckpt.describe(model).moved.values())
         assert len(hf_ckpt.describe(model).moved) == LAYERS - 1
-        assert after["bytes_to_host"] - before["bytes_to_host"] >= moved > 0
+        assert moved > 0
+        if device.IS_SIMULATED:  # which counts copies
+            assert after["bytes_to_host"] - before["bytes_to_host"] >= moved
     assert hf_ckpt.verify(model, batch)
     monkeypatch.setattr(host, "lane_of", lambda device: None)
     refused = hf_ckpt.verify(model, batch, spec)

@@ -27,7 +27,7 @@ def number_of(where):
     return torch.device(where).index or 0
 
 
-def train(family, spec, where="sim:0", steps=STEPS):
+def train(family, spec, where=device.FIRST, steps=STEPS):
     """Train for some steps. Returns the model, its losses and weights, and the device's peak in each step."""
     model = new_model(family, where)
     if spec is not None:
@@ -51,7 +51,7 @@ def train(family, spec, where="sim:0", steps=STEPS):
 
 
 @functools.cache
-def reference(family, where="sim:0"):
+def reference(family, where=device.FIRST):
     """Losses and weights without a plan; and the peaks without one, and under `full`."""
     _, outcome, peaks = train(family, None, where, steps=STEPS)
     full = train(family, {"policy": "full"}, where, steps=3)[2]
@@ -94,11 +94,11 @@ def test_the_watch_sees_a_wrong_rule(is_wrong, monkeypatch, caplog):
     """A rule of dropout that this device does not round by is noticed."""
     monkeypatch.setattr(ops, "_rule_of_dropout", lambda *args: ops._dropped_on_cuda)
     with device.other_rounding() if is_wrong else contextlib.nullcontext():
-        model = new_model("llama", "sim:0").bfloat16()
+        model = new_model("llama", device.FIRST).bfloat16()
         hf_ckpt.install(model, {"policy": "selective", "check_every": 1})
         enable(model)
         for seed in range(4):
-            step(model, {name: value.to("sim:0") for name, value in tiny_batch("llama", seed=seed).items()})
+            step(model, {name: value.to(device.FIRST) for name, value in tiny_batch("llama", seed=seed).items()})
     watched = hf_ckpt.describe(model).watched
     assert watched.checks > 0
     assert bool(watched.differences) is is_wrong
