@@ -91,6 +91,7 @@ from hf_ckpt.compat.torch import (
     any_type_in_grouped_products,
     call_after_backward,
     call_around_optimizers,
+    came_with_state,
     checkpoint_frame,
     depends_on_values,
     enter_dispatch_mode_below,

@@ -50,8 +50,8 @@ def has_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:
 
 _optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 """Known optimizers -> how many parameters they had when they were last remembered."""
-_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers that have stepped while steps were watched."""
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+"""Optimizers that have stepped while steps were watched -> whether they had state before the first of these steps."""
 _optimizer_changes = 0
 
 
@@ -93,8 +93,13 @@ def _remember_stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
     if not is_compiling():
         remember_optimizer(optimizer)
         if optimizer not in _stepped:
-            _stepped.add(optimizer)
+            _stepped[optimizer] = bool(optimizer.state)
             _optimizer_changes += 1
+
+
+def came_with_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer had state before the first step that was watched, for example from a checkpoint."""
+    return _stepped.get(optimizer, False)
 
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:

@@ -35,9 +35,10 @@ import collections
 import dataclasses
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_ckpt import compat
@@ -55,7 +56,7 @@ from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.machine import this_device
 from hf_ckpt.prediction.measured import Step, step_of
 from hf_ckpt.prediction.optimizers import held_bytes, state_bytes
-from hf_ckpt.spec.actions import COMPILED, FULL, KEEP, Action, candidates
+from hf_ckpt.spec.actions import COMPILED, FULL, KEEP, Action, candidates, offloads
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.training.batches import Batch, Forward, forward_of, has_gradients, look_of
@@ -68,6 +69,8 @@ log = logging.getLogger(__name__)
 TIMED_STEPS = 2
 SURE = 0.97
 """Share of the limit that a timed step may need. The rest is a margin: the need may be estimated from other blocks."""
+MOVED = frozenset(offloads().values())
+"""The actions that use host memory."""
 MOST_PLANS = 64
 """The most plans in a run. The oldest is dropped first."""
 MOST_SEEN = 256
@@ -204,7 +207,8 @@ class Session:
                 f"no plan fits into {format_bytes(self.limit_bytes)}: the model holds {format_bytes(held)} by itself. "
                 "What would lower it:",
             )
-        self.bias_bytes = 0
+        self.bias_bytes = self._moved_bias_bytes = 0
+        """Measured minus predicted peak, of all plans and of those that use host memory: copies take their time."""
         self._modules = found.modules
         self._recorder: _Recorder | None = None
         self._forwards: list[Forward] = []
@@ -222,7 +226,8 @@ class Session:
         """Failed measurements in a row, and how many steps ago the last was tried after too many of them."""
         self._said: set[str] = set()
         self._optimizers = compat.optimizer_changes()
-        self._state_bytes = self._optimizer_bytes(base)
+        self._known_optimizers = weakref.WeakSet(compat.optimizers_of(base))
+        self._state_bytes = self._bytes_of(self._known_optimizers)
         """Bytes of the optimizers' state when steps were last measured."""
         self._stepped = False
         """Whether an optimizer has stepped, so that its state exists."""
@@ -358,7 +363,12 @@ class Session:
         changes = compat.optimizer_changes()
         if changes != self._optimizers:
             self._optimizers, self._stepped = changes, True
-            state = self._optimizer_bytes(base)
+            optimizers = compat.optimizers_of(base)
+            if self._device_type != "cpu":  # an allocator has counted what was there before the optimizer was known
+                new = [optimizer for optimizer in optimizers if optimizer not in self._known_optimizers]
+                self._state_bytes += self._bytes_of(filter(compat.came_with_state, new))
+            self._known_optimizers.update(optimizers)
+            state = self._bytes_of(optimizers)
             if state != self._state_bytes and any(each.plans for each in self._states.values()):
                 for each in self._states.values():  # other bytes were in memory when these steps were measured
                     each.known.full.clear()
@@ -370,10 +380,10 @@ class Session:
         if self._level is not None:
             self.known.begins_at(self._level, self._resident)
 
-    def _optimizer_bytes(self, base: nn.Module) -> int:
+    def _bytes_of(self, optimizers: Iterable[torch.optim.Optimizer]) -> int:
         """Bytes of the optimizers' state on the devices of the model."""
         types = {device.type for device in self._devices}
-        return sum(state_bytes(optimizer, types) for optimizer in compat.optimizers_of(base))
+        return sum(state_bytes(optimizer, types) for optimizer in optimizers)
 
     def _goes_on(self, forward: Forward) -> bool:
         """Whether a forward belongs to the current step."""
@@ -570,8 +580,12 @@ class Session:
         if planned.shape in self.plans:
             self._hold(dataclasses.replace(planned, measured_bytes=real))
         excess = real - prediction.peak_bytes
-        if not planned.over and prediction.peak_bytes + excess > self.limit_bytes and excess > self.bias_bytes:
-            self.bias_bytes = excess
+        moves = any(action in MOVED for _, action in planned.plan.actions)
+        if not planned.over and real > self.limit_bytes and (excess > 0 if moves else excess > self.bias_bytes):
+            if moves:
+                self._moved_bias_bytes += excess
+            else:
+                self.bias_bytes = excess
             log.info(
                 "hf_ckpt: a step needed %s more than was predicted, which is above the limit of %s; planned for less.",
                 format_bytes(excess),
@@ -599,6 +613,11 @@ class Session:
     def _with_more(self, ways: list[Costs]) -> list[Costs]:
         """Return the candidates, with offloading and segments, whose costs are computed from other actions."""
         found = list(with_host_memory(ways, this_device(self._devices), self._spec.host_budget))
+        if self._moved_bias_bytes:
+            static = (
+                dataclasses.replace(c.static, parameters=c.static.parameters + self._moved_bias_bytes) for c in found
+            )
+            found = [*ways, *(dataclasses.replace(c, static=more) for c, more in zip(found, static, strict=True))]
         base = self._base()
         if base is None or self._sharded or len({block.stack for block in self._blocks.values()}) > 1:
             return found

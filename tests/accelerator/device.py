@@ -68,7 +68,7 @@ def _use_real_one() -> None:
     if where is None or where.type != NAME:
         raise RuntimeError(f"HF_CKPT_ACCELERATOR is {NAME}, and this machine's accelerator is {where}")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
 
 
 def _only_simulated(what: str) -> None:

@@ -107,6 +107,33 @@ def test_a_budget_is_one_of_the_model_s_own_device(where):
     assert peak_of(model, batch) <= budget
 
 
+@pytest.mark.parametrize("where", [CPU, FIRST])
+def test_an_optimizer_may_have_its_state_before_the_budget(where):
+    """As after a resume. An allocator has counted this state from the first measured step on."""
+    shape, model = {"batch": 2, "tokens": 32}, model_on(where)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=where == CPU)
+    batch = batch_on(where, **shape)
+
+    def train_with_optimizer(steps):
+        for _ in range(steps):
+            model(**without_cache(model, batch)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train_with_optimizer(2)
+    if where == CPU:
+        with LiveBytes(model, batch, optimizer, device="cpu") as live:
+            train_with_optimizer(1)
+        needed = live.peak_bytes
+    else:
+        torch.accelerator.reset_peak_memory_stats(where)
+        train_with_optimizer(1)
+        needed = torch.accelerator.max_memory_allocated(where)
+    budgeted(model, needed + (1 << 16))
+    train_with_optimizer(PLANNED)
+    assert {str(action) for _, action in hf_ckpt.describe(model).plan.actions} == {"keep"}
+
+
 @pytest.mark.parametrize("where", [CPU, SECOND])
 def test_the_callback_reads_the_model_s_own_device(where, tmp_path, monkeypatch):
     device.needs(SECOND)
@@ -241,13 +268,18 @@ def test_torch_s_streams_suffice_to_offload(spec, where, monkeypatch):
     assert "moved nothing to host memory: model.layers.0, model.layers.1, " in str(refused)
 
 
+def idle_bytes():
+    return torch.accelerator.memory_reserved(FIRST) - torch.accelerator.memory_allocated(FIRST)
+
+
 def test_the_guard_frees_the_cache_of_the_accelerator():
     tight, _ = budget_for(FIRST)
     model, batch = model_on(FIRST), batch_on(FIRST)
     expected = step(model, batch)
     train(model, batch)
+    idle = idle_bytes()
     compat.release_memory()
-    assert torch.accelerator.memory_reserved(FIRST) == torch.accelerator.memory_allocated(FIRST)
+    assert idle_bytes() == 0 if device.IS_SIMULATED else idle_bytes() < idle  # a real one also holds rests of segments
     guard = OomGuard(model)
     model.zero_grad(set_to_none=True)
     for words in (None, "NPU out of memory. Tried to allocate 2 MiB"):
@@ -269,4 +301,4 @@ def test_nothing_is_kept_in_mind_of_a_meter_that_is_gone():
 def test_a_graph_that_is_captured_is_seen():
     assert not compat.is_capturing()
     with device.capturing():
-        assert compat.is_capturing() is hasattr(torch.Stream, "is_capturing")
+        assert compat.is_capturing() is (hasattr(torch.Stream, "is_capturing") or device.NAME == "cuda")

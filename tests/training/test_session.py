@@ -429,6 +429,21 @@ def test_a_plan_that_needs_more_than_predicted_lowers_the_limit_for_good(caplog)
     assert sum("more than was predicted" in record.message for record in caplog.records) >= 1
 
 
+def test_a_plan_with_host_memory_that_needs_more_leaves_other_plans_their_room():
+    """Copies may take longer than predicted, and hold memory on the device until then."""
+    batch, model = tiny_batch("llama", **SHAPE), model_of("llama")
+    budgeted(model, half(batch))
+    run(model, [batch] * 9)
+    session, planned = session_of(model), installation(model).planned
+    actions = tuple((block, dataclasses.replace(SELECTIVE, moved=True)) for block, _ in planned.plan.actions)
+    moving = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, actions=actions))
+    (full,) = session.known.full.values()
+    session._check(moving, dataclasses.replace(full, peak_bytes=3 * session.limit_bytes))
+    assert not session.plans
+    run(model, [batch])
+    assert installation(model).planned.plan == planned.plan
+
+
 def test_ranks_that_recompute_together_take_the_plan_of_the_largest_batch(monkeypatch):
     """Ranks that recompute together, as under ZeRO-3, use the plan of the largest batch and then measure nothing."""
     batch, model = tiny_batch("llama", **SHAPE), model_of("llama")
