@@ -106,6 +106,7 @@ from hf_ckpt.compat.torch import (
     is_read_twice,
     is_replica,
     is_seen_by_modes,
+    is_unused_random_state,
     leave_dispatch_mode,
     modes_lifted,
     next_autograd_sequence_number,

@@ -80,6 +80,10 @@ _ROWS = (
         without="a segment whose last blocks are skipped cannot be recomputed, and errors do not name the block",
     ),
     PrivateName(
+        ("torch._C._current_autograd_node",),
+        "lets the watch leave out random state that an attention without dropout saves and does not write",
+    ),
+    PrivateName(
         ("torch._C._is_any_autocast_enabled",),
         "sees autocast without asking for each type of device",
         without="the CPU and the accelerator are asked",

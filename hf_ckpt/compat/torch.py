@@ -125,6 +125,22 @@ def call_after_backward(function: Callable[[], None]) -> bool:
     return True
 
 
+def is_unused_random_state(saved: torch.Tensor) -> bool:
+    """Whether a saved tensor that backward asks for is the random state of an attention without dropout.
+
+    Fused kernels on CUDA save it, and leave its memory unwritten then: those of torch, and the package flash-attn. Must
+    be called from an unpack hook.
+    """
+    if saved.is_floating_point() or saved.numel() > _MOST_STATE:
+        return False
+    node = private("torch._C._current_autograd_node")()
+    return getattr(node, "_saved_dropout_p", getattr(node, "dropout_p", None)) == 0.0
+
+
+_MOST_STATE = 2
+"""Numbers of the random state that an attention saves: a seed and an offset, together or apart."""
+
+
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """The functions (pack, unpack) for `torch.autograd.graph.saved_tensors_hooks`."""
 

@@ -54,13 +54,14 @@ def in_segments(costs: Costs) -> Iterator[Costs]:
     """`costs` with the blocks in segments, for every number of segments that can be best.
 
     Of all numbers for which the longest segment has the same length, the smallest keeps least. Yields nothing if some
-    block may not have the action `full`, or holds tensors until the backward ends.
+    block may not have the actions `full` and `keep`, as long as `keep` is not measured, or holds tensors until the
+    backward ends.
     """
     held = any(size for stack in costs.stacks for size in stack.held)
     if FULL not in costs.actions or costs.actions[0] != KEEP or held:
         return
-    full = costs.actions.index(FULL)
-    if any(full not in stack.choices[kind] for stack in costs.stacks for kind in stack.kinds):
+    needed = {0, costs.actions.index(FULL)}  # a segment runs again under `keep`
+    if any(needed - {*stack.choices[kind]} for stack in costs.stacks for kind in stack.kinds):
         return
     most = max(len(stack.blocks) for stack in costs.stacks)
     for number in sorted({-(-most // length) for length in range(2, most + 1)}, reverse=True):

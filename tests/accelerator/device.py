@@ -119,8 +119,9 @@ def counted(device: int = 0) -> dict[str, int]:
     `peak_bytes` are the most active bytes since `reset_peak`; nothing else resets them. A real device counts no copies.
     """
     if not IS_SIMULATED:
-        now = torch.accelerator.memory_stats(device)
-        return {"peak_bytes": now["active_bytes.all.peak"], "reserved_bytes": now["reserved_bytes.all.current"]}
+        now = torch.accelerator.memory_stats(device)  # empty before the first allocation
+        kinds = {"peak_bytes": "active_bytes.all.peak", "reserved_bytes": "reserved_bytes.all.current"}
+        return {kind: now.get(name, 0) for kind, name in kinds.items()}
     return dict(torch.ops.sim.count(device))
 
 

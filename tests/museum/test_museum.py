@@ -782,6 +782,40 @@ def test_without_the_fault_nothing_is_found(exhibit, graphs, nothing_compiled):
     assert not watch.differences
 
 
+class _Attention(torch.autograd.Function):
+    """An attention kernel that saves random state, which it writes only if it drops something."""
+
+    memory = itertools.count()
+
+    @staticmethod
+    def forward(ctx, hidden, dropout):
+        ctx.dropout_p = dropout
+        ctx.save_for_backward(torch.tensor(next(_Attention.memory)))
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (_,) = ctx.saved_tensors
+        return gradient, None
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_random_state_of_an_attention_without_dropout_may_be_unwritten(dropout):
+    """As the kernels on CUDA do, and the package flash-attn."""
+
+    def attends(block, hidden, shift):
+        return work(block, _Attention.apply(hidden, dropout), shift)
+
+    model = exhibit_model(fault=attends)
+    enable(model, {"use_reentrant": False})
+    watch = Watch(1)
+    for number in range(len(model.layers)):
+        watch.on_forward(model, None)
+        exhibit_loss(model, number).backward()
+    assert watch.report().checks == len(model.layers)
+    assert [found.block for found in watch.differences] == (["layers.1"] if dropout else [])
+
+
 @pytest.mark.parametrize("name", NOT_CAUGHT)
 def test_what_the_watch_cannot_find(name):
     _, reason, show = NOT_CAUGHT[name]

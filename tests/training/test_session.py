@@ -23,6 +23,7 @@ from hf_ckpt.measure import levels, memory
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch
+from hf_ckpt.planner.options import in_segments
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.training.escalate import step_down
 from hf_ckpt.training.measurements import _Look
@@ -479,6 +480,18 @@ def test_where_no_plan_fits_the_run_goes_on_with_the_least(caplog):
     run(model, [batch] * 9)
     assert installation(model).planned.over
     assert sum("no plan fits 4 x 64 tokens" in record.message for record in caplog.records) == 1
+
+
+def test_segments_are_planned_once_keep_is_measured():
+    """A segment runs again as a whole, as under `keep`."""
+    batch, model = tiny_batch("llama", **SHAPE), model_of("llama")
+    budgeted(model, 10 * half(batch))
+    run(model, [batch] * 9)
+    known = session_of(model).known
+    assert list(in_segments(known.costs(batch)))
+    for pair in [pair for pair in known.changes if pair[1] == KEEP]:
+        del known.changes[pair]
+    assert not list(in_segments(known.costs(batch)))
 
 
 # --- reads of an accelerator's statistics -----------------------------------------------------------------------------
