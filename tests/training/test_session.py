@@ -488,10 +488,11 @@ def test_segments_are_planned_once_keep_is_measured():
     budgeted(model, 10 * half(batch))
     run(model, [batch] * 9)
     known = session_of(model).known
-    assert list(in_segments(known.costs(batch)))
+    (measured,) = known.full
+    assert list(in_segments(known.costs(measured)))
     for pair in [pair for pair in known.changes if pair[1] == KEEP]:
         del known.changes[pair]
-    assert not list(in_segments(known.costs(batch)))
+    assert not list(in_segments(known.costs(measured)))
 
 
 # --- reads of an accelerator's statistics -----------------------------------------------------------------------------
