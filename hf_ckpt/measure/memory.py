@@ -54,7 +54,6 @@ def peak_meter(devices: Iterable[torch.device]) -> PeakMeter:
 def keeps_statistics(device: torch.device) -> bool:
     """Whether the allocator of an accelerator reports its peaks. Warns once if it does not."""
     try:
-        torch.empty(0, device=device)  # the statistics of a device that nobody has used cannot be reset
         allocator_of(device).restart()
     except RuntimeError as error:  # torch does not tell in advance
         warn_once(

@@ -254,6 +254,7 @@ def test_statistics_without_a_module_of_their_own(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_allocator_peak():
+    torch.cuda.init()
     meter = memory.peak_meter([torch.device("cuda", 0)])
     meter.reset()
     before = meter.peak_bytes()
