@@ -597,7 +597,7 @@ class Session:
 
     def _make(self, batch: Batch) -> Planned:
         """Make the plan for a batch from the measurements."""
-        return self._planned(batch, self._with_more([self.known.costs(batch)]))
+        return self._planned(batch, self._with_more(batch, self.known.costs(batch)))
 
     def _planned(self, batch: Batch, ways: list[Costs]) -> Planned:
         """Return the fastest plan for a batch, or the one with the lowest peak."""
@@ -610,18 +610,18 @@ class Session:
         self._tell(planned)
         return planned
 
-    def _with_more(self, ways: list[Costs]) -> list[Costs]:
+    def _with_more(self, batch: Batch, costs: Costs) -> list[Costs]:
         """Return the candidates, with offloading and segments, whose costs are computed from other actions."""
-        found = list(with_host_memory(ways, this_device(self._devices), self._spec.host_budget))
+        found = list(with_host_memory([costs], this_device(self._devices), self._spec.host_budget))
         if self._moved_bias_bytes:
             static = (
                 dataclasses.replace(c.static, parameters=c.static.parameters + self._moved_bias_bytes) for c in found
             )
-            found = [*ways, *(dataclasses.replace(c, static=more) for c, more in zip(found, static, strict=True))]
+            found = [costs, *(dataclasses.replace(c, static=more) for c, more in zip(found, static, strict=True))]
         base = self._base()
         if base is None or self._sharded or len({block.stack for block in self._blocks.values()}) > 1:
             return found
-        return [*found, *(more for costs in ways for more in in_segments(costs))]
+        return [*found, *in_segments(self.known.costs_in_segments(batch))]
 
     def _tightest(self, batch: Batch) -> Planned:
         return self._trying(batch, {})
