@@ -673,6 +673,8 @@ class BatchHook(ModelHook):
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook, called even after an error; then `output` is None."""
+        if compat.is_compiling():
+            return
         base = self._arguments()[0]
         record = None if base is None else installation(base)
         if record is None or record.running.module is None or record.running.module() is not module:
