@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.cli.arguments import importing, positive, quiet_libraries
 from hf_ckpt.errors import HfCkptError, InfeasibleError, MissingDependencyError, shown
+from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.forecast.html import STYLE, error_html, import_plotly, misfit_html, report_of
-from hf_ckpt.prediction.devices import DEVICES
 from hf_ckpt.prediction.presets import presets, refuse_missing_model
 from hf_ckpt.prediction.question import FIELDS, Question, about, question
 from hf_ckpt.units import parse_count

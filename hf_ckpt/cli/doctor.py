@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.cli.arguments import positive, refused_in_words
 from hf_ckpt.console import make_console
-from hf_ckpt.prediction.devices import DEVICES
+from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.prediction.question import FIELDS, about
 
 if TYPE_CHECKING:

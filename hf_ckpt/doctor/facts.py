@@ -16,7 +16,7 @@ from typing import Any
 
 from hf_ckpt import errors
 from hf_ckpt.errors import HfCkptError, SpecError
-from hf_ckpt.prediction.devices import Device, device_named
+from hf_ckpt.forecast.devices import Device, device_named
 from hf_ckpt.spec.files import read_values
 from hf_ckpt.spec.spec import Spec
 

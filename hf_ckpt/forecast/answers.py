@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.errors import InfeasibleError
+from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.words import arguments_of, assumed, headline, model_lines, task_of, yaml_lines
-from hf_ckpt.prediction.devices import Device
 from hf_ckpt.prediction.question import Workload
 from hf_ckpt.units import format_bytes, format_ratio, format_seconds
 

@@ -19,7 +19,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.prediction.devices import DEVICES
+from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.prediction.presets import presets
 from hf_ckpt.prediction.question import Question
 

@@ -13,6 +13,7 @@ from torch import nn
 from hf_ckpt.attach.attach import paused
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast import cache
+from hf_ckpt.forecast.devices import Device, device_named, this_device
 from hf_ckpt.forecast.nearest import LARGEST, Setting, largest, nearest_settings
 from hf_ckpt.forecast.record import Forecast, bytes_allowed, forecast_within
 from hf_ckpt.forecast.words import notes_of
@@ -23,9 +24,7 @@ from hf_ckpt.planner.budgets import peak_of_least
 from hf_ckpt.planner.options import cost_options, ways_to_run, with_host_memory
 from hf_ckpt.prediction.batches import sizes_of_batch, step_of_workload
 from hf_ckpt.prediction.costs import Costs
-from hf_ckpt.prediction.devices import Device, device_named
 from hf_ckpt.prediction.fsdp2 import layout_for, with_shards
-from hf_ckpt.prediction.machine import this_device
 from hf_ckpt.prediction.optimizers import optimizer_bytes
 from hf_ckpt.prediction.question import MOST_TOKENS, Question, Workload, question
 from hf_ckpt.prediction.skeleton import Skeleton, Weights, refuse_moved_weights, skeleton_of

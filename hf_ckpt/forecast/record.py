@@ -7,11 +7,11 @@ from typing import Any
 
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.forecast import cache
+from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.words import assumed, headline, spec_of, task_of, to_write
 from hf_ckpt.planner.alternatives import Alternative, frontier
 from hf_ckpt.planner.budgets import choice_within, peak_of_least, plan_of
 from hf_ckpt.prediction.costs import Costs
-from hf_ckpt.prediction.devices import Device
 from hf_ckpt.prediction.question import Question, Workload
 from hf_ckpt.prediction.timeline import Timeline, worst_timeline
 from hf_ckpt.spec.plan import Plan

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_ckpt.errors import HfCkptError, shown
-from hf_ckpt.prediction.devices import DEVICES, device_named
+from hf_ckpt.forecast.devices import DEVICES, device_named
 from hf_ckpt.prediction.optimizer_names import NAMES
 from hf_ckpt.units import DEFAULT_SHARE, exact_size, parse_budget, parse_bytes, parse_count
 

@@ -16,8 +16,8 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.compat.peft import add_lora, like_bitsandbytes
 from hf_ckpt.errors import HfCkptError, reason_of
+from hf_ckpt.forecast.devices import Device
 from hf_ckpt.models.families import learned_positions
-from hf_ckpt.prediction.devices import Device
 from hf_ckpt.prediction.presets import no_model, presets
 from hf_ckpt.prediction.quantised import QuantisedLinear, prepare_for_kbit_training, quantise
 from hf_ckpt.prediction.question import DTYPE_NAMES, Workload

@@ -46,6 +46,7 @@ from hf_ckpt.attach.attach import exchange, paused
 from hf_ckpt.attach.boundaries import Boundaries
 from hf_ckpt.attach.record import Installation
 from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import PLANS
 from hf_ckpt.measure.levels import Levels, Meter, can_be_measured, meter_for
 from hf_ckpt.measure.machine import DeviceMemory, device_memory, device_name
@@ -53,7 +54,6 @@ from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.planner.budgets import above_budget, plan_of, plan_of_least, plan_within
 from hf_ckpt.planner.options import in_segments, with_host_memory
 from hf_ckpt.prediction.costs import Costs
-from hf_ckpt.prediction.machine import this_device
 from hf_ckpt.prediction.measured import Step, step_of
 from hf_ckpt.prediction.optimizers import held_bytes, state_bytes
 from hf_ckpt.spec.actions import COMPILED, FULL, KEEP, Action, candidates, offloads

@@ -12,8 +12,8 @@ from helpers.processes import python
 from hf_ckpt.cli.main import main
 from hf_ckpt.cli.pictures import import_pyplot, save_figure
 from hf_ckpt.errors import FileError
+from hf_ckpt.forecast.devices import device_named
 from hf_ckpt.forecast.record import bytes_allowed
-from hf_ckpt.prediction.devices import device_named
 from hf_ckpt.prediction.workload import Workload, load_config, presets, real_model
 from hf_ckpt.units import parse_budget
 

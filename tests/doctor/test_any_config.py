@@ -15,7 +15,7 @@ from hf_ckpt.doctor import facts, rules
 from hf_ckpt.doctor.facts import ACCELERATE, ADAPTER, DEEPSPEED, FSDP, TRAINING, ConfigFile, Facts, ModelFacts
 from hf_ckpt.doctor.rules import diagnose, to_dict
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.prediction.devices import DEVICES
+from hf_ckpt.forecast.devices import DEVICES
 
 RULES_SOURCE = "".join(Path(module.__file__).read_text() for module in (facts, rules))
 NAMES = sorted(

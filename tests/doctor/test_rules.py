@@ -34,8 +34,8 @@ from hf_ckpt.doctor import facts
 from hf_ckpt.doctor.facts import ADAPTER, DEEPSPEED, FSDP, ConfigFile, Facts, ModelFacts
 from hf_ckpt.doctor.rules import RULES, diagnose
 from hf_ckpt.errors import HfCkptError
+from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.prediction.devices import DEVICES
 
 OLD = {"transformers": "4.57.1"}
 SAC_ATTENTION = {"policy": "selective", "engine": "sac", "save": ["attention"]}

@@ -19,6 +19,7 @@ from hf_ckpt.cli import plan as plan_verb
 from hf_ckpt.cli.main import main
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.forecast.answers import misfit_of
+from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.forecast.forecast import Forecaster, forecast
 from hf_ckpt.forecast.nearest import Setting
 from hf_ckpt.forecast.words import (
@@ -32,7 +33,6 @@ from hf_ckpt.forecast.words import (
     task_of,
     yaml_lines,
 )
-from hf_ckpt.prediction.devices import DEVICES
 from hf_ckpt.prediction.question import Question, Workload
 from hf_ckpt.prediction.workload import on_device, skeleton_of_workload
 from hf_ckpt.spec.actions import KEEP

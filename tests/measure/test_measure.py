@@ -13,12 +13,12 @@ import torch
 
 from hf_ckpt import compat
 from hf_ckpt.compat import devices
+from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.measure import clocks, levels, machine, memory
 from hf_ckpt.measure.clocks import TrainingClock
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.prediction.machine import this_device
 from hf_ckpt.training.install import trial
 
 MIB = 2**20

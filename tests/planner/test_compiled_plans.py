@@ -16,9 +16,9 @@ from hf_ckpt.attach.attach import trial
 from hf_ckpt.attach.record import installation
 from hf_ckpt.cli.main import main
 from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.forecast.devices import device_named
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
-from hf_ckpt.prediction.devices import device_named
 from hf_ckpt.prediction.optimizers import state_bytes
 from hf_ckpt.prediction.skeleton import skeleton_of
 from hf_ckpt.prediction.timeline import timeline

@@ -16,11 +16,11 @@ import hf_ckpt
 from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.tiles import standing_for
 from hf_ckpt.errors import HfCkptError, SpecError
+from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.forecast.forecast import forecast
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.planner.budgets import choice_within, plan_of_least, plan_within
 from hf_ckpt.planner.options import cost_options, ways_to_run
-from hf_ckpt.prediction.devices import DEVICES
 from hf_ckpt.prediction.question import Question
 from hf_ckpt.prediction.skeleton import skeleton_of
 from hf_ckpt.prediction.timeline import worst_timeline
@@ -117,7 +117,7 @@ def test_times_count_what_runs_again():
     """
     skeleton, step_of = step_on(model_of())
     flops = {}
-    rates = {"flops16": 1e9, "flops32": 1e9, "flops_efficiency": 1.0, "bandwidth": 1e30, "launch_nanoseconds": 0}
+    rates = {"flops16": 1e9 / 0.6, "flops32": 1e9 / 0.6, "bandwidth": 1e30, "launch_nanoseconds": 0}
     device = dataclasses.replace(H100, **rates)  # a floating-point operation takes a nanosecond, all else nothing
     for mlp in ("full", 100):
         costs = trace_costs(skeleton, step_of, device, mlp=mlp, actions=(KEEP, FULL))

@@ -17,10 +17,10 @@ from hf_ckpt import compat
 from hf_ckpt.attach.attach import trial
 from hf_ckpt.compat.private import private
 from hf_ckpt.engines.rebuild import masks
+from hf_ckpt.forecast.devices import device_named
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.prediction.devices import device_named
 from hf_ckpt.prediction.skeleton import skeleton_of
 from hf_ckpt.prediction.trace import Step, trace_costs
 from hf_ckpt.spec.actions import KEEP, SELECTIVE, Action

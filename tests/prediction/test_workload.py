@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_ckpt.compat.peft import add_lora
 from hf_ckpt.errors import HfCkptError, MissingDependencyError
+from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_model
 from hf_ckpt.prediction import presets as presets_module
 from hf_ckpt.prediction.batches import batch_for, loss_for, step_of_model, step_of_workload
-from hf_ckpt.prediction.devices import DEVICES
 from hf_ckpt.prediction.skeleton import skeleton_of
 from hf_ckpt.prediction.trace import trace_costs
 from hf_ckpt.prediction.workload import (

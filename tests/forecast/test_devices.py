@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.prediction.devices import DEVICES, device_like, device_named
+from hf_ckpt.forecast.devices import DEVICES, device_like, device_named
 
 
 def test_devices_are_known_by_their_own_names():
