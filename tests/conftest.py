@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
 
 import pytest
 import torch
@@ -31,20 +29,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several workers share the cores
 # Every run tries the same examples; a new failing example becomes a named test.
 settings.register_profile("hf_ckpt", deadline=None, derandomize=True)
 settings.load_profile("hf_ckpt")
-
-
-@pytest.fixture(scope="session")
-def cache_home():
-    with tempfile.TemporaryDirectory() as folder:
-        yield folder
-
-
-@pytest.fixture(autouse=True)
-def no_answer_is_remembered(cache_home, monkeypatch):
-    """Hide cached answers of earlier tests and of this machine's user."""
-    monkeypatch.setenv("HF_HOME", cache_home)
-    yield
-    shutil.rmtree(f"{cache_home}/hf_ckpt", ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

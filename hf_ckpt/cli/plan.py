@@ -64,13 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     in_file = {} if arguments.config is None else _read_config(arguments.config)
     asked = question({**in_file, **asked_of(arguments)})
     refuse_missing_model(asked.model)
-    from hf_ckpt.forecast.record import remembered
-
     console = make_console(stderr=arguments.json)
     whole = dataclasses.replace(asked, frontier=asked.frontier or arguments.html is not None)
-    found = remembered(whole)
-    if found is None:
-        found = _traced(whole, console, as_json=arguments.json)
+    found = _traced(whole, console, as_json=arguments.json)
     if found is None:
         return 2
     if arguments.json:

@@ -12,7 +12,6 @@ from torch import nn
 
 from hf_ckpt.attach.attach import paused
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.forecast import cache
 from hf_ckpt.forecast.devices import Device, device_named, this_device
 from hf_ckpt.forecast.nearest import LARGEST, Setting, largest, nearest_settings
 from hf_ckpt.forecast.record import Forecast, bytes_allowed, forecast_within
@@ -125,7 +124,7 @@ class Forecaster:
         self.asked = asked if skeleton else on_device(asked, self.device)
         self.tell: Progress = on_progress or (lambda text: None)
         self.budget = bytes_allowed(asked.budget, self.device)
-        self._given, self._config, self._is_live = asked, config, skeleton is not None
+        self._config = config
         self._skeletons = {} if skeleton is None else {_model_of(self.asked): skeleton}
         self._traces: dict[Any, Costs] = {}
 
@@ -143,8 +142,6 @@ class Forecaster:
         segments = () if asked.sharded else segmented_options(costs)
         usual = (*usual_options(costs, device.host_bandwidth, self._under_transformers(asked)), *segments)
         further = () if asked.sharded else self._further(costs, () if asked.compiled else candidates)
-        if self._config is None and not self._is_live:
-            cache.save(self._given, (asked, device, candidates, usual, further))
         return forecast_within(
             self.budget,
             asked,

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hf_ckpt.errors import InfeasibleError
-from hf_ckpt.forecast import cache
 from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.words import assumed, headline, spec_of, task_of, to_write
-from hf_ckpt.planner.alternatives import Alternative, frontier
+from hf_ckpt.planner.alternatives import Alternative
 from hf_ckpt.planner.budgets import choice_within, peak_of_least, plan_of
 from hf_ckpt.prediction.costs import Costs
 from hf_ckpt.prediction.question import Question, Workload
@@ -149,23 +147,6 @@ def forecast_within(
     costs, chosen = choice_within(candidates, limit)
     plan, timeline = plan_of(costs, chosen, limit, device.name), worst_timeline(costs, chosen)
     return Forecast(asked, device, limit, costs, plan, timeline, usual, candidates, further, **more)
-
-
-def remembered(asked: Question) -> Forecast | None:
-    """Return the forecast from the costs that an earlier process saved for the same training, for any budget.
-
-    Returns None if there are none, or if no plan fits: the search for what would fit needs the model.
-    """
-    found = cache.load(asked)
-    if found is None:
-        return None
-    known, device, candidates, usual, further = found
-    known = dataclasses.replace(known, budget=asked.budget, frontier=asked.frontier)
-    limit, others = bytes_allowed(asked.budget, device), tuple(frontier(candidates)) if asked.frontier else ()
-    try:
-        return forecast_within(limit, known, device, candidates, usual, further, frontier=others)
-    except InfeasibleError:
-        return None
 
 
 def bytes_allowed(budget: float | None, device: Device) -> int:

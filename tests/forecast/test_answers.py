@@ -164,7 +164,6 @@ def test_a_plan_that_is_larger_than_the_card_does_not_fit(capsys, monkeypatch):
     for part in (found.answer, said, str(found.plan), "every_n_layers: 2"):
         assert part in console.file.getvalue()
     small = dataclasses.replace(found, device=dataclasses.replace(found.device, memory_gib=0.1), budget_bytes=2 * GIB)
-    monkeypatch.setattr("hf_ckpt.forecast.record.remembered", lambda asked: None)
     for given, code in ((found, 0), (small, 2)):
         monkeypatch.setattr(Forecaster, "forecast", lambda _, given=given: given)
         assert main(["plan", "mini-gpt2", "--device", "4090", "--budget", "30GiB", "--json"]) == code
