@@ -22,7 +22,7 @@ from hf_ckpt.planner.alternatives import Alternative, frontier, further_options,
 from hf_ckpt.planner.budgets import peak_of_least
 from hf_ckpt.planner.options import cost_options, ways_to_run, with_host_memory
 from hf_ckpt.prediction.batches import sizes_of_batch, step_of_workload
-from hf_ckpt.prediction.costs import Costs
+from hf_ckpt.costs.costs import Costs
 from hf_ckpt.prediction.fsdp2 import layout_for, with_shards
 from hf_ckpt.prediction.optimizers import optimizer_bytes
 from hf_ckpt.prediction.question import MOST_TOKENS, Question, Workload, question

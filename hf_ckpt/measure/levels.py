@@ -14,27 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from hf_ckpt import compat
+from hf_ckpt.costs.steps import Level
 from hf_ckpt.measure.clocks import DeviceClock
 from hf_ckpt.measure.live import Holder, LiveBytes
 from hf_ckpt.measure.memory import AllocatorMeter, keeps_statistics
-
-
-@dataclasses.dataclass(frozen=True)
-class Level:
-    """The readings at one boundary of a step."""
-
-    what: str
-    """`begin`, `forward`, `forwarded`, `backward` or `end`: what begins or has ended there."""
-    block: str
-    """Name of the block; empty for `begin` and `end`."""
-    has_graph: bool = True
-    """For `forward`: whether the block's input requires gradients. For `forwarded`: whether its output does."""
-    bytes: int = 0
-    """Bytes alive."""
-    peak_bytes: int = 0
-    """Most bytes alive since the previous boundary."""
-    nanoseconds: int = 0
-    """Time since the previous boundary; 0 in a step that was not timed."""
 
 
 class Meter(Protocol):

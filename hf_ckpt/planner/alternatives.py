@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from hf_ckpt.planner.budgets import lowest_of, plan_of, plan_within, several_of
-from hf_ckpt.prediction.costs import BlockCost, Choice, Costs, Key, Phase
-from hf_ckpt.prediction.offload import OFFLOADED, with_offloading
-from hf_ckpt.prediction.timeline import worst_timeline
+from hf_ckpt.costs.costs import BlockCost, Choice, Costs, Key, Phase
+from hf_ckpt.costs.offload import OFFLOADED, with_offloading
+from hf_ckpt.costs.timeline import worst_timeline
 from hf_ckpt.spec.actions import FULL, SELECTIVE
 from hf_ckpt.spec.plan import Plan
 

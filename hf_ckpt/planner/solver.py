@@ -30,8 +30,8 @@ from typing import Any
 import numpy
 import numpy.typing
 
-from hf_ckpt.prediction.costs import Choice, Costs, Key, Phase, StackCosts
-from hf_ckpt.prediction.timeline import worst_timeline
+from hf_ckpt.costs.costs import Choice, Costs, Key, Phase, StackCosts
+from hf_ckpt.costs.timeline import worst_timeline
 from hf_ckpt.spec.actions import FULL
 
 _MANY = 2**61

@@ -28,7 +28,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from hf_ckpt.prediction.costs import BlockCost, Costs, Key, Phase, StackCosts
+from hf_ckpt.costs.costs import BlockCost, Costs, Key, Phase, StackCosts
 from hf_ckpt.prediction.optimizers import OptimizerBytes
 from hf_ckpt.prediction.skeleton import Skeleton, Weights
 

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from hf_ckpt.prediction.costs import BlockCost, Key, Phase
+from hf_ckpt.costs.costs import BlockCost, Key, Phase
 from hf_ckpt.prediction.tracer import Place, Tracer
 
 Row = tuple[Key, ...]

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from hf_ckpt.prediction.costs import Choice, Costs
-from hf_ckpt.prediction.measured import Call, CallName, Change, Step, StepCosts, bound_of, changes_of, joined
-from hf_ckpt.prediction.timeline import worst_timeline
+from hf_ckpt.costs.costs import Choice, Costs
+from hf_ckpt.costs.steps import Call, CallName, Change, Step, StepCosts, bound_of, changes_of, joined
+from hf_ckpt.costs.timeline import worst_timeline
 from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, Action
 from hf_ckpt.spec.plan import Block
 from hf_ckpt.training.batches import Batch

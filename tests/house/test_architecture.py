@@ -58,11 +58,11 @@ def test_no_import_cycles_inside_rooms():
 TORCH_FREE = sorted(
     name.removesuffix("/__init__")
     for name in MODULES
-    if name.split("/")[0] in ("spec", "doctor")
+    if name.split("/")[0] in ("spec", "costs", "doctor")
     or name in ("__main__", "errors", "units", "logs", "console", "versions", "models/families", "training/summary")
     or name in [f"forecast/{file}" for file in ("cache", "record", "words", "answers")]
     or name in [f"planner/{file}" for file in ("policies", "solver", "budgets", "alternatives")]
-    or name in [f"prediction/{file}" for file in ("devices", "costs", "timeline", "offload", "question")]
+    or name in [f"prediction/{file}" for file in ("devices", "question")]
     or name in [f"forecast/{file}" for file in ("answers", "figures", "html", "text", "words")]
     or (name.startswith("cli/") and name not in ("cli/demo_run", "cli/check_models"))
 )

@@ -19,7 +19,7 @@ from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.prediction import trace
 from hf_ckpt.prediction.runs import short_row
 from hf_ckpt.prediction.skeleton import skeleton_of
-from hf_ckpt.prediction.timeline import timeline
+from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.prediction.trace import Step, trace_costs, trace_rows
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 

@@ -24,7 +24,7 @@ from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch
 from hf_ckpt.planner.options import in_segments
-from hf_ckpt.prediction.timeline import worst_timeline
+from hf_ckpt.costs.timeline import worst_timeline
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.training.escalate import step_down
 from hf_ckpt.training.measurements import _Look

@@ -78,7 +78,7 @@ TRAPS = {
     """,
     16: """offloading does not lower the peak, or moves masks
         planner/test_real_peaks.py::test_a_plan_offloads_only_where_that_lowers_the_peak
-        prediction/test_offloading.py::test_a_plan_moves_only_what_it_has_to
+        costs/test_offload.py::test_a_plan_moves_only_what_it_has_to
         parity/test_matrix.py::test_gradients_are_those_of_no_checkpointing
     """,
     17: """asynchronous offloading: NaN, leaks, use after free, silent rounding

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from hf_ckpt.prediction.costs import BlockCost, Costs, Key, Phase, StackCosts
+from hf_ckpt.costs.costs import BlockCost, Costs, Key, Phase, StackCosts
 from hf_ckpt.spec.actions import FULL, Action, offloads
 
 OFFLOADED = offloads()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from hf_ckpt.prediction.costs import Choice, Costs, Phase, StackCosts
+from hf_ckpt.costs.costs import Choice, Costs, Phase, StackCosts
 from hf_ckpt.spec.plan import Block, run_lengths
 
 

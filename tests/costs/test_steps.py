@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_ckpt.measure.levels import Level
-from hf_ckpt.prediction.measured import Change, StepCosts, changes_of, joined, step_of
-from hf_ckpt.prediction.timeline import step_nanoseconds, worst_timeline
+from hf_ckpt.costs.steps import Change, Level, StepCosts, changes_of, joined, step_of
+from hf_ckpt.costs.timeline import step_nanoseconds, worst_timeline
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.spec.plan import Block
 from hf_ckpt.training.batches import Batch, Forward

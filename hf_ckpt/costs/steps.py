@@ -22,8 +22,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
-from hf_ckpt.measure.levels import Level
-from hf_ckpt.prediction.costs import BlockCost, Costs, Key, Phase, StackCosts, Static
+from hf_ckpt.costs.costs import BlockCost, Costs, Key, Phase, StackCosts, Static
 from hf_ckpt.spec.actions import FULL, KEEP, Action
 from hf_ckpt.spec.plan import Block
 
@@ -35,6 +34,24 @@ Times = Mapping[CallName, tuple[int, int, int]]
 """Call -> nanoseconds of its forward, of what runs between it and the next call, and of its backward."""
 BEFORE: CallName = ("", 0)
 """Key in `Times` for what runs before the first call; only its first number is used."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """The readings at one boundary of a step."""
+
+    what: str
+    """`begin`, `forward`, `forwarded`, `backward` or `end`: what begins or has ended there."""
+    block: str
+    """Name of the block; empty for `begin` and `end`."""
+    has_graph: bool = True
+    """For `forward`: whether the block's input requires gradients. For `forwarded`: whether its output does."""
+    bytes: int = 0
+    """Bytes alive."""
+    peak_bytes: int = 0
+    """Most bytes alive since the previous boundary."""
+    nanoseconds: int = 0
+    """Time since the previous boundary; 0 in a step that was not timed."""
 
 
 @dataclasses.dataclass(frozen=True)
