@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt.attach.attach import paused
+from hf_ckpt.costs.costs import Costs
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.devices import Device, device_named, this_device
 from hf_ckpt.forecast.nearest import LARGEST, Setting, largest, nearest_settings
@@ -22,7 +23,6 @@ from hf_ckpt.planner.alternatives import Alternative, frontier, further_options,
 from hf_ckpt.planner.budgets import peak_of_least
 from hf_ckpt.planner.options import cost_options, ways_to_run, with_host_memory
 from hf_ckpt.prediction.batches import sizes_of_batch, step_of_workload
-from hf_ckpt.costs.costs import Costs
 from hf_ckpt.prediction.fsdp2 import layout_for, with_shards
 from hf_ckpt.prediction.optimizers import optimizer_bytes
 from hf_ckpt.prediction.question import MOST_TOKENS, Question, Workload, question

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from hf_ckpt.costs.costs import Costs
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.words import spec_of
 from hf_ckpt.planner.budgets import fits, peak_of_least, plan_within
-from hf_ckpt.costs.costs import Costs
 from hf_ckpt.prediction.question import FIELDS, Question, words_of
 from hf_ckpt.units import GIB
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from hf_ckpt.costs.costs import Costs
+from hf_ckpt.costs.timeline import Timeline, worst_timeline
 from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.words import assumed, headline, spec_of, task_of, to_write
 from hf_ckpt.planner.alternatives import Alternative
 from hf_ckpt.planner.budgets import choice_within, peak_of_least, plan_of
-from hf_ckpt.costs.costs import Costs
 from hf_ckpt.prediction.question import Question, Workload
-from hf_ckpt.costs.timeline import Timeline, worst_timeline
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import budget_bytes, parse_budget
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from hf_ckpt.costs.costs import Costs
 from hf_ckpt.forecast.devices import Device
 from hf_ckpt.models.families import GENERIC
-from hf_ckpt.costs.costs import Costs
 from hf_ckpt.prediction.question import Workload
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import GIB, exact_size, format_bytes

@@ -6,10 +6,10 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
-from hf_ckpt.planner.budgets import lowest_of, plan_of, plan_within, several_of
 from hf_ckpt.costs.costs import BlockCost, Choice, Costs, Key, Phase
 from hf_ckpt.costs.offload import OFFLOADED, with_offloading
 from hf_ckpt.costs.timeline import worst_timeline
+from hf_ckpt.planner.budgets import lowest_of, plan_of, plan_within, several_of
 from hf_ckpt.spec.actions import FULL, SELECTIVE
 from hf_ckpt.spec.plan import Plan
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from hf_ckpt.errors import InfeasibleError
-from hf_ckpt.planner.solver import fastest, lowest_peak, smallest
 from hf_ckpt.costs.costs import Choice, Costs
 from hf_ckpt.costs.timeline import step_nanoseconds, worst_timeline
+from hf_ckpt.errors import InfeasibleError
+from hf_ckpt.planner.solver import fastest, lowest_peak, smallest
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Block, Plan, Prediction, numbers_of_runs
 from hf_ckpt.units import format_bytes

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from hf_ckpt.costs.costs import Costs
+from hf_ckpt.costs.offload import with_offloading
 from hf_ckpt.forecast.devices import Device
 from hf_ckpt.models.blocks import vocabulary_head
 from hf_ckpt.planner.budgets import several_of
-from hf_ckpt.costs.costs import Costs
-from hf_ckpt.costs.offload import with_offloading
 from hf_ckpt.prediction.skeleton import Skeleton
 from hf_ckpt.prediction.trace import Step, chunked_head
 from hf_ckpt.spec.actions import FULL, KEEP

@@ -20,11 +20,11 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import trial
+from hf_ckpt.costs.costs import Costs, Phase, StackCosts, Static
 from hf_ckpt.engines.tiles import standing_for
 from hf_ckpt.errors import HfCkptError, InPlaceError
 from hf_ckpt.forecast.devices import Device
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
-from hf_ckpt.costs.costs import Costs, Phase, StackCosts, Static
 from hf_ckpt.prediction.optimizers import OptimizerBytes, optimizer_bytes
 from hf_ckpt.prediction.runs import Row, Run, short_row, stack_costs
 from hf_ckpt.prediction.skeleton import Skeleton, own_forward

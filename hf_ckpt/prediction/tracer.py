@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from hf_ckpt import compat
+from hf_ckpt.costs.costs import Phase
 from hf_ckpt.forecast.devices import Device
 from hf_ckpt.measure.live import LiveBytes
-from hf_ckpt.costs.costs import Phase
 from hf_ckpt.spec.plan import Block
 
 Place = tuple[str, int, int]

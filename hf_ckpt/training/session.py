@@ -45,6 +45,8 @@ from hf_ckpt import compat
 from hf_ckpt.attach.attach import exchange, paused
 from hf_ckpt.attach.boundaries import Boundaries
 from hf_ckpt.attach.record import Installation
+from hf_ckpt.costs.costs import Costs
+from hf_ckpt.costs.steps import Step, step_of
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import PLANS
@@ -53,8 +55,6 @@ from hf_ckpt.measure.machine import DeviceMemory, device_memory, device_name
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.planner.budgets import above_budget, plan_of, plan_of_least, plan_within
 from hf_ckpt.planner.options import in_segments, with_host_memory
-from hf_ckpt.costs.costs import Costs
-from hf_ckpt.costs.steps import Step, step_of
 from hf_ckpt.prediction.optimizers import held_bytes, state_bytes
 from hf_ckpt.spec.actions import COMPILED, FULL, KEEP, Action, candidates, offloads
 from hf_ckpt.spec.plan import Plan

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.costs.costs import Costs
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.planner.options import cost_options, ways_to_run
 from hf_ckpt.prediction.batches import batch_for, loss_for
-from hf_ckpt.costs.costs import Costs
 from hf_ckpt.prediction.optimizers import bytes_of
 from hf_ckpt.prediction.skeleton import skeleton_of
 from hf_ckpt.prediction.trace import Step, actions_for, trace_costs

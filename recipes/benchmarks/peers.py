@@ -31,11 +31,11 @@ from workers import Worker, WorkerError
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import describe
+from hf_ckpt.costs.timeline import worst_timeline
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.forecast import forecast
 from hf_ckpt.models.families import depth_keys
 from hf_ckpt.prediction.question import Question, Workload
-from hf_ckpt.costs.timeline import worst_timeline
 from hf_ckpt.prediction.workload import load_config
 from hf_ckpt.spec.actions import FULL, Action
 from hf_ckpt.spec.files import write_text

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import _disable_current_modes
 
 import hf_ckpt
+from hf_ckpt.costs.offload import OFFLOADED, with_offloading
+from hf_ckpt.costs.timeline import step_nanoseconds, timeline, worst_timeline
 from hf_ckpt.engines import host as host_memory
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.measure.live import LiveBytes
@@ -22,9 +24,7 @@ from hf_ckpt.models.tiny import FAMILIES, tiny_batch
 from hf_ckpt.planner.budgets import choice_within, plan_of, plan_of_least, plan_within
 from hf_ckpt.planner.options import cost_options
 from hf_ckpt.planner.solver import fastest, smallest
-from hf_ckpt.costs.offload import OFFLOADED, with_offloading
 from hf_ckpt.prediction.skeleton import skeleton_of
-from hf_ckpt.costs.timeline import step_nanoseconds, timeline, worst_timeline
 from hf_ckpt.prediction.trace import Step, chunked_head, trace_costs
 from hf_ckpt.spec.actions import FULL, KEEP, OFFLOAD, SELECTIVE, candidates
 from hf_ckpt.spec.plan import Plan

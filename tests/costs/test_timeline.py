@@ -9,11 +9,11 @@ from helpers.made_up import blocks_of, made_up, some_costs
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_ckpt.costs.costs import BlockCost, Costs, Phase, StackCosts, Static
+from hf_ckpt.costs.timeline import step_nanoseconds, timeline, worst_timeline
 from hf_ckpt.planner.alternatives import segmented_options
 from hf_ckpt.planner.budgets import plan_of
 from hf_ckpt.planner.policies import make_plan
-from hf_ckpt.costs.costs import BlockCost, Costs, Phase, StackCosts, Static
-from hf_ckpt.costs.timeline import step_nanoseconds, timeline, worst_timeline
 from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.spec.plan import Plan, run_lengths
 from hf_ckpt.spec.spec import Spec

@@ -13,12 +13,12 @@ from helpers.sparing import sparing
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import trial
 from hf_ckpt.compat.peft import add_lora
+from hf_ckpt.costs.timeline import timeline, worst_timeline
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_model
 from hf_ckpt.prediction.skeleton import skeleton_of
-from hf_ckpt.costs.timeline import timeline, worst_timeline
 from hf_ckpt.prediction.trace import Step, trace_costs
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.spec.plan import Plan

@@ -15,13 +15,13 @@ from hf_ckpt import compat
 from hf_ckpt.attach.attach import trial
 from hf_ckpt.attach.record import installation
 from hf_ckpt.cli.main import main
+from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.devices import device_named
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.prediction.optimizers import state_bytes
 from hf_ckpt.prediction.skeleton import skeleton_of
-from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.prediction.trace import Step, actions_for, trace_costs
 from hf_ckpt.spec.plan import Plan
 

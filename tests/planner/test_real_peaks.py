@@ -18,14 +18,14 @@ from peft import prepare_model_for_kbit_training
 import hf_ckpt
 from hf_ckpt.attach.record import installation
 from hf_ckpt.cli.main import main
+from hf_ckpt.costs.offload import OFFLOADED, with_offloading
+from hf_ckpt.costs.timeline import worst_timeline
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.models.blocks import base_model
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.planner.budgets import peak_of_least, plan_of, plan_of_least, plan_within
-from hf_ckpt.costs.offload import OFFLOADED, with_offloading
 from hf_ckpt.prediction.skeleton import skeleton_of
-from hf_ckpt.costs.timeline import worst_timeline
 from hf_ckpt.prediction.trace import Step, trace_costs
 from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE
 from hf_ckpt.spec.spec import Spec

@@ -12,13 +12,13 @@ from helpers.sparing import sparing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_ckpt.costs.costs import BlockCost, Costs, Phase, StackCosts, Static
+from hf_ckpt.costs.timeline import step_nanoseconds, worst_timeline
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.planner import solver
 from hf_ckpt.planner.alternatives import frontier, usual_options
 from hf_ckpt.planner.budgets import plan_of, plan_of_least, plan_within
 from hf_ckpt.planner.solver import fastest, lowest_peak, smallest
-from hf_ckpt.costs.costs import BlockCost, Costs, Phase, StackCosts, Static
-from hf_ckpt.costs.timeline import step_nanoseconds, worst_timeline
 from hf_ckpt.spec.actions import KEEP
 from hf_ckpt.units import format_bytes
 

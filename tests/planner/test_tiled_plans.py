@@ -14,6 +14,7 @@ from helpers.steps import assert_near, assert_same, enable, step, without_cache
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
+from hf_ckpt.costs.timeline import worst_timeline
 from hf_ckpt.engines.tiles import standing_for
 from hf_ckpt.errors import HfCkptError, SpecError
 from hf_ckpt.forecast.devices import DEVICES
@@ -23,7 +24,6 @@ from hf_ckpt.planner.budgets import choice_within, plan_of_least, plan_within
 from hf_ckpt.planner.options import cost_options, ways_to_run
 from hf_ckpt.prediction.question import Question
 from hf_ckpt.prediction.skeleton import skeleton_of
-from hf_ckpt.costs.timeline import worst_timeline
 from hf_ckpt.prediction.trace import Step, chunked_head, trace_costs
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.spec.plan import Plan

@@ -27,11 +27,11 @@ from helpers.tracing import (
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import trial
+from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch
 from hf_ckpt.prediction.skeleton import skeleton_of
-from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.prediction.trace import Step, trace_costs
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, Action, candidates
 

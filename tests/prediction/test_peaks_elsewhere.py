@@ -8,10 +8,10 @@ import transformers
 from helpers.sparing import sparing
 from helpers.tracing import CPU, PEAK, PEAK_BATCH, a_family, chosen, model_of, near_real, plans_of, real_peaks, within
 
+from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch
 from hf_ckpt.prediction.skeleton import skeleton_of
-from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.prediction.trace import Step, trace_costs
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 

@@ -13,13 +13,13 @@ from transformers.utils import import_utils
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
+from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.prediction import trace
 from hf_ckpt.prediction.runs import short_row
 from hf_ckpt.prediction.skeleton import skeleton_of
-from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.prediction.trace import Step, trace_costs, trace_rows
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 

@@ -18,13 +18,13 @@ import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.boundaries import Boundaries, _Boundary
 from hf_ckpt.attach.record import installation
+from hf_ckpt.costs.timeline import worst_timeline
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.measure import levels, memory
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch
 from hf_ckpt.planner.options import in_segments
-from hf_ckpt.costs.timeline import worst_timeline
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.training.escalate import step_down
 from hf_ckpt.training.measurements import _Look
