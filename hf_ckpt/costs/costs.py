@@ -140,7 +140,7 @@ class Static:
         return self.always + self.gradients + self.step_bytes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Costs:
     """What a model costs under every action, for one batch shape."""
 

@@ -1,5 +1,5 @@
 """Makes plans, either from a spec and the blocks of a model, or from costs and a budget in bytes.
 
 `policies` makes the plans of fixed policies. `options` lists the costs that a plan is chosen from, `budgets` and
-`solver` choose the fastest actions that fit, and `alternatives` predicts the options that a plan is compared with.
+`choose` choose the fastest actions that fit, and `alternatives` predicts the options that a plan is compared with.
 """

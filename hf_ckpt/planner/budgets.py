@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hf_ckpt.costs.costs import Choice, Costs
 from hf_ckpt.costs.timeline import step_nanoseconds, worst_timeline
 from hf_ckpt.errors import InfeasibleError
-from hf_ckpt.planner.solver import fastest, lowest_peak, smallest
+from hf_ckpt.planner.choose import fastest, lowest_peak, smallest
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Block, Plan, Prediction, numbers_of_runs
 from hf_ckpt.units import format_bytes
@@ -18,15 +18,14 @@ OPTIMIZER_HINT = (
     "temporary copies (`fused=True`), or weights sharded over more devices"
 )
 GAIN = 0.01
-"""Share of time that a later candidate must save over earlier ones. Earlier ones run head and feed-forward as a whole,
-so their gradients are bit-equal to those without checkpointing."""
+"""Share of time that another way to train must save to be worth a change of its numbers."""
 
 
 def plan_within(ways: Costs | Sequence[Costs], budget_bytes: int, device: str = "") -> Plan:
     """The fastest plan whose predicted peak is at most `budget_bytes`.
 
     Args:
-        ways: the costs to plan with, or several candidates, of which earlier ones are preferred (see `GAIN`).
+        ways: the costs to plan with, or several candidates; of equally fast ones, the first is taken.
         budget_bytes: the peak that is allowed.
         device: name of the row whose speed was assumed.
 
@@ -40,17 +39,16 @@ def choice_within(ways: Costs | Sequence[Costs], budget_bytes: int) -> tuple[Cos
 
     Takes the arguments of `plan_within`, and raises `InfeasibleError` like it.
     """
-    found, least = None, 0.0
+    best: tuple[int, Costs, Choice] | None = None
     for costs in (candidates := several_of(ways)):
-        if costs.segments and found is not None and step_nanoseconds(costs, smallest(costs)) >= least * (1 - GAIN):
-            continue  # nearly always: segments take the time of `full`
         choice = fastest(costs, budget_bytes)
-        nanoseconds = step_nanoseconds(costs, choice) if choice is not None else 0
-        if choice is not None and (found is None or nanoseconds < least * (1 - GAIN)):
-            found, least = (costs, choice), nanoseconds
-    if found is None:
+        if choice is not None:
+            nanoseconds = step_nanoseconds(costs, choice)
+            if best is None or nanoseconds < best[0]:
+                best = nanoseconds, costs, choice
+    if best is None:
         raise _infeasible(lowest_of(candidates)[0], budget_bytes)
-    return found
+    return best[1:]
 
 
 def plan_of_least(ways: Costs | Sequence[Costs], budget_bytes: int | None = None, device: str = "") -> Plan:

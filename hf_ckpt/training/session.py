@@ -691,7 +691,7 @@ def limit_bytes(spec: Spec, memory: DeviceMemory) -> int:
 def _best(ways: list[Costs], limit: int, device: str) -> tuple[Plan, bool]:
     """Return the fastest plan within a limit and False; if none fits, the one with the lowest peak and True.
 
-    A block that is called several times needs the same action in all its calls. The solver cannot ensure that; then
+    A block that is called several times needs the same action in all its calls. `plan_within` cannot ensure that; then
     the candidates are `full` on the first blocks and one other action on the rest.
     """
     if all(len({block.name for block in stack.blocks}) == len(stack.blocks) for c in ways for stack in c.stacks):

@@ -22,8 +22,8 @@ from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch
 from hf_ckpt.planner.budgets import choice_within, plan_of, plan_of_least, plan_within
+from hf_ckpt.planner.choose import fastest, smallest
 from hf_ckpt.planner.options import cost_options
-from hf_ckpt.planner.solver import fastest, smallest
 from hf_ckpt.prediction.skeleton import skeleton_of
 from hf_ckpt.prediction.trace import Step, chunked_head, trace_costs
 from hf_ckpt.spec.actions import FULL, KEEP, OFFLOAD, SELECTIVE, candidates

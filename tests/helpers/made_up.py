@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_ckpt.costs.costs import BlockCost, Costs, Phase, StackCosts, Static
 from hf_ckpt.costs.timeline import worst_timeline
-from hf_ckpt.planner.solver import smallest
+from hf_ckpt.planner.choose import smallest
 from hf_ckpt.spec.actions import FULL, KEEP, Action
 from hf_ckpt.spec.plan import Block
 

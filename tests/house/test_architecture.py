@@ -61,7 +61,7 @@ TORCH_FREE = sorted(
     if name.split("/")[0] in ("spec", "costs", "doctor")
     or name in ("__main__", "errors", "units", "logs", "console", "versions", "models/families", "training/summary")
     or name in [f"forecast/{file}" for file in ("cache", "record", "words", "answers")]
-    or name in [f"planner/{file}" for file in ("policies", "solver", "budgets", "alternatives")]
+    or name in [f"planner/{file}" for file in ("policies", "choose", "budgets", "alternatives")]
     or name in [f"prediction/{file}" for file in ("devices", "question")]
     or name in [f"forecast/{file}" for file in ("answers", "figures", "html", "text", "words")]
     or (name.startswith("cli/") and name not in ("cli/demo_run", "cli/check_models"))

@@ -10,7 +10,7 @@ from helpers.made_up import blocks_of, made_up
 
 from hf_ckpt.costs.costs import BlockCost, Costs, Phase, StackCosts, Static
 from hf_ckpt.costs.timeline import timeline, worst_timeline
-from hf_ckpt.planner.solver import fastest, smallest
+from hf_ckpt.planner.choose import fastest, smallest
 from hf_ckpt.prediction.fsdp2 import Gathered, Layout, with_shards
 from hf_ckpt.spec.actions import KEEP, Action
 

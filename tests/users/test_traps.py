@@ -70,7 +70,7 @@ TRAPS = {
     """,
     14: """a budget on saved bytes is not one on the peak
         planner/test_real_peaks.py::test_a_budget_is_on_the_peak
-        planner/test_solver.py::test_the_fastest_is_the_fastest_of_all_that_fit
+        planner/test_choose.py::test_a_choice_is_as_fast_as_the_best_that_fits
     """,
     15: """every_n_layers counts encoder and decoder with one counter, and takes 0, -1 and 1.5
         attach/test_reenabling.py::test_every_n_layers_counts_each_stack
