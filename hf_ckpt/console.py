@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,3 +30,22 @@ def print_beside_bars(text: str) -> None:
     from tqdm import tqdm
 
     tqdm.write(text, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def progress(first: str) -> Iterator[Callable[[str], None]]:
+    """Show what is done on stderr, beginning with the text `first`: as a spinner in a terminal, else as lines.
+
+    Yields a function that takes the next text.
+    """
+    console = make_console(stderr=True)
+    if console.is_terminal:
+        with console.status(first) as status:
+            yield status.update
+    else:
+
+        def tell(text: str) -> None:
+            print(f"hf-ckpt: {text} ...", file=sys.stderr, flush=True)
+
+        tell(first)
+        yield tell

@@ -44,6 +44,7 @@ class LoraArguments(ModelArguments):
     lora_r: int = dataclasses.field(default=16, metadata={"help": "Rank of the adapters."})
     lora_alpha: int = dataclasses.field(default=32, metadata={"help": "Their scale, times the rank."})
     lora_dropout: float = dataclasses.field(default=0.0, metadata={"help": "Dropout in front of the adapters."})
+    lora_target_modules: str = dataclasses.field(default="all-linear", metadata={"help": "Layers that get adapters."})
 
 
 def load_base(options: LoraArguments, dtype: torch.dtype) -> PreTrainedModel:
@@ -84,7 +85,7 @@ def main() -> None:
         r=options.lora_r,
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
-        target_modules="all-linear",
+        target_modules=options.lora_target_modules,
         task_type="CAUSAL_LM",
     )
     model = get_peft_model(base, lora)

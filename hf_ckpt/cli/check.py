@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from hf_ckpt.cli.arguments import importing, positive, progress, within_memory
-from hf_ckpt.console import make_console
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from hf_ckpt.cli.arguments import importing, positive
+from hf_ckpt.console import make_console, progress
+from hf_ckpt.errors import HfCkptError, SpecError, reason_of
 
 
 def add(verbs: Any) -> None:
@@ -27,59 +25,95 @@ def add(verbs: Any) -> None:
     check.add_argument("--spec", default="full", help="JSON, words like policy=full, or a YAML file (default: full)")
     check.add_argument("--batch", type=positive, default=2, help="sequences (default 2)")
     check.add_argument("--tokens", type=positive, default=32, help="tokens a sequence (default 32)")
-    check.add_argument("--compile", action="store_true", help="with each block compiled, as by compile=blocks")
     check.add_argument("--bf16", action="store_true", help="weights and computation in bfloat16")
     check.add_argument("--json", action="store_true", help="print JSON instead of the table")
     check.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify the spec on each model and print a row each. Returns 1 if gradients differ or nothing was recomputed."""
+    """Verify the spec on each model and print a row each. Returns 1 if gradients differ or nothing was recomputed.
+
+    Raises `SpecError` if the spec fits no model, and `HfCkptError` if a model cannot be loaded or memory runs out.
+    """
+    from rich.table import Table
+
     from hf_ckpt.spec.spec import Spec
 
     spec = Spec.parse(arguments.spec)  # before torch is imported, which takes seconds
-    if arguments.compile:
-        spec = Spec.parse({**spec.to_dict(), "compile": "blocks"})
+    checks, refused = {}, []
     with progress("loading torch and transformers") as tell:
         with importing():
-            import torch
-
-            from hf_ckpt.cli.check_models import check_families, check_model
-
-        options = {
-            "batch": arguments.batch,
-            "tokens": arguments.tokens,
-            "dtype": torch.bfloat16 if arguments.bf16 else torch.float32,
-            "on_progress": tell,
-        }
-        with within_memory(f"{arguments.batch} x {arguments.tokens} tokens"):
-            if arguments.model is None:
-                rows = check_families(spec, **options)
-            else:
-                rows = [check_model(arguments.model, spec, **options)]
+            from hf_ckpt import compat
+            from hf_ckpt.models.blocks import vocabulary_head
+            from hf_ckpt.models.families import learned_positions
+            from hf_ckpt.training.verify import verify
+        try:
+            for name, model, inputs, loss in _models(arguments, spec):
+                tell(f"checking {name}")
+                try:
+                    if arguments.tokens > (learned_positions(model.config) or arguments.tokens):
+                        raise SpecError([f"it has positions for {learned_positions(model.config)} tokens"])
+                    if spec.head != "full" and vocabulary_head(model) is None:
+                        raise SpecError(["its head is no projection onto a vocabulary"])
+                    checks[name] = verify(model, inputs, spec, loss_fn=loss)
+                except SpecError as error:
+                    refused.append(f"not checked on {name}: {'; '.join(error.problems)}")
+        except Exception as error:
+            if not compat.is_out_of_memory(error):
+                raise
+            raise HfCkptError(f"memory ran out for {arguments.batch} x {arguments.tokens} tokens.") from error
+    if not checks:
+        raise SpecError(refused)
     if arguments.json:
-        found = [{"model": name, "spec": spec.to_dict(), **check.to_dict()} for name, check in rows]
+        found = [{"model": name, "spec": spec.to_dict(), **check.to_dict()} for name, check in checks.items()]
         print(json.dumps(found, indent=1))
     else:
-        print_checks([(name, spec.to_json(), check) for name, check in rows])
-    return 0 if all(check for _, check in rows) else 1
+        columns = ("model", "loss", "gradients", "recomputed", "result")
+        table = Table(*columns, title=f"same seed, without and with {spec.to_json()}")
+        for name, check in checks.items():
+            equal = f"{check.parameters - check.different}/{check.parameters} bit-equal"
+            loss = "equal" if not check.loss_difference else f"off by {check.loss_difference:.2g}"
+            recomputed = f"{sum(check.recomputed.values())} of {len(check.plan.active())}"
+            recomputed = f"{len(check.compiled)} compiled" if check.compiled else recomputed
+            table.add_row(name, loss, equal, recomputed, "ok" if check else "[bold red]FAILED")
+        make_console().print(table)
+        failed = [f"{name}:\n{check}" for name, check in checks.items() if not check or check.compiled]
+        make_console().print("\n".join(refused + failed), markup=False, highlight=False)
+    return 0 if all(checks.values()) else 1
 
 
-def print_checks(rows: Sequence[tuple[str, str, Any]], console: Console | None = None) -> None:
-    """Print a table with a row for each (model, spec, `Verification`), and the details of failed ones."""
-    from rich.table import Table
+def _models(arguments: argparse.Namespace, spec: Any) -> Iterator[tuple[str, Any, dict[str, Any], Any]]:
+    """Yield (name, model, inputs, loss): the model of the command line, or a small random one of every family.
 
-    table = Table(title="same seed, without and with the plan", title_justify="left")
-    for column in ("model", "spec", "loss", "gradients", "recomputed", "result"):
-        table.add_column(column, justify="right" if column in ("gradients", "recomputed") else "left", overflow="fold")
-    for model, spec, check in rows:
-        equal = f"{check.parameters - check.different}/{check.parameters} bit-equal"
-        loss = "equal" if not check.loss_difference else f"off by {check.loss_difference:.2g}"
-        recomputed = f"{sum(check.recomputed.values())} of {len(check.plan.active())}"
-        recomputed = f"{len(check.compiled)} compiled" if check.compiled else recomputed
-        table.add_row(model, spec, loss, equal, recomputed, "ok" if check else "[bold red]FAILED")
-    console = console or make_console()
-    console.print(table)
-    for model, spec, check in rows:
-        if not check or check.compiled:
-            console.print(f"{model}, {spec}:\n{check}", markup=False, highlight=False)
+    The random ones have dropout, unless their blocks are compiled or feed-forwards run in chunks, which draw their own
+    numbers. A loss of None is the model's own.
+    """
+    import torch
+    import transformers
+
+    from hf_ckpt import compat
+    from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+
+    dtype, shape = torch.bfloat16 if arguments.bf16 else torch.float32, (arguments.batch, arguments.tokens)
+    if arguments.model is None:
+        dropout = 0.1 if spec.compile is None and spec.mlp == "full" else 0.0
+        for family in FAMILIES:
+            inputs = tiny_batch(family, batch=arguments.batch, tokens=arguments.tokens)
+            yield f"{family} (random)", tiny_model(family, dropout=dropout, dtype=dtype), inputs, None
+        return
+    try:
+        config = transformers.AutoConfig.from_pretrained(arguments.model)
+        saved = getattr(transformers, str((config.architectures or [""])[0]), transformers.AutoModelForCausalLM)
+        model = saved.from_pretrained(arguments.model, dtype=dtype)
+    except Exception as error:  # of all kinds: no such model, broken files, a missing package
+        raise HfCkptError(f"cannot load a model from {arguments.model!r}: {reason_of(error)}.") from error
+    model = model.to(compat.accelerator_type() or "cpu").train()
+    torch.manual_seed(0)
+    ids = torch.randint(config.get_text_config().vocab_size, shape).to(model.device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids.clone()
+    if spec.head != "full":  # a head in chunks computes a loss from labels, and no logits
+        inputs["labels"] = ids.clone()
+    loss = None if "labels" in inputs else lambda outputs: outputs[0].float().square().mean()
+    yield arguments.model, model, inputs, loss

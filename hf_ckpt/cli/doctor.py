@@ -1,117 +1,75 @@
-"""`hf-ckpt doctor`: find mistakes with checkpointing in configs and versions."""
+"""`hf-ckpt doctor`: find silent faults in config files."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib.metadata
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import shlex
+from typing import Any
 
-from hf_ckpt.cli.arguments import positive, refused_in_words
-from hf_ckpt.console import make_console
-from hf_ckpt.forecast.devices import DEVICES
-from hf_ckpt.prediction.question import FIELDS, about
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from hf_ckpt.doctor.facts import Facts
-    from hf_ckpt.doctor.rules import Finding
+from hf_ckpt.console import make_console, progress
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.prediction.question import FIELDS, question, words_of
 
 
 def add(verbs: Any) -> None:
     """Add the verb and its options to the command line."""
     doctor = verbs.add_parser(
         "doctor",
-        help="say what will go wrong with checkpointing, before anything is run",
-        description="Reads training arguments (JSON or YAML), accelerate's config, DeepSpeed's config and PEFT's "
-        "adapter config, in any number, and the versions installed here; without files only these. Exit code 1 for an "
-        "error, 2 for a file that cannot be read.",
-        epilog="example: hf-ckpt doctor accelerate.yaml train.yaml --model llama-3.1-8b --device h100",
+        help="find faults in config files that nothing else reports",
+        description="Reads training arguments (of Trainer, TRL, axolotl or LLaMA-Factory) and accelerate's config, and "
+        "says what would go wrong in silence, and which command plans the training. Exit code 1 for an error, 2 for a "
+        "file that cannot be read.",
+        epilog="example: hf-ckpt doctor accelerate.yaml train.yaml --model llama-3.1-8b",
     )
-    doctor.add_argument("files", nargs="*", metavar="FILE", help="config, whose kind is recognised by its keys")
+    doctor.add_argument("files", nargs="+", metavar="FILE", help="config, whose kind is recognised by its keys")
     doctor.add_argument("--model", help="preset, folder, hub id or config.json; only its config is read")
-    device = refused_in_words(about(FIELDS["device"]).read)
-    doctor.add_argument("--device", type=device, metavar="NAME", help=", ".join(DEVICES))
-    doctor.add_argument("--batch", type=positive, help="sequences a micro-step (default: as in the files)")
-    doctor.add_argument("--seq", type=positive, help="tokens a sequence (default: as in the files)")
-    doctor.add_argument("--strict", action="store_true", help="exit code 1 for a warning, too")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of the table")
     doctor.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the files and print the findings. Returns 1 for an error, or with `--strict` for a warning."""
-    from hf_ckpt.doctor.facts import gather
-    from hf_ckpt.doctor.rules import diagnose, to_dict
-
-    given = {name: getattr(arguments, name) for name in ("model", "device", "batch")}
-    facts = gather(arguments.files, **given, tokens=arguments.seq)
-    findings = diagnose(facts)
-    fit = _fit(facts)
-    if arguments.json:
-        print(json.dumps({**to_dict(facts, findings), "fit": fit}, indent=1))
-    else:
-        print_findings(findings, facts.versions)
-        if fit is not None:
-            told = f"{fit['told']} What to write:" if "told" in fit else "whether it fits a card:"
-            make_console().print(f"{told} {fit['ask']}", highlight=False, markup=False, soft_wrap=True)
-    failing = {"error", "warning"} if arguments.strict else {"error"}
-    return 1 if failing & {finding.severity for finding in findings} else 0
-
-
-def _fit(facts: Facts) -> dict[str, Any] | None:
-    """Return whether the training of the files fits the device; None without a training file.
-
-    `ask` is the command that prints what to write. If model, device and length are known, `told` is the answer in
-    words, and `fits` says whether it fits; None if no plan could be made.
-    """
-    from hf_ckpt.doctor.facts import TRAINING
-    from hf_ckpt.doctor.trainings import workload_fields
-
-    if not facts.of(TRAINING):
-        return None
-    fields = workload_fields(facts)
-    model = facts.model.name if facts.model else fields.get("model")
-    asked = f"hf-ckpt plan {model or 'MODEL'} --config {facts.of(TRAINING)[0].path}"
-    asked += f" --device {facts.device.name}" if facts.device else " --device NAME"
-    if facts.model is None or facts.device is None or "tokens" not in fields:
-        return {"ask": asked}
-    from hf_ckpt.cli.arguments import quiet_libraries
-    from hf_ckpt.errors import HfCkptError, InfeasibleError
-    from hf_ckpt.forecast.answers import misfit_of
-    from hf_ckpt.forecast.forecast import forecast
-    from hf_ckpt.prediction.question import question
-
-    quiet_libraries()
-    fits: bool | None = True
-    try:
-        training = question({"batch": 8, **fields, "model": facts.model.name, "device": facts.device.name})
-        told = forecast(training).answer
-    except InfeasibleError as error:
-        fits, told = False, misfit_of(error, training, facts.device).headline
-    except HfCkptError as error:
-        fits, told = None, f"whether it fits is not known: {error}"
-    return {"ask": asked, "told": told, "fits": fits}
-
-
-def print_findings(findings: Sequence[Finding], versions: Mapping[str, str], console: Console | None = None) -> None:
-    """Print the versions, and a table of the findings."""
+    """Print the findings and the command that plans the training. Returns 1 for an error."""
     from rich.table import Table
     from rich.text import Text
 
-    console = console or make_console()
-    installed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    console.print(f"installed: {installed or 'nothing that hf_ckpt works with'}", highlight=False, markup=False)
-    if not findings:
-        console.print("nothing found that would go wrong", highlight=False)
-        return
-    styles = {"error": "bold red", "warning": "yellow"}
-    table = Table(title_justify="left", show_lines=True)
-    for name in ("", "where", "what, and what to do"):
-        table.add_column(name, overflow="fold")
-    for finding in findings:
-        severity = Text(finding.severity, styles.get(finding.severity, ""))
-        # As `Text`, because rich would read brackets in keys and values as markup.
-        table.add_row(severity, Text(finding.where), Text(f"{finding.what}\n-> {finding.fix}"))
-    console.print(table)
+    with progress("reading the files"):
+        from hf_ckpt.doctor.rules import diagnose
+        from hf_ckpt.doctor.trainings import read_training
+        from hf_ckpt.prediction.workload import load_config
+
+        config = load_config(arguments.model).to_dict() if arguments.model else None
+        training = read_training(arguments.files, config)
+        findings = diagnose(training)
+        command = _command(training, {"model": arguments.model} if arguments.model else {})
+    if arguments.json:
+        findings_in_json = [dataclasses.asdict(finding) for finding in findings]
+        print(json.dumps({"findings": findings_in_json, "plan": command}, indent=1))
+    else:
+        packages = ("torch", "transformers", "accelerate", "peft")
+        installed = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+        table = Table("", "where", "what, and what to do", title=f"installed: {installed}", show_lines=True)
+        for finding in findings:  # as `Text`, because rich would read brackets in keys and values as markup
+            table.add_row(finding.severity, Text(finding.where), Text(f"{finding.what}\n-> {finding.fix}"))
+        make_console().print(table if findings else "nothing found that would go wrong")
+        make_console().print(f"whether it fits: {command}", highlight=False, markup=False, soft_wrap=True)
+    return 1 if any(finding.severity == "error" for finding in findings) else 0
+
+
+def _command(training: Any, given: dict[str, Any]) -> str:
+    """Return the command that plans the training, with what only accelerate's config says, or why there is none."""
+    from hf_ckpt.doctor.trainings import fields_of
+
+    try:
+        fields = {"model": "MODEL", **fields_of(training, given)}
+        question(fields)
+        alone = fields_of(dataclasses.replace(training, launch={}), given)
+    except HfCkptError as error:
+        return f"not known: {error}"
+    options = [
+        word for name in fields if alone.get(name) != fields[name] for word in words_of(FIELDS[name], fields[name])
+    ]
+    config = ["--config", training.path] if training.path else []
+    return shlex.join(["hf-ckpt", "plan", fields.pop("model"), *config, *options, "--device", "NAME"])

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from hf_ckpt import __version__
-from hf_ckpt.cli import app, check, demo, doctor, plan
-from hf_ckpt.cli.arguments import Parser, quiet_program
+from hf_ckpt.cli import app, check, doctor, plan
+from hf_ckpt.cli.arguments import Parser, quiet_libraries
 from hf_ckpt.errors import HfCkptError
 
 
@@ -18,12 +18,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 is success, 1 a failed check, and 2 an error of hf_ckpt, which is printed.
     """
     parser = _parser()
+    words = [word.partition("=")[0] for word in (sys.argv[1:] if argv is None else argv) if word.startswith("--")]
+    twice = next((word for word in words if words.count(word) > 1), None)
+    if twice is not None:  # argparse would drop the first
+        parser.error(f"{twice} is given twice")
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0].partition("=")[0], set(parser.options()), n=1)
         parser.error(f"{unknown[0]!r} is not understood here" + (f"; did you mean {near[0]}?" if near else ""))
     if argv is None:
-        quiet_program(plans=arguments.run in (app.run, doctor.run, plan.run))
+        quiet_libraries()
     try:
         return int(arguments.run(arguments))
     except HfCkptError as error:
@@ -39,8 +43,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"hf-ckpt {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
-
-    for verb in (demo, check, plan, app, doctor):
+    for verb in (plan, check, doctor, app):
         verb.add(verbs)
     return parser
 

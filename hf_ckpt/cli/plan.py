@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.arguments import add_options, asked_of, importing, progress, quiet_libraries
-from hf_ckpt.console import make_console
+from hf_ckpt.cli.arguments import add_options, asked_of, importing, quiet_libraries
+from hf_ckpt.console import make_console, progress
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.forecast.html import SUFFIXES as REPORTS
 from hf_ckpt.forecast.html import import_plotly, save_report
@@ -61,8 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_unwritable(arguments.html, REPORTS)
         import_plotly("a report in HTML")
     quiet_libraries()
-    in_file = {} if arguments.config is None else _read_config(arguments.config)
-    asked = question({**in_file, **asked_of(arguments)})
+    given = asked_of(arguments)
+    asked = question(given if arguments.config is None else _read_config(arguments.config, given))
     refuse_missing_model(asked.model)
     console = make_console(stderr=arguments.json)
     whole = dataclasses.replace(asked, frontier=asked.frontier or arguments.html is not None)
@@ -143,12 +143,13 @@ def _say_written(console: Console, what: str, path: Path, then: str = "") -> Non
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """Return the fields that a training file sets. Remarks on its other keys go to stderr."""
-    from hf_ckpt.doctor.facts import gather
-    from hf_ckpt.doctor.trainings import remarks, workload_fields
+def _read_config(path: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that a training file sets, with `given` over them. Remarks on its keys go to stderr."""
+    with progress(f"reading {path}"), importing(to_plan=True):
+        from hf_ckpt.doctor.rules import diagnose
+        from hf_ckpt.doctor.trainings import fields_of, read_training
 
-    facts = gather([path])
-    for remark in remarks(facts):
-        print(f"hf-ckpt: {remark}", file=sys.stderr)
-    return workload_fields(facts)
+        training = read_training([path])
+        for finding in diagnose(training):
+            print(f"hf-ckpt: {path}: {finding.where}: {finding.what}", file=sys.stderr)
+        return fields_of(training, given)

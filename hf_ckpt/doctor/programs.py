@@ -1,58 +1,19 @@
-"""The programs whose training files can be read, one row each: how to recognise their files, and what keys mean.
+"""The programs whose training files hf_ckpt reads, one row each, and what their keys mean.
 
-The same key can mean different things: `bf16: true` is autocast over float32 weights for Trainer and TRL, and weights
-in bfloat16 for axolotl and LLaMA-Factory. Sources: TRL 1.16, axolotl 0.19, LLaMA-Factory 0.9.5.
+Sources: TRL 1.16, axolotl 0.19, LLaMA-Factory 0.9.5.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Mapping
 from typing import Any
 
-from hf_ckpt.doctor.facts import ACCELERATE, FLAGS, KWARGS, TRAINING, Facts, is_on, is_set
-from hf_ckpt.prediction.question import FIELDS, about
+from hf_ckpt.errors import MissingDependencyError
 
-KEYS = {name: about(field).keys for name, field in FIELDS.items() if about(field).keys}
-"""Field of `Workload` -> its keys in the files of all programs."""
-_BESIDE = {
-    *("bf16", "fp16", "pure_bf16", "bfloat16", "float16", "float32", "quantization_bit", "lora_target_linear"),
-    *("use_peft", "use_lora", "adapter", "finetuning_type", "flash_attention", "sdp_attention", "eager_attention"),
-    *(
-        "flex_attention",
-        "activation_offloading",
-        "use_unsloth_gc",
-        "bnb_config_kwargs",
-        "device_map",
-        "fsdp",
-        "fsdp_config",
-        *FLAGS,
-        *KWARGS,
-    ),
-}
-"""Other keys that are read, or that a plan replaces."""
-
-# Keys that do not change the memory of a training step: data, optimization, logs, saving, evaluation, launching.
-_HARMLESS = re.compile(
-    "|".join(
-        (
-            "(adam|answer|bench|chat_template|comet|data|dataloader|dataset|datasets|ddp|early_stopping|eval|evals|export|hub|"
-            "generation|include|jit|label|lisa|log|logging|loraplus|lr|max_grad|mlflow|pad|preprocessing|push|ray|"
-            "report|resume|run|save|saves|skip|swanlab|tb|tokenizer|trackio|val|wandb|warmup)(_.*)?",
-            "(learning_rate|weight_decay|num(_train)?_epochs|max_steps|epochs?|.*seed|output_dir|overwrite_.*|do_.*)",
-            "(group_by_length|length_column_name|remove_unused_columns|metric_for_.*|greater_is_better|load_best_.*)",
-            "(train_on_inputs|train_on_prompt|mask_history|template|stage|media_dir|max_samples|streaming|shuffle_.*)",
-            "(special_tokens|tokens|trust_remote_code|cache_dir|model_revision|revision|model_type|strict|plot_loss)",
-            "(lora_alpha|use_rslora|lora_bias|lora_task_type|lora_fan_in_fan_out|init_lora_weights|peft_type|bias)",
-            "(peft_use_rslora|task_type|lora_model_dir|bnb_4bit_quant_type|quantization_type|quantization_method)",
-            "(tf32|double_quant|use_fast_tokenizer|split_special_tokens|resize_vocab|.*_token|disable_tqdm|prefix)",
-            "(local_rank|world_size|no_cuda|use_cpu|disable_shuffling|test_datasets|type|rl_beta|beta|loss_watchdog_.*)",
-            "(auto_resume_.*|train_split|test_split|prompt_template|completion_only_loss|assistant_only_loss|field.*)",
-            "(per_device_eval_batch_size|enable_thinking|eot_tokens|default_system.*|excess_length_strategy|is_.*_model)",
-        )
-    )
-)
+Fields = Mapping[str, Any]
+"""Field of a `Question` -> value; None if it is not set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,120 +21,133 @@ class Program:
     """A training program, and how to read its files."""
 
     name: str
-    """Its name in messages."""
-    types: Callable[[Facts, bool], dict[str, Any]]
-    """(facts, whether adapters freeze the weights) -> `dtype` and `autocast` of `Workload`."""
-    telltales: tuple[str, ...] = ()
+    telltales: tuple[str, ...]
     """Keys that only this program has."""
+    weights: str
+    """What decides the type of weights: `dtype` (a key), `autocast` (its type), or `frozen`: float32 if trained."""
+    keys: Mapping[str, str]
+    """Its keys beside the options of its dataclasses -> field of a `Question`; empty if the key is read elsewhere."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Its defaults for fields of `Workload`."""
-    lora_by_default: bool = False
-    """Whether it trains adapters by default."""
+    """Its defaults for keys."""
+    choices: Mapping[str, Mapping[str, Fields]] = dataclasses.field(default_factory=dict)
+    """Key -> value in lower case -> fields that follow from it. Other values cannot be planned for."""
+    library: str | None = None
+    """The library with the dataclasses of its options; None if hf_ckpt does not use them."""
+    configs: tuple[str, ...] = ()
+    """Dataclasses of which a file is one: the first that knows most of its keys. Its name is the key `config`."""
+    others: tuple[str, ...] = ()
+    """Dataclasses of further options."""
+
+    def options(self, written: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of the dataclasses for a file with their defaults, and the name of its `config`."""
+        if self.library is None:
+            return {}
+        try:
+            library = importlib.import_module(self.library)
+        except ImportError as error:
+            command = f"pip install {self.library}"
+            raise MissingDependencyError(self.library, f"reading a file of {self.name}", command) from error
+        configs = [getattr(library, name) for name in self.configs]
+        config = max(configs, key=lambda config: len(config.__dataclass_fields__.keys() & written.keys()))
+        classes = (config, *(getattr(library, name) for name in self.others))
+        options = {field.name: field.default for found in classes for field in dataclasses.fields(found)}
+        return {**options, "config": config.__name__}
 
 
-def program_of(facts: Facts) -> Program:
-    """Return the program of the training files: the one with most telltales among their keys, or Trainer."""
-    keys = {key for file in facts.of(TRAINING) for key in file.values}
-    best = max(PROGRAMS, key=lambda program: len(keys.intersection(program.telltales)))
-    return best if keys.intersection(best.telltales) else PROGRAMS[0]
-
-
-def not_understood(facts: Facts) -> list[str]:
-    """Return the keys of the training files that may affect memory and are not read, in their order."""
-    known = _BESIDE.union(*KEYS.values())
-    found = []
-    for file in facts.of(TRAINING):
-        for key, value in file.values.items():
-            if is_set(value) and key not in known and not _HARMLESS.fullmatch(key):
-                found.append(key)
-    return found
-
-
-# --- types ------------------------------------------------------------------------------------------------------------
-
-
-def _named(facts: Facts, default: str) -> str:
-    """Return the type of the weights from its key."""
-    found = facts.option(*KEYS["dtype"])
-    name = str(found.value).removeprefix("torch.") if found is not None else default
-    name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "auto": "bfloat16"}.get(name, name)
-    return name if name in ("float32", "bfloat16", "float16") else default
-
-
-def _half(facts: Facts, *flags: tuple[str, str]) -> str | None:
-    """Return the type of the first flag that is on."""
-    return next((name for flag, name in flags if facts.option_on(flag) is not None), None)
-
-
-def _launched(facts: Facts) -> str | None:
-    """Return the type of the autocast that accelerate's launcher enables."""
-    names = {"bf16": "bfloat16", "fp16": "float16"}
-    found = (names.get(str(file.values.get("mixed_precision"))) for file in facts.of(ACCELERATE))
-    return next(filter(None, found), None)
-
-
-def _of_trainer(facts: Facts, frozen: bool) -> dict[str, Any]:
-    """Scripts load in float32 by default, and `bf16` enables autocast."""
-    quantised = any(facts.option_on(*KEYS[name]) is not None for name in ("load_in_4bit", "load_in_8bit"))
-    autocast = _half(facts, ("bf16", "bfloat16"), ("fp16", "float16")) or _launched(facts)
-    return {"dtype": _named(facts, "bfloat16" if quantised else "float32"), "autocast": autocast or "none"}
-
-
-def _of_trl(facts: Facts, frozen: bool) -> dict[str, Any]:
-    """Like Trainer, but `bf16` is on unless it or `fp16` is set. With 4 bits, the other weights keep their type."""
-    found = {**_of_trainer(facts, frozen), "dtype": _named(facts, "float32")}
-    if found["autocast"] == "none" and facts.option("bf16") is None:
-        found["autocast"] = "bfloat16"
-    return found
-
-
-def _of_axolotl(facts: Facts, frozen: bool) -> dict[str, Any]:
-    """`bf16`, which is on by default, sets the type of weights and autocast; `bfloat16` only that of weights."""
-    bf16, fp16 = facts.option("bf16"), facts.option_on("fp16")
-    autocast = "float16" if fp16 is not None else "none"
-    if (bf16 is None and fp16 is None) or (bf16 is not None and (is_on(bf16.value) or bf16.value in ("auto", "full"))):
-        autocast = "bfloat16"
-    plain = _half(facts, ("bfloat16", "bfloat16"), ("float16", "float16"), ("load_in_8bit", "float16"))
-    return {"dtype": (plain or "float32") if autocast == "none" else autocast, "autocast": autocast}
-
-
-def _of_llama_factory(facts: Facts, frozen: bool) -> dict[str, Any]:
-    """Weights have the type of the computation. Trained weights are cast to float32, except with `pure_bf16`."""
-    pure = facts.option_on("pure_bf16") is not None
-    autocast = None if pure else _half(facts, ("bf16", "bfloat16"), ("fp16", "float16"))
-    dtype = (autocast or "bfloat16") if frozen or pure else "float32"
-    return {"dtype": dtype, "autocast": autocast or "none"}
-
-
+_TRAINER = {
+    "model_name_or_path": "model",
+    "per_device_train_batch_size": "batch",
+    "optim": "optimizer",
+    **dict.fromkeys(("max_length", "max_seq_length", "block_size", "max_source_length"), "tokens"),
+    "max_target_length": "target_tokens",
+    "gradient_accumulation_steps": "accumulation",
+    "packing": "packing",
+    "lora_r": "lora",
+    "lora_target_modules": "lora_targets",
+    "lora_dropout": "lora_dropout",
+    "load_in_4bit": "load_in_4bit",
+    "load_in_8bit": "load_in_8bit",
+    "use_bnb_nested_quant": "double_quant",
+    "attn_implementation": "attention",
+    "dtype": "dtype",
+    "torch_dtype": "dtype",
+}
+_AXOLOTL = {
+    "base_model": "model",
+    "micro_batch_size": "batch",
+    "sequence_len": "tokens",
+    "optimizer": "optimizer",
+    "gradient_accumulation_steps": "accumulation",
+    "sample_packing": "packing",
+    "lora_r": "lora",
+    "lora_target_modules": "lora_targets",
+    "lora_dropout": "lora_dropout",
+    "attn_implementation": "attention",
+    "load_in_4bit": "load_in_4bit",
+    "load_in_8bit": "load_in_8bit",
+    **dict.fromkeys(("lora_target_linear", "adapter", "rl", "bf16", "fp16", "bfloat16", "float16"), ""),
+    **dict.fromkeys(("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_offloading"), ""),
+    **dict.fromkeys(("fsdp", "fsdp_config", "fsdp_version", "deepspeed", "torch_compile"), ""),
+    **dict.fromkeys(("flash_attention", "sdp_attention"), ""),  # both save as much as sdpa
+}
+_LLAMA_FACTORY = {
+    "model_name_or_path": "model",
+    "per_device_train_batch_size": "batch",
+    "cutoff_len": "tokens",
+    "gradient_accumulation_steps": "accumulation",
+    "optim": "optimizer",
+    "flash_attn": "attention",
+    "lora_rank": "lora",
+    "lora_target": "lora_targets",
+    "lora_dropout": "lora_dropout",
+    "neat_packing": "packing",
+    "double_quantization": "double_quant",
+    **dict.fromkeys(("quantization_bit", "stage", "finetuning_type", "pure_bf16", "use_unsloth_gc", "packing"), ""),
+}
 PROGRAMS = (
-    Program("Trainer", _of_trainer, defaults={"lora": 8}),
+    Program(
+        "Trainer", (), "dtype", _TRAINER, {"dtype": "auto"}, {}, "transformers", ("Seq2SeqTrainingArguments",)
+    ),  # since transformers 5, weights have the type of the checkpoint
     Program(
         "TRL",
-        _of_trl,
-        telltales=(
-            *("use_peft", "use_bnb_nested_quant", "lora_task_type", "packing_strategy", "padding_free"),
-            *("assistant_only_loss", "completion_only_loss", "num_generations", "max_completion_length"),
-        ),
-        defaults={"batch": 8, "tokens": 1024, "lora": 16, "lora_dropout": 0.05, "double_quant": False},
+        ("use_peft", "packing", "assistant_only_loss", "completion_only_loss", "loss_type", "beta", "num_generations"),
+        "dtype",
+        _TRAINER,
+        {"bf16": "auto"},
+        {
+            "config": {f"{trainer}config": {"trainer": trainer} for trainer in ("sft", "dpo", "grpo")},
+            "use_peft": {"true": {}, "false": {"lora": None}},
+            "precompute_ref_log_probs": {"none": {}, "false": {}, "true": {"reference": "precomputed"}},
+        },
+        "trl",
+        ("SFTConfig", "DPOConfig", "GRPOConfig", "RewardConfig", "KTOConfig", "RLOOConfig"),
+        ("ScriptArguments", "ModelConfig"),
     ),
     Program(
         "axolotl",
-        _of_axolotl,
-        telltales=(
-            *("base_model", "micro_batch_size", "sequence_len", "sample_packing", "adapter", "lora_target_linear"),
-            *("pad_to_sequence_len", "val_set_size", "dataset_prepared_path", "bnb_config_kwargs"),
-        ),
-        defaults={"batch": 1, "lora": 8},
+        ("base_model", "micro_batch_size", "sequence_len", "sample_packing", "adapter", "lora_target_linear"),
+        "autocast",
+        _AXOLOTL,
+        {"micro_batch_size": 1, "sequence_len": 512, "lora_r": 8, "bf16": "auto"},
+        {
+            "adapter": {"none": {"lora": None}, "lora": {}, "qlora": {}},
+            "rl": {"none": {"kbit_preparation": False}, "dpo": {"trainer": "dpo"}, "grpo": {"trainer": "grpo"}},
+            "lora_target_linear": {"none": {}, "false": {}, "true": {"lora_targets": "all-linear"}},
+        },
     ),
     Program(
         "LLaMA-Factory",
-        _of_llama_factory,
-        telltales=(
-            *("finetuning_type", "cutoff_len", "quantization_bit", "lora_target", "lora_rank", "template", "stage"),
-            *("pure_bf16", "double_quantization", "use_unsloth_gc", "flash_attn"),
-        ),
-        defaults={"batch": 8, "tokens": 2048, "lora": 8},
-        lora_by_default=True,
+        ("finetuning_type", "cutoff_len", "quantization_bit", "lora_target", "template", "stage", "pure_bf16"),
+        "frozen",
+        _LLAMA_FACTORY,
+        {"cutoff_len": 2048, "lora_rank": 8, "lora_target": "all", "finetuning_type": "lora", "stage": "sft"},
+        {
+            "stage": {**{stage: {"kbit_preparation": False} for stage in ("sft", "pt")}, "dpo": {"trainer": "dpo"}},
+            "finetuning_type": {"lora": {}, "full": {"lora": None}},
+            "quantization_bit": {"none": {}, "4": {"load_in_4bit": True}, "8": {"load_in_8bit": True}},
+        },
+        "transformers",
+        ("Seq2SeqTrainingArguments",),
     ),
 )
 """All programs. Trainer is the first, because the others share its keys."""

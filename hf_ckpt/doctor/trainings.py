@@ -1,136 +1,216 @@
-"""Read the fields of `Workload` from training files: the model, its batch, adapters, types and optimizer."""
+"""Read the config files of a training, each by its owner's parser, and what they ask of `hf-ckpt plan`.
+
+Trainer's and TRL's files are read by their dataclasses, accelerate's by its `ClusterConfig`, and those of axolotl and
+LLaMA-Factory, which are seldom installed beside hf_ckpt, by their tables in `programs`.
+"""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping
+import contextlib
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from hf_ckpt.doctor.facts import ACCELERATE, TRAINING, Facts, is_on, is_positive, key_of, positive_int, shown
-from hf_ckpt.doctor.programs import KEYS, Program, not_understood, program_of
-from hf_ckpt.doctor.rules import diagnose
-from hf_ckpt.errors import HfCkptError
-from hf_ckpt.prediction.optimizer_names import NAMES
+from hf_ckpt.doctor.programs import PROGRAMS, Program
+from hf_ckpt.errors import HfCkptError, SpecError, reason_of, shown
 from hf_ckpt.prediction.question import FIELDS, about
-from hf_ckpt.units import parse_count
+from hf_ckpt.spec.files import read_values
+from hf_ckpt.spec.spec import Spec
 
+OF_ACCELERATE = {"distributed_type", "compute_environment", "num_machines", "main_training_function"}
+"""Keys that only accelerate's configs have."""
+FLAGS = ("activation_checkpointing", "gradient_checkpointing")
+"""The training argument that enables checkpointing: its new name, which takes precedence, and the old one."""
+SPEC_KEYS = frozenset(field.name for field in dataclasses.fields(Spec))
+"""The keys of a spec. They belong into the kwargs of the flag."""
+_TYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _ATTENTIONS = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled": "eager", "auto": "sdpa"}
 """LLaMA-Factory's names of attention implementations."""
-_FLAGS = {"flash": "flash_attention_2", "sdp": "sdpa", "eager": "eager", "flex": "flex_attention"}
-"""Prefix of `_attention` in axolotl's flags -> attention implementation."""
-_READ_APART = ("attention", "dtype", "double_quant", "lora", "lora_targets", "lora_dropout")
-"""Fields that depend on the program or on adapters."""
 
 
-def workload_fields(facts: Facts) -> dict[str, Any]:
-    """Return field of `Workload` -> value, for the fields that the files set.
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A file of training arguments as `written`, and with its program's defaults; accelerate's and the model's config.
 
-    `programs` has the rules for the files of each program. Raises `HfCkptError` for a `device_map` that keeps weights
-    in host memory or on disk.
+    `unknown` are keys in the file that the program does not have. What is not given is empty.
     """
-    _refuse_moved_weights(facts)
-    program = program_of(facts)
-    adapters = _adapters(facts, program)
-    found: dict[str, Any] = {
-        **{name: _value(facts, name) for name in KEYS if name not in _READ_APART},
-        "attention": _attention(facts),
-        "ranks": _ranks(facts),
-        "parallel": "fsdp2" if facts.fsdp is not None else None,
-        **adapters,
-        **program.types(facts, bool(adapters)),
-    }
-    found["batch"] = facts.batch or found["batch"] or program.defaults.get("batch")
-    found["tokens"] = facts.tokens or found["tokens"] or program.defaults.get("tokens")
-    bits = facts.option("quantization_bit")
-    if bits is not None and str(bits.value) in ("4", "8"):
-        found[f"load_in_{bits.value}bit"] = True
-    if found["load_in_4bit"]:
-        found["double_quant"] = _double_quant(facts, program)
-        found["kbit_preparation"] = False if program.telltales else None
-    return {name: value for name, value in found.items() if value is not None}
+
+    path: str = ""
+    program: Program = PROGRAMS[0]
+    written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+    launch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def flag(self) -> str:
+        """The name of the training argument that enables checkpointing, in the form that is set."""
+        return next((flag for flag in FLAGS if self.values.get(flag) is not None), FLAGS[1])
+
+    @property
+    def kwargs(self) -> Any:
+        """The kwargs of the flag, with JSON text parsed as `TrainingArguments` does; None if there are none."""
+        value = next((self.values[f"{flag}_kwargs"] for flag in FLAGS if self.values.get(f"{flag}_kwargs")), None)
+        with contextlib.suppress(ValueError):
+            return json.loads(value) if isinstance(value, str) else value
+        return value
+
+    @property
+    def spec(self) -> Spec | None:
+        """The spec for hf_ckpt; None if checkpointing is off, or has no valid kwargs."""
+        with contextlib.suppress(SpecError):
+            return Spec.parse(self.kwargs) if self.values.get(self.flag) and isinstance(self.kwargs, dict) else None
+        return None
+
+    @property
+    def adapters(self) -> bool:
+        """Whether adapters are trained: a rank is set, and no choice of the program turns them off."""
+        chosen = [fields.get(str(self.values.get(key)).lower()) for key, fields in self.program.choices.items()]
+        ranks = (self.values.get(key) for key, name in self.program.keys.items() if name == "lora")
+        return any(ranks) and {"lora": None} not in chosen
+
+    @property
+    def fsdp(self) -> tuple[str, Mapping[str, Any]] | None:
+        """FSDP's version (`1` or `2`), and its options without their prefix; None without FSDP.
+
+        The version that a file leaves out is 1 for accelerate's launcher, and 2 for transformers.
+        """
+        launched = self.launch.get("distributed_type") == "FSDP"
+        if not launched and not self.values.get("fsdp"):
+            return None
+        config = self.launch if launched else self.values
+        written = config.get("fsdp_config")
+        options = {key.removeprefix("fsdp_"): written[key] for key in written} if isinstance(written, dict) else {}
+        return str(options.get("version") or config.get("fsdp_version") or (1 if launched else 2)), options
 
 
-def remarks(facts: Facts) -> Iterator[str]:
-    """Return sentences about options of the training files that a plan ignores."""
-    beside = ("own-offloading", "fsdp-and-deepspeed")
-    yield from (f"{finding.where}: {finding.what}" for finding in diagnose(facts) if finding.code in beside)
-    left = not_understood(facts)
-    optimizer = facts.option(*KEYS["optimizer"])
-    if optimizer is not None and optimizer.value not in NAMES:
-        left.append(f"{key_of(optimizer)}: {shown(optimizer.value)}")
-    if left:
-        files = ", ".join(file.path for file in facts.of(TRAINING))
-        names = [name for names in KEYS.values() for name in names]
-        near = {key: difflib.get_close_matches(key, names, n=1, cutoff=0.8) for key in left}
-        told = [f"{key} (did you mean {near[key][0]}?)" if near[key] else key for key in left]
-        yield f"{files}: not understood, and left out of the plan: {', '.join(told)}."
+def read_training(paths: Sequence[str | Path], model: Mapping[str, Any] | None = None) -> Training:
+    """Read training arguments and accelerate's config, which are told apart by their keys.
+
+    Raises `HfCkptError` for a file that cannot be read or is the second of its kind.
+    """
+    parts: dict[str, Any] = {"model": model or {}}
+    for path in map(str, paths):
+        try:
+            part = _read_file(path)
+        except (ValueError, TypeError) as error:
+            raise HfCkptError(f"cannot read {path!r}: {reason_of(error)}.") from error
+        if parts.keys() & part.keys():
+            raise HfCkptError(f"{path!r} is the second config of its kind: give one.")
+        parts |= part
+    return Training(**parts)
 
 
-def _adapters(facts: Facts, program: Program) -> dict[str, Any]:
-    chosen = facts.option("adapter", "finetuning_type")
-    if facts.adapters is None and not (program.lora_by_default and chosen is None):
-        return {}
-    targets = facts.option(*KEYS["lora_targets"])
-    chosen_targets = None if targets is None else targets.value
-    if chosen_targets in ("all", "all-linear", ["all-linear"]) or facts.option_on("lora_target_linear") is not None:
-        chosen_targets = "all-linear"
-    elif isinstance(chosen_targets, str) and "," in chosen_targets:
-        chosen_targets = tuple(part.strip() for part in chosen_targets.split(","))
-    rate = facts.option(*KEYS["lora_dropout"])
-    dropout = program.defaults.get("lora_dropout") if rate is None else rate.value
-    return {
-        "lora": _value(facts, "lora") or program.defaults["lora"],
-        "lora_targets": tuple(chosen_targets) if isinstance(chosen_targets, list) else chosen_targets,
-        "lora_dropout": float(dropout) if dropout is not None and is_positive(dropout) else None,
-    }
+def _read_file(path: str) -> dict[str, Any]:
+    """Return the parts of a `Training` that are in a file. Raises `ValueError` or `TypeError` if it is none."""
+    written = read_values(path)
+    if not isinstance(written, dict):
+        raise ValueError(f"it must hold a mapping of keys, but holds {shown(written, 60)} instead")
+    if OF_ACCELERATE & written.keys():
+        from accelerate.commands.config.config_args import load_config_from_file
+
+        return {"launch": load_config_from_file(path).to_dict()}
+    written = {str(key): value for key, value in written.items() if value is not None}
+    program = max(PROGRAMS, key=lambda program: len({*program.telltales} & written.keys()))
+    values = {**program.options(written), **program.defaults}
+    known = values.keys() | program.keys.keys() | SPEC_KEYS
+    if not known & written.keys():
+        raise ValueError("it has no training arguments, and is no config of accelerate; a model's goes with --model")
+    unknown = tuple(key for key in written if key not in known)
+    return {"path": path, "program": program, "written": written, "values": {**values, **written}, "unknown": unknown}
 
 
-def _double_quant(facts: Facts, program: Program) -> bool | None:
-    found = facts.option(*KEYS["double_quant"])
-    if found is None:
-        given = facts.option("bnb_config_kwargs")
-        inner = given.value.get(KEYS["double_quant"][-1]) if given and isinstance(given.value, Mapping) else None
-        return program.defaults.get("double_quant") if inner is None else is_on(inner)
-    return is_on(found.value)
+def fields_of(training: Training, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Question` that files set, with those that the command line sets (`given`) over them.
+
+    Raises `HfCkptError` for what cannot be planned for.
+    """
+    path, values, program = training.path, training.values, training.program
+    fields: dict[str, Any] = {}
+    for key, name in program.keys.items():
+        if name in FIELDS.keys() - fields.keys() and values.get(key) is not None:
+            fields[name] = _read_value(name, values[key], f"{path}: {key}")
+    for key, choices in program.choices.items():
+        chosen = choices.get(str(values.get(key)).lower())
+        if chosen is None:
+            raise HfCkptError(f"{path}: `{key}: {values[key]}` cannot be planned for, only {', '.join(choices)}.")
+        fields |= chosen
+    fields |= {} if training.adapters else {"lora_targets": None, "lora_dropout": None}
+    fields |= {**_types(training, fields.get("dtype")), **_shared(training), **given}
+    if fields.get("trainer") == "grpo" and "tokens" not in fields:
+        raise HfCkptError(f"{path} has no length of GRPO's prompts: give that of prompts and answers (--seq).")
+    fields = {name: value for name, value in fields.items() if name in FIELDS and value is not None}
+    return _completed(fields) if "model" in fields else fields
 
 
-def _attention(facts: Facts) -> str | None:
-    flags = (name for flag, name in _FLAGS.items() if facts.option_on(f"{flag}_attention") is not None)
-    name = _text(facts, *KEYS["attention"]) or next(flags, None)
-    return None if name is None else _ATTENTIONS.get(name, name)
+def _read_value(name: str, value: Any, where: str) -> Any:
+    """Return the value of a field from a file. Raises `HfCkptError` that names the place if it is not one."""
+    if isinstance(FIELDS[name].default, bool):
+        return bool(value)
+    if name == "lora_targets":
+        names = value if isinstance(value, list) else str(value).split(",")
+        return "all-linear" if names[0] in ("all", "all-linear") else tuple(name.strip() for name in names)
+    known, text = about(FIELDS[name]), str(value).removeprefix("torch.")
+    text = _ATTENTIONS.get(text, text) if name == "attention" else _TYPES.get(text, text)
+    if known.choices and text not in (*known.choices, "auto"):
+        raise HfCkptError(f"{where} is {text}, which cannot be planned for; known are {', '.join(known.choices)}.")
+    try:
+        return known.read(text)
+    except HfCkptError as error:
+        raise HfCkptError(f"{where} {error}.") from None
 
 
-def _value(facts: Facts, name: str) -> Any:
-    """Return the value of a field from the first of its keys that can be read; None if there is none."""
-    field = FIELDS[name]
-    if isinstance(field.default, bool):
-        return any(facts.option_on(key) is not None for key in KEYS[name]) or None
-    if about(field).read is parse_count:
-        return positive_int(facts.option(*KEYS[name]))
-    text = _text(facts, *KEYS[name])
-    return text if text in about(field).choices or not about(field).choices else None
+def _types(training: Training, dtype: str | None) -> dict[str, Any]:
+    """Return `dtype` and `autocast`.
+
+    `bf16: true` is autocast for Trainer and TRL, and also the type of weights for axolotl and LLaMA-Factory, which
+    casts trained ones to float32. Weights of `dtype: auto` have the type of the checkpoint.
+    """
+    values, weights = training.values, training.program.weights
+    flag = (
+        "float16" if values.get("fp16") is True else "bfloat16" if values.get("bf16") in (True, "auto", "full") else ""
+    )
+    flag = flag or _TYPES.get(str(training.launch.get("mixed_precision")), "")
+    plain = next((name for name in ("bfloat16", "float16") if values.get(name)), "float32")
+    if weights == "frozen":
+        halved = training.adapters or values.get("pure_bf16")
+        return {
+            "dtype": flag or "bfloat16" if halved else "float32",
+            "autocast": "none" if values.get("pure_bf16") else flag or "none",
+        }
+    return {"dtype": flag or plain if weights == "autocast" else dtype, "autocast": flag or "none"}
 
 
-def _ranks(facts: Facts) -> int | None:
-    for file in facts.of(ACCELERATE):
-        found = positive_int(file.setting("num_processes"))
-        if found is not None:
-            return found
-    return None
+def _shared(training: Training) -> dict[str, Any]:
+    """Return `ranks` and `parallel`. Raises `HfCkptError` for a way of sharding that cannot be planned for."""
+    deepspeed = training.launch.get("deepspeed_config") or {}
+    stage = deepspeed.get("zero_stage", "") if deepspeed or training.values.get("deepspeed") else 0
+    way = f"fsdp{training.fsdp[0]}" if training.fsdp else "ddp" if stage == 0 else f"zero{stage}"
+    planned = about(FIELDS["parallel"]).choices
+    if way not in planned:
+        raise HfCkptError(f"{way} cannot be planned for, only {', '.join(planned)}.")
+    ranks = training.launch.get("num_processes")
+    return {"ranks": ranks, "parallel": way} if ranks or way != "ddp" else {}
 
 
-def _text(facts: Facts, *names: str) -> str | None:
-    found = facts.option(*names)
-    return found.value if found is not None and isinstance(found.value, str) else None
+def _completed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Add what follows from the model's config: the type for `auto`, and the layers that PEFT takes by default."""
+    from hf_ckpt.prediction.workload import load_config
 
+    if fields.get("parallel") == "fsdp2" and fields["autocast"] != "none" and "lora" not in fields:
+        fields["dtype"] = "float32"  # accelerate casts what is trained
+    if fields.get("dtype") == "auto":
+        half = fields.get("load_in_4bit") or fields.get("load_in_8bit")
+        dtype = "bfloat16" if half else getattr(load_config(fields["model"]), "dtype", None) or "float32"
+        fields["dtype"] = str(dtype).removeprefix("torch.")
+    if "lora" in fields and "lora_targets" not in fields:
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
 
-def _refuse_moved_weights(facts: Facts) -> None:
-    found = facts.option("device_map")
-    places = found.value.values() if found is not None and isinstance(found.value, Mapping) else ()
-    offload = facts.option("offload_folder") or facts.option_on("offload_state_dict")
-    if found is not None and (any(str(place) in ("cpu", "disk") for place in places) or offload is not None):
-        raise HfCkptError(
-            f"{found.where} keeps weights in host memory or on a disk, from where they come again for every forward: "
-            "such a training cannot be planned for. Take fewer bits (load_in_4bit), more devices, or a smaller model, "
-            'and `device_map: {"": 0}`.'
-        )
+        family = load_config(fields["model"]).model_type
+        if family not in PEFT_TARGETS:
+            raise HfCkptError(f"PEFT knows no layers of {family} for adapters: name them (--lora-targets).")
+        fields["lora_targets"] = tuple(PEFT_TARGETS[family])
+    return fields

@@ -212,6 +212,8 @@ class Workload:
                 raise HfCkptError(f"{field.name} must be one of {listed}, but is {value!r} instead.")
             if known.read is parse_count and value < 1:
                 raise HfCkptError(f"{field.name} must be at least 1, but is {value} instead.")
+        if not 0 <= self.lora_dropout <= 1:
+            raise HfCkptError(f"lora_dropout must be between 0 and 1, but is {self.lora_dropout} instead.")
         if self.load_in_4bit and self.load_in_8bit:
             raise HfCkptError("load_in_4bit and load_in_8bit cannot both be set.")
         if self.bits is not None and self.lora is None:

@@ -205,6 +205,10 @@ def _from_words(text: str) -> Spec:
     broken = [key for key, equals, _ in words if not equals]
     if broken:
         raise SpecError([f"words must look like key=value, but {shown(broken[0])} does not"], shown(text))
+    keys = [key for key, *_ in words]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise SpecError([f"`{key}` is given twice" for key in twice], shown(text))
     try:
         values = {key: load_yaml(value) for key, _, value in words}
     except ValueError as error:

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from comparison import Table, first_difference, gradients_of
 from harness import Benchmark, Case, Results, fastest, in_words, median, option, ratios, rotated, seconds_of, spread
 from torch import nn
 from ways import NONE, OURS, TRANSFORMERS, WATCHED, Running, Way
 
 from hf_ckpt import compat
-from hf_ckpt.cli.comparison import Table, first_difference, gradients_of
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks

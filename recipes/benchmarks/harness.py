@@ -21,12 +21,12 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from comparison import Table
 from machine import circumstances
 from transformers import HfArgumentParser
 
-from hf_ckpt.cli.arguments import progress, quiet_libraries
-from hf_ckpt.cli.comparison import Table
-from hf_ckpt.console import make_console
+from hf_ckpt.cli.arguments import quiet_libraries
+from hf_ckpt.console import make_console, progress
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.clocks import stopwatch
 from hf_ckpt.spec.files import read_values, refuse_unwritable, write_text

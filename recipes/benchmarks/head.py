@@ -15,12 +15,12 @@ import sys
 from collections.abc import Callable
 
 import torch
+from comparison import Table
 from harness import Benchmark, Case, Results, fastest, median, mib, option, ratios, rotated, seconds_of
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss  # documented nowhere, but what its causal models call
 
 from hf_ckpt import compat
-from hf_ckpt.cli.comparison import Table
 from hf_ckpt.engines.head.chunked import chunked
 from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.errors import HfCkptError

@@ -15,12 +15,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from comparison import Table
 from harness import Benchmark, Case, Results, option
 from session import Session
 from ways import OUR_WAYS, PEERS, PLANNED_WAYS, Way, chosen
 from workers import Worker, WorkerError
 
-from hf_ckpt.cli.comparison import Table
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.forecast import forecast
 from hf_ckpt.forecast.nearest import LARGEST, largest

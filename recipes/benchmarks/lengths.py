@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comparison import Table, first_difference, gradients_of
 from harness import Benchmark, Case, Results, median, option, ratios, rotated, seconds_of
 from machine import keep_freed_memory
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
-from hf_ckpt.cli.comparison import Table, first_difference, gradients_of
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_model

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from comparison import Table
 from harness import Case, Results, median, mib, ratios, spread
+from pictures import PLANNED, colour_of_policy, drawing, label_points, save_figure
 from ways import OURS, OURS_COMPILED
 
-from hf_ckpt.cli.comparison import Table
-from hf_ckpt.cli.pictures import PLANNED, colour_of_policy, drawing, label_points, save_figure
 from hf_ckpt.units import format_ratio
 
 BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comparison import first_difference, gradients_of
 from harness import seconds_of
 from inputs import optimizer_for, random_inputs
 from machine import CpuAllocations, keep_freed_memory
 from ways import COMPILED, OURS_COMPILED, Way
 
 from hf_ckpt import compat
-from hf_ckpt.cli.comparison import first_difference, gradients_of
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.measure.memory import peak_meter, release_freed_memory

@@ -13,11 +13,10 @@ from pathlib import Path
 import engines
 import largest
 import peer_figures
+from comparison import Table
 from harness import Results
 from ways import OURS, OURS_COMPILED
 
-from hf_ckpt.cli.comparison import Table
-from hf_ckpt.cli.demo_run import DemoResult
 from hf_ckpt.spec.files import read_values, write_text
 from hf_ckpt.units import format_bytes, format_seconds
 
@@ -34,8 +33,10 @@ def read(name: str) -> Results:
 
 def demo() -> Table:
     """Peak and step time of each plan of the demo."""
-    runs = DemoResult.from_dict(read_values(HERE / "demo-cpu.json")).runs
-    cells = [(f"`{run.name}`", format_bytes(run.live_peak_bytes), format_seconds(run.step_seconds)) for run in runs]
+    runs = read_values(HERE / "demo-cpu.json")["runs"]
+    cells = [
+        (f"`{run['name']}`", format_bytes(run["live_peak_bytes"]), format_seconds(run["step_seconds"])) for run in runs
+    ]
     return Table("", ("plan", "live peak", "step"), cells)
 
 

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 import torch
+from comparison import Table, first_difference
 from harness import Benchmark, Results, fastest, median, option, ratios, rotated
 from machine import CpuAllocations, keep_freed_memory
 from workers import Worker, WorkerError
 
-from hf_ckpt.cli.comparison import Table, first_difference
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.live import LiveBytes
 

@@ -126,16 +126,6 @@ def test_a_traceback_of_the_script_comes_through(tmp_path: Path) -> None:
     assert NEVER_ENABLED not in done.stderr  # it would hide the error
 
 
-@pytest.mark.long
-def test_accelerate_launch_passes_arguments_in_and_failure_out(folder: Path) -> None:
-    result = folder / "result"
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "-m", "hf_ckpt", Path("scripts", "probe.py")]
-    done = python(*launch, result, *HOSTILE, cwd=folder, extra={"HF_HOME": str(folder / "home")})
-    assert done.returncode != 0
-    assert "exit status 7" in done.stderr
-    assert json.loads(result.read_text())["argv"][2:] == HOSTILE
-
-
 # --- checkpointing --------------------------------------------------------------------------------------------------
 
 
@@ -162,28 +152,6 @@ def test_a_trainer_script_is_hooked_by_its_own_command_line(tmp_path: Path) -> N
     assert found["recomputed"] == {"model.layers.0": 2, "model.layers.3": 2}
     assert NEVER_ENABLED not in done.stderr
     assert said_of_models(done) == ["hf_ckpt: LlamaForCausalLM: full on blocks 0, 3 of 4"]
-
-
-@pytest.mark.slow
-def test_a_script_that_never_asks_is_checkpointed_by_spec(tmp_path: Path) -> None:
-    spec = tmp_path / "spec.yaml"
-    spec.write_text("policy: full\nevery_n_layers: 2\n")
-    script = SCRIPTS / "accelerate_loop.py"
-    # Spawned DataLoader workers import the script again and must find its classes.
-    done = launched("--spec", spec, script, tmp_path / "ours", "--workers", "1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert NEVER_ENABLED not in done.stderr
-    ours = json.loads((tmp_path / "ours" / "rank0.json").read_text())
-    assert ours["enabled"]
-    assert ours["spec"] == {"policy": "full", "every_n_layers": 2}
-    assert ours["recomputed"] == {"model.layers.0": 2, "model.layers.2": 2}
-    assert ours["read_elsewhere"]
-
-    assert python(script, tmp_path / "plain", cwd=tmp_path).returncode == 0
-    plain = json.loads((tmp_path / "plain" / "rank0.json").read_text())
-    assert plain["enabled"] is None  # nothing is left for the next process
-    assert len(plain["losses"]) == 2
-    assert ours["losses"] == plain["losses"]
 
 
 LOOP = """
@@ -301,19 +269,6 @@ def test_no_form_of_bad_spec_runs_the_script(
     assert not (in_process / "result").exists()
 
 
-@pytest.mark.long
-@pytest.mark.compat
-def test_a_script_that_enables_nothing_is_told_so_in_one_line(tmp_path: Path) -> None:
-    script = tmp_path / "idle.py"
-    script.write_text("import transformers\n")
-    done = launched(script, cwd=tmp_path)
-    assert done.returncode == 0
-    (line,) = done.stderr.splitlines()
-    assert NEVER_ENABLED in line
-    assert "--spec" in line
-    assert "checkpointing" in line
-
-
 @pytest.mark.parametrize("ending", ["", "sys.exit()", "sys.exit(0)", "sys.exit(None)"])
 def test_it_is_told_so_however_it_ends_well(in_process: Path, caplog: pytest.LogCaptureFixture, ending: str) -> None:
     """The hint also appears if the script ends with `sys.exit(main())`, as is common."""
@@ -360,26 +315,6 @@ def test_every_plan_of_a_model_is_told_of_in_one_line(
     for line, text in zip(lines, wanted, strict=True):
         assert line.startswith(f"hf_ckpt: LlamaForCausalLM: {text}")
     assert PLANS.handlers == []
-
-
-def test_of_several_ranks_the_first_tells_of_plans(
-    in_process: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    (in_process / "enabling.py").write_text(ENABLING.replace("ASKED", "{}"))
-    assert main(["enabling.py"]) == 0
-    assert "hf_ckpt: Llama" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("given", [7, "a reason"])
-def test_a_failing_exit_comes_through_without_advice(
-    in_process: Path, caplog: pytest.LogCaptureFixture, given: object
-) -> None:
-    (in_process / "fails.py").write_text(f"import sys\nsys.exit({given!r})\n")
-    with pytest.raises(SystemExit) as ended:
-        main(["fails.py"])
-    assert ended.value.code == given
-    assert caplog.records == []
 
 
 @pytest.mark.parametrize("ending", ["", "sys.exit(7)", "raise ValueError"])

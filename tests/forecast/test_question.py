@@ -1,8 +1,7 @@
-"""`Question`: its options, its command, its checks, the page's fields, and training files."""
+"""`Question`: its options, its command, its checks, and the page's fields."""
 
 from __future__ import annotations
 
-import json
 import shlex
 
 import pytest
@@ -10,8 +9,6 @@ from helpers.processes import python
 
 from hf_ckpt.cli import app, main
 from hf_ckpt.cli.arguments import asked_of
-from hf_ckpt.doctor.facts import gather
-from hf_ckpt.doctor.trainings import workload_fields
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.prediction.question import FIELDS, Question, Workload, command_of, option_of, question
 
@@ -87,6 +84,7 @@ def test_the_command_to_copy_asks_the_same(name):
         ),
         ({"dtype": "torch.bfloat16"}, "^dtype must be one of float32, bfloat16, float16, but is 'torch.bfloat16' inst"),
         ({"autocast": "float64"}, "^autocast must be one of float32, bfloat16, float16, none, but is"),
+        ({"lora_dropout": 7}, "lora_dropout must be between 0 and 1"),
         ({"trainer": "ppo"}, "trainer must be one of sft, dpo, grpo"),
         ({"optimizer": "magic"}, "optimizer must be one of adamw, "),
         ({"load_in_4bit": True}, "stays frozen"),
@@ -118,46 +116,6 @@ def test_what_is_usual_is_taken():
     assert Workload("gpt2", trainer="dpo").reference_name == "model"
     assert Workload("gpt2", trainer="dpo", lora=4).reference_name == "adapters-off"
     assert (Workload("gpt2", 3, trainer="dpo").rows, Workload("gpt2", 3).rows) == (6, 3)
-
-
-# --- training files -------------------------------------------------------------------------------------------------
-
-
-def test_a_training_file_tells_the_workload(tmp_path):
-    file = tmp_path / "train.yaml"
-    options = {
-        "model_name_or_path": "gpt2",
-        "per_device_train_batch_size": 4,
-        "max_length": 64,
-        "lora_r": 8,
-        "lora_target_modules": ["c_attn"],
-        "load_in_4bit": True,
-        "optim": "adafactor",
-        "bf16": True,
-        "packing": True,
-    }
-    file.write_text(json.dumps(options))
-    expected = {"lora": 8, "lora_targets": ("c_attn",), "load_in_4bit": True, "packing": True}
-    assert Workload(**workload_fields(gather([file]))) == Workload(
-        "gpt2", 4, 64, optimizer="adafactor", autocast="bfloat16", **expected
-    )
-    file.write_text(json.dumps({**options, "device_map": {"transformer": 0, "lm_head": "cpu"}}))
-    with pytest.raises(HfCkptError, match="device_map keeps weights in host memory"):
-        workload_fields(gather([file]))
-
-
-def test_options_win_over_a_file_even_where_they_are_the_default(tmp_path, monkeypatch):
-    file = tmp_path / "train.yaml"
-    file.write_text("model_name_or_path: gpt2\nper_device_train_batch_size: 4\nmax_length: 64\n")
-    asked = []
-
-    def record(question, tell):
-        asked.append(question)
-        raise HfCkptError("enough")
-
-    monkeypatch.setattr("hf_ckpt.forecast.forecast.Forecaster", record)
-    assert main.main(["plan", "--config", str(file), "--batch", "1"]) == 2
-    assert (asked[0].model, asked[0].batch, asked[0].tokens) == ("gpt2", 1, 64)
 
 
 # --- the page -------------------------------------------------------------------------------------------------------

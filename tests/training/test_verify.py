@@ -13,12 +13,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
-from hf_ckpt.cli.check_models import check_families
 from hf_ckpt.engines import full
 from hf_ckpt.errors import HfCkptError, SpecError
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.spec.actions import FULL
-from hf_ckpt.spec.spec import Spec
 from hf_ckpt.training import verify as verifying
 
 
@@ -228,7 +226,6 @@ def test_feed_forwards_in_chunks_may_differ_by_rounding_and_have_to_run():
     assert "feed-forwards: 4 calls in chunks" in str(result)
     model.transformer.h[0].mlp.act.register_forward_hook(lambda *given: None)
     assert hf_ckpt.verify(model, batch, {"policy": "full", "mlp": 5}).chunked_mlps == 3
-    assert all(check for _, check in check_families(Spec.parse({"mlp": 7}), batch=2, tokens=16))
 
 
 def test_draws_of_chunks_are_compared_with_those_of_chunks():
@@ -238,19 +235,3 @@ def test_draws_of_chunks_are_compared_with_those_of_chunks():
     assert result, result
     assert not result.different
     assert not hf_ckpt.verify(model, batch, {"policy": "full", "mlp": 5, "preserve_rng_state": False})
-
-
-def test_check_families_with_a_head_in_chunks(caplog):
-    rows = check_families(Spec.parse({"head": 16}), batch=2, tokens=32)
-    assert [name for name, _ in rows] == ["llama (random)", "gpt2 (random)", "t5 (random)"]
-    assert all(check for _, check in rows)
-    assert "not checked on bert" in caplog.text
-
-
-def test_check_families_leaves_out_what_does_not_fit_and_says_so(caplog):
-    rows = check_families(Spec.parse({"layers": {"decoder": "0"}}), batch=2, tokens=8)
-    assert [name for name, _ in rows] == ["llama (random)", "gpt2 (random)", "t5 (random)"]
-    assert all(check for _, check in rows)
-    assert "not checked on bert" in caplog.text
-    with pytest.raises(SpecError):
-        check_families(Spec.parse({"layers": "99"}), batch=2, tokens=8)

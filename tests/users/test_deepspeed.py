@@ -21,7 +21,6 @@ from helpers.steps import enable, step
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.cli.main import main
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
@@ -84,21 +83,6 @@ def test_a_later_deepspeed_or_nothing_frozen_is_not(version, frozen, monkeypatch
     as_zero3_has_it(model, version, monkeypatch)
     step(model, tiny_batch("llama"))
     assert hf_ckpt.describe(model).recomputed == dict.fromkeys(BLOCKS, 1)
-
-
-def test_deepspeeds_own_block_is_told(tmp_path, capsys):
-    """Doctor says that `activation_checkpointing` in DeepSpeed's config does nothing for Hugging Face models."""
-    settings = {"zero_optimization": {"stage": 2}, "activation_checkpointing": {"partition_activations": True}}
-    found = []
-    for keys in (settings, {"zero_optimization": {"stage": 2}}):
-        (tmp_path / "ds.json").write_text(json.dumps(keys))
-        main(["doctor", str(tmp_path / "ds.json"), "--json"])
-        findings = json.loads(capsys.readouterr().out)["findings"]
-        found.append([finding for finding in findings if finding["code"] == "deepspeed-block"])
-    assert len(found[0]) == 1
-    assert "does nothing for Hugging Face models" in found[0][0]["what"]
-    assert "gradient_checkpointing" in found[0][0]["fix"]
-    assert found[1] == []
 
 
 # --- with DeepSpeed -------------------------------------------------------------------------------------------------

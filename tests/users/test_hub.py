@@ -59,7 +59,7 @@ def hub(monkeypatch):
 
 
 def plan(model, hub, tmp_path):
-    words = ("-m", "hf_ckpt.cli", "plan", model, "--device", "t4", "--seq", "32", "--json")
+    words = ("-m", "hf_ckpt.cli.main", "plan", model, "--device", "t4", "--seq", "32", "--json")
     return python(*words, extra={"HF_HOME": str(tmp_path), **hub})
 
 

@@ -151,7 +151,7 @@ TRAPS = {
         engines/test_random_state.py::test_random_state_while_a_graph_is_captured
     """,
     32: """DeepSpeed's own block does nothing for Hugging Face models
-        users/test_deepspeed.py::test_deepspeeds_own_block_is_told
+        doctor/test_doctor.py::test_a_fault_is_found_and_its_twin_is_not
         users/test_deepspeed.py::test_deepspeeds_own_block_does_nothing
     """,
     33: """routing of mixtures of experts flips at recomputation
@@ -229,8 +229,8 @@ TRAPS = {
         users/test_deepspeed.py::test_the_refusal_says_who_asked_for_reentrant_checkpointing
     """,
     53: """files of TRL, axolotl and LLaMA-Factory are read by the wrong rules
-        doctor/test_programs.py::test_the_same_qlora_is_the_same_training_in_each_program
-        doctor/test_programs.py::test_the_three_files_ask_for_the_same_plan
+        doctor/test_doctor.py::test_the_same_qlora_is_the_same_training_in_each_program
+        doctor/test_doctor.py::test_plan_reads_the_same_file_by_the_same_code
     """,
 }
 """Number -> a line with the symptom, then a line for each test or for what is missing."""

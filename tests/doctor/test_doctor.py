@@ -1,0 +1,271 @@
+"""`hf-ckpt doctor`: files are read as their owners read them, and each rule finds its fault and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_ckpt.cli.main import _parser, main
+from hf_ckpt.doctor.rules import RULES, diagnose
+from hf_ckpt.doctor.trainings import fields_of, read_training
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.prediction.question import Workload, question
+
+ROOT = Path(__file__).parent.parent.parent
+TRL = """
+{model_name_or_path: mini-llama, dtype: bfloat16, load_in_4bit: true, use_bnb_nested_quant: true, use_peft: true,
+lora_r: 16, lora_alpha: 32, lora_dropout: 0.05, lora_target_modules: [all-linear], dataset_name: trl-lib/Capybara,
+max_length: 512, per_device_train_batch_size: 2, gradient_accumulation_steps: 4, learning_rate: 2.0e-4, bf16: true,
+optim: adamw_torch_fused, output_dir: out}
+"""
+AXOLOTL = """
+{base_model: mini-llama, load_in_8bit: false, load_in_4bit: true, datasets: [{path: a, type: alpaca}], adapter: qlora,
+val_set_size: 0.1, lora_model_dir: null, sequence_len: 512, sample_packing: false, lora_r: 16, lora_alpha: 32,
+lora_dropout: 0.05, lora_target_linear: true, gradient_accumulation_steps: 4, micro_batch_size: 2, num_epochs: 1,
+optimizer: adamw_torch_fused, learning_rate: 0.0002, bf16: auto, gradient_checkpointing: true}
+"""
+LLAMA_FACTORY = """
+{model_name_or_path: mini-llama, quantization_bit: 4, stage: sft, do_train: true, finetuning_type: lora, lora_rank: 16,
+lora_alpha: 32, lora_dropout: 0.05, lora_target: all, dataset: identity, template: llama3, cutoff_len: 512,
+per_device_train_batch_size: 2, gradient_accumulation_steps: 4, optim: adamw_torch_fused, bf16: true}
+"""
+TRAINER = "{model_name_or_path: mini-gpt2, output_dir: out, bf16: true}"
+FILES = {"TRL": TRL, "axolotl": AXOLOTL, "LLaMA-Factory": LLAMA_FACTORY, "Trainer": TRAINER}
+QLORA = Workload(
+    "mini-llama",
+    2,
+    512,
+    lora=16,
+    lora_dropout=0.05,
+    load_in_4bit=True,
+    autocast="bfloat16",
+    optimizer="adamw_torch_fused",
+    accumulation=4,
+)
+FSDP2 = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
+
+
+@pytest.fixture
+def reading(tmp_path):
+    """A function (program, its launcher's config, the model's config, changed keys) -> `Training`."""
+
+    def read(program="Trainer", launch=None, model=None, **changed):
+        values = {**yaml.safe_load(FILES[program]), **changed}
+        paths = [tmp_path / "train.yaml"]
+        paths[0].write_text(yaml.safe_dump({key: value for key, value in values.items() if value != "left out"}))
+        if launch is not None:
+            paths.append(tmp_path / "launch.yaml")
+            paths[1].write_text(yaml.safe_dump(launch))
+        return read_training(paths, model)
+
+    return read
+
+
+# --- what a file asks for ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", ["TRL", "axolotl", "LLaMA-Factory"])
+def test_the_same_qlora_is_the_same_training_in_each_program(program, reading):
+    pytest.importorskip("trl")
+    training = reading(program)
+    assert training.program.name == program
+    fields = fields_of(training, {})
+    assert fields.pop("trainer", None) == ("sft" if program == "TRL" else None)
+    assert fields.pop("kbit_preparation", True) == (program == "TRL")
+    assert Workload(**fields) == QLORA
+    assert {finding.code for finding in diagnose(training)} <= {"unread"}
+
+
+@pytest.mark.parametrize(
+    ("program", "changed", "expected"),
+    [
+        ("Trainer", {}, {"batch": 8, "dtype": "float32", "autocast": "bfloat16", "optimizer": "adamw_torch_fused"}),
+        ("Trainer", {"bf16": False, "dtype": "bf16"}, {"dtype": "bfloat16", "autocast": "none"}),
+        ("Trainer", {"lora_r": 4}, {"lora": 4, "lora_targets": ("c_attn",)}),  # as PEFT does without names
+        ("Trainer", {"lora_r": 4, "lora_target_modules": "a, b"}, {"lora_targets": ("a", "b")}),
+        ("TRL", {"per_device_train_batch_size": "left out", "max_length": "left out"}, {"batch": 8, "tokens": 1024}),
+        ("TRL", {"lora_target_modules": None}, {"lora": 16, "lora_targets": ("q_proj", "v_proj")}),
+        ("TRL", {"dtype": "left out", "bf16": "left out"}, {"dtype": "float32", "autocast": "bfloat16"}),
+        ("TRL", {"bf16": None, "fp16": True}, {"autocast": "float16"}),
+        ("TRL", {"use_peft": False, "load_in_4bit": False}, {"lora": None, "lora_dropout": None}),
+        ("TRL", {"beta": 0.1, "precompute_ref_log_probs": True}, {"trainer": "dpo", "reference": "precomputed"}),
+        ("TRL", {"use_bnb_nested_quant": "left out"}, {"double_quant": False}),
+        ("axolotl", {"bf16": False, "bfloat16": True}, {"dtype": "bfloat16", "autocast": "none"}),
+        ("axolotl", {"bf16": "left out", "fp16": True}, {"dtype": "float16", "autocast": "float16"}),
+        ("axolotl", {"adapter": None, "load_in_4bit": False}, {"lora": None, "dtype": "bfloat16"}),
+        ("axolotl", {"rl": "dpo"}, {"trainer": "dpo"}),
+        ("axolotl", {"sample_packing": True, "micro_batch_size": "left out"}, {"packing": True, "batch": 1}),
+        ("LLaMA-Factory", {"stage": "dpo"}, {"trainer": "dpo"}),
+        ("LLaMA-Factory", {"quantization_bit": 8, "flash_attn": "fa2"}, {"load_in_8bit": True}),
+        ("LLaMA-Factory", {"quantization_bit": None, "finetuning_type": "full"}, {"lora": None, "dtype": "float32"}),
+        ("LLaMA-Factory", {"bf16": None, "pure_bf16": True}, {"dtype": "bfloat16", "autocast": "none"}),
+        ("LLaMA-Factory", {"cutoff_len": None, "lora_rank": None}, {"tokens": 2048, "lora": 8}),
+    ],
+)
+def test_keys_and_defaults_are_those_of_the_program(program, changed, expected, reading):
+    if program == "TRL":
+        pytest.importorskip("trl")
+    fields = fields_of(reading(program, **changed), {})
+    assert {name: fields.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("program", "launch", "changed", "told"),
+    [
+        ("LLaMA-Factory", None, {"stage": "rm"}, "`stage: rm` cannot be planned for, only sft, pt, dpo"),
+        ("LLaMA-Factory", None, {"finetuning_type": "freeze"}, "`finetuning_type: freeze` cannot"),
+        ("axolotl", None, {"rl": "kto"}, "`rl: kto` cannot"),
+        ("axolotl", None, {"optimizer": "muon"}, "optimizer is muon, which cannot"),
+        ("TRL", None, {"center_rewards_coefficient": 0.1}, "RewardConfig` cannot"),
+        ("TRL", None, {"num_generations": 4, "max_length": "left out", "temperature": 1.0}, "GRPO's prompts"),
+        ("Trainer", None, {"per_device_train_batch_size": "many"}, "train_batch_size must be a whole number"),
+        ("Trainer", None, {"lora_r": 4, "lora_dropout": 7}, "lora_dropout must be between 0 and 1"),
+        ("Trainer", {**FSDP2, "fsdp_config": {}}, {}, "fsdp1 cannot be planned for"),
+        ("Trainer", None, {"deepspeed": "ds.json"}, "zero cannot be planned for"),
+    ],
+)
+def test_what_cannot_be_planned_for_is_refused_by_name(program, launch, changed, told, reading):
+    if program == "TRL":
+        pytest.importorskip("trl")
+    with pytest.raises(HfCkptError, match=told):
+        question(fields_of(reading(program, launch, **changed), {}))
+
+
+def test_the_launcher_says_ranks_sharding_and_types(reading):
+    fields = fields_of(reading(launch={**FSDP2, "mixed_precision": "bf16"}, bf16=False), {"batch": 3})
+    expected = {"ranks": 2, "parallel": "fsdp2", "autocast": "bfloat16", "dtype": "float32", "batch": 3}
+    assert {name: fields[name] for name in expected} == expected
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+KWARGS = "gradient_checkpointing_kwargs"
+ON = {"gradient_checkpointing": True}
+SELECTIVE, FULL = {**ON, KWARGS: {"policy": "selective"}}, {**ON, KWARGS: {"policy": "full"}}
+UNSAFE = {"preserve_rng_state": False}
+SHARDED = {**FSDP2, "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}}
+LORA = {"lora_r": 8, "lora_target_modules": "all-linear"}
+# code, the file with the fault, without it; of each: keys, launcher's config, model's config
+CASES = [
+    ("spec", ({**ON, KWARGS: {"polcy": "full"}},), (FULL,)),
+    ("spec", ({**ON, KWARGS: "full"},), ({**ON, KWARGS: '{"policy": "full"}'},)),
+    ("spec-outside", ({**ON, KWARGS: None, "policy": "budget", "budget": "20GiB"},), (FULL,)),
+    ("misspelt", ({"gradient_acumulation_steps": 4},), ({"gradient_accumulation_steps": 4},)),
+    ("unread", ({"my_own_option": 4},), ({"weight_decay": 0.1},)),
+    ("flag-off", ({KWARGS: {"policy": "full"}},), (FULL,)),
+    ("flag-off", ({**FULL, "activation_checkpointing": False},), ({**FULL, "activation_checkpointing": True},)),
+    ("two-names", ({**ON, "activation_checkpointing": False},), ({**ON, "activation_checkpointing": True},)),
+    ("own-offloading", ({"activation_offloading": "legacy"},), ({"activation_offloading": False},)),
+    ("adapter-layers", ({"lora_r": 8},), (LORA,)),
+    ("eager-attention", ({**SELECTIVE, "attn_implementation": "eager"},), ({**FULL, "attn_implementation": "eager"},)),
+    ("deepspeed-block", ({"deepspeed": {"activation_checkpointing": {}}},), ({"deepspeed": "no-such-file"},)),
+    (
+        "whole-compiled",
+        ({**ON, KWARGS: {"policy": "budget", "budget": "9GiB"}, "torch_compile": True},),
+        ({**FULL, "torch_compile": True},),
+    ),
+    (
+        "redrawn-dropout",
+        ({**LORA, "lora_dropout": 0.1, **ON, KWARGS: {"policy": "full", **UNSAFE}},),
+        ({**LORA, "lora_dropout": 0.1, **ON, KWARGS: {"policy": "selective", **UNSAFE}},),
+    ),
+    ("redrawn-dropout", ({}, SHARDED, {"resid_pdrop": 0.1}), ({}, SHARDED, {"classifier_dropout": 0.1})),
+    ("redrawn-dropout", ({}, SHARDED, {"resid_pdrop": 0.1}), ({}, FSDP2, {"resid_pdrop": 0.1})),
+]
+
+
+@pytest.mark.parametrize(("code", "bad", "good"), CASES, ids=[case[0] for case in CASES])
+def test_a_fault_is_found_and_its_twin_is_not(code, bad, good, reading):
+    for (keys, *rest), expected in ((bad, True), (good, False)):
+        findings = [finding for finding in diagnose(reading("Trainer", *rest, **keys)) if finding.code == code]
+        assert bool(findings) == expected
+        assert all(finding.where and finding.what and finding.fix for finding in findings)
+
+
+def test_every_rule_has_a_case():
+    assert {code for _, code, _ in RULES} == {code for code, *_ in CASES}
+
+
+def test_keys_that_are_not_indented_and_keys_that_are_misspelt_are_named(reading):
+    findings = diagnose(reading("axolotl", policy="budget", budget="20GiB", sequence_length=4096))
+    assert [(finding.code, finding.where) for finding in findings[:3]] == [
+        ("spec-outside", "budget"),
+        ("spec-outside", "policy"),
+        ("misspelt", "sequence_length"),
+    ]
+    assert findings[2].fix == "Did you mean sequence_len?"
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def shipped(folder):
+    return [str(path.relative_to(ROOT)) for path in sorted((ROOT / "configs" / folder).glob("*.yaml"))]
+
+
+@pytest.mark.parametrize("launch", shipped("accelerate"))
+def test_shipped_configs_have_no_fault_and_the_command_asks_what_they_say(launch, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for recipe in shipped("recipes"):
+        assert main(["doctor", launch, recipe, "--model", "mini-llama", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert {finding["severity"] for finding in found["findings"]} <= {"note"}
+        if "deepspeed" in launch:
+            assert found["plan"].startswith("not known: zero")
+            continue
+        words = shlex.split(found["plan"])
+        arguments = vars(_parser().parse_args([*words[1:-1], "t4"]))
+        names = ("model", "ranks", "parallel", "autocast", "dtype")
+        given = {name: arguments[name] for name in names if name in arguments}
+        alone = fields_of(read_training([recipe]), given)
+        assert alone == fields_of(read_training([recipe, launch]), {"model": "mini-llama"})
+        assert (alone.get("parallel") == "fsdp2") == ("fsdp2" in launch)
+
+
+def test_exit_codes_and_the_table(tmp_path, capsys):
+    path = tmp_path / "train.yaml"
+    path.write_text("{gradient_checkpointing: true, gradient_checkpointing_kwargs: {policy: '[bold]'}}")
+    assert main(["doctor", str(path)]) == 1
+    assert "[bold]" in capsys.readouterr().out  # not read as markup
+    path.write_text("{gradient_checkpointing: true}")
+    assert main(["doctor", str(path)]) == 0
+    assert "nothing found" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: [", "not valid YAML"),
+        ("[1]", "must hold a mapping"),
+        ("name: me", "it has no training arguments"),
+        ("{distributed_type: FSDP, fsdp_verison: 2}", "unknown keys"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused(text, told, tmp_path, capsys):
+    path = tmp_path / "train.yaml"
+    path.write_text(text)
+    for words in (["doctor", str(path)], ["plan", "--config", str(path)]):
+        assert main(words) == 2
+        assert told in capsys.readouterr().err
+    path.write_text(TRAINER)
+    assert main(["doctor", str(path), str(path)]) == 2
+    assert "second config of its kind" in capsys.readouterr().err
+
+
+def test_plan_reads_the_same_file_by_the_same_code(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def record(question, tell):
+        asked.append(question)
+        raise HfCkptError("enough")
+
+    monkeypatch.setattr("hf_ckpt.forecast.forecast.Forecaster", record)
+    path = tmp_path / "train.yaml"
+    path.write_text(TRAINER.replace("}", ", policy: full}"))
+    assert main(["plan", "--config", str(path), "--batch", "1", "--device", "t4"]) == 2
+    assert asked == [question(fields_of(read_training([path]), {"batch": 1, "device": "t4"}))]
+    assert "policy: it stands beside the checkpointing kwargs" in capsys.readouterr().err
