@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import gc
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from hf_ckpt.errors import HfCkptError, shown
+from hf_ckpt.errors import HfCkptError
 from hf_ckpt.prediction.question import FIELDS, about, option_of
 from hf_ckpt.units import parse_count
 
@@ -26,21 +25,11 @@ class Parser(argparse.ArgumentParser):
         message = message.removeprefix("argument ").rstrip(".")
         self.exit(2, f"hf-ckpt: {message}{'' if message.endswith('?') else '.'} See {self.prog} --help\n")
 
-    def options(self) -> list[str]:
-        """Return the names of all options of this parser and its commands."""
-        verbs = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        inner = [name for verb in verbs for parser in verb.choices.values() for name in parser.options()]
-        return [name for action in self._actions for name in action.option_strings] + inner
 
-
-def refused_in_words(read: Callable[[str], Any], choices: Sequence[str] = ()) -> Callable[[str], Any]:
-    """Return `read` as an argparse type, whose errors become argparse's. With `choices`, only these are valid."""
+def refused_in_words(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return `read` as an argparse type: an `HfCkptError` becomes an error of the option."""
 
     def reader(text: str) -> Any:
-        if choices and text not in choices:
-            near = difflib.get_close_matches(text, choices, n=2)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(choices)}"
-            raise argparse.ArgumentTypeError(f"{shown(text)} is not known; {hint}")
         try:
             return read(text)
         except HfCkptError as error:
@@ -58,14 +47,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for field in list(FIELDS.values())[1:]:
         known = about(field)
         settings: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
-        values = [f"{value} (default)" if value == field.default else value for value in known.choices]
-        text = ": ".join(filter(None, (known.help, ", ".join(values))))
+        text = ": ".join(filter(None, (known.help, ", ".join(known.choices))))
         if isinstance(field.default, bool):
             settings["action"] = "store_false" if field.default else "store_true"
         else:
-            settings["type"] = refused_in_words(known.read, known.choices)
-            settings["metavar"] = known.metavar or ("NAME" if values else None)
-            text += f" (default {field.default})" if field.default is not None and not values else ""
+            settings |= {"type": refused_in_words(known.read), "choices": known.choices or None}
+            settings["metavar"] = known.metavar or ("NAME" if known.choices else None)
+            text += f" (default {field.default})" if field.default is not None else ""
         parser.add_argument(option_of(field), **settings, help=text.replace("%", "%%"))
 
 

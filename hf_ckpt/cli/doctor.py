@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
+import itertools
 import json
 import shlex
 from typing import Any
@@ -45,12 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
         findings = diagnose(training)
         command = _command(training, {"model": arguments.model} if arguments.model else {})
     if arguments.json:
-        findings_in_json = [dataclasses.asdict(finding) for finding in findings]
-        print(json.dumps({"findings": findings_in_json, "plan": command}, indent=1))
+        rows = [dataclasses.asdict(finding) for finding in findings]
+        print(json.dumps({"findings": rows, "plan": command}, indent=1))
     else:
-        packages = ("torch", "transformers", "accelerate", "peft")
-        installed = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-        table = Table("", "where", "what, and what to do", title=f"installed: {installed}", show_lines=True)
+        table = Table("", "where", "what, and what to do", show_lines=True)
         for finding in findings:  # as `Text`, because rich would read brackets in keys and values as markup
             table.add_row(finding.severity, Text(finding.where), Text(f"{finding.what}\n-> {finding.fix}"))
         make_console().print(table if findings else "nothing found that would go wrong")
@@ -68,8 +66,6 @@ def _command(training: Any, given: dict[str, Any]) -> str:
         alone = fields_of(dataclasses.replace(training, launch={}), given)
     except HfCkptError as error:
         return f"not known: {error}"
-    options = [
-        word for name in fields if alone.get(name) != fields[name] for word in words_of(FIELDS[name], fields[name])
-    ]
-    config = ["--config", training.path] if training.path else []
-    return shlex.join(["hf-ckpt", "plan", fields.pop("model"), *config, *options, "--device", "NAME"])
+    words = ["hf-ckpt", "plan", fields.pop("model"), *(["--config", training.path] if training.path else [])]
+    launched = [words_of(FIELDS[name], value) for name, value in fields.items() if alone.get(name) != value]
+    return shlex.join([*words, *itertools.chain(*launched), "--device", "NAME"])

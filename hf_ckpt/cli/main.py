@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Sequence
 
@@ -22,10 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     twice = next((word for word in words if words.count(word) > 1), None)
     if twice is not None:  # argparse would drop the first
         parser.error(f"{twice} is given twice")
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], set(parser.options()), n=1)
-        parser.error(f"{unknown[0]!r} is not understood here" + (f"; did you mean {near[0]}?" if near else ""))
+    arguments = parser.parse_args(argv)
     if argv is None:
         quiet_libraries()
     try:

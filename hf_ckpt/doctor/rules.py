@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterator
 
-from hf_ckpt.doctor.trainings import FLAGS, SPEC_KEYS, Training
+from hf_ckpt.doctor.trainings import SPEC_KEYS, Training
 from hf_ckpt.errors import SpecError, shown
 from hf_ckpt.spec.files import read_values
 from hf_ckpt.spec.spec import Spec
@@ -47,7 +47,7 @@ def _spec(training: Training) -> Texts:
 
 
 def _spec_outside(training: Training) -> Texts:
-    for key in sorted(SPEC_KEYS & training.written.keys() - training.program.keys.keys()):
+    for key in sorted(SPEC_KEYS & training.values.keys()):
         what = f"it stands beside the checkpointing kwargs, where {training.program.name} does not read it."
         yield key, what, f"Indent it under {training.flag}_kwargs."
 
@@ -71,12 +71,6 @@ def _flag_off(training: Training) -> Texts:
         yield f"{training.flag}_kwargs", f"they do nothing, because {training.flag} is not on.", fix
 
 
-def _two_names(training: Training) -> Texts:
-    for new, old in (FLAGS, [f"{flag}_kwargs" for flag in FLAGS]):
-        if {new, old} <= training.written.keys() and training.written[new] != training.written[old]:
-            yield old, f"it is the old name of {new}, which is set to something else and wins.", "Remove it."
-
-
 def _own_offloading(training: Training) -> Texts:
     for key in ("activation_offloading", "use_unsloth_gc", training.flag):
         if training.values.get(key) and (key != training.flag or isinstance(training.values[key], str)):
@@ -89,21 +83,6 @@ def _adapter_layers(training: Training) -> Texts:
     if training.adapters and not any(training.values.get(key) for key in (*keys, "lora_target_linear")):
         what = "no layers are named, and PEFT takes its own for the model: often query and value projections only."
         yield keys[0], what, "Name the layers, or `all-linear`."
-
-
-def _eager_attention(training: Training) -> Texts:
-    selective = training.spec is not None and training.spec.policy == "selective"
-    if selective and training.values.get("attn_implementation") == "eager":
-        what = "with eager attention `selective` keeps the scores of every block: heads x tokens x tokens elements."
-        yield "attn_implementation", what, "Set it to sdpa (or flash_attention_2), or use `policy: full`."
-
-
-def _whole_compiled(training: Training) -> Texts:
-    backend = (training.launch.get("dynamo_config") or {}).get("dynamo_backend", "NO")
-    planned = training.spec is not None and training.spec.is_planned
-    if planned and (training.values.get("torch_compile") or str(backend).upper() != "NO"):
-        what = "torch.compile compiles the whole model: no plan is made, and every block is recomputed."
-        yield "torch_compile", what, 'Use `"compile": "blocks"` in the kwargs, or a plan file of `hf-ckpt plan`.'
 
 
 def _deepspeed_block(training: Training) -> Texts:
@@ -129,8 +108,8 @@ def _redrawn_dropout(training: Training) -> Texts:
     what = f"random state is not kept, but {active[0]}: recomputed blocks draw other masks, and gradients are wrong."
     if version == "2" and str(options.get("activation_checkpointing")).lower() == "true":  # FSDP1 keeps random state
         yield "fsdp_activation_checkpointing", what, f"Set it to false and {training.flag} to true."
-    spec = training.spec
-    if spec is not None and not spec.preserve_rng_state and spec.policy not in ("none", "selective"):
+    kwargs = training.kwargs if training.values.get(training.flag) and isinstance(training.kwargs, dict) else {}
+    if kwargs.get("preserve_rng_state") is False and kwargs.get("policy") not in ("none", "selective"):
         yield "preserve_rng_state", what, "Remove it, or set every dropout to 0."  # `selective` keeps the masks
 
 
@@ -140,11 +119,8 @@ RULES: tuple[tuple[str, str, Callable[[Training], Texts]], ...] = (
     ("warning", "misspelt", _misspelt),
     ("note", "unread", _unread),
     ("warning", "flag-off", _flag_off),
-    ("warning", "two-names", _two_names),
     ("warning", "own-offloading", _own_offloading),
     ("note", "adapter-layers", _adapter_layers),
-    ("warning", "eager-attention", _eager_attention),
-    ("warning", "whole-compiled", _whole_compiled),
     ("warning", "deepspeed-block", _deepspeed_block),
     ("error", "redrawn-dropout", _redrawn_dropout),
 )

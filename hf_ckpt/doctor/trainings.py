@@ -1,7 +1,7 @@
 """Read the config files of a training, each by its owner's parser, and what they ask of `hf-ckpt plan`.
 
 Trainer's and TRL's files are read by their dataclasses, accelerate's by its `ClusterConfig`, and those of axolotl and
-LLaMA-Factory, which are seldom installed beside hf_ckpt, by their tables in `programs`.
+LLaMA-Factory, which are seldom installed beside hf_ckpt, by the table in `programs`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.doctor.programs import PROGRAMS, Program
-from hf_ckpt.errors import HfCkptError, SpecError, reason_of, shown
+from hf_ckpt.errors import HfCkptError, reason_of, shown
 from hf_ckpt.prediction.question import FIELDS, about
 from hf_ckpt.spec.files import read_values
 from hf_ckpt.spec.spec import Spec
@@ -25,21 +25,16 @@ FLAGS = ("activation_checkpointing", "gradient_checkpointing")
 """The training argument that enables checkpointing: its new name, which takes precedence, and the old one."""
 SPEC_KEYS = frozenset(field.name for field in dataclasses.fields(Spec))
 """The keys of a spec. They belong into the kwargs of the flag."""
-_TYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_ATTENTIONS = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled": "eager", "auto": "sdpa"}
-"""LLaMA-Factory's names of attention implementations."""
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fa2": "flash_attention_2", "disabled": "eager"}
+"""Short names of types and, by LLaMA-Factory, of attention implementations."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A file of training arguments as `written`, and with its program's defaults; accelerate's and the model's config.
-
-    `unknown` are keys in the file that the program does not have. What is not given is empty.
-    """
+    """Training arguments with defaults, keys among them that the program does not have, and other configs."""
 
     path: str = ""
     program: Program = PROGRAMS[0]
-    written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     unknown: tuple[str, ...] = ()
     launch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -59,13 +54,6 @@ class Training:
         return value
 
     @property
-    def spec(self) -> Spec | None:
-        """The spec for hf_ckpt; None if checkpointing is off, or has no valid kwargs."""
-        with contextlib.suppress(SpecError):
-            return Spec.parse(self.kwargs) if self.values.get(self.flag) and isinstance(self.kwargs, dict) else None
-        return None
-
-    @property
     def adapters(self) -> bool:
         """Whether adapters are trained: a rank is set, and no choice of the program turns them off."""
         chosen = [fields.get(str(self.values.get(key)).lower()) for key, fields in self.program.choices.items()]
@@ -74,10 +62,7 @@ class Training:
 
     @property
     def fsdp(self) -> tuple[str, Mapping[str, Any]] | None:
-        """FSDP's version (`1` or `2`), and its options without their prefix; None without FSDP.
-
-        The version that a file leaves out is 1 for accelerate's launcher, and 2 for transformers.
-        """
+        """FSDP's version (by default 1 for accelerate, 2 for transformers) and its options without their prefix."""
         launched = self.launch.get("distributed_type") == "FSDP"
         if not launched and not self.values.get("fsdp"):
             return None
@@ -96,7 +81,7 @@ def read_training(paths: Sequence[str | Path], model: Mapping[str, Any] | None =
     for path in map(str, paths):
         try:
             part = _read_file(path)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, ImportError) as error:
             raise HfCkptError(f"cannot read {path!r}: {reason_of(error)}.") from error
         if parts.keys() & part.keys():
             raise HfCkptError(f"{path!r} is the second config of its kind: give one.")
@@ -114,13 +99,13 @@ def _read_file(path: str) -> dict[str, Any]:
 
         return {"launch": load_config_from_file(path).to_dict()}
     written = {str(key): value for key, value in written.items() if value is not None}
-    program = max(PROGRAMS, key=lambda program: len({*program.telltales} & written.keys()))
+    program = max(PROGRAMS, key=lambda program: len(program.telltales & written.keys()))
     values = {**program.options(written), **program.defaults}
-    known = values.keys() | program.keys.keys() | SPEC_KEYS
+    known = {*values, *program.keys, *program.others.split(), *SPEC_KEYS}
     if not known & written.keys():
         raise ValueError("it has no training arguments, and is no config of accelerate; a model's goes with --model")
     unknown = tuple(key for key in written if key not in known)
-    return {"path": path, "program": program, "written": written, "values": {**values, **written}, "unknown": unknown}
+    return {"path": path, "program": program, "values": {**values, **written}, "unknown": unknown}
 
 
 def fields_of(training: Training, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +116,7 @@ def fields_of(training: Training, given: Mapping[str, Any]) -> dict[str, Any]:
     path, values, program = training.path, training.values, training.program
     fields: dict[str, Any] = {}
     for key, name in program.keys.items():
-        if name in FIELDS.keys() - fields.keys() and values.get(key) is not None:
+        if name in FIELDS.keys() - fields.keys() and values.get(key) not in (None, "auto"):
             fields[name] = _read_value(name, values[key], f"{path}: {key}")
     for key, choices in program.choices.items():
         chosen = choices.get(str(values.get(key)).lower())
@@ -140,10 +125,8 @@ def fields_of(training: Training, given: Mapping[str, Any]) -> dict[str, Any]:
         fields |= chosen
     fields |= {} if training.adapters else {"lora_targets": None, "lora_dropout": None}
     fields |= {**_types(training, fields.get("dtype")), **_shared(training), **given}
-    if fields.get("trainer") == "grpo" and "tokens" not in fields:
-        raise HfCkptError(f"{path} has no length of GRPO's prompts: give that of prompts and answers (--seq).")
     fields = {name: value for name, value in fields.items() if name in FIELDS and value is not None}
-    return _completed(fields) if "model" in fields else fields
+    return {**fields, **_of_model(fields)} if "model" in fields else fields
 
 
 def _read_value(name: str, value: Any, where: str) -> Any:
@@ -153,35 +136,26 @@ def _read_value(name: str, value: Any, where: str) -> Any:
     if name == "lora_targets":
         names = value if isinstance(value, list) else str(value).split(",")
         return "all-linear" if names[0] in ("all", "all-linear") else tuple(name.strip() for name in names)
-    known, text = about(FIELDS[name]), str(value).removeprefix("torch.")
-    text = _ATTENTIONS.get(text, text) if name == "attention" else _TYPES.get(text, text)
-    if known.choices and text not in (*known.choices, "auto"):
-        raise HfCkptError(f"{where} is {text}, which cannot be planned for; known are {', '.join(known.choices)}.")
+    text = _SHORT.get(str(value), str(value).removeprefix("torch."))
     try:
-        return known.read(text)
+        return about(FIELDS[name]).read(text)
     except HfCkptError as error:
         raise HfCkptError(f"{where} {error}.") from None
 
 
 def _types(training: Training, dtype: str | None) -> dict[str, Any]:
-    """Return `dtype` and `autocast`.
-
-    `bf16: true` is autocast for Trainer and TRL, and also the type of weights for axolotl and LLaMA-Factory, which
-    casts trained ones to float32. Weights of `dtype: auto` have the type of the checkpoint.
-    """
-    values, weights = training.values, training.program.weights
-    flag = (
-        "float16" if values.get("fp16") is True else "bfloat16" if values.get("bf16") in (True, "auto", "full") else ""
-    )
-    flag = flag or _TYPES.get(str(training.launch.get("mixed_precision")), "")
-    plain = next((name for name in ("bfloat16", "float16") if values.get(name)), "float32")
-    if weights == "frozen":
-        halved = training.adapters or values.get("pure_bf16")
-        return {
-            "dtype": flag or "bfloat16" if halved else "float32",
-            "autocast": "none" if values.get("pure_bf16") else flag or "none",
-        }
-    return {"dtype": flag or plain if weights == "autocast" else dtype, "autocast": flag or "none"}
+    """Return `dtype` and `autocast`: `bf16` is autocast for Trainer and TRL, for others the type of weights, too."""
+    values, weights, pure = training.values, training.program.weights, training.values.get("pure_bf16")
+    launched = _SHORT.get(str(training.launch.get("mixed_precision")), "none")
+    autocast = "bfloat16" if values.get("bf16") in (True, "auto", "full") and not pure else launched
+    autocast = "float16" if values.get("fp16") is True else autocast
+    plain = next((name for name in ("bfloat16", "float16") if values.get(name) or weights == "frozen"), "float32")
+    if weights != "dtype":
+        dtype = plain if autocast == "none" else autocast
+    return {
+        "dtype": "float32" if weights == "frozen" and not (training.adapters or pure) else dtype,
+        "autocast": autocast,
+    }
 
 
 def _shared(training: Training) -> dict[str, Any]:
@@ -189,28 +163,28 @@ def _shared(training: Training) -> dict[str, Any]:
     deepspeed = training.launch.get("deepspeed_config") or {}
     stage = deepspeed.get("zero_stage", "") if deepspeed or training.values.get("deepspeed") else 0
     way = f"fsdp{training.fsdp[0]}" if training.fsdp else "ddp" if stage == 0 else f"zero{stage}"
-    planned = about(FIELDS["parallel"]).choices
-    if way not in planned:
-        raise HfCkptError(f"{way} cannot be planned for, only {', '.join(planned)}.")
+    if way not in about(FIELDS["parallel"]).choices:
+        raise HfCkptError(f"{way} cannot be planned for, only {', '.join(about(FIELDS['parallel']).choices)}.")
     ranks = training.launch.get("num_processes")
     return {"ranks": ranks, "parallel": way} if ranks or way != "ddp" else {}
 
 
-def _completed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Add what follows from the model's config: the type for `auto`, and the layers that PEFT takes by default."""
+def _of_model(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what follows from the model's config: the type of the checkpoint, and the layers that PEFT takes."""
     from hf_ckpt.prediction.workload import load_config
 
+    found: dict[str, Any] = {}
     if fields.get("parallel") == "fsdp2" and fields["autocast"] != "none" and "lora" not in fields:
-        fields["dtype"] = "float32"  # accelerate casts what is trained
-    if fields.get("dtype") == "auto":
+        found["dtype"] = "float32"  # accelerate casts what is trained
+    elif "dtype" not in fields:  # since transformers 5
         half = fields.get("load_in_4bit") or fields.get("load_in_8bit")
         dtype = "bfloat16" if half else getattr(load_config(fields["model"]), "dtype", None) or "float32"
-        fields["dtype"] = str(dtype).removeprefix("torch.")
+        found["dtype"] = str(dtype).removeprefix("torch.")
     if "lora" in fields and "lora_targets" not in fields:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
 
         family = load_config(fields["model"]).model_type
         if family not in PEFT_TARGETS:
             raise HfCkptError(f"PEFT knows no layers of {family} for adapters: name them (--lora-targets).")
-        fields["lora_targets"] = tuple(PEFT_TARGETS[family])
-    return fields
+        found["lora_targets"] = tuple(PEFT_TARGETS[family])
+    return found

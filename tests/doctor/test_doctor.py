@@ -84,26 +84,21 @@ def test_the_same_qlora_is_the_same_training_in_each_program(program, reading):
     ("program", "changed", "expected"),
     [
         ("Trainer", {}, {"batch": 8, "dtype": "float32", "autocast": "bfloat16", "optimizer": "adamw_torch_fused"}),
-        ("Trainer", {"bf16": False, "dtype": "bf16"}, {"dtype": "bfloat16", "autocast": "none"}),
         ("Trainer", {"lora_r": 4}, {"lora": 4, "lora_targets": ("c_attn",)}),  # as PEFT does without names
         ("Trainer", {"lora_r": 4, "lora_target_modules": "a, b"}, {"lora_targets": ("a", "b")}),
         ("TRL", {"per_device_train_batch_size": "left out", "max_length": "left out"}, {"batch": 8, "tokens": 1024}),
         ("TRL", {"lora_target_modules": None}, {"lora": 16, "lora_targets": ("q_proj", "v_proj")}),
         ("TRL", {"dtype": "left out", "bf16": "left out"}, {"dtype": "float32", "autocast": "bfloat16"}),
-        ("TRL", {"bf16": None, "fp16": True}, {"autocast": "float16"}),
         ("TRL", {"use_peft": False, "load_in_4bit": False}, {"lora": None, "lora_dropout": None}),
         ("TRL", {"beta": 0.1, "precompute_ref_log_probs": True}, {"trainer": "dpo", "reference": "precomputed"}),
-        ("TRL", {"use_bnb_nested_quant": "left out"}, {"double_quant": False}),
         ("axolotl", {"bf16": False, "bfloat16": True}, {"dtype": "bfloat16", "autocast": "none"}),
         ("axolotl", {"bf16": "left out", "fp16": True}, {"dtype": "float16", "autocast": "float16"}),
         ("axolotl", {"adapter": None, "load_in_4bit": False}, {"lora": None, "dtype": "bfloat16"}),
-        ("axolotl", {"rl": "dpo"}, {"trainer": "dpo"}),
         ("axolotl", {"sample_packing": True, "micro_batch_size": "left out"}, {"packing": True, "batch": 1}),
         ("LLaMA-Factory", {"stage": "dpo"}, {"trainer": "dpo"}),
         ("LLaMA-Factory", {"quantization_bit": 8, "flash_attn": "fa2"}, {"load_in_8bit": True}),
         ("LLaMA-Factory", {"quantization_bit": None, "finetuning_type": "full"}, {"lora": None, "dtype": "float32"}),
         ("LLaMA-Factory", {"bf16": None, "pure_bf16": True}, {"dtype": "bfloat16", "autocast": "none"}),
-        ("LLaMA-Factory", {"cutoff_len": None, "lora_rank": None}, {"tokens": 2048, "lora": 8}),
     ],
 )
 def test_keys_and_defaults_are_those_of_the_program(program, changed, expected, reading):
@@ -119,9 +114,8 @@ def test_keys_and_defaults_are_those_of_the_program(program, changed, expected, 
         ("LLaMA-Factory", None, {"stage": "rm"}, "`stage: rm` cannot be planned for, only sft, pt, dpo"),
         ("LLaMA-Factory", None, {"finetuning_type": "freeze"}, "`finetuning_type: freeze` cannot"),
         ("axolotl", None, {"rl": "kto"}, "`rl: kto` cannot"),
-        ("axolotl", None, {"optimizer": "muon"}, "optimizer is muon, which cannot"),
+        ("axolotl", None, {"optimizer": "muon"}, "optimizer must be one of .* but is 'muon'"),
         ("TRL", None, {"center_rewards_coefficient": 0.1}, "RewardConfig` cannot"),
-        ("TRL", None, {"num_generations": 4, "max_length": "left out", "temperature": 1.0}, "GRPO's prompts"),
         ("Trainer", None, {"per_device_train_batch_size": "many"}, "train_batch_size must be a whole number"),
         ("Trainer", None, {"lora_r": 4, "lora_dropout": 7}, "lora_dropout must be between 0 and 1"),
         ("Trainer", {**FSDP2, "fsdp_config": {}}, {}, "fsdp1 cannot be planned for"),
@@ -135,17 +129,11 @@ def test_what_cannot_be_planned_for_is_refused_by_name(program, launch, changed,
         question(fields_of(reading(program, launch, **changed), {}))
 
 
-def test_the_launcher_says_ranks_sharding_and_types(reading):
-    fields = fields_of(reading(launch={**FSDP2, "mixed_precision": "bf16"}, bf16=False), {"batch": 3})
-    expected = {"ranks": 2, "parallel": "fsdp2", "autocast": "bfloat16", "dtype": "float32", "batch": 3}
-    assert {name: fields[name] for name in expected} == expected
-
-
 # --- rules ------------------------------------------------------------------------------------------------------------
 
 KWARGS = "gradient_checkpointing_kwargs"
 ON = {"gradient_checkpointing": True}
-SELECTIVE, FULL = {**ON, KWARGS: {"policy": "selective"}}, {**ON, KWARGS: {"policy": "full"}}
+FULL = {**ON, KWARGS: {"policy": "full"}}
 UNSAFE = {"preserve_rng_state": False}
 SHARDED = {**FSDP2, "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}}
 LORA = {"lora_r": 8, "lora_target_modules": "all-linear"}
@@ -158,16 +146,9 @@ CASES = [
     ("unread", ({"my_own_option": 4},), ({"weight_decay": 0.1},)),
     ("flag-off", ({KWARGS: {"policy": "full"}},), (FULL,)),
     ("flag-off", ({**FULL, "activation_checkpointing": False},), ({**FULL, "activation_checkpointing": True},)),
-    ("two-names", ({**ON, "activation_checkpointing": False},), ({**ON, "activation_checkpointing": True},)),
     ("own-offloading", ({"activation_offloading": "legacy"},), ({"activation_offloading": False},)),
     ("adapter-layers", ({"lora_r": 8},), (LORA,)),
-    ("eager-attention", ({**SELECTIVE, "attn_implementation": "eager"},), ({**FULL, "attn_implementation": "eager"},)),
     ("deepspeed-block", ({"deepspeed": {"activation_checkpointing": {}}},), ({"deepspeed": "no-such-file"},)),
-    (
-        "whole-compiled",
-        ({**ON, KWARGS: {"policy": "budget", "budget": "9GiB"}, "torch_compile": True},),
-        ({**FULL, "torch_compile": True},),
-    ),
     (
         "redrawn-dropout",
         ({**LORA, "lora_dropout": 0.1, **ON, KWARGS: {"policy": "full", **UNSAFE}},),
@@ -186,10 +167,6 @@ def test_a_fault_is_found_and_its_twin_is_not(code, bad, good, reading):
         assert all(finding.where and finding.what and finding.fix for finding in findings)
 
 
-def test_every_rule_has_a_case():
-    assert {code for _, code, _ in RULES} == {code for code, *_ in CASES}
-
-
 def test_keys_that_are_not_indented_and_keys_that_are_misspelt_are_named(reading):
     findings = diagnose(reading("axolotl", policy="budget", budget="20GiB", sequence_length=4096))
     assert [(finding.code, finding.where) for finding in findings[:3]] == [
@@ -198,6 +175,10 @@ def test_keys_that_are_not_indented_and_keys_that_are_misspelt_are_named(reading
         ("misspelt", "sequence_length"),
     ]
     assert findings[2].fix == "Did you mean sequence_len?"
+
+
+def test_every_rule_has_a_case():
+    assert {code for _, code, _ in RULES} == {code for code, *_ in CASES}
 
 
 # --- the program ------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def parsed(words):
 
 def test_the_options_of_plan_grow_by_decision_only():
     plan = main._parser()._subparsers._group_actions[0].choices["plan"]
-    assert sorted(plan.options()) == OPTIONS.split()
+    assert sorted(plan._option_string_actions) == OPTIONS.split()
     assert {option_of(field) for field in list(FIELDS.values())[1:]} < {*OPTIONS.split()}
 
 
