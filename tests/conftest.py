@@ -20,8 +20,6 @@ from hf_ckpt.engines import compiled, segments
 from hf_ckpt.engines.rebuild import tape
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.measure.levels import CountedLevels
-from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, candidates
-from hf_ckpt.training import traced
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several workers share the cores
     torch.set_num_threads(1)
@@ -63,8 +61,10 @@ def nothing_left_by_accelerate():
 
 @pytest.fixture(autouse=True)
 def no_count_left_on():
-    """Stop a session's live-byte counter when the test ends, not when the model is collected."""
+    """Stop a session's live-byte counter and its profiler when the test ends, not when the model is collected."""
     yield
+    if compat.profiler_is_active():
+        list(compat.stop_allocation_record())
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, CountedLevels):
             mode.stop()
@@ -100,16 +100,6 @@ def graphs(monkeypatch):
 
     monkeypatch.setattr(compat, "compile_graph", compile_graph)
     return found
-
-
-@pytest.fixture
-def few_actions(monkeypatch):
-    """Let plans for live models choose from three actions: trace time grows with the square of their number."""
-
-    def actions_for(*_, compiled=False):
-        return candidates(compiled=True) if compiled else (KEEP, SELECTIVE, FULL)
-
-    monkeypatch.setattr(traced, "actions_for", actions_for)
 
 
 @pytest.fixture

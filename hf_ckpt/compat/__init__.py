@@ -11,14 +11,13 @@ from hf_ckpt.compat.compiler import (
     call_parts,
     compile_graph,
     compiled_copy,
+    compiled_graphs,
     compiled_module_class,
-    cut_graph,
-    is_backend_error,
     is_compile_error,
     is_compiled,
-    is_fusible,
     keeping,
     missing_compiler,
+    outside_graphs,
 )
 from hf_ckpt.compat.devices import (
     AllocatorBytes,
@@ -82,6 +81,12 @@ from hf_ckpt.compat.frames import (
 )
 from hf_ckpt.compat.kernels import accelerator_kernels
 from hf_ckpt.compat.peft import adapters_off, add_lora, is_adapter, merged_adapters
+from hf_ckpt.compat.profiler import (
+    mark_in_record,
+    profiler_is_active,
+    start_allocation_record,
+    stop_allocation_record,
+)
 from hf_ckpt.compat.random_state import RandomState, all_devices, devices_of
 from hf_ckpt.compat.torch import (
     SEEN_BY_HOOKS,
@@ -103,12 +108,12 @@ from hf_ckpt.compat.torch import (
     is_compiling,
     is_fake,
     is_held_by_hooks,
+    is_in_backward,
     is_read_twice,
     is_replica,
     is_seen_by_modes,
     is_unused_random_state,
     leave_dispatch_mode,
-    modes_lifted,
     next_autograd_sequence_number,
     optimizer_changes,
     optimizers_of,

@@ -6,12 +6,11 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import flop_registry
 
 from hf_ckpt.compat.private import private
 
@@ -46,16 +45,13 @@ def call_parts(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
     return found, args, kwargs
 
 
-def compiled_copy(function: Any, name: str, backend: Callable[..., Any], *, dynamic: bool | None = None) -> Compiled:
-    """Return a compiled copy of a function, which shares no graphs with other copies. Graph breaks are errors.
-
-    `dynamic` says whether graphs are for tensors of any size: never, always, or from the second size on (None).
-    """
+def compiled_copy(function: Any, name: str, backend: Callable[..., Any]) -> Compiled:
+    """Return a compiled copy of a function, which shares no graphs with other copies. Graph breaks are errors."""
     code = function.__code__.replace(co_name=name)
     copied = types.FunctionType(code, function.__globals__, name)
     compile_: Any = torch.compile
     limit = {"recompile_limit": _MOST_GRAPHS} if "recompile_limit" in inspect.signature(compile_).parameters else {}
-    compiled: Compiled = compile_(copied, backend=backend, fullgraph=True, dynamic=dynamic, **limit)
+    compiled: Compiled = compile_(copied, backend=backend, fullgraph=True, **limit)
     return compiled
 
 
@@ -63,22 +59,6 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Compile
     """Compile a graph with torch's default compiler."""
     compiled: Compiled = private("torch._inductor.compile")(graph, inputs)
     return compiled
-
-
-def cut_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], each: Callable[..., Any]) -> Compiled:
-    """Like `compile_graph` up to the graphs of forward and backward, which are passed to `each`."""
-    with private("torch._functorch.config").patch(enable_autograd_cache=False):
-        made: Compiled = private("torch._inductor.compile_fx.compile_fx")(graph, inputs, inner_compile=each)
-    return made
-
-
-def is_fusible(operation: Any) -> bool:
-    """Whether torch's compiler generates code for an operation, so that it can be fused with others."""
-    return (
-        operation in private("torch._inductor.lowering.lowerings")
-        and operation not in private("torch._inductor.lowering.fallbacks")
-        and getattr(operation, "overloadpacket", None) not in flop_registry
-    )
 
 
 @contextlib.contextmanager
@@ -144,9 +124,20 @@ def _chooses(node: torch.fx.Node) -> bool:
     return node.target == aten.argmax.default
 
 
+def compiled_graphs() -> int:
+    """Return how many graphs torch.compile has made in this process. It counts blocks' graphs once a kind and share."""
+    return int(private("torch._dynamo.utils.counters")["stats"]["unique_graphs"])
+
+
 def compiled_module_class() -> Any:
     """Return the class of the wrapper that `torch.compile(model)` returns."""
     return private("torch._dynamo.eval_frame.OptimizedModule")
+
+
+def outside_graphs(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return each of these modules of a model, or the wrapper that compiles it: its hooks run outside of the graph."""
+    wrappers = {each._orig_mod: each for each in model.modules() if isinstance(each, compiled_module_class())}
+    return {name: wrappers.get(module, module) for name, module in modules.items()}
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -158,11 +149,6 @@ def is_compile_error(error: Exception) -> bool:
     """Whether torch.compile raised an error because it cannot compile something."""
     kinds = (private("torch._dynamo.exc.TorchDynamoException"), private("torch._inductor.exc.InductorError"))
     return isinstance(error, kinds)
-
-
-def is_backend_error(error: Exception) -> bool:
-    """Whether the backend of torch.compile failed, rather than the tracing of the graph."""
-    return isinstance(error, private("torch._dynamo.exc.BackendCompilerFailed"))
 
 
 def missing_compiler(error: BaseException) -> str:

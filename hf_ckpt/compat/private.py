@@ -46,14 +46,6 @@ _ROWS = (
         "counts the live bytes of a training step below the dispatch modes of others",
     ),
     PrivateName(
-        (
-            "torch.utils._python_dispatch._is_in_torch_dispatch_mode",
-            "torch.utils._python_dispatch._is_in_non_infra_torch_dispatch_mode",
-        ),
-        "tells torch 2.8 that no dispatch mode is on while a block is planned for as compiled",
-        without="nothing has to be told",
-    ),
-    PrivateName(
         ("torch.utils._python_dispatch._disable_current_modes",),
         "hides from selective checkpointing what it does by itself in backward",
     ),
@@ -111,19 +103,29 @@ _ROWS = (
     PrivateName(
         (
             "torch._inductor.compile",
-            "torch._inductor.compile_fx.compile_fx",
             "torch._inductor.config",
             "torch._inductor.custom_graph_pass.CustomGraphPass",
             "torch._inductor.exc.InductorError",
-            "torch._inductor.lowering.fallbacks",
-            "torch._inductor.lowering.lowerings",
             "torch._functorch.config",
             "torch._dynamo.eval_frame.OptimizedModule",
-            "torch._dynamo.exc.BackendCompilerFailed",
             "torch._dynamo.exc.TorchDynamoException",
+            "torch._dynamo.utils.counters",
             "torch._ops.OpOverload",
         ),
         "compiles blocks one by one, each with a share of kept bytes",
+    ),
+    PrivateName(
+        (
+            "torch._C._autograd._disable_profiler",
+            "torch._C._autograd._enable_profiler",
+            "torch._C._autograd._prepare_profiler",
+            "torch._C._autograd._profiler_enabled",
+            "torch._C._current_graph_task_id",
+            "torch._C._profiler",
+            "torch._C._profiler._EventType",
+            "torch._C._profiler._ExperimentalConfig",
+        ),
+        "records the allocations of a step with compiled blocks on a CPU",
     ),
     # Read from objects.
     PrivateName(

@@ -125,6 +125,11 @@ def call_after_backward(function: Callable[[], None]) -> bool:
     return True
 
 
+def is_in_backward() -> bool:
+    """Whether a backward runs in this thread."""
+    return bool(private("torch._C._current_graph_task_id")() != -1)
+
+
 def is_unused_random_state(saved: torch.Tensor) -> bool:
     """Whether a saved tensor that backward asks for is the random state of an attention without dropout.
 
@@ -430,41 +435,6 @@ def leave_dispatch_mode(mode: TorchDispatchMode) -> None:
     if mode in _modes_on():
         _stack_modes(lambda on: [each for each in on if each is not mode])
         _entered.discard(mode)
-
-
-@contextlib.contextmanager
-def modes_lifted() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Turn off all dispatch modes inside this context; it yields a function that makes a context with them on."""
-    on = _modes_on()
-
-    @contextlib.contextmanager
-    def again() -> Iterator[None]:
-        for mode in on:
-            _push_mode(mode)
-        try:
-            yield
-        finally:
-            for _ in on:
-                _pop_mode()
-
-    told = {
-        "_is_in_torch_dispatch_mode": private("torch.utils._python_dispatch._is_in_torch_dispatch_mode"),
-        "_is_in_non_infra_torch_dispatch_mode": private(
-            "torch.utils._python_dispatch._is_in_non_infra_torch_dispatch_mode"
-        ),
-    }
-    with unseen_by_modes():
-        _tell(dict.fromkeys(told, False))  # torch 2.8 compiles nothing while these are true
-        try:
-            yield again
-        finally:
-            _tell(told)
-
-
-def _tell(told: Mapping[str, bool | None]) -> None:
-    """Set variables of torch's dispatch-mode module, if it has them."""
-    there = vars(private("torch.utils._python_dispatch"))
-    there.update({name: value for name, value in told.items() if name in there})
 
 
 def is_seen_by_modes() -> bool:

@@ -23,7 +23,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from hf_ckpt.costs.costs import BlockCost, Costs, Key, Phase, StackCosts, Static
-from hf_ckpt.spec.actions import FULL, KEEP, Action
+from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Block
 
 CallName = tuple[str, int]
@@ -327,7 +327,7 @@ class StepCosts:
     ratios: Mapping[tuple[int, Action], float]
     """(kind, action) -> time of forward and backward as a share of that under `full`; 1 if missing."""
     actions: Sequence[Action]
-    """The actions to choose from."""
+    """The actions to choose from; the last one is that of `full`."""
     times: Times
     """Times under `full`, as far as known."""
 
@@ -349,7 +349,7 @@ class StepCosts:
         return self.times.get(call.name, (0, 0, 0))
 
     def _change(self, call: Call, action: Action) -> Change | None:
-        if action == FULL:
+        if action == self.actions[-1]:
             return Change()
         change = self.changes.get((self.kinds[call.name], action))
         return None if change is None else change.at(call)
@@ -436,7 +436,7 @@ class StepCosts:
     def _choices(self, call: Call) -> tuple[int, ...]:
         """The actions available to a call, as positions."""
         if call.backward is None:
-            return (self.actions.index(KEEP),)
+            return (0,)
         return tuple(number for number, action in enumerate(self.actions) if self._change(call, action) is not None)
 
     def _lent(self) -> dict[int, int]:

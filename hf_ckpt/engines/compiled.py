@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.engines import fused
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.region import Region, Request
 from hf_ckpt.engines.sac import SacRegion
@@ -85,20 +83,18 @@ class CompiledRegion(Region):
             self.in_graph = self.left_to_others = True
             return fn(*args)
         fn, args = compat.block_call(fn, args)
-        fake = next((arg for arg in args if isinstance(arg, torch.Tensor) and compat.is_fake(arg)), None)
-        if not self.compiles or (fake is None and compat.is_seen_by_modes()):  # such as a count of all operations
+        if not self.compiles or compat.is_seen_by_modes():  # such as a count of all operations
             return self._run_eagerly(fn, args)
         module = compat.module_of(fn)
-        if fake is None and module is not None and self._is_hooked(fn, module):
+        if module is not None and self._is_hooked(fn, module):
             self.in_graph = False
             return self._run_eagerly(fn, args)
         self.forwards += 1
         kind = _Kind(self.block.rpartition(".")[0], None if module is None else type(module), self.share)
-        run = _compiled(kind) if fake is None else _imitated(kind, fake)
         try:
-            output = run(*compat.call_parts(fn), args)
+            output = _compiled(kind)(*compat.call_parts(fn), args)
         except Exception as error:
-            if not compat.is_compile_error(error) or (fake is not None and compat.is_backend_error(error)):
+            if not compat.is_compile_error(error):
                 raise
             self.forwards -= 1
             self._fall_back(error)
@@ -196,40 +192,14 @@ def _compiled(kind: _Kind) -> _Run:
 
     The share limits which results it keeps beside the graph's inputs.
     """
-    return compat.compiled_copy(_run, str(kind), functools.partial(_compile, kind.share, compat.compile_graph))
-
-
-_imitations: weakref.WeakKeyDictionary[Any, dict[_Kind, _Run]] = weakref.WeakKeyDictionary()
-"""Mode of fake tensors -> functions that imitate compiled ones on them."""
-
-
-def _imitated(kind: _Kind, fake: Any) -> _Run:
-    """Return the counterpart of `_compiled` for fake tensors: compile nothing, but allocate what compiled code would.
-
-    The compiler's own parts, down to its partitioner, make the graphs; see `fused`. They run without dispatch modes,
-    because they would take the modes' operations for the block's.
-    """
-    known = _imitations.get(fake.fake_mode)
-    if known is None:
-        _imitations.clear()  # functions hold on to the tensors that they were compiled for
-        known = _imitations[fake.fake_mode] = {}
-    if kind not in known:
-        cut = functools.partial(_compile, kind.share, functools.partial(compat.cut_graph, each=fused.stand_in))
-        known[kind] = compat.compiled_copy(_run, str(kind), cut, dynamic=False)
-    found = known[kind]
-
-    def run(*args: Any) -> Any:
-        with compat.modes_lifted() as modes, fused.seen_by(modes):
-            return found(*args)
-
-    return run
+    return compat.compiled_copy(_run, str(kind), functools.partial(_compile, kind.share))
 
 
 def _run(function: Callable[..., Any], first: Sequence[Any], kwargs: dict[str, Any], args: Sequence[Any]) -> Any:
     return function(*first, *args, **kwargs)
 
 
-def _compile(share: float, compiler: Callable[..., Any], graph: Any, inputs: Any) -> Any:
+def _compile(share: float, graph: Any, inputs: Any) -> Any:
     """Compile a graph with this share, and keep random draws and the experts that routers choose."""
     with compat.keeping(share):
-        return compiler(graph, inputs)
+        return compat.compile_graph(graph, inputs)

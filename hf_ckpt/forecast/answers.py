@@ -169,9 +169,6 @@ def _remarks(forecast: Forecast) -> Iterator[str]:
             f"the head and its loss are the peak, with {format_bytes(of_head)} that no policy on blocks saves: "
             '--head auto ("head": "auto") takes them in chunks'
         )
-    if graphs := plan.graphs():
-        each = ", ".join(f"{kind} of {stack} at share {share:g}" for stack, kind, share in graphs)
-        yield f"compiles {len(graphs)} graphs with their backward: {each}"
     for asked, most, unit in (("batch", forecast.max_batch, "sequences"), ("seq", forecast.max_tokens, "tokens")):
         if most is not None:
             yield f"largest --{asked} within the budget: {most} {unit}"

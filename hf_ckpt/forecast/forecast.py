@@ -27,7 +27,7 @@ from hf_ckpt.prediction.fsdp2 import layout_for, with_shards
 from hf_ckpt.prediction.optimizers import optimizer_bytes
 from hf_ckpt.prediction.question import MOST_TOKENS, Question, Workload, question
 from hf_ckpt.prediction.skeleton import Skeleton, Weights, refuse_moved_weights, skeleton_of
-from hf_ckpt.prediction.trace import actions_for, chunked_head, trace_costs
+from hf_ckpt.prediction.trace import chunked_head, trace_costs
 from hf_ckpt.prediction.workload import DTYPES, on_device, skeleton_of_workload
 from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.units import format_bytes
@@ -63,7 +63,7 @@ def predict(
             `lora_targets`, `lora_dropout`, `load_in_4bit`, `load_in_8bit`, `dtype`, `autocast`, `optimizer`,
             `accumulation`, `attention`, `padded`, `packing`, `trainer`, `ranks`, `parallel`. What to plan for:
             `device` (default: this machine), `budget` (bytes, "20GiB", "80%" or 0.8; default 90 % of the device),
-            `host_budget`, `head`, `mlp`, `compiled`. `frontier=True` adds the fastest plans for other budgets.
+            `host_budget`, `head`, `mlp`. `frontier=True` adds the fastest plans for other budgets.
 
     Raises:
         InfeasibleError: no plan fits into the budget.
@@ -135,13 +135,13 @@ class Forecaster:
         """
         asked, device = self.asked, self.device
         self.tell("reading the model")
-        costs = self._traced(dataclasses.replace(asked, compiled=False), "full")
+        costs = self._traced(asked, "full")
         ways = self._ways(asked)
         candidates = self._in_ways(ways, asked)
         self.tell("comparing")
         segments = () if asked.sharded else segmented_options(costs)
         usual = (*usual_options(costs, device.host_bandwidth, self._under_transformers(asked)), *segments)
-        further = () if asked.sharded else self._further(costs, () if asked.compiled else candidates)
+        further = () if asked.sharded else self._further(costs, candidates)
         return forecast_within(
             self.budget,
             asked,
@@ -183,15 +183,14 @@ class Forecaster:
         return self._skeletons[key]
 
     def _traced(self, asked: Question, mlp: int | str) -> Costs:
-        """Return the costs of a workload, with blocks eager or compiled, and feed-forwards run as `mlp` says."""
-        key = dataclasses.replace(asked.workload, accumulation=1), asked.compiled, mlp
+        """Return the costs of a workload, with feed-forwards run as `mlp` says."""
+        key = dataclasses.replace(asked.workload, accumulation=1), mlp
         if key not in self._traces:
-            blocks = "compiled blocks" if asked.compiled else "blocks" if mlp == "full" else "feed-forwards in chunks"
+            blocks = "blocks" if mlp == "full" else "feed-forwards in chunks"
             self.tell(f"tracing {blocks} with {asked.batch} x {asked.tokens} tokens")
             skeleton = self._skeleton(asked)
             step = step_of_workload(asked, skeleton)
-            actions = actions_for(compiled=asked.compiled)
-            costs = self._shared(trace_costs(skeleton, step, self.device, actions=actions, mlp=mlp), asked)
+            costs = self._shared(trace_costs(skeleton, step, self.device, mlp=mlp), asked)
             if costs.static.beside > _MOST_BYTES:
                 raise HfCkptError(
                     f"{asked.model} cannot be planned for: its weights, gradients and optimizer state are "

@@ -127,7 +127,7 @@ def _setting(
     plan = plan_within(candidates(changed), budget_bytes)
     assert plan.prediction is not None
     options = [word for name, value in changes.items() for word in words_of(FIELDS[name], value)]
-    spec = spec_of(plan, budget_bytes, changed.host_budget, compiled=changed.compiled)
+    spec = spec_of(plan, budget_bytes, changed.host_budget)
     peak, speed = plan.prediction.peak_bytes, plan.prediction.tokens_per_second
     return Setting(", ".join(words), " ".join(options), peak, speed, spec)
 

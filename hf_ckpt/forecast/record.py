@@ -105,8 +105,7 @@ class Forecast:
     @property
     def spec(self) -> dict[str, Any]:
         """The `activation_checkpointing_kwargs` for a training with this budget."""
-        compiled = any(action.kind == "compiled" for action in self.costs.actions)
-        return spec_of(self.plan, self.budget_bytes, self.asked.host_budget, compiled=compiled)
+        return spec_of(self.plan, self.budget_bytes, self.asked.host_budget)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict that can be written as JSON, without costs and timeline."""

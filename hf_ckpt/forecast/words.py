@@ -109,17 +109,16 @@ def article(name: str) -> str:
     return "an" if name[:1] in "AEFHILMNORSX8" else "a"
 
 
-def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None, *, compiled: bool = False) -> dict[str, Any]:
+def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str, Any]:
     """The shortest spec with which a training makes this plan by itself, as `Spec.parse` reads it.
 
     Args:
         plan: the plan.
         budget_bytes: the peak that was allowed.
         host_budget: bytes of host memory that were allowed.
-        compiled: whether blocks are compiled.
     """
     whole = plan.head == plan.mlp == "full"
-    if all(action.kind == "keep" for _, action in plan.actions) and whole and not compiled:
+    if all(action.kind == "keep" for _, action in plan.actions) and whole:
         return {"policy": "none"}
     moved = any(action.moved or action.kind == "offload" for _, action in plan.actions)
     return {
@@ -128,7 +127,6 @@ def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None, *, compiled:
         **({"head": plan.head} if plan.head != "full" else {}),
         **({"mlp": plan.mlp} if plan.mlp != "full" else {}),
         **({"host_budget": exact_size(host_budget)} if moved and host_budget else {}),
-        **({"compile": "blocks"} if compiled else {}),
     }
 
 

@@ -1,14 +1,15 @@
 """Memory at the boundaries of a training step: the bytes alive, the peak since the last boundary, and the time.
 
 On an accelerator the allocator reports both figures, and times come from events, so that nothing waits for the device
-while the step runs. On a CPU hf_ckpt counts live tensors, which slows the step down (by a tenth, or more for tiny
-models). So a step on a CPU is either counted or timed.
+while the step runs. Without such an allocator, and on a CPU, hf_ckpt counts live tensors, which slows the step down (by
+a tenth, or more for tiny models); on a CPU with compiled blocks it records the allocator. Such a step is either counted
+or timed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,11 @@ from hf_ckpt.costs.steps import Level
 from hf_ckpt.measure.clocks import DeviceClock
 from hf_ckpt.measure.live import Holder, LiveBytes
 from hf_ckpt.measure.memory import AllocatorMeter, keeps_statistics
+from hf_ckpt.measure.recorded import RecordedLevels
+
+Reading = tuple[int, int] | Callable[[], tuple[int, int] | None]
+"""(bytes alive, most bytes alive since the last reading). A meter that learns them after the step returns a function;
+its result is None if they stay unknown."""
 
 
 class Meter(Protocol):
@@ -26,8 +32,8 @@ class Meter(Protocol):
     counts: bool
     """Whether it reads memory."""
 
-    def read(self) -> tuple[int, int]:
-        """Return (bytes alive, most bytes alive since the last call)."""
+    def read(self) -> Reading:
+        """Return (bytes alive, most bytes alive since the last call), or a function for them; see `Reading`."""
 
     def stamp(self) -> Any:
         """Return a time stamp, without waiting for the device."""
@@ -77,7 +83,7 @@ class AllocatorLevels(Timed):
 
 
 class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
-    """The `Meter` that counts live tensors on a CPU, between `start` and `stop`. It slows the step down.
+    """The `Meter` that counts live tensors between `start` and `stop`. It slows the step down.
 
     It starts and stops in hooks, because there is no place for a `with` block around the step. Tensors that are freed
     count as freed at any time; tensors that are made count only while it runs. Other modes that see every operation,
@@ -85,13 +91,14 @@ class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
 
     Args:
         holders: what holds tensors that are already alive; see `LiveBytes`.
+        device: type of the device whose tensors are counted.
     """
 
     counts = True
     supports_higher_order_operators = True
 
-    def __init__(self, *holders: Holder) -> None:
-        super().__init__(*holders, device="cpu")
+    def __init__(self, *holders: Holder, device: str = "cpu") -> None:
+        super().__init__(*holders, device=device)
         self._stopped = True
 
     @classmethod
@@ -123,17 +130,12 @@ class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
         if self._stopped:
             self._stopped = False
             compat.enter_dispatch_mode_below(self)
-            compat.watch_resizes(self._count_storage)
+            compat.watch_resizes(self.count_storage)
 
     def stop(self) -> None:
         self._stopped = True
-        compat.unwatch_resizes(self._count_storage)
+        compat.unwatch_resizes(self.count_storage)
         compat.leave_dispatch_mode(self)
-
-
-def can_be_measured(device: torch.device) -> bool:
-    """Whether the memory of a step can be read on this device: on a CPU, or if its allocator reports peaks."""
-    return device.type == "cpu" or keeps_statistics(device)
 
 
 class Levels:
@@ -145,12 +147,11 @@ class Levels:
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
-        self._found: list[tuple[Level, Any]] = []
+        self._found: list[tuple[Level, Reading, Any]] = []
 
     def mark(self, what: str, block: str = "", has_graph: bool = True) -> None:
         """Record a boundary; see `Level`. Backward threads of several devices take turns."""
-        current, peak = self.meter.read()
-        self._found.append((Level(what, block, has_graph, current, peak), self.meter.stamp()))
+        self._found.append((Level(what, block, has_graph), self.meter.read(), self.meter.stamp()))
 
     @property
     def last(self) -> str:
@@ -158,26 +159,46 @@ class Levels:
         return self._found[-1][0].what if self._found else ""
 
     def outside(self) -> tuple[int, int]:
-        """Return (bytes alive, most bytes alive since the last boundary)."""
-        return self.meter.read()
+        """Return (bytes alive, most bytes alive since the last boundary). The meter must have stopped."""
+        return _settled(self.meter.read()) or (0, 0)
 
     def levels(self) -> tuple[Level, ...]:
-        """Return all boundaries, with the times between them. Waits for an accelerator."""
-        found = [self._found[0][0]] if self._found else []
-        for (_, before), (level, stamp) in zip(self._found, self._found[1:], strict=False):
-            found.append(dataclasses.replace(level, nanoseconds=self.meter.between(before, stamp)))
+        """Return all boundaries, with the times between them; nothing if a reading stays unknown.
+
+        Waits for an accelerator. The meter must have stopped.
+        """
+        found: list[Level] = []
+        before: Any = None
+        for level, reading, stamp in self._found:
+            settled = _settled(reading)
+            if settled is None:
+                return ()
+            spent = self.meter.between(before, stamp) if found else 0
+            found.append(dataclasses.replace(level, bytes=settled[0], peak_bytes=settled[1], nanoseconds=spent))
+            before = stamp
         return tuple(found)
 
 
-def meter_for(devices: Collection[torch.device], *holders: Holder, timed_only: bool = False) -> Meter:
+def _settled(reading: Reading) -> tuple[int, int] | None:
+    return reading() if callable(reading) else reading
+
+
+def meter_for(
+    devices: Collection[torch.device], *holders: Holder, timed_only: bool = False, compiled: bool = False
+) -> Meter:
     """Make the meter for a model on these devices.
 
     Args:
         devices: the devices of the model. Accelerators among them are measured, or else the CPU.
-        holders: what holds tensors that are already alive, for a count on a CPU.
+        holders: what holds tensors that are already alive, if tensors must be counted.
         timed_only: whether only times are needed.
+        compiled: whether blocks are compiled, so that no tensors can be counted inside them.
     """
     there = compat.accelerators(devices)
-    if there:
+    if there and all(map(keeps_statistics, there)):
         return AllocatorLevels(there)
-    return Timed() if timed_only else CountedLevels(*holders)
+    if timed_only:
+        return Timed(there)
+    if compiled and not there:
+        return RecordedLevels(*holders)
+    return CountedLevels(*holders, device=there[0].type if there else "cpu")

@@ -53,18 +53,18 @@ class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes alive after each operation, in order."""
         self._live: dict[int, _Alive] = {}
         for holder in holders:
-            for tensor in _tensors_of(holder):
+            for tensor in tensors_of(holder):
                 self._count_all(tensor)
         self.start_bytes = self.current_bytes
         """Bytes alive at the beginning: parameters, gradients, buffers and optimizer state of `holders`."""
 
     def __enter__(self) -> Any:
         super().__enter__()  # type: ignore[no-untyped-call]
-        compat.watch_resizes(self._count_storage)
+        compat.watch_resizes(self.count_storage)
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        compat.unwatch_resizes(self._count_storage)
+        compat.unwatch_resizes(self.count_storage)
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,9 +89,9 @@ class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, tensor: torch.Tensor) -> bool:
         """Count the storage of a tensor. Returns whether it was not counted before."""
-        return self._count_storage(tensor.untyped_storage())
+        return self.count_storage(tensor.untyped_storage())
 
-    def _count_storage(self, storage: torch.UntypedStorage) -> bool:
+    def count_storage(self, storage: torch.UntypedStorage) -> bool:
         """Count a storage with its current size. Returns whether it was not counted before."""
         key, size = storage._cdata, storage.nbytes()
         alive = self._live.get(key)
@@ -118,7 +118,7 @@ class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current_bytes -= size
 
 
-def _tensors_of(holder: Holder) -> Iterator[torch.Tensor]:
+def tensors_of(holder: Holder) -> Iterator[torch.Tensor]:
     """Yield the parameters, gradients and buffers of a module, and the buckets in which DDP reduces gradients; the
     state of an optimizer; or the values of a batch."""
     if isinstance(holder, nn.Module):

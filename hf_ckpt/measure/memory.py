@@ -59,7 +59,7 @@ def keeps_statistics(device: torch.device) -> bool:
         warn_once(
             log,
             "hf_ckpt: the allocator of %s reports no peaks (%s). So peaks are not logged, and the policies `budget` "
-            "and `auto` predict steps instead of measuring them.",
+            "and `auto` count live tensors.",
             device.type,
             str(error).partition("\n")[0],
         )

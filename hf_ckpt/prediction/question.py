@@ -293,9 +293,6 @@ class Question(Workload):
     mlp: int | str = _field(
         "full", "auto: the plan may run feed-forwards in chunks; or tokens a chunk", read=_tokens, label="Feed-forwards"
     )
-    compiled: bool = _field(
-        False, "blocks are compiled, one by one; the plan gives shares", option="compile", label="Compiled blocks"
-    )
     frontier: bool = _field(False, "also show the fastest plan for every budget")
     max_batch: bool = _field(False, "the largest batch that fits into the budget")
     max_tokens: bool = _field(False, "the longest sequences that fit into the budget", option="max_seq")
@@ -306,8 +303,6 @@ class Question(Workload):
             value = getattr(self, name)
             if isinstance(value, (str, float)) or name in ("head", "mlp"):  # other numbers are bytes already
                 object.__setattr__(self, name, about(FIELDS[name]).read(value))
-        if self.compiled and self.mlp != "full":
-            raise HfCkptError("compiled blocks run their feed-forward as a whole: leave `mlp` or compiling out.")
 
     @property
     def workload(self) -> Workload:

@@ -29,7 +29,7 @@ from hf_ckpt.prediction.optimizers import OptimizerBytes, optimizer_bytes
 from hf_ckpt.prediction.runs import Row, Run, short_row, stack_costs
 from hf_ckpt.prediction.skeleton import Skeleton, own_forward
 from hf_ckpt.prediction.tracer import Answers, Tracer
-from hf_ckpt.spec.actions import ACTIONS, KEEP, Action, candidates
+from hf_ckpt.spec.actions import KEEP, Action, candidates
 from hf_ckpt.spec.plan import Plan
 
 
@@ -92,14 +92,14 @@ def trace_costs(
         skeleton: of the model.
         step: the micro-step to run.
         device: its row gives the time of operations.
-        actions: the actions to trace; those of `actions_for` by default. Blocks before the first trainable parameter,
+        actions: the actions to trace; all candidates by default. Blocks before the first trainable parameter,
             which save nothing, get the first one.
         mlp: how the feed-forward of each block runs, as in `Plan.mlp`.
         on_progress: called with a short message before each short model runs.
 
     Raises `HfCkptError` if the model cannot run on fake tensors.
     """
-    actions = actions_for() if actions is None else actions
+    actions = candidates() if actions is None else actions
     stacks = skeleton.stacks
     choices = [tuple((0,) if kind.frozen else tuple(range(len(actions))) for kind in stack.kinds) for stack in stacks]
     trace = functools.partial(trace_rows, skeleton, step=step, device=device, actions=actions, mlp=mlp)
@@ -206,20 +206,6 @@ def chunked_head(costs: Costs, skeleton: Skeleton, step: Step, device: Device, h
     return dataclasses.replace(costs, head=(forward, backward), head_tokens=head)
 
 
-def actions_for(*, compiled: bool = False) -> tuple[Action, ...]:
-    """Return the actions that a plan chooses from; those that keep most come first.
-
-    `compiled` says whether blocks are compiled. Raises `HfCkptError` if compiled blocks cannot be traced with this
-    version of transformers.
-    """
-    if compiled and not compat.HOOKS_STAY_OUTSIDE:
-        raise HfCkptError(
-            "this version of transformers checkpoints a block together with the hooks that are on it, which cannot be "
-            "traced as compiled blocks. Give a `share`, leave `compile` out, or use transformers 5.23."
-        )
-    return candidates(compiled=compiled)
-
-
 def trace_rows(
     skeleton: Skeleton,
     rows: Sequence[Row],
@@ -268,7 +254,7 @@ def _trace_rows(
         stack.enter_context(trial(model, plan))
         for module in compat.switched_inside(model) if skeleton.switched else ():
             module.gradient_checkpointing = True
-        if device.name != "cpu" and not any(ACTIONS[action.kind].compiles for action in actions):
+        if device.name != "cpu":
             stack.enter_context(compat.accelerator_kernels())
         try:
             with skeleton.fake, compat.fake_values_count(), compat.any_type_in_grouped_products():

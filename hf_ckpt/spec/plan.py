@@ -134,14 +134,6 @@ class Plan:
         """Return block name -> action, for the blocks whose action is not `keep`."""
         return {block.name: action for block, action in self.actions if action.kind != "keep"}
 
-    def graphs(self) -> list[tuple[str, str, float]]:
-        """Return (stack, class of blocks, share) of each graph to compile.
-
-        A block whose inputs require no gradients, such as the first one behind a frozen embedding, needs one more.
-        """
-        found = [(block.stack, block.kind, action.share) for block, action in self.actions if action.share is not None]
-        return list(dict.fromkeys(found))
-
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able dict, which `Plan.from_dict` reads back to an equal plan."""
 

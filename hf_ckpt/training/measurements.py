@@ -15,7 +15,7 @@ from torch import nn
 from hf_ckpt.costs.costs import Choice, Costs
 from hf_ckpt.costs.steps import Call, CallName, Change, Step, StepCosts, bound_of, changes_of, joined
 from hf_ckpt.costs.timeline import worst_timeline
-from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, Action
+from hf_ckpt.spec.actions import COMPILED, FULL, FULL_SELECTIVE, KEEP, Action
 from hf_ckpt.spec.plan import Block
 from hf_ckpt.training.batches import Batch
 
@@ -70,7 +70,8 @@ class Measurements:
     Args:
         modules: name of a block -> its module.
         blocks: name -> block.
-        actions: the actions to choose from; those that keep most come first, and `full` is last.
+        actions: the actions to choose from; those that keep most come first. The last one keeps least: steps are
+            measured under `full`, or with compiled blocks under share 0.
         model: class name of the model.
         head: how its head runs, as in `Plan.head`.
         mlp: how its feed-forwards run, as in `Plan.mlp`.
@@ -145,7 +146,7 @@ class Measurements:
             self.changes[pair] = change.larger(self.changes[pair]) if same else change
             self._measured_on[pair] = batch
         for call in full.calls:
-            pair = self.kinds[call.name], tried.get(call.name[0], FULL)
+            pair = self.kinds[call.name], tried.get(call.name[0], self.actions[-1])
             self._tries[pair] += call.name[0] in tried and pair not in changes
         if known in self.full and any(full[name] is None and name not in calls for name in step.names):
             self.full[known] = joined(full, step, calls, list(self.blocks))
@@ -163,7 +164,7 @@ class Measurements:
         fastest = self.fastest[batch.elements]
         for name, (forward, _, backward) in step.times.items():
             if backward and name in self.kinds:
-                pair = self.kinds[name], calls.get(name, FULL)
+                pair = self.kinds[name], calls.get(name, self.actions[-1])
                 fastest[pair] = min(forward + backward, fastest.get(pair, forward + backward))
         before = self.times if batch.elements == self._timed_elements else {}
         self._timed_elements = batch.elements
@@ -281,7 +282,7 @@ class Measurements:
         changes = self._changes_for(batch)
         for call in full.calls:
             action = tried.get(call.name[0])
-            pair = self.kinds[call.name], action or FULL
+            pair = self.kinds[call.name], action or self.actions[-1]
             if action is None or pair in self.changes:
                 continue
             share = 0.5 if action.save and "linear" not in action.save else KEPT_AT_MOST.get(action.kind, 1.0)
@@ -370,21 +371,24 @@ class Measurements:
     def _shares_of_time(self) -> dict[Pair, float]:
         """Time of forward and backward as a share of that under `full`.
 
-        An action that recomputes more never counts as faster: if it was measured as faster, both get the mean.
+        An action that recomputes more never counts as faster: if it was measured as faster, both get the mean. Compiled
+        blocks are an exception, because kernels of a larger share can be slower.
         """
+        least = self.actions[-1]
         ratios: dict[Pair, list[float]] = collections.defaultdict(list)
         overall: dict[Action, list[float]] = collections.defaultdict(list)
         for fastest in self.fastest.values():
             for (kind, action), spent in fastest.items():
-                if (kind, FULL) in fastest:
-                    ratios[kind, action].append(spent / fastest[kind, FULL])
-                    overall[action].append(spent / fastest[kind, FULL])
+                if (kind, least) in fastest:
+                    ratios[kind, action].append(spent / fastest[kind, least])
+                    overall[action].append(spent / fastest[kind, least])
         known: dict[Pair, float] = {}
         for kind in dict.fromkeys(self.kinds.values()):
-            samples = {a: ratios.get((kind, a)) or overall.get(a) for a in self.actions if a != FULL}
+            samples = {a: ratios.get((kind, a)) or overall.get(a) for a in self.actions if a != least}
             times = {action: min(found) for action, found in samples.items() if found}
             others = [action for action in times if action != FULL_SELECTIVE]
-            for action, share in zip(others, _rising([times[action] for action in others]), strict=True):
+            shares = [times[action] for action in others]
+            for action, share in zip(others, _rising(shares) if least == FULL else shares, strict=True):
                 known[kind, action] = min(1.0, share)
             if FULL_SELECTIVE in times:
                 known[kind, FULL_SELECTIVE] = max(1.0, times[FULL_SELECTIVE])
@@ -404,10 +408,10 @@ class Measurements:
         changes = self._with_unlike(self._changes_for(batch))
         rows = []
         for action in self.actions:
-            change = Change() if action == FULL else changes.get((kind, action))
+            change = Change() if action == self.actions[-1] else changes.get((kind, action))
             if change is not None:
                 kept = call.forward.net + change.at(call).forward_net + change.at(call).later
-                rows.append((action, kept, 1.0 if action == FULL else shares.get((kind, action))))
+                rows.append((action, kept, 1.0 if action == self.actions[-1] else shares.get((kind, action))))
         return rows
 
 
@@ -416,21 +420,22 @@ def _calls_of(step: Step, tried: Mapping[str, Action]) -> dict[CallName, Action]
 
 
 def choice_of(costs: Costs, chosen: Mapping[str, Action]) -> Choice:
-    """The choice that gives blocks these actions if they may have them, and `full` to all others."""
-    full = costs.actions.index(FULL)
+    """The choice that gives blocks these actions if they may have them, and to all others the one that keeps least."""
+    least = FULL if FULL in costs.actions else COMPILED
+    number = costs.actions.index(least)
     rows = []
     for stack in costs.stacks:
         row = []
         for place, block in enumerate(stack.blocks):
-            wanted = costs.actions.index(chosen.get(block.name, FULL))
+            wanted = costs.actions.index(chosen.get(block.name, least))
             here = stack.choices_at(place)
-            row.append(next((action for action in (wanted, full) if action in here), here[0]))
+            row.append(next((action for action in (wanted, number) if action in here), here[0]))
         rows.append(tuple(row))
     return tuple(rows)
 
 
 def peak_of(costs: Costs, chosen: Mapping[str, Action]) -> int:
-    """The predicted peak if blocks have these actions, and all others `full`."""
+    """The predicted peak if blocks have these actions, and all others the one that keeps least."""
     return worst_timeline(costs, choice_of(costs, chosen)).peak_bytes
 
 

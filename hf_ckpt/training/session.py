@@ -14,6 +14,8 @@ A session sees every training batch before its forward. It is in the first of th
    difference is subtracted from the limit of all later plans.
 6. *plan*: the batch has its plan.
 
+With compiled blocks, share 0 takes the place of `full`, and a step that compiles a graph is not used.
+
 The session does not use a step that is not what it expected (an exception, another forward, gradients that were not
 cleared); the next step is in the same phase again. So a run needs one step for each size of batch, for each action, for
 each timed step and for each check, in whatever order batches come. After `MOST_FAILURES` failed measurements in a row,
@@ -42,7 +44,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import exchange, paused
+from hf_ckpt.attach.attach import exchange
 from hf_ckpt.attach.boundaries import Boundaries
 from hf_ckpt.attach.record import Installation
 from hf_ckpt.costs.costs import Costs
@@ -50,18 +52,18 @@ from hf_ckpt.costs.steps import Step, step_of
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import PLANS
-from hf_ckpt.measure.levels import Levels, Meter, can_be_measured, meter_for
+from hf_ckpt.measure.levels import Levels, Meter, meter_for
 from hf_ckpt.measure.machine import DeviceMemory, device_memory, device_name
+from hf_ckpt.measure.memory import keeps_statistics
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.planner.budgets import above_budget, plan_of, plan_of_least, plan_within
 from hf_ckpt.planner.options import in_segments, with_host_memory
 from hf_ckpt.prediction.optimizers import held_bytes, state_bytes
-from hf_ckpt.spec.actions import COMPILED, FULL, KEEP, Action, candidates, offloads
+from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates, offloads
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.training.batches import Batch, Forward, forward_of, has_gradients, look_of
 from hf_ckpt.training.measurements import Measurements, choice_of, peak_of
-from hf_ckpt.training.traced import traced_costs
 from hf_ckpt.units import budget_bytes, format_bytes, format_seconds
 
 log = logging.getLogger(__name__)
@@ -135,10 +137,17 @@ class _Recorder:
     is gone, and while an optimizer steps. `stop` ends it for good, and so does the end of the model.
     """
 
-    def __init__(self, base: nn.Module, meter: Meter, purpose: _Measured, known: Measurements) -> None:
+    def __init__(
+        self,
+        base: nn.Module,
+        meter: Meter,
+        purpose: _Measured,
+        known: Measurements,
+        modules: Mapping[str, nn.Module],
+    ) -> None:
         self.purpose, self.known = purpose, known
         self.levels = levels = Levels(meter)
-        self.boundaries = Boundaries(known.modules, levels.mark, meter.stop)
+        self.boundaries = Boundaries(modules, levels.mark, meter.stop)
         # An optimizer that steps within the backward must not end the measurement.
         after = lambda: meter.stop() if levels.last == "end" else None  # noqa: E731
         handles = compat.call_around_optimizers(meter.start, after)
@@ -233,9 +242,17 @@ class Session:
         """Whether an optimizer has stepped, so that its state exists."""
         self._may_try = True
         """Whether actions may be tried: not once a step has run out of memory."""
-        compiled = any(map(compat.is_compiled, base.modules()))
-        self._measures = self._spec.compile is None and not compiled and all(map(can_be_measured, self._devices))
-        """Whether steps are measured: not if memory cannot be read, and not inside compiled code."""
+        self._compiles = self._spec.compile is not None
+        """Whether hf_ckpt compiles the blocks."""
+        self._is_compiled = self._compiles
+        """Whether blocks are compiled, by whatever it is."""
+        least = COMPILED if self._compiles else FULL
+        self._actions = (*(action for action in candidates(compiled=self._compiles) if action != least), least)
+        """The actions to choose from; the last one keeps least."""
+        if self._compiles:
+            self._refuse_unmeasurable()
+        self._graphs = 0
+        """How many graphs torch.compile had made when the measured step began."""
         self.measured_steps = 0
         self._dropped = False
         """Whether a plan was dropped since the last batch."""
@@ -244,16 +261,30 @@ class Session:
         self._states: dict[Any, _State] = {}
         self._enter(look_of(base, self._device_type, self._sharded))
 
+    def _refuse_unmeasurable(self) -> None:
+        """Raise `HfCkptError` if the memory of compiled blocks cannot be measured."""
+        reason = ""
+        if not compat.HOOKS_STAY_OUTSIDE:
+            reason = "this version of transformers runs a block together with its hooks; 5.23 does not"
+        elif self._device_type != "cpu" and not all(map(keeps_statistics, self._devices)):
+            reason = f"the allocator of {self._device_type} reports no peaks"
+        elif self._sharded:
+            reason = "parameters are split over ranks"
+        if reason:
+            raise HfCkptError(
+                f"policy: {self._spec.policy} cannot measure compiled blocks: {reason}. Give a `share` with the policy "
+                "`selective`, or do not compile blocks."
+            )
+
     def _enter(self, look: Any) -> None:
         """Use the measurements of a state of the model, or begin new ones."""
         if look not in self._states:
             before: Measurements | None = self._state.known if self._states else None
-            actions = [action for action in candidates() if action != FULL]
             self._states[look] = _State(
                 Measurements(
                     self._modules,
                     self._blocks,
-                    (*actions, FULL),
+                    self._actions,
                     self._name,
                     self._spec.head,
                     self._spec.mlp,
@@ -298,7 +329,7 @@ class Session:
         self._look_at(base)
         self._forwards = [forward]
         batch = Batch(self._state.expected.get(forward, (forward,)), self._resident)
-        planned, measured = self._next(batch) if self._measures else (self._by_traces(base, batch), None)
+        planned, measured = self._next(batch)
         if self._together:
             planned, measured = self._agreed(batch, planned, measured)
         if self._failures >= MOST_FAILURES:
@@ -312,7 +343,8 @@ class Session:
             plans = (held.plan for state in self._states.values() for held in state.plans.values())
             record.functions.keep_only([record.plan, *plans])
         if measured is not None:
-            self._begin(base, measured, args, kwargs)
+            running = None if record.running.module is None else record.running.module()
+            self._begin(base, running or base, measured, args, kwargs)
 
     def after_forward(self, failed: bool) -> None:
         """A training forward has ended, or has raised an error."""
@@ -421,7 +453,7 @@ class Session:
         if waits and self._may_wait(batch):  # later micro-steps need more, so that this one uses their plan
             return self._tightest(batch), None
         # measure full
-        enough = serving is not None and (serving.shape.is_near(later) or _keeps_all(serving.plan))
+        enough = serving is not None and (serving.shape.is_near(later) or self._keeps_all(serving.plan))
         if known.reference(batch) is None and not (serving is not None and (enough or not came_before)):
             return self._tightest(batch), _Measured(batch)
         # try actions
@@ -472,7 +504,8 @@ class Session:
         known = self.known
         measured = known.reference(batch) is not None
         tries = (known.pending(batch) if measured else len(known.actions) - 1) if self._may_try else 0
-        return max(1, (not measured) + tries + max(0, TIMED_STEPS - known.timed))
+        times = 1 + self._is_compiled  # the first step under an action compiles its graphs
+        return max(1, times * ((not measured) + tries) + max(0, TIMED_STEPS - known.timed))
 
     def _optimizer_has_stepped(self) -> bool:
         """Whether the optimizer has its state."""
@@ -480,26 +513,6 @@ class Session:
         if not self._stepped and base is not None:
             self._stepped = any(optimizer.state for optimizer in compat.optimizers_of(base))
         return self._stepped
-
-    def _by_traces(self, base: nn.Module, batch: Batch) -> Planned:
-        """Return the plan for a batch from a trace of the model, if steps are not measured."""
-        serving = self._serving(batch)
-        if serving is not None and (
-            serving.shape.is_near(batch) or _keeps_all(serving.plan) or "untraced" in self._said
-        ):
-            return serving
-        try:
-            with paused(base):
-                ways = list(traced_costs(base, self._spec, batch))
-        except HfCkptError as error:
-            self._say(
-                "untraced", f"hf_ckpt: no plan is made, because steps can be neither measured nor traced: {error}"
-            )
-            planned = dataclasses.replace(self._tightest(batch), measures=False)
-        else:
-            planned = self._planned(batch, ways)
-        self._hold(planned)
-        return planned
 
     def _agreed(self, batch: Batch, planned: Planned, measured: _Measured | None) -> tuple[Planned, _Measured | None]:
         """Return the plan of the rank with the largest batch. All ranks must call it."""
@@ -516,15 +529,19 @@ class Session:
 
     # --- measuring ---
 
-    def _begin(self, base: nn.Module, measured: _Measured, args: Any, kwargs: Any) -> None:
-        """Start to measure the step that begins now."""
+    def _begin(self, base: nn.Module, running: nn.Module, measured: _Measured, args: Any, kwargs: Any) -> None:
+        """Start to measure the step that begins now. `running` is the model whose forward begins, with its wrappers."""
         batch, optimizers = {"batch": (args, kwargs)}, compat.optimizers_of(base)
-        meter = meter_for(self._devices, base, batch, *optimizers, timed_only=measured.times)
+        self._is_compiled = self._compiles or any(map(compat.is_compiled, running.modules()))
+        kind = {"timed_only": measured.times, "compiled": self._is_compiled}
+        meter = meter_for(self._devices, base, batch, *optimizers, **kind)
         if measured.planned is None:
-            number = len(self.known.actions) + TIMED_STEPS
-            text = f"measuring: up to {number} steps run under `full`, but for a few blocks"
+            number = (1 + self._is_compiled) * len(self._actions) + TIMED_STEPS
+            text = f"measuring: up to {number} steps run under `{self._actions[-1]}`, but for a few blocks"
             self._say("measures", f"hf_ckpt: {self._name}: {text}")
-        self._recorder = _Recorder(base, meter, measured, self.known)
+        self._graphs = compat.compiled_graphs()
+        modules = compat.outside_graphs(running, self.known.modules)
+        self._recorder = _Recorder(base, meter, measured, self.known, modules)
         self.measured_steps += 1
 
     def _drop(self) -> None:
@@ -539,6 +556,8 @@ class Session:
         if recorder is None:
             return
         self._drop()
+        if compat.compiled_graphs() != self._graphs:
+            return  # compiling takes time, and may take memory; the next step uses the new graphs
         levels, measured, known = recorder.levels, recorder.purpose, recorder.known
         level, outside = levels.outside()
         outside = outside if record.passes == self._passes else 0  # else it may include an evaluation
@@ -548,8 +567,9 @@ class Session:
         if step is None:
             if self._failures == MOST_FAILURES:
                 log.warning(
-                    "hf_ckpt: the steps of this run cannot be measured: every block stays under `full`. It is tried "
+                    "hf_ckpt: the steps of this run cannot be measured: every block stays under `%s`. It is tried "
                     "again in one step of %d.",
+                    self._actions[-1],
                     REST,
                 )
             return
@@ -603,7 +623,7 @@ class Session:
         """Return the fastest plan for a batch, or the one with the lowest peak."""
         made, over = _best(ways, self.limit_bytes - self.bias_bytes, device_name(self._devices))
         actions = {block.name: action for block, action in made.actions}
-        blocks = tuple((block, actions.get(name, FULL)) for name, block in self._blocks.items())
+        blocks = tuple((block, actions.get(name, self._actions[-1])) for name, block in self._blocks.items())
         plan = dataclasses.replace(made, actions=blocks, family=self._family)
         table = tuple((str(action), kept, share) for action, kept, share in self.known.table(batch))
         planned = Planned(batch, self.limit_bytes, plan, self.bias_bytes, over, held=self.plans, costs=table)
@@ -619,7 +639,7 @@ class Session:
             )
             found = [costs, *(dataclasses.replace(c, static=more) for c, more in zip(found, static, strict=True))]
         base = self._base()
-        if base is None or self._sharded or len({block.stack for block in self._blocks.values()}) > 1:
+        if base is None or self._compiles or self._sharded or len({block.stack for block in self._blocks.values()}) > 1:
             return found
         return [*found, *in_segments(self.known.costs_in_segments(batch))]
 
@@ -627,8 +647,7 @@ class Session:
         return self._trying(batch, {})
 
     def _trying(self, batch: Batch, tried: Mapping[str, Action]) -> Planned:
-        least = FULL if self._spec.compile is None else COMPILED
-        rows = tuple((block, tried.get(name, least)) for name, block in self._blocks.items())
+        rows = tuple((block, tried.get(name, self._actions[-1])) for name, block in self._blocks.items())
         plan = Plan(self._family, self._name, rows, head=self._spec.head, mlp=self._spec.mlp)
         return Planned(batch, self.limit_bytes, plan, self.bias_bytes, measures=True, held=self.plans)
 
@@ -643,6 +662,9 @@ class Session:
         for state in self._states.values():
             state.plans.clear()
         self._dropped = True
+
+    def _keeps_all(self, plan: Plan) -> bool:
+        return all(action == self._actions[0] for _, action in plan.actions)
 
     # --- messages ---
 
@@ -665,7 +687,7 @@ class Session:
             planned.plan.summary(),
             format_bytes(prediction.peak_bytes),
             format_seconds(prediction.step_seconds),
-            f"from {self.measured_steps} measured steps" if self._measures else "predicted",
+            f"from {self.measured_steps} measured steps",
         )
         if planned.over and "over" not in self._said:
             self._said.add("over")
@@ -721,7 +743,3 @@ def _phase(planned: Planned, measured: _Measured | None) -> str:
     if measured.planned is not None:
         return "check"
     return "time" if measured.times else "try actions" if measured.tried else "measure full"
-
-
-def _keeps_all(plan: Plan) -> bool:
-    return all(action == KEEP for _, action in plan.actions)

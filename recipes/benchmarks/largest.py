@@ -88,8 +88,8 @@ def peak_within(way: Way, workload: Workload, budget_bytes: int) -> int:
     """
     if way not in PLANNED_WAYS:
         return measured_peak(way, workload)
-    head, compiled = way.options.get("head", "full"), "compile" in way.options
-    asked = Question(**dataclasses.asdict(workload), budget=f"{budget_bytes}B", head=head, compiled=compiled)
+    head = way.options.get("head", "full")
+    asked = Question(**dataclasses.asdict(workload), budget=f"{budget_bytes}B", head=head)
     found = forecast(asked)
     peak = measured_peak(dataclasses.replace(way, options=found.plan), workload)
     limit = budget_bytes

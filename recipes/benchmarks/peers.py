@@ -32,7 +32,7 @@ from workers import Worker, WorkerError
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import describe
 from hf_ckpt.costs.timeline import worst_timeline
-from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.forecast import forecast
 from hf_ckpt.models.families import depth_keys
 from hf_ckpt.prediction.question import Question, Workload
@@ -84,14 +84,14 @@ class Settings:
 
 
 class Planner:
-    """Plans for budgets, as a run makes them: blocks in eager mode from measured steps, compiled ones from traces."""
+    """Plans for budgets, as a run makes them from measured steps."""
 
     def __init__(self, workload: Workload, compiled: bool) -> None:
         self.session = Session(workload, NONE)
         self.session.step()  # plans count the optimizer's state
         asked = Question(**dataclasses.asdict(workload), budget="100%")
         self.eager = forecast(asked)
-        self.compiled = forecast(dataclasses.replace(asked, compiled=True)) if compiled else None
+        self.compiled = compiled
         self.planned = list(self._planned())
 
     def plans(self) -> list[tuple[str, str, float, int, Plan]]:
@@ -105,14 +105,13 @@ class Planner:
             limit = floor + round(share * (none - floor))
             allowed = max(floor, round((1 - UNSEEN) * limit))
             yield f"planned for {share:.0%}", OURS, share, limit, self._settled(allowed)
-            if self.compiled is not None:
-                with contextlib.suppress(InfeasibleError):
-                    plan = self.compiled.within(f"{allowed}B").plan
-                    yield f"compiled blocks, planned for {share:.0%}", OURS_COMPILED, share, limit, plan
+            if self.compiled:
+                plan = self._settled(allowed, compile="blocks")
+                yield f"compiled blocks, planned for {share:.0%}", OURS_COMPILED, share, limit, plan
 
-    def _settled(self, budget_bytes: int) -> Plan:
+    def _settled(self, budget_bytes: int, **keys: str) -> Plan:
         """The plan that a run uses once it has measured enough steps."""
-        with trial(self.session.model, {"policy": "budget", "budget": budget_bytes}):
+        with trial(self.session.model, {"policy": "budget", "budget": budget_bytes, **keys}):
             for _ in range(MEASURED_STEPS):
                 self.session.step()
             return describe(self.session.model).plan

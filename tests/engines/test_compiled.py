@@ -18,19 +18,14 @@ from helpers.compiled import each_block, each_block_replaced, kept
 from helpers.processes import SCRIPTS, python
 from helpers.sparing import sparing
 from helpers.steps import assert_near, assert_same, enable, step
-from machine import CpuAllocations
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.compat import compiler
 from hf_ckpt.engines import compiled as engine
-from hf_ckpt.engines.fused import FakeGraph, units_of
 from hf_ckpt.errors import HfCkptError, OwnerConflictError
-from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
@@ -406,134 +401,3 @@ def test_draws_are_kept_of_what_the_user_adds():
     kept = [node for node in graph.nodes if "recompute" in node.meta]
     assert [node.target for node in kept] == [torch.ops.aten.rand.default]
     assert both.uuid() is None  # keeps caches from mixing up these graphs
-
-
-# --- memory of compiled graphs, measured on fake tensors --------------------------------------------------------------
-
-
-def graph_of(function, *shapes):
-    """The graph of a function of tensors; like compilers, it returns a tuple."""
-
-    def results(*args):
-        found = function(*args)
-        return found if isinstance(found, tuple) else (found,)
-
-    inputs = [torch.randn(*shape) for shape in shapes]
-    return make_fx(results, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
-
-
-def units(graph):
-    """For each unit: (operation, or None for a fused group; number of tensors read; shapes written)."""
-    return [
-        (
-            None if unit.operation is None else unit.operation.target.overloadpacket.__name__,
-            len(unit.reads),
-            [tuple(node.meta["val"].shape) for node in unit.writes],
-        )
-        for unit in units_of(graph.graph)
-    ]
-
-
-def _read_far_behind(do):
-    """A later group reads the result of `do` after two products."""
-
-    def run(x, w):
-        found = do(x)
-        return (found @ w) @ w.t() + found
-
-    return run
-
-
-def _read_twice(x, y, w):
-    found = x + y
-    return (found * 3).exp() @ w, torch.relu((x @ w) + found)
-
-
-def _summed(x, w):
-    found = torch.sigmoid(x @ w)
-    return found, found.sum(0)
-
-
-SMALL = ((4, 8), (8, 8))
-UNITS = {
-    "what lies between two products is one group": (
-        lambda x, w, v: (torch.sigmoid(x @ w) * 2 + 1) @ v,
-        ((4, 8), (8, 16), (16, 2)),
-        [("mm", 2, [(4, 16)]), (None, 1, [(4, 16)]), ("mm", 2, [(4, 2)])],
-    ),
-    "a norm is one group with its sums": (
-        lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
-        SMALL[:1],
-        [(None, 1, [(4, 8)])],
-    ),
-    "heavy results are written": (
-        _read_far_behind(torch.exp),
-        SMALL,
-        [(None, 1, [(4, 8)]), ("mm", 2, [(4, 8)]), ("mm", 2, [(4, 8)]), (None, 2, [(4, 8)])],
-    ),
-    "cheap results are computed by each reader": (
-        _read_twice,
-        ((4, 8), *SMALL),
-        [(None, 3, [(4, 8), (4, 8)]), ("mm", 2, [(4, 8)]), ("mm", 2, [(4, 8)])],
-    ),
-    "sums over tokens are apart from what they sum up": (
-        _summed,
-        SMALL,
-        [("mm", 2, [(4, 8)]), (None, 1, [(4, 8)]), (None, 1, [(8,)])],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", UNITS)
-def test_what_compiled_graphs_run_at_once(name):
-    function, shapes, expected = UNITS[name]
-    assert units(graph_of(function, *shapes)) == expected
-
-
-def test_each_of_several_results_is_freed_by_itself():
-    def run(x, w):
-        values, _places = torch.sort(x)  # has its own kernel
-        return values @ w
-
-    (first, second) = units_of(graph_of(run, (4, 8), (8, 8)).graph)
-    assert first.writes[0].name == "getitem"
-    assert [node for node in first.writes if node in second.reads] == [first.writes[0]]
-
-
-def run_on_fakes(graph, *shapes):
-    """Peak of live tensors in bytes while the graph runs, without its inputs."""
-    fake = FakeGraph(graph)
-    with torch._subclasses.fake_tensor.FakeTensorMode():
-        args = [torch.empty(*shape) for shape in shapes]
-        with LiveBytes(torch.nn.Identity(), {str(number): arg for number, arg in enumerate(args)}) as live:
-            given = list(args)
-            result = fake(args)
-    assert args == []  # the graph takes them, so that it can free them
-    assert len(given) == len(shapes)
-    return result, live.peak_bytes - live.start_bytes
-
-
-def test_it_takes_memory_for_what_is_written_only():
-    shapes = (64, 64), (64, 64)
-    graph = graph_of(lambda x, w: torch.relu(torch.sigmoid(x @ w) * 3 - 1), *shapes)
-    (result,), peak = run_on_fakes(graph, *shapes)
-    assert result.shape == (64, 64)
-    assert peak == 64 * 64 * 4  # reuses the product's memory
-
-
-@pytest.mark.long
-def test_its_peak_is_that_of_compiled_code():
-    """The predicted peak of a forward is that of compiled code; `test_compiled_plans` compares whole steps."""
-    shapes = (32, 64), (64, 256), (256, 64)
-
-    def run(x, w, v):
-        return torch.nn.functional.silu(x @ w) @ v + x
-
-    _, predicted = run_on_fakes(graph_of(run, *shapes), *shapes)
-    args = [torch.randn(*shape) for shape in shapes]
-    compiled = torch.compile(run)
-    with torch.no_grad():
-        compiled(*args)
-        with CpuAllocations() as found:
-            compiled(*args)
-    assert found.peak_bytes == pytest.approx(predicted, rel=0.02)

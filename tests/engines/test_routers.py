@@ -14,6 +14,7 @@ from helpers.steps import assert_near, assert_same, enable, step, without_cache
 from helpers.toys import SAVES
 from peft import LoraConfig, get_peft_model
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.compile_fx import compile_fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -179,7 +180,8 @@ def test_compiled_blocks_choose_once(nothing_compiled, keeps, monkeypatch):
     backward = []
 
     def compile_graph(graph, inputs):
-        return compat.cut_graph(graph, inputs, each)
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            return compile_fx(graph, inputs, inner_compile=each)
 
     def each(graph, inputs, *, is_backward=False, **options):
         if is_backward:

@@ -40,7 +40,6 @@ OTHER = {
     "host_budget": "8GiB",
     "head": 64,
     "mlp": "auto",
-    "compiled": True,
     "frontier": True,
     "max_batch": True,
     "max_tokens": True,
@@ -48,7 +47,7 @@ OTHER = {
 """A non-default value for each field."""
 BESIDE = {"load_in_4bit": {"lora": 8}, "load_in_8bit": {"lora": 8}, "reference": {"trainer": "dpo"}}
 OPTIONS = """
---accum --architecture --attention --autocast --batch --budget --compile --config --device --dtype --frontier --head
+--accum --architecture --attention --autocast --batch --budget --config --device --dtype --frontier --head
 --help --host-budget --html --json --load-in-4bit --load-in-8bit --lora --lora-dropout --lora-targets --max-batch
 --max-seq --mlp --no-double-quant --no-kbit-preparation --optimizer --out --packing --padded --parallel
 --ranks --reference --seq --target-seq --trainer -h
@@ -92,7 +91,6 @@ def test_the_command_to_copy_asks_the_same(name):
         ({"load_in_4bit": True, "lora": 4, "ranks": 2, "parallel": "fsdp2"}, "under fsdp2"),
         ({"reference": "model"}, "goes with the trainer dpo"),
         ({"trainer": "dpo", "reference": "adapters-off"}, "needs adapters"),
-        ({"compiled": True, "mlp": "auto"}, "compiled blocks run their feed-forward as a whole"),
         ({"batch": 2**24}, "4294967296 tokens at most"),
         ({"device": "abacus"}, "is not a known device"),
         ({"budget": "lots"}, "a size must look like"),

@@ -222,7 +222,8 @@ def test_an_allocator_without_statistics_ends_nothing(missing, memory_of_both, s
     assert machine.spare_bytes(both) == spare
     for _ in range(2):
         meter = memory.peak_meter(both)
-        assert all(map(levels.can_be_measured, both)) is (missing == "mem_get_info")
+        counted = levels.CountedLevels if missing != "mem_get_info" else levels.AllocatorLevels
+        assert type(levels.meter_for(both)) is counted
     assert (meter.peak_bytes() is None) is (missing != "mem_get_info")
     (said,) = [record.getMessage() for record in caplog.records]
     assert "does not tell the memory" in said if missing == "mem_get_info" else f"no peaks (no {missing}" in said
@@ -234,7 +235,7 @@ def test_an_accelerator_that_tells_nothing_is_unknown(device_type):
     meter = memory.peak_meter({device})
     assert meter.peak_bytes() is None
     assert meter.source == f"unknown ({device_type} reports no peak)"
-    assert not levels.can_be_measured(device)
+    assert type(levels.meter_for({device})) is levels.CountedLevels
 
 
 def test_statistics_without_a_module_of_their_own(monkeypatch):

@@ -9,11 +9,10 @@ import torch
 from helpers import tracing
 from helpers.adapters import with_lora
 from helpers.experts import ONE_BY_ONE, experts
-from helpers.planned import budgeted, live_peak, text_batch, without_state
+from helpers.planned import budgeted, live_peak, without_state
 from helpers.sparing import sparing
 from helpers.steps import assert_same, enable, step
 from helpers.tracing import model_of
-from peft import prepare_model_for_kbit_training
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
@@ -22,28 +21,14 @@ from hf_ckpt.costs.offload import OFFLOADED, with_offloading
 from hf_ckpt.costs.timeline import worst_timeline
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.forecast.devices import DEVICES
-from hf_ckpt.models.blocks import base_model
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.planner.budgets import peak_of_least, plan_of, plan_of_least, plan_within
+from hf_ckpt.planner.budgets import peak_of_least, plan_of_least, plan_within
 from hf_ckpt.prediction.skeleton import skeleton_of
 from hf_ckpt.prediction.trace import Step, trace_costs
 from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE
-from hf_ckpt.spec.spec import Spec
-from hf_ckpt.training.traced import traced_costs
 from hf_ckpt.units import format_bytes
 
 SIZES = {"batch": 4, "tokens": 64}
-
-
-def traced(model, batch):
-    """Predicted costs of the model's current plan, from a trace."""
-    plan = hf_ckpt.describe(model).plan
-    with hf_ckpt.paused(model):
-        spec = Spec.parse({"policy": "budget", "budget": "1GiB", "head": plan.head})
-        ways = traced_costs(base_model(model), spec, batch)
-    costs = next(found for found in ways if not found.segments and found.head_tokens == plan.head)
-    rows = plan.stacks().values()
-    return plan_of(costs, tuple(tuple(costs.actions.index(action) for _, action in row) for row in rows)).prediction
 
 
 def peak_under(model, plan, batch):
@@ -155,51 +140,6 @@ def test_the_plan_of_a_config_says_that_the_logits_are_the_peak(vocabulary, said
     assert main(words) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert ("the head and its loss are the peak" in shown) == said
-
-
-@sparing(
-    ("lora", "autocast"),
-    [(lora, autocast) for lora in (False, True) for autocast in (None, torch.bfloat16)],
-    (True, torch.bfloat16),
-)
-def test_a_head_in_chunks_is_predicted(lora, autocast):
-    """A chunked head's peak includes copies of hidden states with labels: all but each sequence's last."""
-    model = tiny_model("llama", layers=3, hidden=64, attention="sdpa", vocab_size=4000)
-    model = without_state(with_lora(model, "llama", lora_dropout=0.0) if lora else model)
-    batch = tiny_batch("llama", batch=4, tokens=128)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
-        hf_ckpt.install(model)
-        enable(model, {"policy": "full", "head": 64})
-        step(model, batch)
-        measured = live_peak(model, batch)
-    assert hf_ckpt.describe(model).chunked_heads == 2
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
-        predicted = traced(model, text_batch(4, 128))
-    assert measured == pytest.approx(predicted.peak_bytes, rel=0.01)
-
-
-# --- k-bit preparation ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_the_planner_counts_what_kbit_preparation_casts_up():
-    """k-bit preparation makes norms and embeddings float32, and so hidden states twice as large as in a bf16 model."""
-    peaks = {}
-    for prepared in (False, True):
-        model = tiny_model("llama", dtype=torch.bfloat16)
-        if prepared:
-            model.is_loaded_in_8bit = True  # all that PEFT checks
-            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-        for parameter in model.parameters():  # a loader leaves packed weights in their own dtype
-            if prepared and parameter.dim() == 2 and parameter.shape[0] != model.config.vocab_size:
-                parameter.data = parameter.data.to(torch.bfloat16)
-        model = without_state(with_lora(model, "llama", targets=["q_proj", "v_proj"], lora_dropout=0.0))
-        with torch.autocast("cpu", torch.bfloat16):
-            peaks[prepared] = peak_under(model, "full", tiny_batch("llama", **SIZES))
-        with torch.autocast("cpu", torch.bfloat16):
-            predicted = traced(model, text_batch(4, 64))
-        assert abs(peaks[prepared] / predicted.peak_bytes - 1) < 0.05, (prepared, peaks[prepared], predicted)
-    assert peaks[True] > 1.1 * peaks[False]
 
 
 # --- mixtures of experts ----------------------------------------------------------------------------------------------

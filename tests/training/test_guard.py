@@ -36,7 +36,7 @@ from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.training.escalate import step_down
 from hf_ckpt.training.guard import OomGuard
 
-pytestmark = pytest.mark.usefixtures("host_memory", "little_to_collect", "few_actions")
+pytestmark = pytest.mark.usefixtures("host_memory", "little_to_collect")
 
 
 STRIDE = {"llama": 29, "gpt2": 41, "bert": 41, "t5": 101}

@@ -20,7 +20,6 @@ from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.actions import FULL, KEEP, candidates
-from hf_ckpt.training.session import Session
 
 pytestmark = pytest.mark.usefixtures("steady_times")
 STEPS = 1 + (len(candidates()) - 1) + 2
@@ -336,14 +335,6 @@ def test_blocks_are_measured_below_a_wrapper():
     for _ in range(STEPS + 1):
         loop.step()
     assert loop.has_plan
-
-
-def test_blocks_that_torch_compile_wraps_are_not_measured():
-    loop = Loop()
-    layers = loop.model.model.layers
-    for number, layer in enumerate(list(layers)):
-        layers[number] = torch.compile(layer, backend="eager")
-    assert not Session(loop.model, installation(loop.model))._measures
 
 
 def test_functions_of_dropped_plans_are_dropped(monkeypatch):

@@ -577,18 +577,6 @@ def test_an_accelerator_is_read_once_a_boundary(monkeypatch):
     assert meter.peak_bytes() == 200
 
 
-def test_a_device_that_tells_no_peaks_is_planned_for_by_traces(monkeypatch):
-    """Devices such as `mps`, whose peak functions raise, are planned for by traces."""
-
-    monkeypatch.setattr("hf_ckpt.training.session.can_be_measured", lambda device: False)
-    batch, model = tiny_batch("llama", **SHAPE), model_of("llama")
-    budgeted(model, half(batch))
-    (first, second) = run(model, [batch] * 2)
-    assert first == second
-    assert installation(model).planned.plan.prediction is not None
-    assert session_of(model).measured_steps == 0
-
-
 def test_where_the_optimizer_is_the_peak_nothing_is_recomputed_in_vain(caplog):
     """A budget below the optimizer's own peak gets the fastest plan, and says what would lower the peak."""
     batch = tiny_batch("llama", batch=1, tokens=4)

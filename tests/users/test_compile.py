@@ -370,14 +370,22 @@ def test_a_budget_is_planned_by_eager_steps():
 
 
 @pytest.mark.slow
-def test_a_budget_is_planned_between_compiled_blocks():
-    model = each_block_replaced(small(), backend="aot_eager")
+@pytest.mark.parametrize(
+    ("way", "planned"),
+    [(each_block_replaced, True), (each_forward, True), (compile_regions, True), (each_block, False)],
+)
+def test_a_budget_is_planned_between_compiled_blocks(way, planned, caplog):
+    """Steps are measured around graphs. Blocks that `module.compile()` compiles with their hooks stay `full`."""
+    model = small()
     hf_ckpt.install(model, {"policy": "budget", "budget": "1GiB"})
     enable(model)
-    for _ in range(9):
-        model(**without_cache(model, tiny_batch("llama"))).loss.backward()
-        model.zero_grad()
-    assert hf_ckpt.describe(model).plan.prediction.budget_bytes == 2**30
+    run = way(model, backend="aot_eager")
+    for _ in range(16):
+        run(**without_cache(model, tiny_batch("llama"))).loss.backward()
+        run.zero_grad()
+    prediction = hf_ckpt.describe(model).plan.prediction
+    assert prediction.budget_bytes == 2**30 if planned else prediction is None
+    assert ("cannot be measured: every block stays under `full`" in caplog.text) != planned
 
 
 def test_hooks_of_the_user_around_the_model_are_counted():
