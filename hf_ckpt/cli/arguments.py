@@ -1,4 +1,4 @@
-"""Shared by the commands: argument types, progress, faster and quieter imports."""
+"""Shared by the commands: argument types, faster and quieter imports."""
 
 from __future__ import annotations
 
@@ -10,20 +10,11 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.prediction.question import FIELDS, about, option_of
 from hf_ckpt.units import parse_count
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line and exit with code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print an error and exit with code 2."""
-        message = message.removeprefix("argument ").rstrip(".")
-        self.exit(2, f"hf-ckpt: {message}{'' if message.endswith('?') else '.'} See {self.prog} --help\n")
 
 
 def refused_in_words(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -72,14 +63,12 @@ def importing(*, to_plan: bool = False) -> Iterator[None]:
     unneeded = ("bitsandbytes", "scipy", "sklearn")
     if to_plan and not {"transformers", "peft", *unneeded} & sys.modules.keys():
         sys.modules.update(dict.fromkeys(unneeded))  # type: ignore[arg-type]  # None: imports fail
-    was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
-            gc.freeze()
-            gc.enable()
+        gc.freeze()
+        gc.enable()
 
 
 def quiet_libraries() -> None:

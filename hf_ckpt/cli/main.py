@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
 from hf_ckpt import __version__
 from hf_ckpt.cli import app, check, doctor, plan
-from hf_ckpt.cli.arguments import Parser, quiet_libraries
+from hf_ckpt.cli.arguments import quiet_libraries
 from hf_ckpt.errors import HfCkptError
 
 
@@ -31,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
         prog="hf-ckpt",
         description="Per-block activation checkpointing for Hugging Face models. To run a training script of your own "
         "with hf_ckpt in every model: python -m hf_ckpt script.py ...",

@@ -50,9 +50,7 @@ class Program:
     configs: tuple[str, ...] = ("Seq2SeqTrainingArguments",)
     """Dataclasses of options. A file is for the first that knows most of its keys; its name is the key `config`."""
     library: str = "transformers"
-    """Where the dataclasses are."""
-    beside: tuple[str, ...] = ()
-    """Dataclasses of further options."""
+    """Where the dataclasses are, and TRL's of further options."""
 
     @property
     def keys(self) -> dict[str, str]:
@@ -64,7 +62,8 @@ class Program:
         library = importlib.import_module(self.library)
         classes = [getattr(library, name) for name in self.configs]
         classes.sort(key=lambda config: -len(config.__dataclass_fields__.keys() & written.keys()))
-        used = classes[:1] + [getattr(library, name) for name in self.beside]
+        beside = [getattr(library, name, None) for name in ("ScriptArguments", "ModelConfig")]
+        used = [config for config in (*classes[:1], *beside) if config is not None]
         options = {field.name: field.default for config in used for field in dataclasses.fields(config)}
         return {**options, "config": classes[0].__name__ if classes else ""}
 
@@ -80,11 +79,9 @@ PROGRAMS = (
         {
             "config": {f"{trainer}config": {"trainer": trainer} for trainer in ("sft", "dpo", "grpo")},
             "use_peft": {"true": {}, "false": {"lora": None}},
-            "precompute_ref_log_probs": {"none": {}, "false": {}, "true": {"reference": "precomputed"}},
         },
         configs=("SFTConfig", "DPOConfig", "GRPOConfig", "RewardConfig", "KTOConfig", "RLOOConfig"),
         library="trl",
-        beside=("ScriptArguments", "ModelConfig"),
     ),
     Program(
         "axolotl",

@@ -52,17 +52,12 @@ def _spec_outside(training: Training) -> Texts:
         yield key, what, f"Indent it under {training.flag}_kwargs."
 
 
-def _misspelt(training: Training) -> Texts:
+def _unknown_keys(training: Training) -> Texts:
     known = [*training.values.keys() - training.unknown, *training.program.keys]
-    for key in training.unknown:
-        for near in difflib.get_close_matches(key, known, n=1, cutoff=0.85):
-            yield key, f"{training.program.name} does not know it.", f"Did you mean {near}?"
-
-
-def _unread(training: Training) -> Texts:
-    if training.unknown:
-        what = "hf_ckpt does not know these keys: a plan leaves them out of account."
-        yield ", ".join(training.unknown), what, "Nothing, unless one of them changes what is trained."
+    near = {key: difflib.get_close_matches(key, known, n=1, cutoff=0.85) for key in training.unknown}
+    named = ", ".join(f"{key} (did you mean {near[key][0]}?)" if near[key] else key for key in near)
+    if named:
+        yield named, "hf_ckpt does not know it: a plan leaves it out of account.", "Correct what is misspelt."
 
 
 def _flag_off(training: Training) -> Texts:
@@ -116,8 +111,7 @@ def _redrawn_dropout(training: Training) -> Texts:
 RULES: tuple[tuple[str, str, Callable[[Training], Texts]], ...] = (
     ("error", "spec", _spec),
     ("error", "spec-outside", _spec_outside),
-    ("warning", "misspelt", _misspelt),
-    ("note", "unread", _unread),
+    ("note", "unknown-keys", _unknown_keys),
     ("warning", "flag-off", _flag_off),
     ("warning", "own-offloading", _own_offloading),
     ("note", "adapter-layers", _adapter_layers),

@@ -150,12 +150,11 @@ def _types(training: Training, dtype: str | None) -> dict[str, Any]:
     autocast = "bfloat16" if values.get("bf16") in (True, "auto", "full") and not pure else launched
     autocast = "float16" if values.get("fp16") is True else autocast
     plain = next((name for name in ("bfloat16", "float16") if values.get(name) or weights == "frozen"), "float32")
-    if weights != "dtype":
+    if weights == "frozen" and not (training.adapters or pure):
+        dtype = "float32"
+    elif weights != "dtype":
         dtype = plain if autocast == "none" else autocast
-    return {
-        "dtype": "float32" if weights == "frozen" and not (training.adapters or pure) else dtype,
-        "autocast": autocast,
-    }
+    return {"dtype": dtype, "autocast": autocast}
 
 
 def _shared(training: Training) -> dict[str, Any]:
