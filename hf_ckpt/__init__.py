@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Description": "spec.description",
     "Family": "models.families",
-    "Forecast": "forecast.record",
+    "Forecast": "forecast.answer",
     "HfCkptError": "errors",
     "MemoryTimeCallback": "training.callback",
     "OomGuard": "training.guard",
@@ -35,8 +35,8 @@ _HOME = {
 if TYPE_CHECKING:
     from hf_ckpt.attach.attach import describe, paused
     from hf_ckpt.errors import HfCkptError, SpecError
+    from hf_ckpt.forecast.answer import Forecast
     from hf_ckpt.forecast.forecast import predict
-    from hf_ckpt.forecast.record import Forecast
     from hf_ckpt.models.blocks import find_blocks
     from hf_ckpt.models.families import Family, register_family
     from hf_ckpt.spec.description import Description

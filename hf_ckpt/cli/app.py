@@ -1,69 +1,74 @@
-"""`hf-ckpt app`: a page, made with Gradio, that shows what fits, with a slider for the budget and lines to copy."""
+"""`hf-ckpt app`: a page of Gradio that shows what fits, with a slider for the budget and lines to copy."""
 
 from __future__ import annotations
 
 import argparse
-import functools
+import dataclasses
 import ipaddress
 import os
 import threading
-from collections.abc import Callable
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.cli.arguments import importing, positive, quiet_libraries
-from hf_ckpt.errors import HfCkptError, InfeasibleError, MissingDependencyError, shown
+from hf_ckpt.errors import HfCkptError, MissingDependencyError, shown
+from hf_ckpt.forecast.answer import HEADS
 from hf_ckpt.forecast.devices import DEVICES
-from hf_ckpt.forecast.html import STYLE, error_html, import_plotly, misfit_html, report_of
+from hf_ckpt.forecast.report import budgets_of, figure_of, import_plotly
 from hf_ckpt.prediction.presets import presets, refuse_missing_model
-from hf_ckpt.prediction.question import FIELDS, Question, about, question
-from hf_ckpt.units import parse_count
+from hf_ckpt.prediction.question import FIELDS, Question, about, command_of, question
+from hf_ckpt.units import GIB
 
 if TYPE_CHECKING:
-    from hf_ckpt.forecast.nearest import Setting
+    from hf_ckpt.forecast.answer import Forecast
 
 ASKED = {name: about(field) for name, field in FIELDS.items() if about(field).label}
 """The fields of a `Question` that are on the page."""
 FIRST = ("model", "batch", "tokens", "lora", "load_in_4bit", "device")
 """The fields outside the accordion."""
-VALUES = {"batch": 16, "tokens": 1024, "device": "4080"}
+VALUES = {"batch": "16", "tokens": "1024", "device": "4080"}
 """Initial values that differ from the defaults."""
-_tracing = threading.Lock()
-"""Held while a model is traced, because tracing replaces functions of transformers in the whole process."""
+LOOK = {"theme": "default", "footer_links": [], "ssr_mode": False}
+"""Arguments of `Blocks.launch`."""
+_measuring = threading.Lock()
+"""Held while a model is measured, because that replaces functions of transformers in the whole process."""
 
 
-def question_of(*values: Any, paths: bool = True, **more: Any) -> Question:
-    """Return the question for the values on the page. Empty fields get their defaults.
+def add(verbs: Any) -> None:
+    """Add the verb and its options to the command line."""
+    app = verbs.add_parser(
+        "app",
+        help="a page in the browser: what fits, with a slider for the budget",
+        description="Opens a page on this machine, on which to ask what `hf-ckpt plan` answers. Needs `pip install "
+        "gradio plotly`, and no network.",
+    )
+    app.add_argument("model", nargs="?", default="gpt2", help="asked about first (default gpt2)")
+    address = (
+        "address to listen on (default 127.0.0.1: this machine only; with others, no files of this machine are read)"
+    )
+    app.add_argument("--host", default="127.0.0.1", help=address)
+    app.add_argument("--port", type=positive, default=7860, help="port to listen on (default 7860)")
+    app.add_argument("--open", action="store_true", help="open the page in the browser")
+    app.set_defaults(run=run)
 
-    Args:
-        values: of the fields, in the order of `ASKED`.
-        paths: whether the model may be a path.
-        more: other fields of the question.
 
-    Raises `HfCkptError` with the message of the command line for invalid values.
+def run(arguments: argparse.Namespace) -> int:
+    """Serve the page until it is interrupted. Returns 0.
+
+    Raises `MissingDependencyError` without gradio or plotly, and `HfCkptError` if the port is in use.
     """
-    given = {}
-    for (name, known), value in zip(ASKED.items(), values, strict=True):
-        value = value.strip() if isinstance(value, str) else value
-        optional = FIELDS[name].default is None
-        if value is None or value == "" or (optional and value == 0):
-            value = 0 if known.read is parse_count and not optional else None
-        elif known.read is parse_count:
-            value = int(value)
-        if value is not None:
-            given[name] = value
-    if not paths and "model" in given:
-        _refuse_path(given["model"])
-    asked = question({**given, **more})
-    refuse_missing_model(asked.model)
-    return asked
-
-
-def _refuse_path(name: str) -> None:
-    """Raise `HfCkptError` if the name of a model is, or may be, a path on this machine."""
-    if name not in presets() and (name[0] in "./~\\" or Path(name).exists()):
-        raise HfCkptError(f"{shown(name)} is no preset and no hub id, and files of this machine are not read here.")
+    paths = is_own_address(arguments.host)
+    quiet_libraries()
+    _refuse_model(arguments.model, paths)
+    page = build(arguments.model, paths=paths)
+    with importing(to_plan=True):
+        import hf_ckpt.forecast.forecast  # noqa: F401  before the first question, which should not wait for it
+    where = {"server_name": arguments.host, "server_port": arguments.port, "inbrowser": arguments.open}
+    try:
+        page.launch(**where, **LOOK, share=False)
+    except OSError as error:
+        raise HfCkptError(f"cannot listen on port {arguments.port} of {arguments.host}: {error}") from error
+    return 0
 
 
 def is_own_address(host: str) -> bool:
@@ -74,49 +79,33 @@ def is_own_address(host: str) -> bool:
         return host == "localhost"
 
 
-@functools.lru_cache(maxsize=16)
-def answered(asked: Question, plotly: str) -> tuple[bool, str]:
-    """Return (True, report as HTML) if a plan fits, or (False, what would fit as HTML). Takes seconds; cached.
+def _refuse_model(name: str, paths: bool) -> None:
+    """Raise `HfCkptError` if there is no such model, or without `paths` if its name may be a path on this machine."""
+    if not paths and name not in presets() and (name[:1] in (*"./~\\",) or Path(name).exists()):
+        raise HfCkptError(f"{shown(name)} is no preset and no hub id, and files of this machine are not read here.")
+    refuse_missing_model(name)
 
-    Args:
-        asked: the question, with `frontier`.
-        plotly: the address of plotly.js.
 
-    Raises `HfCkptError` for a model that cannot be found or traced.
+def question_of(*values: Any, paths: bool = True) -> Question:
+    """Return the question for the values of the fields of `ASKED`. Empty fields get their defaults.
+
+    Raises `HfCkptError` with the message of the command line for invalid values, and for a path without `paths`.
     """
-    from hf_ckpt.forecast.answers import misfit_of
-    from hf_ckpt.forecast.forecast import Forecaster
-
-    with _tracing:
-        forecaster = Forecaster(asked)
-        try:
-            found = forecaster.forecast()
-        except InfeasibleError as error:
-            nearest: list[Setting] = forecaster.nearest()
-            return False, misfit_html(misfit_of(error, forecaster.asked, forecaster.device), nearest, error)
-    return True, report_of(found, f'<script src="{escape(plotly)}"></script>')
-
-
-def import_gradio() -> Any:
-    """Import `gradio` with its telemetry off. Raises `MissingDependencyError` if it is not installed."""
-    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-    try:
-        import gradio
-    except ImportError as error:
-        raise MissingDependencyError("gradio", "hf-ckpt app", "pip install gradio plotly") from error
-    return gradio
-
-
-def look(gradio: Any) -> dict[str, Any]:
-    """Return arguments of `Blocks.launch` for the look of the page, with fonts that every machine has."""
-    theme = gradio.themes.Default(
-        font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"], primary_hue="red"
-    )
-    return {"theme": theme, "css": STYLE + _STYLE, "ssr_mode": False, "footer_links": []}
+    fields: dict[str, Any] = {"frontier": True}
+    for (name, known), value in zip(ASKED.items(), values, strict=True):
+        value = value.strip() if isinstance(value, str) else value
+        if value not in ("", None, False):
+            try:
+                fields[name] = value if value is True or known.choices else known.read(value)
+            except HfCkptError as error:
+                raise HfCkptError(f"{known.label}: {error}") from None
+    asked = question(fields)
+    _refuse_model(asked.model, paths)
+    return asked
 
 
 def build(model: str = "gpt2", *, paths: bool = True) -> Any:
-    """Return the page as `gradio.Blocks`, to be launched with the arguments of `look`.
+    """Return the page as `gradio.Blocks`, to be launched with `LOOK`.
 
     Args:
         model: initial value of the model's field.
@@ -124,132 +113,70 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
 
     Raises `MissingDependencyError` without gradio or plotly.
     """
-    gradio = import_gradio()
-    plotly = Path(import_plotly("hf-ckpt app").__file__).parent / "package_data" / "plotly.min.js"
-    gradio.set_static_paths([plotly])
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+    try:
+        import gradio
+    except ImportError as error:
+        raise MissingDependencyError("gradio", "hf-ckpt app", "pip install gradio plotly") from error
+    import_plotly("hf-ckpt app")
     with gradio.Blocks(title="hf_ckpt: what fits?", analytics_enabled=False) as page:
-        gradio.HTML(_TITLE)
-        fields = _fields(gradio, model)
+        gradio.Markdown("# Does it fit, and what do I write?\nNo weights are loaded, and no GPU is used.")
+        fields = {}
+        with gradio.Row():
+            fields.update({name: _field(gradio, name, {**VALUES, "model": model}) for name in FIRST})
+        with gradio.Accordion("More", open=False), gradio.Row():
+            fields.update({name: _field(gradio, name, VALUES) for name in ASKED if name not in FIRST})
         button = gradio.Button("Plan", variant="primary", elem_id="hf-plan")
-        refused = gradio.HTML(elem_id="hf-refused", visible=False)
-        report = gradio.HTML(elem_id="hf-report", visible=False)
-        plan = functools.partial(_plan, gradio, f"gradio_api/file={plotly}", paths)
-        asking = {
-            "inputs": fields,
-            "outputs": [refused, report],
-            "show_progress_on": [button],
-            "api_visibility": "private",
-            "concurrency_id": "trace",
-            "concurrency_limit": 1,
-        }
-        button.click(plan, **asking)
-        page.load(plan, **asking)
+        answer = gradio.Markdown(elem_id="hf-answer")
+        budget = gradio.Slider(
+            label="Memory that a step may take (GiB)", step=2**-10, visible=False, elem_id="hf-slider"
+        )
+        figure = gradio.Plot(visible=False, elem_id="hf-figure")
+        copies = [gradio.Code(label=name, elem_id=f"hf-{name}") for name in ("arguments", "lines", "command")]
+        parts = [answer, figure, *copies, gradio.Dataframe(headers=[*HEADS], elem_id="hf-rows")]
+        state = gradio.State()
+
+        def parts_of(forecast: Forecast, asked: Question) -> list[Any]:
+            text = "\n\n".join([f"## {forecast.answer}", forecast.assumed, *forecast.notes])
+            drawn = gradio.update(value=figure_of(forecast) if forecast.plan else None, visible=bool(forecast.plan))
+            arguments, lines, *_ = [*forecast.copies().values(), "", ""]
+            command = command_of(dataclasses.replace(asked, frontier=False))
+            return [text, drawn, arguments, lines, command, forecast.without_frontier().table()]
+
+        def plan(*values: Any) -> list[Any]:
+            try:
+                asked = question_of(*values, paths=paths)
+                with _measuring:
+                    from hf_ckpt.forecast.forecast import Forecaster
+
+                    forecast = Forecaster(asked).answer()
+            except HfCkptError as error:
+                raise gradio.Error(str(error), duration=None) from error
+            gib = [size / GIB for size in budgets_of(forecast)] or [0.0]
+            value = min(max(forecast.budget_bytes / GIB, gib[0]), gib[-1])
+            slider = gradio.update(minimum=gib[0], maximum=gib[-1], value=value, visible=bool(forecast.plan))
+            return [(asked, forecast), slider, *parts_of(forecast, asked)]
+
+        def move(answered: tuple[Question, Forecast], gib: float) -> list[Any]:
+            limit = round(gib * 1024) * 2**20
+            return parts_of(answered[1].within(limit), dataclasses.replace(answered[0], budget=limit))
+
+        how: dict[str, Any] = {"api_visibility": "private", "concurrency_id": "plan", "concurrency_limit": 1}
+        for event in (button.click, page.load):
+            event(plan, inputs=[fields[name] for name in ASKED], outputs=[state, budget, *parts], **how)
+        budget.release(move, inputs=[state, budget], outputs=parts, **how)
     return page
 
 
-def _fields(gradio: Any, model: str) -> list[Any]:
-    """Return the inputs of the page, in the order of `ASKED`."""
-    fields = {}
-    with gradio.Row(elem_id="hf-form"):
-        fields.update({name: _field(gradio, name, {**VALUES, "model": model}) for name in FIRST})
-    with gradio.Accordion("More", open=False, elem_id="hf-more"), gradio.Row():
-        fields.update({name: _field(gradio, name, VALUES) for name in ASKED if name not in FIRST})
-    return [fields[name] for name in ASKED]
-
-
-def _field(gradio: Any, name: str, values: dict[str, Any]) -> Any:
+def _field(gradio: Any, name: str, values: dict[str, str]) -> Any:
     """Return the input of the page for a field of a question."""
     known, default = ASKED[name], FIELDS[name].default
-    value = values.get(name, default)
     look = {"label": known.label, "elem_id": f"hf-{name}", "min_width": 140}
     if name == "model":
-        return gradio.Dropdown(list(presets()), value=value, allow_custom_value=True, **look)
-    if name == "device":
-        cards = [(device.title, name) for name, device in DEVICES.items() if name != "cpu"]
-        return gradio.Dropdown([*cards, ("this machine", "")], value=value, **look)
+        return gradio.Dropdown(list(presets()), value=values["model"], allow_custom_value=True, **look)
     if isinstance(default, bool):
-        return gradio.Checkbox(value, **look)
-    if known.choices:
-        return gradio.Dropdown(
-            [*([("none", "")] if default is None else []), *known.choices], value=value or "", **look
-        )
-    if isinstance(default, float) or known.read is parse_count:
-        whole = {} if isinstance(default, float) else {"precision": 0}
-        return gradio.Number(value or 0, **whole, **look)
-    if name in ("head", "mlp"):
-        return gradio.Dropdown([("as a whole", "full"), ("in chunks where that helps", "auto")], value=value, **look)
-    return gradio.Textbox(value or "", placeholder="20GiB or 80%", **look)
-
-
-def _plan(gradio: Any, plotly: str, paths: bool, *values: Any) -> list[Any]:
-    """Return updates of the page: the report in a frame, or an error, or what would fit."""
-    try:
-        fits, text = answered(question_of(*values, paths=paths, frontier=True), plotly)
-    except HfCkptError as error:
-        fits, text = False, error_html(str(error))
-    if fits:
-        text = f'<iframe title="The answer" srcdoc="{escape(text)}"></iframe>'
-    shown, hidden = gradio.update(value=text, visible=True), gradio.update(value="", visible=False)
-    return [hidden, shown] if fits else [shown, hidden]
-
-
-def add(verbs: Any) -> None:
-    """Add the verb and its options to the command line."""
-    app = verbs.add_parser(
-        "app",
-        help="a page in the browser: what fits, with a slider for the budget",
-        description="Opens a page on this machine, on which to ask what `hf-ckpt plan` answers: model, batch, length, "
-        "adapters and card, with a slider for the budget, and lines to copy. Needs `pip install gradio plotly`, and "
-        "no network.",
-    )
-    app.add_argument("model", nargs="?", default="gpt2", help="asked about first (default gpt2)")
-    app.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default 127.0.0.1: this machine only; "
-        "with others, models are presets and hub ids, and no files of this machine are read)",
-    )
-    app.add_argument("--port", type=positive, default=7860, help="port to listen on (default 7860)")
-    app.add_argument("--open", action="store_true", help="open the page in the browser")
-    app.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace, wait: Callable[[Any], None] | None = None) -> int:
-    """Serve the page until it is interrupted. Returns 0.
-
-    Args:
-        arguments: `model`, `host`, `port` and `open`.
-        wait: called while the page is served; by default, it waits for Ctrl+C.
-
-    Raises `MissingDependencyError` without gradio or plotly, and `HfCkptError` if the port is in use.
-    """
-    paths = is_own_address(arguments.host)
-    if not paths:  # others could read files of this machine
-        _refuse_path(arguments.model)
-    gradio = import_gradio()
-    quiet_libraries()
-    refuse_missing_model(arguments.model)
-    with importing(to_plan=True):
-        import hf_ckpt.forecast.forecast  # noqa: F401  before the first question, which should not wait for it
-    page = build(arguments.model, paths=paths)
-    where = {"server_name": arguments.host, "server_port": arguments.port, "inbrowser": arguments.open}
-    try:
-        page.launch(**where, **look(gradio), prevent_thread_lock=True, share=False)
-    except OSError as error:
-        raise HfCkptError(f"cannot listen on port {arguments.port} of {arguments.host}: {error}") from error
-    try:
-        (wait or gradio.Blocks.block_thread)(page)
-    finally:
-        page.close()
-    return 0
-
-
-_TITLE = """<h1>Does it fit, and what do I write?</h1>
-<p class="hf-quiet">The peak memory of a training step, and the fastest plan for the activations of each block within a
-budget. Predicted from the model's config: no weights are loaded, and no GPU is used.</p>"""
-_STYLE = """
-#hf-report iframe { width: 100%; height: 80vh; border: 0; color-scheme: light; }
-.dark #hf-report iframe { color-scheme: dark; }
-.gradio-container .hf-table, .gradio-container .hf-table tr, .gradio-container .hf-table tbody { border: 0 !important; }
-.gradio-container h1 { font-size: 1.4rem; margin: 0; }
-"""
+        return gradio.Checkbox(default, **look)
+    if name == "device" or known.choices:
+        choices = [*DEVICES] if name == "device" else [*known.choices]
+        return gradio.Dropdown(["", *choices], value=values.get(name, default or ""), **look)
+    return gradio.Textbox(values.get(name, ""), placeholder=str(default or "") or None, **look)

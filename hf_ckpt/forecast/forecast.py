@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,79 +12,29 @@ from torch import nn
 
 from hf_ckpt.attach.attach import paused
 from hf_ckpt.costs.costs import Costs
-from hf_ckpt.errors import HfCkptError
+from hf_ckpt.costs.timeline import worst_timeline
+from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.forecast import words
+from hf_ckpt.forecast.answer import Forecast, Row
 from hf_ckpt.forecast.devices import Device, device_named, this_device
-from hf_ckpt.forecast.nearest import LARGEST, Setting, largest, nearest_settings
-from hf_ckpt.forecast.record import Forecast, bytes_allowed, forecast_within
-from hf_ckpt.forecast.words import notes_of
+from hf_ckpt.forecast.nearest import LARGEST, Changes, largest, nearest, own_changes
+from hf_ckpt.measure.machine import device_memory
 from hf_ckpt.models.blocks import find_blocks, vocabulary_head
-from hf_ckpt.models.families import learned_positions
-from hf_ckpt.planner.alternatives import Alternative, frontier, further_options, segmented_options, usual_options
-from hf_ckpt.planner.budgets import peak_of_least
-from hf_ckpt.planner.options import cost_options, ways_to_run, with_host_memory
+from hf_ckpt.models.families import GENERIC, learned_positions
+from hf_ckpt.planner.alternatives import Alternative, frontier, segmented_options, usual_options
+from hf_ckpt.planner.budgets import GAIN, choice_within, peak_of_least, plan_of, plan_within
+from hf_ckpt.planner.options import in_segments, ways_to_run, with_host_memory
 from hf_ckpt.prediction.batches import sizes_of_batch, step_of_workload
 from hf_ckpt.prediction.fsdp2 import layout_for, with_shards
 from hf_ckpt.prediction.optimizers import optimizer_bytes
-from hf_ckpt.prediction.question import MOST_TOKENS, Question, Workload, question
+from hf_ckpt.prediction.question import FIELDS, MOST_TOKENS, Question, Workload, question, words_of
 from hf_ckpt.prediction.skeleton import Skeleton, Weights, refuse_moved_weights, skeleton_of
 from hf_ckpt.prediction.trace import chunked_head, trace_costs
 from hf_ckpt.prediction.workload import DTYPES, on_device, skeleton_of_workload
-from hf_ckpt.spec.actions import FULL, KEEP
-from hf_ckpt.units import format_bytes
+from hf_ckpt.units import budget_bytes, format_bytes, format_seconds, parse_budget
 
 Progress = Callable[[str], None]
 """Called with a short message at the start of each slow part."""
-_UNTIMED = "what ranks send to each other takes time that is not predicted"
-_MOST_BYTES = 2**60  # of weights, gradients and optimizer state; the solver adds 64-bit integers
-
-
-def predict(
-    model: str | Path | nn.Module | Any,
-    batch: int | Mapping[str, Any] = 1,
-    *,
-    on_progress: Progress | None = None,
-    **asked: Any,
-) -> Forecast:
-    """Predict the memory and time of a training step, and find the fastest plan within a budget.
-
-        forecast = hf_ckpt.predict("llama-3.1-8b", 4, tokens=4096, lora=16, device="h100", budget="60GiB")
-        hf_ckpt.install(model, forecast.plan)
-
-    It runs a few shallow copies of the model on fake tensors, without weights and without a GPU, as `hf-ckpt plan`
-    does.
-
-    Args:
-        model: a preset, a hub id, a folder, the path of a `config.json`, a transformers config, or a model, plain or
-            wrapped.
-        batch: sequences per micro-step; or a batch of the training, as keyword arguments of the forward. Of a batch,
-            only the attention mask and the shapes of `input_ids` and `labels` ([sequences, tokens]) are used.
-        on_progress: called with a short message at the start of each slow part.
-        asked: options of `hf-ckpt plan`, which explains them. The training: `tokens`, `target_tokens`, `lora`,
-            `lora_targets`, `lora_dropout`, `load_in_4bit`, `load_in_8bit`, `dtype`, `autocast`, `optimizer`,
-            `accumulation`, `attention`, `padded`, `packing`, `trainer`, `ranks`, `parallel`. What to plan for:
-            `device` (default: this machine), `budget` (bytes, "20GiB", "80%" or 0.8; default 90 % of the device),
-            `host_budget`, `head`, `mlp`. `frontier=True` adds the fastest plans for other budgets.
-
-    Raises:
-        InfeasibleError: no plan fits into the budget.
-        HfCkptError: an option is invalid, the model or device is unknown, or the model cannot be traced. Also if
-            options such as `lora` or `dtype` are given for a model instead of a config.
-    """
-    sizes = sizes_of_batch(batch) if isinstance(batch, Mapping) else {"batch": batch}
-    given = {**sizes, **asked}
-    if isinstance(model, nn.Module):
-        fixed = sorted(_OF_THE_MODEL & given.keys())
-        if fixed:
-            raise HfCkptError(f"a live model has its own {', '.join(fixed)}: leave these out, or give its config.")
-        refuse_moved_weights(model)
-        about_it = question({**given, "model": find_blocks(model).model})
-        with paused(model):
-            return Forecaster(about_it, on_progress, skeleton=skeleton_of(model)).forecast()
-    if isinstance(model, (str, Path)):
-        return forecast(question({**given, "model": str(model)}), on_progress)
-    return Forecaster(question({**given, "model": str(model.model_type)}), on_progress, config=model).forecast()
-
-
 _OF_THE_MODEL = {
     *("lora", "lora_targets", "lora_dropout", "load_in_4bit", "load_in_8bit", "double_quant", "kbit_preparation"),
     *("dtype", "attention", "architecture"),
@@ -92,88 +42,276 @@ _OF_THE_MODEL = {
 """Fields of `Workload` that a live model determines, but a config does not."""
 
 
-def forecast(asked: Question, on_progress: Progress | None = None) -> Forecast:
+def predict(
+    model: str | Path | nn.Module | Any,
+    batch: int | Mapping[str, Any] = 1,
+    *,
+    on_progress: Progress = lambda text: None,
+    **asked: Any,
+) -> Forecast:
+    """Predict the memory and time of a training step, and find the fastest plan within a budget.
+
+        forecast = hf_ckpt.predict("llama-3.1-8b", 4, tokens=4096, lora=16, device="h100", budget="60GiB")
+        hf_ckpt.install(model, forecast.plan)
+
+    It needs no weights and no GPU, like `hf-ckpt plan`.
+
+    Args:
+        model: a preset, a hub id, a folder, the path of a `config.json`, a transformers config, or a model, plain or
+            wrapped.
+        batch: sequences per micro-step; or a batch of the training, as keyword arguments of the forward. Of a batch,
+            only the attention mask and the shapes of `input_ids` and `labels` ([sequences, tokens]) are used.
+        on_progress: called with a short message at the start of each slow part.
+        asked: options of `hf-ckpt plan`, by the names of the fields of `Question`, such as `tokens`, `lora`, `trainer`,
+            `device` (default: this machine) and `budget` (bytes, "20GiB", "80%" or 0.8; default 90 % of the device).
+
+    Raises:
+        InfeasibleError: no plan fits into the budget.
+        HfCkptError: an option is invalid, the model or device is unknown, or the model cannot be measured. Also if
+            options such as `lora` or `dtype` are given for a model instead of a config.
+    """
+    sizes = sizes_of_batch(batch) if isinstance(batch, Mapping) else {"batch": batch}
+    fields = {**sizes, **asked}
+    if isinstance(model, nn.Module):
+        fixed = sorted(_OF_THE_MODEL & fields.keys())
+        if fixed:
+            raise HfCkptError(f"a live model has its own {', '.join(fixed)}: leave these out, or give its config.")
+        refuse_moved_weights(model)
+        about_it = question({**fields, "model": find_blocks(model).model})
+        with paused(model):
+            return Forecaster(about_it, on_progress, skeleton=skeleton_of(model)).forecast()
+    if isinstance(model, (str, Path)):
+        return Forecaster(question({**fields, "model": str(model)}), on_progress).forecast()
+    return Forecaster(question({**fields, "model": str(model.model_type)}), on_progress, config=model).forecast()
+
+
+def forecast(asked: Question, tell: Progress = lambda text: None) -> Forecast:
     """Return the forecast for a question. Raises the errors of `Forecaster.forecast`."""
-    return Forecaster(asked, on_progress).forecast()
+    return Forecaster(asked, tell).forecast()
 
 
-def device_of(asked: Question) -> Device:
-    """Return the device of a question: a row of the table, or this machine."""
-    return device_named(asked.device) if asked.device else this_device()
+def costs_of(asked: Question, skeleton: Skeleton, device: Device, head: int | str, mlp: int | str) -> Costs:
+    """What each action of each block costs in a step, on one rank.
+
+    Args:
+        asked: the training.
+        skeleton: of its model.
+        device: gives the time of operations.
+        head: how the head runs: `full`, `auto` or tokens a chunk.
+        mlp: how feed-forwards run, likewise.
+
+    Raises `HfCkptError` for a model that cannot be measured on fake tensors.
+    """
+    step = step_of_workload(asked, skeleton)
+    costs = trace_costs(skeleton, step, device, mlp=mlp)
+    notes = [*costs.notes, *_notes_of(costs, skeleton, asked)]
+    if asked.ranks > 1:
+        notes.append("what ranks send to each other takes time that is not predicted")
+    if asked.sharded:
+        own = DTYPES[asked.dtype].itemsize
+        count = sum(math.prod(shape) for shape, *_ in skeleton.weights.tensors)
+        plain = Weights(tuple((shape, own, trained) for shape, _, trained in skeleton.weights.tensors))
+        needed = optimizer_bytes(plain, asked.optimizer, "cpu" if device.name == "cpu" else "cuda")
+        costs = with_shards(costs, layout_for(skeleton, asked.ranks, own, needed, count))
+    elif asked.ranks > 1:  # DDP copies gradients into buckets of the same size, and keeps these
+        static = dataclasses.replace(costs.static, buffers=costs.static.buffers + costs.static.gradients)
+        costs = dataclasses.replace(costs, static=static)
+    costs = costs if head == "full" else chunked_head(costs, skeleton, step, device, head)
+    return dataclasses.replace(costs, notes=tuple(notes), accumulation=asked.accumulation)
+
+
+def _notes_of(costs: Costs, skeleton: Skeleton, asked: Workload) -> Iterator[str]:
+    """Remarks on a model."""
+    if costs.family == GENERIC:
+        yield f"{costs.model} is of no known family: every block that can be checkpointed is planned for alike"
+    if asked.trainer == "grpo":
+        yield "completions are written before the step: the memory for that, of generate or vLLM, is not counted"
+    stacked = [(math.prod(shape) * size, size) for shape, size, _ in skeleton.weights.tensors if len(shape) > 2]
+    stacked_bytes = sum(total for total, _ in stacked)
+    if asked.bits is not None and stacked_bytes > costs.static.parameters / 2:
+        wide = ", and PEFT's preparation casts them to float32 (half with --no-kbit-preparation)"
+        yield (
+            f"{format_bytes(stacked_bytes)} of the weights are experts. Since transformers 5 they are stacked in one "
+            f"tensor a layer, which bitsandbytes does not quantise{wide if stacked[0][1] == 4 else ''}"
+        )
 
 
 class Forecaster:
-    """Answers a question, and similar ones. It traces each model and shape once.
+    """Answers a question, and similar ones. It measures each training once.
 
     Args:
         asked: the question.
-        on_progress: called with a short message at the start of each slow part.
+        tell: called with a short message at the start of each slow part.
         config: the model's config, if the question does not name one that can be loaded.
         skeleton: of a live model, which has its own types and adapters.
+        program: `axolotl` or `LLaMA-Factory` for answers in the keys of its files.
+
+    Raises `HfCkptError` for an unknown device, and for options that do not go together.
     """
 
     def __init__(
         self,
         asked: Question,
-        on_progress: Progress | None = None,
+        tell: Progress = lambda text: None,
         *,
         config: Any = None,
         skeleton: Skeleton | None = None,
+        program: str = "",
     ) -> None:
-        self.device = device_of(asked)
+        if asked.parallel != "ddp" and asked.ranks == 1:
+            raise HfCkptError(f"--parallel {asked.parallel} shares work between ranks: give their number (--ranks).")
+        if asked.sharded and asked.head != "full":
+            raise HfCkptError("the head in chunks needs whole weights, which fsdp2 shards: leave --head out.")
+        self.device = device_named(asked.device) if asked.device else this_device()
         self.asked = asked if skeleton else on_device(asked, self.device)
-        self.tell: Progress = on_progress or (lambda text: None)
         self.budget = bytes_allowed(asked.budget, self.device)
-        self._config = config
+        self._tell = tell
+        self._config, self._program = config, program if program in words.OWN_KEYS else ""
         self._skeletons = {} if skeleton is None else {_model_of(self.asked): skeleton}
-        self._traces: dict[Any, Costs] = {}
+        self._costs: dict[Any, Costs] = {}
+        self._others: tuple[Alternative, ...] = ()
+
+    def answer(self, early: Callable[[Forecast], None] = lambda misfit: None) -> Forecast:
+        """Return the forecast. If no plan fits, its rows are what fits with a change.
+
+        Args:
+            early: called with the forecast that nothing fits, before the search for what does.
+
+        Raises `HfCkptError` for a model that cannot be found or measured.
+        """
+        try:
+            return self.forecast()
+        except InfeasibleError as error:
+            misfit = Forecast(
+                fits=False,
+                answer=words.headline(error.floor_bytes, error.budget_bytes, self.device, None),
+                assumed=words.assumed(self.asked, error.model, self.device, error.budget_bytes),
+                workload=self.asked.workload,
+                device=self.device.name,
+                budget_bytes=error.budget_bytes,
+                peak_bytes=error.floor_bytes,
+                floor_bytes=error.floor_bytes,
+                parts=error.parts,
+                notes=(*error.notes, *(f"to lower it: {hint}" for hint in error.hints)),
+            )
+        early(misfit)
+        self._tell("looking for what fits")
+        static = next(iter(self._costs.values())).static
+        rows = nearest(self.asked, static, self._own_changes(), self._planned, self._peak_of, self.budget)
+        return dataclasses.replace(misfit, rows=tuple(rows))
 
     def forecast(self) -> Forecast:
-        """Return the fastest plan within the budget, with what to compare it with.
+        """Return the fastest plan within the question's budget, with what to compare it with.
 
-        Raises `InfeasibleError` if no plan fits, and `HfCkptError` for a model that cannot be found or traced.
+        Raises `InfeasibleError` if no plan fits, and `HfCkptError` for a model that cannot be found or measured.
         """
-        asked, device = self.asked, self.device
-        self.tell("reading the model")
-        costs = self._traced(asked, "full")
-        ways = self._ways(asked)
-        candidates = self._in_ways(ways, asked)
-        self.tell("comparing")
-        segments = () if asked.sharded else segmented_options(costs)
-        usual = (*usual_options(costs, device.host_bandwidth, self._under_transformers(asked)), *segments)
-        further = () if asked.sharded else self._further(costs, candidates)
-        return forecast_within(
-            self.budget,
-            asked,
-            device,
-            candidates,
-            usual,
-            further,
-            frontier=tuple(frontier(candidates)) if asked.frontier else (),
-            max_batch=self._largest("batch") if asked.max_batch else None,
-            max_tokens=self._largest("tokens") if asked.max_tokens else None,
+        asked = self.asked
+        self._tell("reading the model")
+        candidates = self.candidates(asked)
+        self._tell("comparing")
+        eager = self._costs_of(asked, "full", "full")
+        segments = () if asked.sharded else segmented_options(eager)
+        budgets = frontier(candidates) if asked.frontier else ()
+        self._others = (*usual_options(eager, self.device.host_bandwidth), *segments, *budgets)
+        plain = self.within(self.budget)
+        own, *others = plain.rows
+        rows = (self._planned(name, changes) for name, changes in self._own_changes().items())
+        faster = [row for row in rows if row and _seconds(row) < _seconds(own) * (1 - GAIN)]
+        sizes = [self._largest(name) for name in ("batch", "tokens") if getattr(asked, f"max_{name}")]
+        notes = plain.notes
+        if faster:
+            best = min(faster, key=_seconds)
+            times = f"{format_seconds(best.step_seconds)} instead of {format_seconds(own.step_seconds)}"
+            notes = (f"faster with {best.options}: {times} a step", *notes)
+        return dataclasses.replace(plain, rows=(own, *faster, *sizes, *others), notes=notes)
+
+    def within(self, budget: float | str) -> Forecast:
+        """Return the fastest plan within a budget: bytes, a text such as "20GiB", or a share of the device.
+
+        Raises `InfeasibleError` if no plan fits, and `UnitError` for an invalid budget.
+        """
+        asked, device, candidates = self.asked, self.device, self.candidates(self.asked)
+        limit = bytes_allowed(parse_budget(budget), device)
+        costs, chosen = choice_within(candidates, limit)
+        plan, course = plan_of(costs, chosen, limit, device.name), worst_timeline(costs, chosen)
+        spec = words.spec_of(plan, limit, asked.host_budget)
+        tokens, peak_bytes = costs.tokens * costs.accumulation, course.peak_bytes
+        own = _row("this plan", peak_bytes, course.nanoseconds / 1e9, tokens, limit, spec=spec)
+        others = [_row(way.name, way.peak_bytes, way.step_seconds, tokens, limit, _option(way)) for way in self._others]
+        (_, resident), *moving = course.parts().items()
+        weights, state = costs.static.parameters, costs.static.optimizer
+        parts = {"weights": weights, "optimizer state": state, "buffers and batch": resident - weights - state}
+        notes = []
+        if (
+            course.is_heads
+            and plan.head == "full"
+            and (size := list(moving)[-1][1]) > dict(moving)["kept for backward"]
+        ):
+            of_head = f"{format_bytes(size)} are of the head and its loss"
+            notes = [f"{of_head}: no policy on blocks lowers these, but --head auto"]
+        return Forecast(
+            fits=peak_bytes <= (device.memory_bytes or peak_bytes),
+            answer=words.headline(peak_bytes, limit, device, own.tokens_per_second, asked.ranks),
+            assumed=words.assumed(asked, plan.model, device, limit),
+            workload=asked.workload,
+            device=device.name,
+            budget_bytes=limit,
+            peak_bytes=peak_bytes,
+            floor_bytes=peak_of_least(candidates),
+            parts={**parts, **dict(moving)},
+            step_seconds=own.step_seconds,
+            tokens_per_second=own.tokens_per_second,
+            notes=(*notes, *costs.notes),
+            rows=(own, *others),
+            write=words.to_write(asked, spec, self._program),
+            program=self._program,
+            plan=plan,
+            costs=costs,
+            timeline=course,
+            replan=self.within,
         )
 
-    def nearest(self) -> list[Setting]:
-        """Return similar settings that fit; empty if none of those tried does."""
-        asked = self.asked
-        whole = vocabulary_head(self._skeleton(asked).base) is not None and asked.trainer is None
-        chunks, host = whole and not asked.sharded, self.device.name != "cpu"
-        return nearest_settings(asked, self.budget, self.candidates, can_chunk=chunks, can_move=host)
+    def _planned(self, name: str, changes: Changes) -> Row | None:
+        """Return the row of the fastest plan that fits with these changes of the question; None if there is none."""
+        try:
+            asked = dataclasses.replace(self.asked, **changes)
+            plan = plan_within(self.candidates(asked), self.budget)
+        except HfCkptError:
+            return None
+        predicted = plan.prediction
+        assert predicted is not None
+        options = " ".join(word for field, value in changes.items() for word in words_of(FIELDS[field], value))
+        spec = words.spec_of(plan, self.budget, asked.host_budget)
+        return _row(name, predicted.peak_bytes, predicted.step_seconds, predicted.tokens, self.budget, options, spec)
+
+    def _own_changes(self) -> dict[str, Changes]:
+        chunks = self._can_chunk(self.asked) and not self.asked.sharded and self.asked.trainer is None
+        return own_changes(self.asked, can_chunk=chunks, can_move=self.device.name != "cpu")
+
+    def _peak_of(self, changes: Changes) -> int:
+        return peak_of_least(self.candidates(dataclasses.replace(self.asked, **changes)))
+
+    def _largest(self, name: str) -> Row:
+        """Return the row of the largest `batch` or `tokens` that fits into the budget."""
+        asked, most = self.asked, LARGEST
+        if name == "tokens":
+            most = learned_positions(self._skeleton(asked).base.config) or LARGEST
+        most = min(most, MOST_TOKENS // (asked.batch if name == "tokens" else asked.tokens))
+        number = largest(lambda number: self._peak_of({name: number}), self.budget, getattr(asked, name), most)
+        title = f"{'largest batch' if name == 'batch' else 'longest sequences'}: {number}"
+        return self._planned(title, {name: number}) or Row(title, "", 0, None, None, False)
 
     def candidates(self, asked: Question) -> tuple[Costs, ...]:
         """Return the costs from which the plan for a question is made."""
-        return self._in_ways(self._ways(asked), asked)
+        heads: tuple[int | str, ...] = ("full",)
+        if asked.head != "full" and self._can_chunk(asked):
+            heads = ("full", "auto") if asked.head == "auto" else (asked.head,)
+        whole = [self._costs_of(asked, head, mlp) for mlp in ways_to_run(asked.mlp) for head in heads]
+        apart = with_host_memory(whole, self.device, asked.host_budget)
+        return (*apart, *(() if asked.sharded else (found for costs in whole for found in in_segments(costs))))
 
-    def _ways(self, asked: Question) -> list[Costs]:
-        return [self._traced(asked, mlp) for mlp in ways_to_run(asked.mlp)]
-
-    def _in_ways(self, ways: Sequence[Costs], asked: Question) -> tuple[Costs, ...]:
-        if asked.sharded:  # a head in chunks and segments need whole parameters
-            return with_host_memory(ways, self.device, asked.host_budget)
-        skeleton = self._skeleton(asked)
-        step = step_of_workload(asked, skeleton)
-        return cost_options(ways, skeleton, step, self.device, head=asked.head, host_limit=asked.host_budget)
+    def _can_chunk(self, asked: Question) -> bool:
+        return vocabulary_head(self._skeleton(asked).base) is not None
 
     def _skeleton(self, asked: Question) -> Skeleton:
         key = _model_of(asked)
@@ -182,76 +320,36 @@ class Forecaster:
             self._skeletons[key] = skeleton_of_workload(asked, self._config, on_cpu=on_cpu)
         return self._skeletons[key]
 
-    def _traced(self, asked: Question, mlp: int | str) -> Costs:
-        """Return the costs of a workload, with feed-forwards run as `mlp` says."""
-        key = dataclasses.replace(asked.workload, accumulation=1), mlp
-        if key not in self._traces:
-            blocks = "blocks" if mlp == "full" else "feed-forwards in chunks"
-            self.tell(f"tracing {blocks} with {asked.batch} x {asked.tokens} tokens")
-            skeleton = self._skeleton(asked)
-            step = step_of_workload(asked, skeleton)
-            costs = self._shared(trace_costs(skeleton, step, self.device, mlp=mlp), asked)
-            if costs.static.beside > _MOST_BYTES:
-                raise HfCkptError(
-                    f"{asked.model} cannot be planned for: its weights, gradients and optimizer state are "
-                    f"{format_bytes(costs.static.beside)}. Are the numbers in its config right?"
-                )
-            notes = (*costs.notes, *notes_of(costs, skeleton, asked))
-            self._traces[key] = dataclasses.replace(costs, notes=notes)
-        return dataclasses.replace(self._traces[key], accumulation=asked.accumulation)
-
-    def _under_transformers(self, asked: Question) -> Costs | None:
-        """Return the costs of transformers' own checkpointing, if it changes more than which blocks are recomputed."""
-        plain = self._skeleton(asked)
-        skeleton = plain.switched_on()
-        if skeleton is plain:
-            return None
-        costs = trace_costs(skeleton, step_of_workload(asked, skeleton), self.device, actions=(KEEP, FULL))
-        return dataclasses.replace(self._shared(costs, asked), accumulation=asked.accumulation)
-
-    def _shared(self, costs: Costs, asked: Question) -> Costs:
-        """Return the costs on one rank."""
-        if asked.ranks == 1:
-            return costs
-        if asked.parallel == "ddp":  # copies gradients into buckets of the same size, and keeps these
-            static = dataclasses.replace(costs.static, buffers=costs.static.buffers + costs.static.gradients)
-            return dataclasses.replace(costs, static=static, notes=(*costs.notes, _UNTIMED))
-        skeleton, own = self._skeleton(asked), DTYPES[asked.dtype].itemsize
-        count = sum(math.prod(shape) for shape, *_ in skeleton.weights.tensors)
-        plain = Weights(tuple((shape, own, trained) for shape, _, trained in skeleton.weights.tensors))
-        needed = optimizer_bytes(plain, asked.optimizer, "cpu" if self.device.name == "cpu" else "cuda")
-        layout = layout_for(skeleton, asked.ranks, own, needed, count)
-        return dataclasses.replace(with_shards(costs, layout), notes=(*costs.notes, _UNTIMED))
-
-    def _largest(self, name: str) -> int:
-        """Return the largest `batch` or `tokens` that fits into the budget; 0 if none does."""
-        asked = self.asked
-        most = (learned_positions(self._skeleton(asked).base.config) or LARGEST) if name == "tokens" else LARGEST
-        beside = asked.batch if name == "tokens" else max(asked.tokens, asked.target_tokens or 0)
-
-        def peak_of(number: int) -> int:
-            changed: dict[str, Any] = {name: number}
-            return peak_of_least(self.candidates(dataclasses.replace(asked, **changed)))
-
-        return largest(peak_of, self.budget, getattr(asked, name), min(most, MOST_TOKENS // beside))
-
-    def _further(self, costs: Costs, candidates: Sequence[Costs]) -> tuple[Alternative, ...]:
-        """Return the peaks and times of offloading and of a head in chunks.
-
-        `costs` have neither. If one of `candidates` has the head in chunks, that trace is used.
-        """
-        skeleton, device = self._skeleton(self.asked), self.device
-        chunked = next((found for found in candidates if found.head_tokens != "full"), None)
-        if chunked is None and vocabulary_head(skeleton.base) is not None:
-            chunked = chunked_head(costs, skeleton, step_of_workload(self.asked, skeleton), device, "auto")
-        if chunked is not None:
-            chunked = dataclasses.replace(costs, head=chunked.head, head_tokens=chunked.head_tokens)
-        bandwidth = device.host_bandwidth if device.name != "cpu" else 0.0
-        return tuple(further_options(costs, chunked, bandwidth, device.launch_nanoseconds))
+    def _costs_of(self, asked: Question, head: int | str, mlp: int | str) -> Costs:
+        """Return the result of `costs_of`, measured once for each training."""
+        key = asked.workload, head, mlp
+        if key not in self._costs:
+            self._tell(f"measuring steps with {asked.batch} x {asked.tokens} tokens, on fake tensors")
+            self._costs[key] = costs_of(asked, self._skeleton(asked), self.device, head, mlp)
+        return self._costs[key]
 
 
 def _model_of(asked: Question) -> Workload:
     """Return what a skeleton depends on: the workload without its sizes."""
-    return dataclasses.replace(
-        asked.workload, batch=1, tokens=1, target_tokens=None, accumulation=1, optimizer="adamw", padded=False
-    )
+    sizes: dict[str, Any] = {"batch": 1, "tokens": 1, "target_tokens": None, "accumulation": 1, "padded": False}
+    return dataclasses.replace(asked.workload, optimizer="adamw", **sizes)
+
+
+def _row(
+    name: str, peak_bytes: int, seconds: float, tokens: int, limit: int, options: str = "", spec: Any = None
+) -> Row:
+    speed = tokens / seconds if tokens and seconds else None
+    return Row(name, options, peak_bytes, seconds or None, speed, peak_bytes <= limit, spec)
+
+
+def _seconds(row: Row) -> float:
+    return row.step_seconds or 0.0
+
+
+def _option(way: Alternative) -> str:
+    return f"--budget {-(-way.peak_bytes // 2**20)}MiB" if way.budget_bytes else ""
+
+
+def bytes_allowed(budget: float | None, device: Device) -> int:
+    """A budget in bytes, as `budget_bytes`, on a device of the table or this machine's CPU."""
+    return budget_bytes(budget, device.memory_bytes or device_memory(0).total_bytes)

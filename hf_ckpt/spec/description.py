@@ -108,8 +108,8 @@ class Description:
             fits = allowed is None or predicted.peak_bytes <= allowed
             within = "" if allowed is None else f" {'within' if fits else 'above'} {format_bytes(allowed)}"
             within += "" if fits else " (no plan needs less)"
-            seconds = format_seconds(predicted.step_seconds)
-            lines.append(f"  predicted: peak {format_bytes(predicted.peak_bytes)}{within}, step {seconds}")
+            timed = f", step {format_seconds(predicted.step_seconds)}" if predicted.step_seconds else ", not timed"
+            lines.append(f"  predicted: peak {format_bytes(predicted.peak_bytes)}{within}{timed}")
         if self.measured_bytes is not None:
             lines.append(f"  measured: peak {format_bytes(self.measured_bytes)} in the first step of this plan")
         if len(self.plans) > 1:

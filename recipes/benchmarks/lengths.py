@@ -127,9 +127,9 @@ def train(settings: Settings, tell: Callable[[str], None]) -> Case:
 
 def _planned(settings: Settings, batch: Batch) -> tuple[int, Plan]:
     """The budget, and the plan for the longest batch alone."""
-    found = hf_ckpt.predict(_model(settings), batch, budget="100%", optimizer="adamw", frontier=True)
+    found = hf_ckpt.predict(_model(settings), batch, budget="100%", optimizer="adamw")
     none = next(option for option in found.usual if option.name == "none").peak_bytes
-    lowest = min(option.peak_bytes for option in found.frontier)
+    lowest = found.floor_bytes
     budget = round(lowest + settings.share * (none - lowest))
     return budget, found.within(f"{budget}B").plan
 

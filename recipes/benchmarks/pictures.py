@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import MissingDependencyError
-from hf_ckpt.forecast.figures import PLANNED
+from hf_ckpt.forecast.report import PLANNED
 from hf_ckpt.spec.actions import FULL, KEEP, OFFLOAD, SELECTIVE, Action, colour_of
 from hf_ckpt.spec.files import refuse_unwritable, replacing
 

@@ -25,11 +25,7 @@ from workers import WorkerError
 from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.errors import HfCkptError, InfeasibleError, MissingDependencyError
-from hf_ckpt.forecast.forecast import forecast
 from hf_ckpt.measure.live import LiveBytes
-from hf_ckpt.models.tiny import tiny_model
-from hf_ckpt.prediction.question import Question
-from hf_ckpt.prediction.workload import Workload
 from hf_ckpt.spec.actions import FULL
 
 EAGER = [way for way in (*PEERS, *OUR_WAYS) if way.group not in (COMPILED, OURS_COMPILED) and not way.to_host]
@@ -443,19 +439,3 @@ def test_batches_hold_texts_of_similar_lengths(installed, monkeypatch, capsys):
     assert all((batch["labels"] == -100).eq(batch["attention_mask"] == 0).all() for batch in batches)
     assert lengths.BENCHMARK.main(["--share", "2"]) == 2
     assert "share must be at least 0 and below 1, but is 2.0 instead." in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["none", "full (HF)", "every_n_layers: 2 (HF)", "every_n_layers: 3 (HF)"])
-def test_what_transformers_own_switch_needs_on_t5_is_predicted(tmp_path, here, name):
-    """It makes the attentions compute gradients of a position bias of zeros, also in blocks that are not recomputed."""
-    model = tiny_model("t5", layers=4, hidden=64)
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(tmp_path)
-    workload = Workload(str(tmp_path), batch=4, tokens=128, dtype="float32")
-    usual = forecast(Question(**dataclasses.asdict(workload), budget="100%")).usual
-    predicted = {f"{way.name} (HF)".replace("none (HF)", "none"): way.peak_bytes for way in usual}
-    alone = Session(workload, NAMED[name])
-    for _ in range(2):
-        alone.step()
-    assert alone.live_peak() == pytest.approx(predicted[name], rel=0.01)  # without the switch: 7 to 10 % less
-    alone.close()

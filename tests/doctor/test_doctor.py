@@ -238,7 +238,7 @@ def test_files_that_cannot_be_read_are_refused(text, told, tmp_path, capsys):
 def test_plan_reads_the_same_file_by_the_same_code(tmp_path, monkeypatch, capsys):
     asked = []
 
-    def record(question, tell):
+    def record(question, tell, **_):
         asked.append(question)
         raise HfCkptError("enough")
 

@@ -77,16 +77,15 @@ def answer_of(command: str) -> dict:
 def section(question: str, command: str, found: dict) -> str:
     """The page's section for one question."""
     lines = [found["answer"], found["assumed"]]
+    lines += [f"note: {note}" for note in found["notes"]]
     if found["fits"]:
         arguments = found["write"]["training_arguments"]
         lines += ["", *(f"{key}: {v if isinstance(v, str) else json.dumps(v)}" for key, v in arguments.items())]
         lines += ["", *found["write"]["model"]]
-    else:
-        lines += [f"note: {note}" for note in found["notes"]]
-        for setting in found["nearest"]:
-            peak, speed = setting["peak_bytes"] / 2**30, setting["tokens_per_second"]
-            lines += ["", f"{setting['name']} ({setting['options']}): {peak:.1f} GiB, {speed:,.0f} tokens a second"]
-            lines.append(f"gradient_checkpointing_kwargs: {json.dumps(setting['spec'])}")
+    for row in [] if found["fits"] else found["rows"]:
+        peak, speed = row["peak_bytes"] / 2**30, row["tokens_per_second"]
+        lines += ["", f"{row['name']} ({row['options']}): {peak:.1f} GiB, {speed:,.0f} tokens a second"]
+        lines.append(f"gradient_checkpointing_kwargs: {json.dumps(row['spec'])}")
     remark = f"\n{REMARKS[question]}\n" if question in REMARKS else ""
     told = "\n".join(lines)
     return f"## {question}\n\n```bash\n{command}\n```\n\n```text\n{told}\n```\n{remark}"
