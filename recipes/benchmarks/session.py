@@ -1,161 +1,160 @@
-"""Measures one way to run a step, on one model with an optimizer in its own process: gradients, peaks and times."""
+"""Measures one way to run a step, on one model with an optimizer in its own process: gradients, bytes and times."""
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
 import tempfile
+from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import first_difference, gradients_of
-from harness import seconds_of
-from inputs import optimizer_for, random_inputs
-from machine import CpuAllocations, keep_freed_memory
-from ways import COMPILED, OURS_COMPILED, Way
+import transformers
+from machine import DEVICE, Allocations, seconds_of
+from torch import nn
+from ways import Way, base_of, ours
 
-from hf_ckpt import compat
+import hf_ckpt
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.measure.live import LiveBytes
-from hf_ckpt.measure.memory import peak_meter, release_freed_memory
-from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.prediction.batches import step_of_model
-from hf_ckpt.prediction.workload import Workload, real_model
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "models"
+Gradients = Mapping[str, torch.Tensor]
+LEARNING_RATE = 1e-5
+"""So small that random weights stay finite."""
+MEASURED_STEPS = 12
+"""Steps of a run before its plan is taken. It needs about seven."""
+
+
+def config_for(settings: Namespace, name: str) -> Any:
+    """The config of a preset, or of anything that transformers can load, with as many blocks as the settings say."""
+    preset = CONFIGS / f"{name}.json"
+    config = transformers.AutoConfig.from_pretrained(preset if preset.is_file() else name)
+    config.use_cache = False
+    for key in ("num_hidden_layers", "num_decoder_layers"):
+        if settings.blocks is not None and hasattr(config, key):
+            setattr(config, key, settings.blocks)
+    return config
+
+
+def model_for(settings: Namespace, name: str) -> nn.Module:
+    """The model of a config with random weights, with adapters if the settings say so, in train mode on `DEVICE`."""
+    config = config_for(settings, name)
+    with torch.device(DEVICE):
+        model = getattr(transformers, config.architectures[0])._from_config(
+            config, dtype=getattr(torch, settings.dtype)
+        )
+        if settings.lora is not None:
+            from peft import LoraConfig, get_peft_model
+
+            # Random adapters: with PEFT's zeros, half of the gradients are 0.
+            adapters = LoraConfig(r=settings.lora, target_modules="all-linear", init_lora_weights=False)
+            model = get_peft_model(model, adapters)
+    trained: nn.Module = model.to(DEVICE).train()
+    return trained
+
+
+def batch_for(settings: Namespace, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Random inputs of one step, as keyword arguments of the model's forward. Nothing is masked."""
+    base, shape = base_of(model), (settings.batch, settings.tokens)
+    classes = base.config.num_labels if type(base).__name__.endswith("ForSequenceClassification") else None
+    ids = torch.randint(base.config.vocab_size, shape)
+    labels = torch.randint(classes or base.config.vocab_size, shape[:1] if classes else shape)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    return {name: value.to(DEVICE) for name, value in inputs.items()}
 
 
 class Session:
-    """Holds the model with the way turned on, until `close`."""
+    """Holds the model with the way turned on.
 
-    def __init__(self, workload: Workload, way: Way, seed: int = 0) -> None:
-        keep_freed_memory()
-        if way.group in (COMPILED, OURS_COMPILED):  # empty caches, but with what torch compiles once per machine
+    Raises `HfCkptError` if this machine or this model cannot have the way.
+    """
+
+    def __init__(self, settings: Namespace, name: str, way: Way) -> None:
+        if "offload" in way.name and DEVICE == "cpu":
+            raise HfCkptError("needs an accelerator: a CPU has no host memory beside its own")
+        if "compile" in way.group:  # empty caches, but with what torch compiles once per machine
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="hf_ckpt_")
             torch.compile(lambda x: (x.sin() + 1).sum(-1))(torch.ones(8, 64))
-        torch.manual_seed(seed)
-        self.workload, self.seed = workload, seed
-        self.device = compat.accelerator_type() or "cpu"
-        with torch.device(self.device):
-            self.model = real_model(workload).to(self.device).train()
-        with torch.no_grad():
-            for parameter in self.model.parameters():  # adapters start at zero, and so would half of all gradients
-                if parameter.requires_grad and parameter.dim() > 1 and not parameter.any():
-                    parameter.normal_(std=0.02)
-        self.inputs = random_inputs(workload, self.model, self.device, seed)
-        self.step_of = step_of_model(workload, self.model)
-        self.optimizer = optimizer_for(workload.optimizer, self.model)
-        self._turned_on = contextlib.ExitStack()
-        self.running = self._turned_on.enter_context(way.turned_on(self.model))
-        self.meter = peak_meter([torch.device(self.device)])
-
-    def close(self) -> None:
-        """Turn the way off."""
-        self._turned_on.close()
-
-    def facts(self) -> dict[str, int]:
-        """Figures that are the same for all ways."""
-        tokens = self.step_of.tokens * self.workload.accumulation
-        return {"blocks": len(find_blocks(self.model).blocks), "tokens": tokens}
+        torch.manual_seed(0)
+        self.model = model_for(settings, name)
+        self.inputs = batch_for(settings, self.model)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+        self.way = way.turn_on(self.model)
+        self.call, self.recomputed = self.way.__enter__()
 
     def backward(self) -> None:
-        """Compute the gradients of all micro-steps of one step."""
+        """Compute the gradients."""
         self.model.zero_grad(set_to_none=True)
-        torch.manual_seed(self.seed)
-        dtype, enabled = self.step_of.autocast or torch.bfloat16, self.step_of.autocast is not None
-        for _ in range(self.workload.accumulation):
-            with self.running.around():
-                with torch.autocast(self.device, dtype=dtype, enabled=enabled):
-                    outputs = self.running.forward(**self.inputs)
-                    loss = outputs.loss if self.step_of.loss is None else self.step_of.loss(outputs)
-                del outputs
-                (loss / self.workload.accumulation).backward()
+        torch.manual_seed(0)
+        self.call(**self.inputs).loss.backward()
 
     def step(self) -> None:
         """Run one optimizer step."""
         self.backward()
         self.optimizer.step()
 
-    def compare(self, path: Path, is_reference: bool) -> dict[str, Any]:
-        """Compare the first step's gradients with those in `path`, or write them there; then run two warm-up steps.
-
-        `first_seconds` is the time of the first forward and backward, which compile graphs. `repeatable` says whether
-        the reference gives the same bits twice: if not, no way can be bit-equal.
-        """
-        found: dict[str, Any] = {"first_seconds": seconds_of(self.backward)}
-        if is_reference:
-            torch.save({name: value.cpu() for name, value in gradients_of(self.model).items()}, path)
-            self.backward()
-            reference = torch.load(path, mmap=True)
-            found["repeatable"] = first_difference(gradients_of(self.model), reference) is None
-        else:
-            reference = torch.load(path, mmap=True)
-            gradients = gradients_of(self.model)
-            found["first_difference"] = first_difference(gradients, reference)
-            found["difference"] = _distance(gradients, reference) if found["first_difference"] else 0.0
-            del gradients  # otherwise a step would hold two sets of them
-        del reference
-        for _ in range(2):
-            self.step()
-        return found
-
-    def peaks(self) -> dict[str, int | None]:
-        """Peaks of one step by the allocator and by the process's memory, and how often blocks were recomputed."""
-        found: dict[str, int | None] = {}
-        if self.device == "cpu":
-            self.model.zero_grad(set_to_none=True)
-            release_freed_memory()  # of what came before
-            self.meter.reset()
-            self.step()
-            found["reserved_bytes"] = self.meter.peak_bytes()
-        before = self.running.counts()
-        found["allocated_bytes"] = self._allocated()
-        after = self.running.counts()
-        known = before is not None and after is not None
-        found["recomputed"] = sum(after.values()) - sum(before.values()) if known else None
-        if self.device != "cpu":
-            found["reserved_bytes"] = self.meter.reserved_bytes()
-        return found
-
-    def _allocated(self) -> int | None:
-        """The allocator's peak in one step."""
-        self.model.zero_grad(set_to_none=True)
-        if self.device == "cpu":
-            held = LiveBytes(self.model, self.optimizer, self.inputs).start_bytes
-            with CpuAllocations() as allocations:
-                self.step()
-            return held + allocations.peak_bytes
-        compat.release_memory()
-        self.meter.reset()
-        self.step()
-        return self.meter.peak_bytes()
-
-    def largest_peak(self) -> int:
-        """The peak of the second step, when the optimizer has its state."""
-        self.step()
-        peak = self._allocated()
-        if peak is None:
-            raise HfCkptError("this accelerator's allocator does not report a peak")
-        return peak
-
-    def live_peak(self) -> int:
-        """The peak of one step, counted tensor by tensor."""
-        self.model.zero_grad(set_to_none=True)
-        with LiveBytes(self.model, self.optimizer, self.inputs, device=self.device) as live:
-            self.step()
-        return int(live.peak_bytes)
+    def gradients(self) -> Gradients:
+        """The gradients, by the name of their parameter."""
+        return {name: value.grad for name, value in self.model.named_parameters() if value.grad is not None}
 
     def timed(self) -> float:
         """Seconds of one step."""
         return seconds_of(self.step)
 
+    def measure(self, path: Path, is_reference: bool) -> dict[str, Any]:
+        """Measure the gradients and the bytes of a step, and count what it recomputes.
 
-def _distance(gradients: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    """Relative norm of the difference. Raises `HfCkptError` if other parameters have gradients."""
-    if gradients.keys() != reference.keys():
+        The gradients of the first step are compared with those in `path`, or written there. `first_seconds` is the time
+        of the first forward and backward, which compile graphs. `repeatable` says whether the reference gives the same
+        bits twice: if not, no way can be bit-equal.
+        """
+        row: dict[str, Any] = {"first_seconds": seconds_of(self.backward)}
+        if is_reference:
+            torch.save(self.gradients(), path)
+            self.backward()
+        first, apart = difference(self.gradients(), torch.load(path, mmap=True))
+        row |= {"repeatable": first is None} if is_reference else {"first_difference": first, "difference": apart}
+        for _ in range(2):
+            self.step()
+        return row | self.bytes()
+
+    def bytes(self) -> dict[str, int | None]:
+        """Peak of one step, what its forward leaves for backward, and how often blocks were recomputed."""
+        self.model.zero_grad(set_to_none=True)
+        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        before = self.recomputed()
+        with Allocations(*self.model.parameters(), *self.model.buffers(), *self.inputs.values(), *state) as step:
+            self.step()
+        after = self.recomputed()
+        with Allocations() as forward:
+            loss = self.call(**self.inputs).loss
+        loss.backward()
+        recomputed = None if before is None or after is None else after - before
+        return {"allocated_bytes": step.peak_bytes, "saved_bytes": forward.left_bytes, "recomputed": recomputed}
+
+    def plan_for(self, spec: dict[str, Any], path: Path) -> dict[str, Any]:
+        """Save the plan that a run with this spec uses once it has measured enough steps. Returns what it predicts."""
+        with ours(self.model, spec):
+            for _ in range(MEASURED_STEPS):
+                self.step()
+            plan = hf_ckpt.describe(self.model).plan
+        plan.save(path)
+        return {"plan": str(plan), "predicted_peak_bytes": plan.prediction.peak_bytes if plan.prediction else None}
+
+
+def difference(
+    gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
+) -> tuple[str | None, float]:
+    """The first gradient that is not equal (None if all are), and the relative norm of the difference.
+
+    Raises `HfCkptError` if other parameters have gradients, or none has.
+    """
+    if not gradients or gradients.keys() != reference.keys():
         raise HfCkptError(f"gives {len(gradients)} gradients against {len(reference)}")
-    apart = size = 0.0
-    for name, value in gradients.items():
-        right = reference[name].to(value.device).double()
-        apart += float((value.double() - right).square().sum())
-        size += float(right.square().sum())
-    return (apart / size) ** 0.5 if size else 0.0
+    others = {name: value.to(gradients[name].device).double() for name, value in reference.items()}
+    apart = {name: float((value.double() - others[name]).norm()) for name, value in gradients.items()}
+    size = math.hypot(*(float(value.norm()) for value in others.values()))
+    return next((name for name, distance in apart.items() if distance), None), math.hypot(*apart.values()) / size

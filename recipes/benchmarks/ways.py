@@ -1,98 +1,51 @@
-"""Every way to train in less memory that a user could pick, as rows of data: what transformers, torch, torch_remat, TRL
-and torch.compile offer, and what hf_ckpt does."""
+"""Every way to train in less memory that a user could pick, as rows of data: what transformers, torch, torch_remat and
+torch.compile offer, and what hf_ckpt does.
+
+A context manager turns a way on. It takes the model, and yields the function to call in the model's place, and one that
+returns how often blocks were recomputed so far (None if that is not known).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import accelerate
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_ckpt
-from hf_ckpt import compat
-from hf_ckpt.attach.attach import describe
-from hf_ckpt.engines.sac import looked_up
-from hf_ckpt.errors import HfCkptError, MissingDependencyError
-from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
-from hf_ckpt.spec.plan import Plan
-from hf_ckpt.training.install import trial
+from hf_ckpt.errors import HfCkptError
 
-TRANSFORMERS, TORCH_SAC, TRL, COMPILED, OURS = "transformers", "torch SAC", "TRL", "torch.compile", "hf_ckpt"
-OURS_COMPILED, WATCHED, REMAT = "hf_ckpt compiled", "hf_ckpt watched", "torch_remat"
-MATMULS = ("aten.mm.default", "aten.addmm.default")
-"""torchtitan counts and saves `mm`; `addmm` is the same with a bias, as Transformers' GPT-2 and BERT have it."""
-ATTENTION = (
-    "aten._scaled_dot_product_efficient_attention.default",
-    "aten._scaled_dot_product_flash_attention.default",
-    "aten._scaled_dot_product_cudnn_attention.default",
-    "aten._scaled_dot_product_attention_math.default",
-    "aten._scaled_dot_product_fused_attention_overrideable.default",
-    "aten._scaled_dot_product_flash_attention_for_cpu.default",
-)
+TRANSFORMERS, SAC, REMAT, COMPILED = "transformers", "torch SAC", "torch_remat", "torch.compile"
+OURS, OURS_COMPILED, CHECKED = "hf_ckpt", "hf_ckpt compiled", "hf_ckpt checked"
+MATMULS = ("mm", "addmm")
+"""torchtitan counts and saves `mm`; `addmm` is the same with a bias, as transformers' GPT-2 and BERT have it."""
+KERNELS = ("efficient_attention", "flash_attention", "cudnn_attention", "attention_math", "flash_attention_for_cpu")
+ATTENTION = tuple(f"_scaled_dot_product_{kernel}" for kernel in (*KERNELS, "fused_attention_overrideable"))
 """torchtitan's, and the CPU's."""
+Running = tuple[Callable[..., Any], Callable[[], int | None]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Running:
-    """A model with one of the ways turned on."""
-
-    forward: Callable[..., Any]
-    """In the place of the model's own call."""
-    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    """Entered for forward and backward."""
-    counts: Callable[[], dict[str, int] | None] = lambda: None
-    """How often each block was recomputed so far, as a whole or in part, and how often a head ran in chunks; None if
-    that is not known."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Way:
-    """One way to run a step."""
-
-    name: str
-    group: str
-    """Who offers it: a key of `TURN_ON`."""
-    options: Mapping[str, Any] | Plan | None = None
-    to_host: bool = False
-    """Whether it moves tensors to host memory, so that it means nothing without an accelerator."""
-
-    @contextlib.contextmanager
-    def turned_on(self, model: nn.Module) -> Iterator[Running]:
-        """The model with this way on. Raises `HfCkptError` if this machine or this model cannot have it."""
-        if self.to_host and compat.accelerator_type() is None:
-            raise HfCkptError("needs an accelerator: a CPU has no host memory beside its own")
-        with TURN_ON[self.group](model, self.options) as running:
-            yield running
+def base_of(model: nn.Module) -> Any:
+    """The transformers model without PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @contextlib.contextmanager
-def _plain(model: nn.Module, options: None) -> Iterator[Running]:
-    yield Running(model)
+def plain(model: nn.Module) -> Iterator[Running]:
+    """The model as it is."""
+    yield model, lambda: None
 
 
 @contextlib.contextmanager
-def own_checkpointing(
-    model: compat.PreTrainedModel,
-    *,
-    context_fn: Callable[[], compat.Contexts] | None = None,
-    **options: Any,
-) -> Iterator[Callable[[], int]]:
-    """Checkpoint a model by transformers alone, inside this context; its hooks on the embedding are removed, too.
-
-    Args:
-        context_fn: as `torch.utils.checkpoint.checkpoint` takes it.
-        options: further arguments of the enable call.
-
-    Yields a function that returns how often a block has been recomputed so far.
-    """
-    count = 0
+def checkpointing(model: nn.Module, context_fn: Callable[[], Any] | None = None, **options: Any) -> Iterator[Running]:
+    """Checkpoint a model by transformers alone, with torch's `context_fn` and `options` of the enable call."""
+    base, count = base_of(model), 0
 
     @contextlib.contextmanager
     def recomputing(context: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
@@ -101,60 +54,44 @@ def own_checkpointing(
         with context:
             yield
 
-    def contexts() -> compat.Contexts:
+    def contexts() -> tuple[Any, Any]:
         first, again = (contextlib.nullcontext(), contextlib.nullcontext()) if context_fn is None else context_fn()
         return first, recomputing(again)
 
-    arguments = {"use_reentrant": False, "context_fn": contexts}
-    getattr(model, compat.ENABLE_NAMES[-1])(arguments, **options)
+    name = "activation" if hasattr(base, "activation_checkpointing_enable") else "gradient"
+    getattr(base, f"{name}_checkpointing_enable")({"use_reentrant": False, "context_fn": contexts}, **options)
     try:
-        yield lambda: count
+        yield model, lambda: count
     finally:
-        getattr(model, compat.DISABLE_NAMES[-1])()
-        model.disable_input_require_grads()
+        getattr(base, f"{name}_checkpointing_disable")()
+        base.disable_input_require_grads()
 
 
-@contextlib.contextmanager
-def _transformers(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
-    if "every_n_layers" in options and not compat.HAS_EVERY_N_LAYERS:
-        raise HfCkptError("this version of transformers has no every_n_layers")
-    if "offload" in options and not compat.HAS_OWN_OFFLOAD:
-        raise HfCkptError("this version of transformers has no offload")
-    with own_checkpointing(base_model(model), **options) as count:
-        yield Running(model, counts=lambda: {"all blocks": count()})
+def sac_contexts(save: Sequence[str], every: int = 1) -> tuple[Any, Any]:
+    """Contexts of torch's SAC, which save the results of some operations.
 
-
-@contextlib.contextmanager
-def _sac(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
-    """torch's own, by the `context_fn` that transformers hands on to it."""
-    with own_checkpointing(base_model(model), context_fn=functools.partial(_contexts, **options)) as count:
-        yield Running(model, counts=lambda: {"all blocks": count()})
-
-
-def _contexts(save: tuple[str, ...], every: int = 1) -> compat.Contexts:
-    """The results of the operations `save` stay, but those of every `every`-th product of matrices in a block; 1 keeps
-    them all. Products are counted in forward and recomputation apart, as torchtitan does with its op list."""
-    stay, products = looked_up(save), looked_up(MATMULS)
+    Every `every`-th product of matrices in a block is recomputed; 1 saves them all. Products are counted in forward and
+    recomputation apart, as torchtitan does with its list of operations.
+    """
+    saved = {name: getattr(torch.ops.aten, name).default for name in save if hasattr(torch.ops.aten, name)}
+    products = [saved.get(name) for name in MATMULS]
     counts = {False: itertools.count(1), True: itertools.count(1)}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operation not in stay:
-            return CheckpointPolicy.PREFER_RECOMPUTE
         if operation in products and every > 1 and next(counts[context.is_recompute]) % every == 0:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.MUST_SAVE if operation in saved.values() else CheckpointPolicy.PREFER_RECOMPUTE
 
-    made: compat.Contexts = create_selective_checkpoint_contexts(policy)
-    return made
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return contexts
 
 
 @contextlib.contextmanager
-def _remat(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
-    """Regions are marked in the code of a model: here around whole modules, whose results are kept as well."""
-    try:
-        import torch_remat
-    except ImportError as error:
-        raise MissingDependencyError("torch_remat", "its regions", "pip install torch_remat") from error
+def remat(model: nn.Module, keep: tuple[str, ...] = ()) -> Iterator[Running]:
+    """torch_remat marks regions in the code of a model: here around the innermost modules whose classes' names end with
+    `keep`, whose results are saved as well."""
+    import torch_remat
+
     count = 0
 
     def checkpointed(name: str, fn: Callable[..., Any], *args: Any) -> Any:
@@ -171,164 +108,112 @@ def _remat(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
             is_tensor[:] = [isinstance(value, torch.Tensor) for value in output]
             return tuple(value for value in output if isinstance(value, torch.Tensor))
 
-        tensors = torch_remat.checkpoint(region_name=name)(only_tensors)(*args)
-        if not is_tensor:
-            return tensors[0]
-        following = iter(tensors)
-        return tuple(next(following) if there else None for there in is_tensor)
+        tensors = iter(torch_remat.checkpoint(region_name=name)(only_tensors)(*args))
+        return tuple(next(tensors) if there else None for there in is_tensor) if is_tensor else next(tensors)
 
-    def kept(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def saved(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = torch_remat.region(forward, name, recompute=False)(*args, **kwargs)
         for value in output if isinstance(output, tuple) else (output,):
             if isinstance(value, torch.Tensor):
                 torch_remat.recompute_needs_tensor(value)
         return output
 
-    found = find_blocks(model)
-    modules = [found.modules[block.name] for block in found.blocks]
-    marked = [part for block in modules for part in block.modules() if options["keep"](part)]
-    with own_checkpointing(base_model(model)):
-        for number, module in enumerate(modules):
-            module._gradient_checkpointing_func = functools.partial(checkpointed, f"block {number}")
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    parts = [part for block in blocks for part in block.modules() if type(part).__name__.endswith(keep)]
+    marked = [part for part in parts if not any(inner in parts for inner in list(part.modules())[1:])]
+    with checkpointing(model):
+        for number, block in enumerate(blocks):
+            block._gradient_checkpointing_func = functools.partial(checkpointed, f"block {number}")
         for number, part in enumerate(marked):
-            vars(part)["forward"] = functools.partial(kept, f"part {number}", part.forward)
+            vars(part)["forward"] = functools.partial(saved, f"part {number}", part.forward)
         try:
-            yield Running(model, counts=lambda: {"all blocks": count})
+            yield model, lambda: count
         finally:
             for part in marked:
                 del vars(part)["forward"]
 
 
-def _is_attention(module: nn.Module) -> bool:
-    """Whether a module is an attention that holds no other."""
-    named = [type(part).__name__.endswith("Attention") for part in module.modules()]
-    return named[0] and sum(named) == 1
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a module is a product with a weight that holds no other, as the layer of an adapter does."""
-    return type(module).__name__ in ("Linear", "Conv1D") and not list(module.children())
-
-
-def _is_nothing(module: nn.Module) -> bool:
-    return False
-
-
 @contextlib.contextmanager
-def _trl(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
-    try:
-        from trl.models.activation_offloading import get_act_offloading_ctx_manager
-    except ImportError as error:
-        raise MissingDependencyError("trl", "TRL's activation offloading", "pip install trl") from error
-    accelerate.PartialState()  # a Trainer has made it; TRL's logger needs it
-    manager = get_act_offloading_ctx_manager(model)  # one for all steps, as TRL's trainers have it
-    with contextlib.ExitStack() as checkpointing:
-        if options["full"]:
-            checkpointing.enter_context(own_checkpointing(base_model(model)))
-        yield Running(model, around=lambda: manager)
-
-
-@contextlib.contextmanager
-def _compiled(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
-    """At most this share of a graph's activations is kept for backward, and the others are recomputed."""
+def compiled(model: nn.Module, share: float) -> Iterator[Running]:
+    """Compile the whole model. At most this share of activations is saved for backward; the rest is recomputed."""
     # A private name: torch.compile has no public option for this. https://pytorch.org/blog/activation-checkpointing-techniques/
     from torch._functorch import config
 
-    with config.patch(activation_memory_budget=options["share"]):
-        yield Running(torch.compile(model))
+    with config.patch(activation_memory_budget=share):
+        yield torch.compile(model), lambda: None
 
 
 @contextlib.contextmanager
-def _ours(model: nn.Module, options: Mapping[str, Any] | Plan, counted: bool = True) -> Iterator[Running]:
-    """Without `counted`, for compiled blocks: what is recomputed inside graphs cannot be counted."""
-    head = options.head if isinstance(options, Plan) else options.get("head", "full")
-    if head != "full" and vocabulary_head(base_model(model)) is None:
-        raise HfCkptError(f"{type(base_model(model)).__name__} has no head over a vocabulary")
-    with trial(model, options):
-        yield Running(model, counts=lambda: _ours_so_far(model, head != "full") if counted else None)
+def ours(model: nn.Module, spec: Mapping[str, Any]) -> Iterator[Running]:
+    """Install a spec. Recomputation inside compiled graphs cannot be counted."""
+    base, chunks = base_of(model), "head" in spec
+    if chunks and base.get_output_embeddings() is None:
+        raise HfCkptError(f"{type(base).__name__} has no head over a vocabulary")
+    hf_ckpt.install(model, {"check_every": 0, **spec})
+    base.gradient_checkpointing_enable()
 
+    def recomputed() -> int | None:
+        """Blocks below the first trainable parameter are left out: they have nothing to recompute."""
+        described = hf_ckpt.describe(model)
+        if any(action.kind == "compiled" for _, action in described.plan.actions):
+            return None
+        blocks = sum(count for name, count in described.recomputed.items() if name not in described.frozen)
+        return blocks + (described.chunked_heads if chunks else 0)
 
-@contextlib.contextmanager
-def _watched(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Running]:
-    """Every forward checks one block: a trial checks nothing, so the spec is installed."""
-    hf_ckpt.install(model, {**options, "check_every": 1})
-    base_model(model).gradient_checkpointing_enable()
     try:
-        yield Running(model, counts=lambda: _ours_so_far(model, False))
+        yield model, recomputed
     finally:
         hf_ckpt.uninstall(model)
 
 
-def _ours_so_far(model: nn.Module, in_chunks: bool) -> dict[str, int]:
-    """Blocks below the first trainable parameter are left out: they have nothing to recompute."""
-    found = describe(model)
-    blocks = {name: count for name, count in found.recomputed.items() if name not in found.frozen}
-    return {**blocks, "head": found.chunked_heads} if in_chunks else blocks
+class Way(NamedTuple):
+    """One way to run a step: its name, who offers it, and what turns it on."""
+
+    name: str
+    group: str
+    turn_on: Callable[[nn.Module], contextlib.AbstractContextManager[Running]]
 
 
-TURN_ON: Mapping[str, Callable[[nn.Module, Any], contextlib.AbstractContextManager[Running]]] = {
-    "none": _plain,
-    TRANSFORMERS: _transformers,
-    TORCH_SAC: _sac,
-    REMAT: _remat,
-    TRL: _trl,
-    COMPILED: _compiled,
-    OURS: _ours,
-    WATCHED: _watched,
-    OURS_COMPILED: functools.partial(_ours, counted=False),
-}
+def our_way(name: str, group: str = OURS, **spec: Any) -> Way:
+    """A way of hf_ckpt."""
+    return Way(name, group, functools.partial(ours, spec=spec))
 
-NONE = Way("none", "none")
-EVERY = (2, 3, 4)
-SHARES = (0.3, 0.5, 0.7, 1.0)
-SELECTIVE: Mapping[str, tuple[str, ...]] = {
-    "selective": ("linear", "attention"),
-    "selective, save attention": ("attention",),
-    "selective, save linear": ("linear",),
-}
-PEERS = (
+
+def sac_way(name: str, *save: str, every: int = 1) -> Way:
+    """A way of torch's SAC, by the `context_fn` that transformers passes to it."""
+    contexts = functools.partial(sac_contexts, save, every)
+    return Way(f"SAC, {name}", SAC, functools.partial(checkpointing, context_fn=contexts))
+
+
+NONE = Way("none", "none", plain)
+WAYS = (
     NONE,
-    Way("full (HF)", TRANSFORMERS, {}),
-    *(Way(f"every_n_layers: {every} (HF)", TRANSFORMERS, {"every_n_layers": every}) for every in EVERY),
-    Way("offload (HF)", TRANSFORMERS, {"offload": True}, to_host=True),
-    Way("SAC, all matmuls + attention", TORCH_SAC, {"save": (*MATMULS, *ATTENTION)}),
-    Way("SAC, every 2nd matmul + attention", TORCH_SAC, {"save": (*MATMULS, *ATTENTION), "every": 2}),
-    Way("SAC, attention", TORCH_SAC, {"save": ATTENTION}),
-    Way("torch_remat", REMAT, {"keep": _is_nothing}),
-    Way("torch_remat, keep attention", REMAT, {"keep": _is_attention}),
-    Way("torch_remat, keep linear", REMAT, {"keep": _is_linear}),
-    Way("activation offloading (TRL)", TRL, {"full": False}, to_host=True),
-    Way("full, activation offloading (TRL)", TRL, {"full": True}, to_host=True),
-    *(Way(f"compiled, budget {share:g}", COMPILED, {"share": share}) for share in SHARES),
-)
-"""What others offer; the first is what everything is compared with."""
-OUR_WAYS = (
-    *(Way(name, OURS, {"policy": "selective", "save": list(save)}) for name, save in SELECTIVE.items()),
-    Way("full", OURS, {"policy": "full"}),
-    Way("offload", OURS, {"policy": "offload"}, to_host=True),
-    Way("head in chunks", OURS, {"policy": "none", "head": "auto"}),
-    Way("full, head in chunks", OURS, {"policy": "full", "head": "auto"}),
+    Way("full (HF)", TRANSFORMERS, checkpointing),
     *(
-        Way(f"compiled blocks, share {share:g}", OURS_COMPILED, {"compile": "blocks", "share": share})
-        for share in (1, 0)
+        Way(f"every_n_layers: {every} (HF)", TRANSFORMERS, functools.partial(checkpointing, every_n_layers=every))
+        for every in (2, 3, 4)
     ),
+    Way("offload (HF)", TRANSFORMERS, functools.partial(checkpointing, offload=True)),
+    sac_way("all matmuls + attention", *MATMULS, *ATTENTION),
+    sac_way("every 2nd matmul + attention", *MATMULS, *ATTENTION, every=2),
+    sac_way("attention", *ATTENTION),
+    Way("torch_remat", REMAT, remat),
+    Way("torch_remat, keep attention", REMAT, functools.partial(remat, keep=("Attention",))),
+    Way("torch_remat, keep linear", REMAT, functools.partial(remat, keep=("Linear", "Conv1D"))),
+    *(
+        Way(f"compiled, budget {share:g}", COMPILED, functools.partial(compiled, share=share))
+        for share in (0.3, 0.5, 0.7, 1.0)
+    ),
+    our_way("selective", policy="selective"),
+    our_way("selective, save attention", policy="selective", save=["attention"]),
+    our_way("selective, save linear", policy="selective", save=["linear"]),
+    our_way("full", policy="full"),
+    our_way("offload", policy="offload"),
+    our_way("selective, offload saved", policy="selective", offload="saved"),
+    our_way("head in chunks", policy="none", head="auto"),
+    our_way("full, head in chunks", policy="full", head="auto"),
+    *(our_way(f"compiled blocks, share {share}", OURS_COMPILED, compile="blocks", share=share) for share in (1, 0)),
+    our_way("selective, checked", CHECKED, policy="selective", check_every=1),
+    our_way("full, checked", CHECKED, policy="full", check_every=1),
 )
-"""What hf_ckpt does by a fixed spec. Plans come on top."""
-PLANNED_WAYS = (
-    Way("planned", OURS, {"policy": "budget"}),
-    Way("planned, head in chunks", OURS, {"policy": "budget", "head": "auto"}),
-    Way("planned, compiled", OURS_COMPILED, {"policy": "budget", "compile": "blocks"}),
-)
-"""Ways that get a plan for the budget of each number that `largest.py` tries."""
-
-
-def chosen(only: Sequence[str], ways: Sequence[Way]) -> list[Way]:
-    """`none`, and the ways that `only` names by their name or group; all of them if it names nothing.
-
-    Raises `HfCkptError` for a name that there is not.
-    """
-    known = dict.fromkeys([*(way.group for way in ways), *(way.name for way in ways)])
-    for name in only:
-        if name not in known:
-            raise HfCkptError(f"a way must be one of {', '.join(known)}, but is {name!r} instead.")
-    return [way for way in ways if way is NONE or not only or way.name in only or way.group in only]
+"""The first is what everything is compared with. Plans for budgets come on top."""

@@ -1,0 +1,350 @@
+"""The benchmark: every way to run a step, turns, figures that are written as they come, and tables of the pages."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import signal
+import types
+
+import figures
+import peers
+import psutil
+import pytest
+import torch
+from figures import at_budgets, faults
+from harness import Results, Worker, failure
+from machine import Allocations
+from session import Session, difference
+from torch.utils._python_dispatch import TorchDispatchMode
+from ways import COMPILED, NONE, OURS, OURS_COMPILED, WAYS, our_way
+
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.models.tiny import tiny_model
+
+NAMED = {way.name: way for way in WAYS}
+EAGER = [way for way in WAYS if way.group not in (COMPILED, OURS_COMPILED) and "offload" not in way.name]
+
+
+class InProcess:
+    """Replaces `harness.Worker`; the object lives in this process."""
+
+    def __init__(self, make, *arguments):
+        self.make, self.arguments, self.made = make, arguments, None
+
+    def ask(self, name, *arguments):
+        try:
+            self.made = self.made or self.make(*self.arguments)
+            return getattr(self.made, name)(*arguments)
+        except Exception as error:
+            return failure(error)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        if self.made is not None:
+            self.made.way.__exit__(None, None, None)
+        self.made = None
+
+    shutdown = __exit__
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """Settings of the benchmark for small steps of a LLaMA of two blocks, without worker processes."""
+    monkeypatch.setattr(peers, "Worker", InProcess)
+    monkeypatch.setattr(peers, "STEPS", 2)
+    config = tiny_model("llama", layers=2, attention="sdpa").config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    sizes = {"batch": 8, "tokens": 64, "blocks": None, "lora": None, "dtype": "float32", "repeats": 2, "only": []}
+    return argparse.Namespace(model=[str(tmp_path / "config.json")], **sizes)
+
+
+@contextlib.contextmanager
+def turned_on(settings, way, **sizes):
+    settings = type(settings)(**{**vars(settings), **sizes})
+    session = Session(settings, *settings.model, way)
+    yield session
+    session.way.__exit__(None, None, None)
+
+
+@pytest.mark.long
+def test_every_way_recomputes_and_gives_the_same_gradients(settings, tmp_path):
+    rows = {}
+    for way in EAGER:
+        with turned_on(settings, way) as session:
+            rows[way.name] = session.measure(tmp_path / "gradients.pt", way is NONE)
+    none = rows.pop("none")
+    assert (none["recomputed"], none["repeatable"]) == (None, True)
+    for name, row in rows.items():
+        assert row["recomputed"] > 0, name
+        if "head" in name:  # sums in another order
+            assert 0 < row["difference"] < 1e-5, name
+        else:
+            assert (row["first_difference"], row["difference"]) == (None, 0.0), name
+    names = ("full (HF)", "every_n_layers: 2 (HF)", "torch_remat", "full", "full, checked")
+    assert [rows[name]["recomputed"] for name in names] == [2, 1, 2, 2, 2]
+    for key in ("allocated_bytes", "saved_bytes"):
+        size = {name: row[key] for name, row in rows.items()}
+        assert none[key] > size["selective"] > size["selective, save attention"]
+        assert size["full"] == pytest.approx(size["full (HF)"], rel=0.02)
+
+
+class Watching(TorchDispatchMode):
+    """Counts products of matrices and attentions."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts.update(kind for kind in ("aten.mm", "_flash") if kind in str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "products", "attentions"),
+    [
+        ("SAC, all matmuls + attention", 0, 0),
+        ("SAC, every 2nd matmul + attention", 3, 0),  # k_proj, o_proj and up_proj of seven
+        ("SAC, attention", 6, 0),  # all but the last, whose result nothing needs
+        ("full (HF)", 6, 1),
+    ],
+)
+def test_what_is_recomputed_in_a_block(settings, name, products, attentions):
+    counts = []
+    for way in (NONE, NAMED[name]):
+        with turned_on(settings, way) as session, Watching() as watching:
+            session.backward()
+        counts.append(watching.counts)
+    assert counts[1] - counts[0] == +collections.Counter({"aten.mm": 2 * products, "_flash": 2 * attentions})
+
+
+@pytest.mark.parametrize("model", ["mini-bert", "mini-t5"])
+def test_models_without_a_causal_head_and_adapters(settings, model):
+    sizes = {"model": [model], "blocks": 1, "batch": 2, "tokens": 16, "lora": 2}
+    with turned_on(settings, NONE, **sizes) as none, turned_on(settings, NAMED["selective"], **sizes) as selective:
+        none.backward()
+        selective.backward()
+        assert difference(selective.gradients(), none.gradients()) == (None, 0.0)
+        assert all("lora" in name and value.any() for name, value in none.gradients().items())
+
+
+def test_what_a_machine_or_a_model_cannot_have_is_named(settings):
+    bert = "BertForSequenceClassification has no head over a vocabulary"
+    for name, told in (("offload", "needs an accelerator"), ("head in chunks", bert)):
+        with pytest.raises(HfCkptError, match=told), turned_on(settings, NAMED[name], model=["mini-bert"], blocks=1):
+            pass
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Plan `full` for one budget."""
+    row = {"plan": "full 0-1", "predicted_peak_bytes": 2**20, "budget_share": 0.5, "budget_bytes": 2**30}
+    monkeypatch.setattr(peers, "planned", lambda *_: [(our_way("planned for 50%", policy="full"), dict(row))])
+
+
+def run(settings, path, *words):
+    """Run the benchmark; returns (exit code, rows by name, the case)."""
+    code = peers.main(["--model", *settings.model, "--tokens", "16", "--repeats", "2", "--json", str(path), *words])
+    case = json.loads(path.read_text())["cases"]["config"]
+    return code, {row["name"]: row for row in case.get("rows", ())}, case
+
+
+def timed(*seconds):
+    """A worker whose steps take these times, and fail after the last."""
+    left = list(seconds)
+    return types.SimpleNamespace(ask=lambda name: left.pop(0) if left else {"error": "killed"})
+
+
+def test_the_fastest_steps_of_a_turn_are_compared(settings, tmp_path, planned):
+    """Ratios compare the fastest steps of a turn, so a slow turn or a single slow step does not change them."""
+    test, full, selective = peers.Run(settings, "config", tmp_path), NAMED["full"], NAMED["selective"]
+    test.workers = {NONE: timed(1, 8, 2, 2), full: timed(9, 1.5, 3, 16), selective: timed(3)}
+    for _ in range(2):
+        test.turn([full, selective], NONE)
+    row, failed = test.rows[full], test.rows[selective]
+    assert (row["step_seconds"], row["reference_seconds"], figures.ratio(row)) == ([1.5, 3], [1, 2], 1.5)
+    assert (failed["error"], failed["step_seconds"]) == ("killed", [])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ways_side_by_side_or_one_after_the_other(device, settings, planned, tmp_path, monkeypatch, capsys):
+    """A way that fails still has a row, with its error. On accelerators, ways run one after the other."""
+    monkeypatch.setattr(peers, "WAYS", (NONE, NAMED["full (HF)"], our_way("broken", no_such_key=1)))
+    monkeypatch.setattr(peers, "DEVICE", device)
+    code, rows, case = run(settings, tmp_path / "peers.json")
+    assert (code, case["reference"], case["repeatable"]) == (0, "none", True)
+    assert "1 problem in the activation checkpointing spec" in rows["broken"]["error"]
+    lengths = [(len(row["step_seconds"]), len(row["reference_seconds"])) for row in rows.values()]
+    assert lengths == [(2, 2), (2, 2), (0, 0), (2, 2)]
+    assert (rows["full (HF)"]["reference_seconds"] == rows["none"]["step_seconds"]) is (device == "cuda")
+    assert (rows["full (HF)"]["first_difference"], rows["planned for 50%"]["recomputed"]) == (None, 2)
+    assert "| planned for 50% |" in capsys.readouterr().out
+    monkeypatch.setattr(peers, "Run", None)  # started again, it measures nothing
+    assert run(settings, tmp_path / "peers.json")[2] == case
+
+
+def test_where_none_does_not_run_the_first_that_does_is_the_reference(settings, planned, tmp_path, monkeypatch):
+    def session(settings, name, way, make=peers.Session):
+        if way is NONE:
+            raise torch.OutOfMemoryError("CUDA out of memory\nTried to allocate 1 GiB")
+        return make(settings, name, way)
+
+    monkeypatch.setattr(peers, "Session", session)
+    code, rows, case = run(settings, tmp_path / "peers.json", "--blocks", "3", "--only", "full (HF)", "selective")
+    assert (code, case["reference"], rows["planned for 50%"]["recomputed"]) == (0, "full (HF)", 3)
+    assert rows["none"]["error"] == "OutOfMemoryError: CUDA out of memory"
+    monkeypatch.setattr(peers, "planned", lambda *_: ())
+    code, _, case = run(settings, tmp_path / "other.json", "--only", "offload")
+    assert (code, case["error"].startswith("no way runs on ")) == (1, True)
+
+
+@pytest.mark.long
+def test_plans_are_those_of_a_run(settings, tmp_path):
+    """They keep to their budgets; a larger budget is used for a larger peak."""
+    settings.blocks, settings.tokens, settings.only = 4, 96, [OURS]
+    rows = dict(peers.planned(settings, *settings.model, tmp_path))
+    assert [way.name for way in rows] == [f"planned for {share}%" for share in (10, 30, 50, 70, 90)]
+    for way, row in {NONE: {}, **rows}.items():
+        session = peers.Session(settings, *settings.model, way)
+        row |= session.measure(tmp_path / "gradients.pt", way is NONE)
+        session.way.__exit__(None, None, None)
+    for row in rows.values():
+        assert row["first_difference"] is None, row["plan"]
+        assert row["allocated_bytes"] <= 1.02 * row["budget_bytes"]
+        assert row["allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.055)  # a tiny model
+    assert len({row["allocated_bytes"] for row in rows.values()}) > 2
+
+
+def test_figures_are_written_as_they_come_and_are_not_measured_again(tmp_path):
+    path = tmp_path / "figures" / "figures.json"
+    results = Results.begun(path, {"size": 1})
+    results.add("one", lambda: {"rows": []})
+    results.add("two", lambda: [][0])
+    again = Results.begun(path, {"size": 1})
+    assert again.cases == {"one": {"rows": []}, "two": {"error": "IndexError: list index out of range"}}
+    again.add("one", lambda: [][0])
+    again.add("two", lambda: {"rows": [1]})
+    assert Results.read(path).good == {"one": {"rows": []}, "two": {"rows": [1]}}
+    figures = json.loads(path.read_text())
+    figures["circumstances"] |= {"torch": "2.0", "date": "2000-01-01"}
+    path.write_text(json.dumps(figures))
+    with pytest.raises(HfCkptError, match=r"another run \(size 1 there and 2 now, torch 2\.0 there and [^,]* now\)"):
+        Results.begun(path, {"size": 2})
+
+
+class Thing:
+    """Answers, fails or dies on request."""
+
+    def __init__(self, start):
+        self.count = start + 0
+
+    def add(self, number):
+        self.count += number
+        return self.count, os.getpid()
+
+    def be_killed(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def returned(self):
+        """Bytes that return to the system when 128 MiB are freed in several pieces."""
+        held = [torch.ones(2**20) for _ in range(16)] + [torch.ones(2**24)]
+        before = psutil.Process().memory_info().rss
+        del held
+        return before - psutil.Process().memory_info().rss
+
+
+@pytest.mark.long
+def test_objects_live_in_processes_of_their_own_which_keep_freed_memory():
+    with Worker(Thing, 1) as one, Worker(Thing, 10) as other, Worker(Thing, "a") as invalid:
+        (first, pid), (second, other_pid) = one.ask("add", 2), other.ask("add", 1)
+        assert (first, second, one.ask("add", 3)) == (3, 11, (6, pid))
+        assert len({pid, other_pid, os.getpid()}) == 3
+        assert one.ask("add", "a")["error"].startswith("TypeError: ")
+        assert one.ask("add", 5) == (11, pid)
+        assert "process was killed, most likely because memory ran out" in one.ask("be_killed")["error"]
+        assert invalid.ask("add", 1)["error"].startswith("TypeError: ")
+        assert other.ask("returned") < 8 * 2**20
+
+
+def test_allocations_of_the_cpu_by_hand():
+    """The peak has two tensors of 40,000 bytes beside the one before; one is freed before a third comes."""
+    before = torch.ones(10_000)
+    with Allocations(before, before.view(100, 100), None, 1) as allocations:
+        one, two = torch.empty(10_000), torch.empty(10_000)
+        del one
+        three = torch.empty(5_000)
+    assert (allocations.start_bytes, allocations.peak_bytes, allocations.left_bytes) == (40_000, 120_000, 60_000)
+    del before, two, three
+
+
+def row(name, group, peak, ratio, **more):
+    times = {"step_seconds": [ratio] * 3, "reference_seconds": [1.0] * 3, "first_seconds": 2.0, "recomputed": 4}
+    return {"name": name, "group": group, "allocated_bytes": peak, "first_difference": None, **times, **more}
+
+
+def made_up(**changes):
+    """Results that can be checked by hand. `changes` are those of the row `full`."""
+    rows = [
+        row("none", "none", 100 * 2**20, 1.0, saved_bytes=80 * 2**20, recomputed=None),
+        row("full (HF)", "transformers", 40, 1.4),
+        row("every_n_layers: 2 (HF)", "transformers", 60, 1.2, first_difference="a.weight", difference=0.01),
+        row("compiled, budget 0.3", "torch.compile", 10, 0.1),
+        row("selective, checked", "hf_ckpt checked", 30, 1.1),
+        {**row("full", "hf_ckpt", 40, 1.5, difference=0.1), **changes},
+        {"name": "offload", "group": "hf_ckpt", "error": "no memory", "step_seconds": []},
+        row("planned for 50%", "hf_ckpt", 55, 1.1, recomputed=0, budget_share=0.5, budget_bytes=60, plan="keep 0"),
+        row("planned for 10%", "hf_ckpt", 41, 1.5, budget_share=0.1, budget_bytes=39, plan="full 0"),
+        row("compiled blocks, planned", "hf_ckpt compiled", 9, 0.2, budget_share=0.1, budget_bytes=39),
+    ]
+    return Results({}, {}, {"some-model": {"reference": "none", "repeatable": True, "rows": rows}})
+
+
+def test_plans_against_the_fastest_other_that_fits():
+    (case,) = made_up().good.values()
+    half, tenth, compiled = at_budgets(case)
+    assert (half[1]["name"], half[2]) == ("every_n_layers: 2 (HF)", pytest.approx(1.1 / 1.2))
+    assert tenth[1:] == (None, 0.0)
+    assert (compiled[1]["name"], compiled[2]) == ("compiled, budget 0.3", pytest.approx(2.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, []),
+        ({"recomputed": 0}, ["some-model: full: nothing was recomputed"]),
+        ({"first_difference": "a.weight"}, ["some-model: full: gradients differ: a.weight"]),
+        ({"first_difference": "a.weight", "name": "head in chunks"}, []),
+    ],
+)
+def test_faults_of_our_own_rows(changes, told):
+    results = made_up(**changes)
+    assert faults(results) == told
+    results.cases["some-model"]["repeatable"] = False
+    results.cases["other"] = {"error": "no way runs"}
+    assert faults(results) == ["other: no way runs", *(fault for fault in told if "differ" not in fault)]
+
+
+def test_tables_by_hand():
+    ways, budgets = figures.tables(made_up())
+    assert "| none | 100 | - | 80 | 1.00x | 2.0 | None | equal |" in ways
+    assert "| every_n_layers: 2 (HF) | 0 | - | - | 1.20x | 2.0 | 4 | 1e-02 |" in ways
+    assert "| offload | no memory | - | - | - | - | - | - |" in ways
+    assert "| some-model | 50% | 0 | 0 | 1.10x | every_n_layers: 2 (HF) | 0 | 1.20x | 0.92 |" in budgets
+    every = figures.every_way(made_up(), skip="torch.compile")
+    assert ("| full (HF) | 0, 1.40x |" in every, "compiled, budget" in every) == (True, False)
+
+
+def test_tables_on_pages_are_those_of_their_figures():
+    """`python recipes/benchmarks/figures.py` writes them. Each is shown once, and every file is named."""
+    texts = [page.read_text(encoding="utf-8") for page in figures.PAGES]
+    assert [figures.rewritten(text) for text in texts] == texts
+    assert sorted(mark[1] for text in texts for mark in figures.MARKED.findall(text)) == sorted(figures.TABLES)
+    assert sum(text.count("figures -->") for text in texts) == 2 * len(figures.TABLES)
+    assert [path.name for path in sorted(figures.HERE.glob("*-cpu.json")) if path.name not in texts[-1]] == []
