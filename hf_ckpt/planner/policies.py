@@ -5,11 +5,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hf_ckpt.errors import PlanMismatchError, SpecError
-from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, OFFLOAD, Action, ActionKind
+from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, OFFLOAD, Action
 from hf_ckpt.spec.plan import Block, Plan, numbers_of_runs
 from hf_ckpt.spec.reading import SAVING, parse_layers
 from hf_ckpt.spec.spec import PLANNED_POLICIES, Spec
@@ -36,7 +36,9 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
         plan = fit_plan(Plan.load(spec.plan), blocks, family, model, spec.plan)
         chunks: dict[str, Any] = {key: getattr(spec, key) for key in ("head", "mlp") if getattr(spec, key) != "full"}
         return dataclasses.replace(plan, **chunks)
-    stacks = _by_stack(blocks)
+    stacks: Stacks = {}
+    for block in blocks:
+        stacks.setdefault(block.stack, []).append(block)
     problems: list[str] = []
     actions = dict.fromkeys(blocks, KEEP if spec.compile is None else _compiled("none"))
     if spec.segments is not None:
@@ -91,13 +93,6 @@ def _in_segments(segments: int | str, blocks: Sequence[Block], problems: list[st
         return {}
     numbers = numbers_of_runs(len(blocks), count)
     return {block: Action("full", segment=number) for block, number in zip(blocks, numbers, strict=True)}
-
-
-def _by_stack(blocks: Iterable[Block]) -> Stacks:
-    stacks: Stacks = {}
-    for block in blocks:
-        stacks.setdefault(block.stack, []).append(block)
-    return stacks
 
 
 def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None) -> Action:
@@ -165,7 +160,8 @@ def tighter_plan(
     """The next plan that needs less memory, and its change in words; None if there is none.
 
     Each call replaces one action by the next in its record: `keep` by `selective`, `selective` by `full`, and `full` by
-    `offload`; compiled blocks get the share 0. At the end, the head runs in chunks.
+    `offload`; compiled blocks get the share 0. Blocks that keep their tensors in host memory still do. At the end, the
+    head runs in chunks.
 
     Args:
         plan: any plan.
@@ -175,28 +171,17 @@ def tighter_plan(
     """
     kinds = {action.kind for _, action in plan.actions if action != COMPILED}  # which already keeps the least
     chunks = chunks and plan.head == "full"
-    in_chunks = dataclasses.replace(plan, head="auto", prediction=None), "the head in chunks"
     for record in ACTIONS.values():
-        if record.name not in kinds or record.next is None:
+        following = record.next
+        if record.name not in kinds or following is None:
             continue
-        if record.next == OFFLOAD and chunks and head_first:
-            return in_chunks
-        if record.next != OFFLOAD or offload:
-            return _stepped_down(plan, record)
-    return in_chunks if chunks else None
-
-
-def _stepped_down(plan: Plan, record: ActionKind) -> tuple[Plan, str]:
-    """The plan with the next action for all blocks that have this one, and the change in words.
-
-    Blocks that keep their tensors in host memory still do.
-    """
-    following = record.next
-    assert following is not None
-    theirs = [action for _, action in plan.actions if action.kind == record.name]
-    actions = tuple(
-        (block, (OFFLOAD if action.moved else following) if action.kind == record.name else action)
-        for block, action in plan.actions
-    )
-    words = ACTIONS["full"].next_in_words if all(action.moved for action in theirs) else record.next_in_words
-    return dataclasses.replace(plan, actions=actions, prediction=None), words
+        if following == OFFLOAD and chunks and head_first:
+            break
+        if following == OFFLOAD and not offload:
+            continue
+        theirs = [action for _, action in plan.actions if action.kind == record.name]
+        pairs = ((block, OFFLOAD if action.moved else following, action) for block, action in plan.actions)
+        actions = tuple((block, new if action.kind == record.name else action) for block, new, action in pairs)
+        words = ACTIONS["full"].next_in_words if all(action.moved for action in theirs) else record.next_in_words
+        return dataclasses.replace(plan, actions=actions, prediction=None), words
+    return (dataclasses.replace(plan, head="auto", prediction=None), "the head in chunks") if chunks else None

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,57 +107,29 @@ def slow_twin(parts, count):
     return sorted(wanted)
 
 
-PARTS = st.lists(st.tuples(st.integers(-7, 7), st.integers(-7, 7)), min_size=1, max_size=4)
-SIZES = st.integers(1, 7)
-
-
 def as_text(parts):
     ends = {-1: ""}  # "2-" means to the end
     return ",".join(str(first) if first == last else f"{first}-{ends.get(last, last)}" for first, last in parts)
 
 
-@given(parts=PARTS, encoder=SIZES, decoder=SIZES, policy=st.sampled_from(["base", "rule", "one stack"]))
-def test_layer_selection_equals_a_slow_twin(parts, encoder, decoder, policy):
-    expected = {"encoder": slow_twin(parts, encoder), "decoder": slow_twin(parts, decoder)}
-    spec = {
-        "base": {"layers": as_text(parts)},
-        "rule": {"rules": [{"layers": as_text(parts), "policy": "full"}]},
-        "one stack": {"layers": {"decoder": as_text(parts)}},
-    }[policy]
-    if policy == "one stack":
-        expected["encoder"] = []
-    if None in expected.values():
-        with pytest.raises(SpecError):
-            plan_for(spec, encoder=encoder, decoder=decoder)
-    else:
-        assert chosen(plan_for(spec, encoder=encoder, decoder=decoder)) == expected
+PLACES = st.integers(-7, 7)
+PARTS = st.lists(st.tuples(PLACES, PLACES), min_size=1, max_size=2)
+RULES = st.lists(st.tuples(PARTS, st.sampled_from(["none", "full"])), min_size=1, max_size=3)
 
 
-@given(every=st.integers(1, 9), sizes=st.dictionaries(st.sampled_from("abc"), SIZES, min_size=1))
-def test_every_n_counts_each_stack_by_itself(every, sizes):
-    expected = {stack: [index for index in range(count) if index % every == 0] for stack, count in sizes.items()}
-    assert chosen(plan_for({"every_n_layers": every}, **sizes)) == expected
-
-
-MATCHING = st.sampled_from([pair for pair in itertools.product(range(-7, 8), repeat=2) if slow_twin([pair], 7)])
-"""Parts that name blocks of a stack of 7."""
-
-
-@given(
-    rules=st.lists(
-        st.tuples(st.lists(MATCHING, min_size=1, max_size=4), st.sampled_from(["none", "full"])), min_size=1, max_size=4
-    ),
-    base=st.sampled_from(["none", "full"]),
-)
-def test_rules_equal_a_slow_twin(rules, base):
-    """For every block, the last matching rule wins."""
+@given(rules=RULES, base=st.sampled_from(["none", "full"]), count=st.integers(4, 7))
+def test_rules_equal_a_slow_twin(rules, base, count):
+    """For every block, the last matching rule wins; rules that name no block are refused."""
     spec = {"policy": base, "rules": [{"layers": as_text(parts), "policy": policy} for parts, policy in rules]}
-    expected = [
-        index
-        for index in range(7)
-        if next((policy for parts, policy in reversed(rules) if index in slow_twin(parts, 7)), base) == "full"
-    ]
-    assert chosen(plan_for(spec, decoder=7)) == {"decoder": expected}
+    named = [(slow_twin(parts, count), policy) for parts, policy in rules]
+    if any(indices is None for indices, _ in named):
+        with pytest.raises(SpecError):
+            plan_for(spec, decoder=count)
+        return
+    actions = [next((policy for indices, policy in reversed(named) if n in indices), base) for n in range(count)]
+    assert chosen(plan_for(spec, decoder=count)) == {
+        "decoder": [n for n, policy in enumerate(actions) if policy == "full"]
+    }
 
 
 def test_the_plan_names_every_block_in_order():
@@ -189,7 +158,6 @@ def test_the_plan_names_every_block_in_order():
             {"layers": {"decodr": "0"}},
             "names the stack 'decodr', but this model has 'decoder'; did you mean 'decoder'?",
         ),
-        ({"layers": {"vision": "0"}}, "`layers` names the stack 'vision', but this model has 'decoder'."),
         ({"rules": [{"layers": "7", "policy": "full"}]}, "`rules`[0] names 7, but stack 'decoder' has blocks 0 to 3"),
         ({"rules": [{"stack": "encoder", "layers": "0", "policy": "full"}]}, "`rules`[0] names the stack 'encoder'"),
     ],
@@ -216,17 +184,6 @@ def test_every_misfit_is_named_at_once():
 
 
 # --- plans as files -------------------------------------------------------------------------------------------------
-
-
-@given(
-    spec=st.sampled_from([{"policy": "full"}, {"policy": "none"}, {"layers": "0"}, {"every_n_layers": 2}]),
-    sizes=st.dictionaries(st.sampled_from(["encoder", "decoder", "vision"]), SIZES, min_size=1),
-)
-def test_plans_round_trip(spec, sizes):
-    plan = plan_for(spec, **sizes)
-    assert Plan.from_dict(plan.to_dict()) == plan
-    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    assert Plan.from_dict(yaml.safe_load(yaml.safe_dump(plan.to_dict(), sort_keys=False))) == plan
 
 
 @pytest.mark.parametrize("name", ["plan.json", "plan.yaml", "plan.yml"])
@@ -270,18 +227,11 @@ GOOD = plan_for("full", decoder=2).to_dict()
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("{}", "is no plan of hf_ckpt"),
+        (None, "cannot read a plan from"),
         ("", "is no plan of hf_ckpt"),
         ("[1, 2]", "is no plan of hf_ckpt"),
-        ("policy: full", "is no plan of hf_ckpt"),
         (json.dumps({**GOOD, "hf_ckpt_plan": 99}), "is no plan of hf_ckpt (format 1)"),
-        (json.dumps({**GOOD, "stacks": 3}), "is damaged"),
-        (json.dumps({**GOOD, "stacks": {"decoder": [3]}}), "is damaged"),
         (json.dumps({**GOOD, "stacks": {"decoder": [{"block": "x", "kind": "y"}]}}), "is damaged"),
-        (
-            json.dumps({**GOOD, "stacks": {"decoder": [{"block": "x", "kind": "y", "action": "half"}]}}),
-            "unknown action 'half'",
-        ),
         (json.dumps({key: value for key, value in GOOD.items() if key != "family"}), "is damaged: KeyError('family')"),
         ("{'a': ", "cannot read a plan from"),
         ("a: 2001-99-99", "cannot read a plan from"),  # YAML reads a date and then fails
@@ -289,47 +239,15 @@ GOOD = plan_for("full", decoder=2).to_dict()
 )
 def test_a_file_that_is_no_plan(tmp_path, content, expected):
     path = tmp_path / "plan.yaml"  # it may contain JSON
-    path.write_text(content, encoding="utf-8")
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
     with pytest.raises(PlanMismatchError) as caught:
         plan_for({"plan": str(path)}, decoder=2)
     assert expected in str(caught.value)
     assert str(path) in str(caught.value)
 
 
-def test_a_plan_file_that_is_not_there(tmp_path):
-    with pytest.raises(PlanMismatchError, match="cannot read a plan from"):
-        plan_for({"plan": str(tmp_path / "absent.json")}, decoder=2)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@given(st.dictionaries(st.sampled_from(["family", "model", "stacks"]), JSON), JSON)
-def test_any_json_is_a_plan_or_a_mismatch(damaged, rows):
-    with contextlib.suppress(PlanMismatchError):
-        plan = Plan.from_dict({**GOOD, "stacks": {"decoder": rows}, **damaged})
-        assert Plan.from_dict(plan.to_dict()) == plan
-
-
-# --- plans in print -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        ({"policy": "full"}, "decoder (8 x T5Block): full 0-7"),
-        ({"policy": "none"}, "decoder (8 x T5Block): keep 0-7"),
-        ({"layers": "0-2,5"}, "decoder (8 x T5Block): full 0-2, 5; keep 3-4, 6-7"),
-        ({"every_n_layers": 4}, "decoder (8 x T5Block): full 0, 4; keep 1-3, 5-7"),
-    ],
-)
-def test_a_printed_plan_names_layers(spec, expected):
-    lines = str(plan_for(spec, decoder=8)).splitlines()
-    assert lines[1].strip() == expected
+# --- plans in print --------------------------------------------------------------------------------------------------
 
 
 def test_a_printed_description_says_what_has_happened(tmp_path):
@@ -344,9 +262,6 @@ def test_a_printed_description_says_what_has_happened(tmp_path):
     assert "not enabled" in str(Description(plan, {}, False, (), {}, {}))
     shown.save(tmp_path / "plan.yaml")
     assert Plan.load(tmp_path / "plan.yaml") == plan
-
-
-# --- in words -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -372,3 +287,11 @@ def test_a_printed_description_says_what_has_happened(tmp_path):
 )
 def test_a_plan_in_one_line(spec, stacks, said):
     assert plan_for(spec, **stacks).summary() == said
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [({"layers": "0-2,5"}, "full 0-2, 5; keep 3-4, 6-7"), ({"every_n_layers": 4}, "full 0, 4; keep 1-3, 5-7")],
+)
+def test_a_printed_plan_names_layers(spec, expected):
+    assert str(plan_for(spec, decoder=8)).splitlines()[1].strip() == f"decoder (8 x T5Block): {expected}"
