@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import ipaddress
 import os
 import threading
 from pathlib import Path
@@ -39,14 +38,11 @@ def add(verbs: Any) -> None:
     app = verbs.add_parser(
         "app",
         help="a page in the browser: what fits, with a slider for the budget",
-        description="Opens a page on this machine, on which to ask what `hf-ckpt plan` answers. Needs `pip install "
-        "gradio plotly`, and no network.",
+        description="Serves a page that answers like `hf-ckpt plan`. Needs `pip install gradio plotly`, no network.",
     )
     app.add_argument("model", nargs="?", default="gpt2", help="asked about first (default gpt2)")
-    address = (
-        "address to listen on (default 127.0.0.1: this machine only; with others, no files of this machine are read)"
-    )
-    app.add_argument("--host", default="127.0.0.1", help=address)
+    others = "with others, no files of this machine are read"
+    app.add_argument("--host", default="127.0.0.1", help=f"address (default 127.0.0.1: this machine only; {others})")
     app.add_argument("--port", type=positive, default=7860, help="port to listen on (default 7860)")
     app.add_argument("--open", action="store_true", help="open the page in the browser")
     app.set_defaults(run=run)
@@ -57,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises `MissingDependencyError` without gradio or plotly, and `HfCkptError` if the port is in use.
     """
-    paths = is_own_address(arguments.host)
+    paths = arguments.host in ("127.0.0.1", "localhost", "::1")
     quiet_libraries()
     _refuse_model(arguments.model, paths)
     page = build(arguments.model, paths=paths)
@@ -69,14 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise HfCkptError(f"cannot listen on port {arguments.port} of {arguments.host}: {error}") from error
     return 0
-
-
-def is_own_address(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _refuse_model(name: str, paths: bool) -> None:
@@ -107,10 +95,7 @@ def question_of(*values: Any, paths: bool = True) -> Question:
 def build(model: str = "gpt2", *, paths: bool = True) -> Any:
     """Return the page as `gradio.Blocks`, to be launched with `LOOK`.
 
-    Args:
-        model: initial value of the model's field.
-        paths: whether a model may be a path on the machine that the page runs on.
-
+    `model` is asked about first. With `paths`, a model may be a path on the machine that the page runs on.
     Raises `MissingDependencyError` without gradio or plotly.
     """
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
@@ -121,16 +106,13 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
     import_plotly("hf-ckpt app")
     with gradio.Blocks(title="hf_ckpt: what fits?", analytics_enabled=False) as page:
         gradio.Markdown("# Does it fit, and what do I write?\nNo weights are loaded, and no GPU is used.")
-        fields = {}
         with gradio.Row():
-            fields.update({name: _field(gradio, name, {**VALUES, "model": model}) for name in FIRST})
+            fields = {name: _field(gradio, name, {**VALUES, "model": model}) for name in FIRST}
         with gradio.Accordion("More", open=False), gradio.Row():
-            fields.update({name: _field(gradio, name, VALUES) for name in ASKED if name not in FIRST})
+            fields |= {name: _field(gradio, name, VALUES) for name in ASKED if name not in FIRST}
         button = gradio.Button("Plan", variant="primary", elem_id="hf-plan")
         answer = gradio.Markdown(elem_id="hf-answer")
-        budget = gradio.Slider(
-            label="Memory that a step may take (GiB)", step=2**-10, visible=False, elem_id="hf-slider"
-        )
+        budget = gradio.Slider(label="Budget of a step (GiB)", step=2**-10, visible=False, elem_id="hf-slider")
         figure = gradio.Plot(visible=False, elem_id="hf-figure")
         copies = [gradio.Code(label=name, elem_id=f"hf-{name}") for name in ("arguments", "lines", "command")]
         parts = [answer, figure, *copies, gradio.Dataframe(headers=[*HEADS], elem_id="hf-rows")]

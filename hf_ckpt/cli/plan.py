@@ -67,10 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     shown = forecast if asked.frontier else forecast.without_frontier()
     if arguments.json:
         print(json.dumps(shown.to_dict(), indent=1))
-    elif forecast.plan is None:
-        print_rows(forecast, console)
     else:
-        print_forecast(shown, console)
+        (print_forecast if forecast.plan else print_rows)(shown, console)
     if forecast.plan is None:
         return 2
     if arguments.out is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.prediction.question import Workload
 from hf_ckpt.spec.plan import Plan
-from hf_ckpt.units import format_bytes, format_ratio, format_seconds
+from hf_ckpt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from hf_ckpt.costs.costs import Costs
     from hf_ckpt.costs.timeline import Timeline
 
-HEADS = ("way to train it", "options to set", "peak", "of none", "step", "of none", "tokens/s", "fits")
+Within = Callable[[float | str], "Forecast"]
+HEADS = ("way to train it", "options to set", "peak", "step", "tokens/s", "fits")
 """Columns of the table of rows."""
 
 
@@ -89,26 +90,17 @@ class Forecast:
     plan: Plan = None  # type: ignore[assignment]
     """The plan; None if nothing fits, where `predict` raises an error."""
     costs: Costs = dataclasses.field(default=None, repr=False, compare=False)  # type: ignore[assignment]
-    """The costs from which the plan was made."""
+    """The costs from which the plan was made. `to_dict` leaves these three out."""
     timeline: Timeline = dataclasses.field(default=None, repr=False, compare=False)  # type: ignore[assignment]
     """Memory over one step under the plan."""
-    replan: Callable[[float | str], Forecast] = dataclasses.field(default=None, repr=False, compare=False)  # type: ignore[assignment]
-    """Returns the forecast for another budget. `to_dict` leaves this, the costs and the timeline out."""
+    within: Within = dataclasses.field(default=None, repr=False, compare=False)  # type: ignore[assignment]
+    """Returns the forecast for another budget: bytes, a text such as "20GiB", or a share of the device ("80%" or 0.8).
+    Raises `InfeasibleError` if no plan fits, and `UnitError` for an invalid budget."""
 
     @property
     def usual(self) -> tuple[Row, ...]:
         """The ways of transformers (`none` first), and segments."""
         return tuple(row for row in self.rows if row.spec is None and not row.options)
-
-    def within(self, budget: float | str) -> Forecast:
-        """Return the forecast for another budget, from the same costs.
-
-        Args:
-            budget: the peak that is allowed: bytes, a text such as "20GiB", or a share of the device ("80%" or 0.8).
-
-        Raises `InfeasibleError` if no plan fits, and `UnitError` for an invalid budget.
-        """
-        return self.replan(budget)
 
     def without_frontier(self) -> Forecast:
         """Return the forecast without rows for other budgets."""
@@ -116,21 +108,17 @@ class Forecast:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict that can be written as JSON."""
-        left_out = dict.fromkeys(("plan", "costs", "timeline", "replan"))
+        left_out = dict.fromkeys(("plan", "costs", "timeline", "within"))
         saved = dataclasses.asdict(dataclasses.replace(self, **left_out))  # type: ignore[arg-type]
         return {key: saved[key] for key in saved.keys() - left_out} | {"plan": self.plan and self.plan.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Forecast:
         """Read the dict that `to_dict` returns. Such a forecast cannot plan for other budgets."""
-        plan = None if data["plan"] is None else Plan.from_dict(data["plan"])
-        fields: Any = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in data["workload"].items()
-        }
-        rows = tuple(Row(**row) for row in data["rows"])
-        return cls(
-            **{**data, "plan": plan, "rows": rows, "workload": Workload(**fields), "notes": tuple(data["notes"])}
-        )
+        rows, notes = tuple(Row(**row) for row in data["rows"]), tuple(data["notes"])
+        workload: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in data["workload"].items()}
+        plan = data["plan"] and Plan.from_dict(data["plan"])
+        return cls(**{**data, "workload": Workload(**workload), "plan": plan, "rows": rows, "notes": notes})
 
     def copies(self) -> dict[str, str]:
         """What to copy: where it goes -> its lines. Nested values are written as JSON, which YAML includes."""
@@ -144,18 +132,10 @@ class Forecast:
 
     def table(self) -> list[tuple[str, ...]]:
         """The rows as texts, in the columns of `HEADS`."""
-        none = next((row for row in self.rows if row.name == "none"), None)
-        none_bytes, none_seconds = (none.peak_bytes, none.step_seconds) if none else (None, None)
-
-        def ratio(value: float | None, base: float | None) -> str:
-            return format_ratio(value / base if value and base else None)
-
         return [
             (
-                *(row.name, row.options, format_bytes(row.peak_bytes), ratio(row.peak_bytes, none_bytes)),
-                *(format_seconds(row.step_seconds), ratio(row.step_seconds, none_seconds)),
-                f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-",
-                "yes" if row.fits else "no",
+                *(row.name, row.options, format_bytes(row.peak_bytes), format_seconds(row.step_seconds)),
+                *(f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-", "yes" if row.fits else "no"),
             )
             for row in self.rows
         ]
@@ -177,15 +157,13 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
 
 def print_rows(forecast: Forecast, console: Console) -> None:
     """Print the rows of a forecast as a table."""
-    if not forecast.rows:
-        _say(console, ["Nothing near it fits, either."])
-        return
-    if forecast.plan:
-        _print_table(console, "ways to train it; all figures are predicted", HEADS, forecast.table())
-        return
-    title = f"What fits into {format_bytes(forecast.budget_bytes)} with a change; each row is the fastest plan"
-    _print_table(console, title, HEADS, forecast.table())
-    _say(console, [f"gradient_checkpointing_kwargs for the first: {json.dumps(forecast.rows[0].spec)}"])
+    changed = f"what fits into {format_bytes(forecast.budget_bytes)} with a change; each row is the fastest plan"
+    if forecast.rows:
+        title = "ways to train it; all figures are predicted" if forecast.plan else changed
+        _print_table(console, title, HEADS, forecast.table())
+    if not forecast.plan:
+        first = [f"gradient_checkpointing_kwargs for the first: {json.dumps(row.spec)}" for row in forecast.rows[:1]]
+        _say(console, first or ["Nothing near it fits, either."])
 
 
 def _say(console: Console, lines: Iterable[str], style: str | None = None) -> None:

@@ -35,8 +35,7 @@ class Device:
     source: str
     """The device whose data sheet gives the rates, by its name in texts."""
     memory_gib: float | None
-    """Memory available to a process, in GiB: `total_memory` of torch's device properties, which is less than the
-    driver's tool shows. None for a CPU, where it depends on the machine."""
+    """Memory available to a process (`total_memory` of torch's device properties); None for a CPU, which may vary."""
     flops16: float
     """Operations per second with dense matrices in bfloat16, or in float16 on devices without bfloat16."""
     flops32: float
@@ -50,11 +49,11 @@ class Device:
     words: tuple[str, ...]
     """Words that all occur in the name that the device reports."""
     bfloat16: bool
-    """Whether it computes in bfloat16, as NVIDIA's cards do since Ampere. Others train in float16."""
+    """Whether it computes in bfloat16. Others train in float16."""
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory available to a process, in bytes; None for a CPU, where it depends on the machine."""
+        """Memory available to a process, in bytes; None for a CPU."""
         return None if self.memory_gib is None else round(self.memory_gib * GIB)
 
     @property
@@ -65,10 +64,7 @@ class Device:
     def nanoseconds(self, flops: int, moved_bytes: int, element_bytes: int) -> int:
         """Predicted time of one operation: that of its computing or of its memory traffic, whichever is longer.
 
-        Args:
-            flops: floating-point operations.
-            moved_bytes: bytes read and written.
-            element_bytes: size of an element, which distinguishes 16-bit from 32-bit computing.
+        It reads and writes `moved_bytes`. `element_bytes` distinguishes 16-bit from 32-bit computing.
         """
         rate = self.flops16 if element_bytes <= 2 else self.flops32
         computing, moving = flops / (rate * FLOPS_SHARE), moved_bytes / (self.bandwidth * BANDWIDTH_SHARE)
@@ -77,18 +73,10 @@ class Device:
 
 def _device(row: dict[str, str]) -> Device:
     flops16, flops32, bandwidth = (float(row[column]) * 1e12 for column in ("16 bits", "float32", "TB/s"))
-    return Device(
-        row["--device"],
-        row["device"],
-        float(row["GiB"]) if row["GiB"] else None,
-        flops16,
-        flops32,
-        bandwidth,
-        float(row["host GB/s"]) * 1e9,
-        int(row["launch ns"]),
-        tuple((row["reported words"] or row["--device"].replace("-", " ")).split()),
-        row["bfloat16"] == "yes",
-    )
+    memory, host, launch = float(row["GiB"] or 0), float(row["host GB/s"]) * 1e9, int(row["launch ns"])
+    words = (row["reported words"] or row["--device"].replace("-", " ")).split()
+    names, bfloat16 = (row["--device"], row["device"]), row["bfloat16"] == "yes"
+    return Device(*names, memory or None, flops16, flops32, bandwidth, host, launch, tuple(words), bfloat16)
 
 
 with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as _file:
@@ -139,10 +127,8 @@ def device_like(description: str) -> Device | None:
 def this_device(devices: Collection[torch.device] | None = None) -> Device:
     """The row of an accelerator, with the memory that its driver reports, or the row of the CPU.
 
-    An unknown accelerator gets the row of an 80 GB A100, with a warning.
-
-    Args:
-        devices: the devices of a model; None asks for the machine's accelerator.
+    An unknown accelerator gets the row of an 80 GB A100, with a warning. `devices` are those of a model; None asks for
+    the machine's accelerator.
     """
     from hf_ckpt.measure.machine import device_memory, device_name
 

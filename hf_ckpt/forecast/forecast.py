@@ -93,13 +93,7 @@ def forecast(asked: Question, tell: Progress = lambda text: None) -> Forecast:
 def costs_of(asked: Question, skeleton: Skeleton, device: Device, head: int | str, mlp: int | str) -> Costs:
     """What each action of each block costs in a step, on one rank.
 
-    Args:
-        asked: the training.
-        skeleton: of its model.
-        device: gives the time of operations.
-        head: how the head runs: `full`, `auto` or tokens a chunk.
-        mlp: how feed-forwards run, likewise.
-
+    `head` and `mlp` say how the head and feed-forwards run: `full`, `auto` or tokens a chunk.
     Raises `HfCkptError` for a model that cannot be measured on fake tensors.
     """
     step = step_of_workload(asked, skeleton)
@@ -182,18 +176,9 @@ class Forecaster:
         try:
             return self.forecast()
         except InfeasibleError as error:
-            misfit = Forecast(
-                fits=False,
-                answer=words.headline(error.floor_bytes, error.budget_bytes, self.device, None),
-                assumed=words.assumed(self.asked, error.model, self.device, error.budget_bytes),
-                workload=self.asked.workload,
-                device=self.device.name,
-                budget_bytes=error.budget_bytes,
-                peak_bytes=error.floor_bytes,
-                floor_bytes=error.floor_bytes,
-                parts=error.parts,
-                notes=(*error.notes, *(f"to lower it: {hint}" for hint in error.hints)),
-            )
+            peak, hints = error.floor_bytes, (f"to lower it: {hint}" for hint in error.hints)
+            said = self._said(peak, peak, error.budget_bytes, error.model, None)
+            misfit = Forecast(fits=False, **said, parts=error.parts, notes=(*error.notes, *hints))
         early(misfit)
         self._tell("looking for what fits")
         static = next(iter(self._costs.values())).static
@@ -214,15 +199,16 @@ class Forecaster:
         budgets = frontier(candidates) if asked.frontier else ()
         self._others = (*usual_options(eager, self.device.host_bandwidth), *segments, *budgets)
         plain = self.within(self.budget)
-        own, *others = plain.rows
+        (own, *others), notes = plain.rows, plain.notes
         rows = (self._planned(name, changes) for name, changes in self._own_changes().items())
-        faster = [row for row in rows if row and _seconds(row) < _seconds(own) * (1 - GAIN)]
+        times = {
+            row: row.step_seconds / own.step_seconds for row in rows if row and row.step_seconds and own.step_seconds
+        }
+        faster = [row for row, ratio in times.items() if ratio < 1 - GAIN]
         sizes = [self._largest(name) for name in ("batch", "tokens") if getattr(asked, f"max_{name}")]
-        notes = plain.notes
-        if faster:
-            best = min(faster, key=_seconds)
-            times = f"{format_seconds(best.step_seconds)} instead of {format_seconds(own.step_seconds)}"
-            notes = (f"faster with {best.options}: {times} a step", *notes)
+        for row in sorted(faster, key=times.__getitem__)[:1]:
+            seconds = f"{format_seconds(row.step_seconds)} instead of {format_seconds(own.step_seconds)}"
+            notes = (f"faster with {row.options}: {seconds} a step", *notes)
         return dataclasses.replace(plain, rows=(own, *faster, *sizes, *others), notes=notes)
 
     def within(self, budget: float | str) -> Forecast:
@@ -237,27 +223,21 @@ class Forecaster:
         spec = words.spec_of(plan, limit, asked.host_budget)
         tokens, peak_bytes = costs.tokens * costs.accumulation, course.peak_bytes
         own = _row("this plan", peak_bytes, course.nanoseconds / 1e9, tokens, limit, spec=spec)
-        others = [_row(way.name, way.peak_bytes, way.step_seconds, tokens, limit, _option(way)) for way in self._others]
+        others = []
+        for way in self._others:
+            budgeted = f"--budget {-(-way.peak_bytes // 2**20)}MiB" if way.budget_bytes else ""
+            others.append(_row(way.name, way.peak_bytes, way.step_seconds, tokens, limit, budgeted))
         (_, resident), *moving = course.parts().items()
         weights, state = costs.static.parameters, costs.static.optimizer
         parts = {"weights": weights, "optimizer state": state, "buffers and batch": resident - weights - state}
+        _, of_head = moving[-1]
         notes = []
-        if (
-            course.is_heads
-            and plan.head == "full"
-            and (size := list(moving)[-1][1]) > dict(moving)["kept for backward"]
-        ):
-            of_head = f"{format_bytes(size)} are of the head and its loss"
-            notes = [f"{of_head}: no policy on blocks lowers these, but --head auto"]
+        if course.is_heads and plan.head == "full" and of_head > dict(moving)["kept for backward"]:
+            size = format_bytes(of_head)
+            notes = [f"{size} are of the head and its loss: no policy on blocks lowers these, but --head auto"]
         return Forecast(
             fits=peak_bytes <= (device.memory_bytes or peak_bytes),
-            answer=words.headline(peak_bytes, limit, device, own.tokens_per_second, asked.ranks),
-            assumed=words.assumed(asked, plan.model, device, limit),
-            workload=asked.workload,
-            device=device.name,
-            budget_bytes=limit,
-            peak_bytes=peak_bytes,
-            floor_bytes=peak_of_least(candidates),
+            **self._said(peak_bytes, peak_of_least(candidates), limit, plan.model, own.tokens_per_second),
             parts={**parts, **dict(moving)},
             step_seconds=own.step_seconds,
             tokens_per_second=own.tokens_per_second,
@@ -268,8 +248,15 @@ class Forecaster:
             plan=plan,
             costs=costs,
             timeline=course,
-            replan=self.within,
+            within=self.within,
         )
+
+    def _said(self, peak: int, floor: int, limit: int, model: str, tokens_per_second: float | None) -> dict[str, Any]:
+        asked = self.asked
+        answer = words.headline(peak, limit, self.device, tokens_per_second, asked.ranks)
+        assumed = words.assumed(asked, model, self.device, limit)
+        sizes = {"budget_bytes": limit, "peak_bytes": peak, "floor_bytes": floor}
+        return {"answer": answer, "assumed": assumed, "workload": asked.workload, "device": self.device.name, **sizes}
 
     def _planned(self, name: str, changes: Changes) -> Row | None:
         """Return the row of the fastest plan that fits with these changes of the question; None if there is none."""
@@ -340,14 +327,6 @@ def _row(
 ) -> Row:
     speed = tokens / seconds if tokens and seconds else None
     return Row(name, options, peak_bytes, seconds or None, speed, peak_bytes <= limit, spec)
-
-
-def _seconds(row: Row) -> float:
-    return row.step_seconds or 0.0
-
-
-def _option(way: Alternative) -> str:
-    return f"--budget {-(-way.peak_bytes // 2**20)}MiB" if way.budget_bytes else ""
 
 
 def bytes_allowed(budget: float | None, device: Device) -> int:

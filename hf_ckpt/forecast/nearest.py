@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,13 +38,8 @@ def nearest(
 ) -> list[Row]:
     """What fits with one change, or if nothing does, with as many as have to come together; possibly nothing.
 
-    Args:
-        asked: the question, for which nothing fits.
-        static: what it needs whatever blocks do.
-        own: the result of `own_changes`.
-        planned: returns the row of the fastest plan that fits with a change; None if none fits.
-        peak_of: returns the lowest peak of any plan with a change, in bytes.
-        budget_bytes: the peak that is allowed.
+    `planned` returns the row of the fastest plan with a change, None if none fits; `peak_of` the lowest peak with it.
+    `static` is what the question needs whatever blocks do.
     """
     can_help = static.always <= budget_bytes  # otherwise, changes of activations cannot
     changes = {**own} if can_help else {}
@@ -77,31 +73,8 @@ def nearest(
 
 
 def largest(peak_of: Callable[[int], int], budget_bytes: int, start: int, most: int) -> int:
-    """The largest number whose peak is within the budget, 0 if that of 1 is not.
-
-    Peaks are nearly linear in the number, so every other guess lies on the line through the nearest two. The others
-    halve the range, because peaks of plans are not always linear.
-
-    Args:
-        peak_of: returns the peak of a number, in bytes.
-        budget_bytes: the peak that is allowed.
-        start: the first guess.
-        most: the largest number to try.
-    """
-    low, low_peak, high = 1, peak_of(1), min(max(start, 1), most)
-    if low_peak > budget_bytes:
-        return 0
-    while (high_peak := peak_of(high)) <= budget_bytes:
-        if high == most:
-            return most
-        low, low_peak, high = high, high_peak, min(2 * high, most)
-    halve = False
-    while high - low > 1:
-        share = 0.5 if halve else (budget_bytes - low_peak) / (high_peak - low_peak)
-        middle = min(max(low + 1, low + int((high - low) * share)), high - 1)
-        if (peak := peak_of(middle)) <= budget_bytes:
-            low, low_peak = middle, peak
-        else:
-            high, high_peak = middle, peak
-        halve = not halve
-    return low
+    """The largest number up to `most` whose peak is within the budget, 0 if that of 1 is not; begins at `start`."""
+    high = min(start, most)
+    while high < most and peak_of(high) <= budget_bytes:
+        high = min(2 * high, most)
+    return bisect.bisect_right(range(1, high + 1), budget_bytes, key=peak_of)

@@ -43,11 +43,8 @@ def budgets_of(forecast: Forecast) -> list[int]:
 def save_report(forecast: Forecast, path: Path) -> None:
     """Write a self-contained page: the figure with a slider for the budget, and the answer for each of its positions.
 
-    Args:
-        forecast: the forecast, with a frontier. Its own answer is shown first.
-        path: of the file, which ends in `.html`.
-
-    Raises `MissingDependencyError` without plotly, and `FileError` if the file cannot be written.
+    The forecast has a frontier. Its own answer is shown first. Raises `MissingDependencyError` without plotly, and
+    `FileError` if the file cannot be written.
     """
     from rich.console import Console
 
@@ -63,9 +60,8 @@ def save_report(forecast: Forecast, path: Path) -> None:
         print_forecast(stop.without_frontier(), console)
         texts += f'<pre id="at-{number}"{"" if stop is forecast else " hidden"}>{escape(console.export_text())}</pre>'
     figure.frames = frames
-    figure.update_layout(
-        sliders=[{"active": stops.index(forecast), "steps": steps, "currentvalue": {"prefix": "budget: "}}]
-    )
+    slider = {"active": stops.index(forecast), "steps": steps, "currentvalue": {"prefix": "budget: "}}
+    figure.update_layout(sliders=[slider])
     title = escape(f"Plan for {forecast.workload.model}")
     drawn = plotly.io.to_html(figure, include_plotlyjs=True, full_html=False, auto_play=False, post_script=_FOLLOW)
     head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>'
@@ -87,17 +83,11 @@ def figure_of(forecast: Forecast) -> Any:
     figure.add_traces(_of_plan(forecast))
     figure.add_traces([{"type": "scatter", "mode": "lines", "hoverinfo": "skip", **dotted}])
     figure.add_traces([_points("plans for budgets", frontier, mode="lines+markers", marker={"color": PLANNED})])
-    figure.add_traces(
-        [_points("without hf_ckpt", forecast.usual, mode="markers", marker={"size": 9, "color": "#4c72b0"})]
-    )
-    figure.update_layout(
-        height=560,
-        legend={"orientation": "h", "y": -0.3},
-        xaxis_title="seconds",
-        yaxis={"title": "GiB", "range": [0, 1.06 * max(ys)]},
-        xaxis2_title="peak (GiB)",
-        yaxis2_title="step (s)",
-    )
+    blue = {"size": 9, "color": "#4c72b0"}
+    figure.add_traces([_points("without hf_ckpt", forecast.usual, mode="markers", marker=blue)])
+    memory = {"title": "GiB", "range": [0, 1.06 * max(ys)]}
+    figure.update_layout(xaxis_title="seconds", yaxis=memory, xaxis2_title="peak (GiB)", yaxis2_title="step (s)")
+    figure.update_layout(height=560, legend={"orientation": "h", "y": -0.3})
     return figure
 
 
@@ -127,14 +117,6 @@ def _levels(forecast: Forecast) -> tuple[list[float], list[tuple[float, ...]]]:
 
 
 def _points(name: str, rows: Sequence[Row], **look: Any) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "name": name,
-        "x": [row.peak_bytes / GIB for row in rows],
-        "y": [row.step_seconds for row in rows],
-        "text": [row.name for row in rows],
-        "hovertemplate": "%{text}<br>peak %{x:.2f} GiB, step %{y:.4g} s<extra></extra>",
-        "xaxis": "x2",
-        "yaxis": "y2",
-        **look,
-    }
+    places = {"x": [row.peak_bytes / GIB for row in rows], "y": [row.step_seconds for row in rows]}
+    hover = {"text": [row.name for row in rows], "hovertemplate": "%{text}<br>%{x:.2f} GiB, %{y:.4g} s<extra></extra>"}
+    return {"type": "scatter", "name": name, "xaxis": "x2", "yaxis": "y2", **places, **hover, **look}

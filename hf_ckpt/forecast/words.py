@@ -52,17 +52,10 @@ def assumed(workload: Workload, model: str, device: Device, budget_bytes: int) -
     return f"{trained}; {device.title}, budget {format_bytes(budget_bytes)}"
 
 
-def headline(
-    peak_bytes: int, budget_bytes: int, device: Device, tokens_per_second: float | None, ranks: int = 1
-) -> str:
-    """Whether a peak fits: "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens a second."
+def headline(peak_bytes: int, budget_bytes: int, device: Device, tokens_per_second: float | None, ranks: int) -> str:
+    """Whether a peak fits: "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens a second." A rank trains these tokens.
 
-    Args:
-        peak_bytes: of the plan, or the lowest of all plans if none fits.
-        budget_bytes: the peak that is allowed.
-        device: the device to train on.
-        tokens_per_second: predicted, of one rank; None if it is unknown.
-        ranks: how many processes train.
+    The peak is that of a plan, or the lowest of all plans if none fits.
     """
     digits = 1 if budget_bytes >= GIB else 3
     whole_bytes = device.memory_bytes or budget_bytes
@@ -87,10 +80,7 @@ def _named(device: Device) -> str:
 def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str, Any]:
     """The shortest spec with which a training makes this plan by itself, as `Spec.parse` reads it.
 
-    Args:
-        plan: the plan.
-        budget_bytes: the peak that was allowed.
-        host_budget: bytes of host memory that were allowed.
+    The budgets are the peak and the bytes of host memory that were allowed.
     """
     whole = plan.head == plan.mlp == "full"
     if all(action.kind == "keep" for _, action in plan.actions) and whole:
@@ -104,11 +94,8 @@ def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str,
 def to_write(workload: Workload, spec: Mapping[str, Any], program: str = "") -> dict[str, Any]:
     """What to copy, as a dict for JSON: `training_arguments` (name -> value), `model` (lines) and `spec`.
 
-    Args:
-        workload: the training.
-        spec: of the checkpointing.
-        program: `axolotl` or `LLaMA-Factory` for the keys of its files, and the command that starts it; others get
-            fields of `TrainingArguments` or of a config of TRL, and Python.
+    For a `program` of `OWN_KEYS`, these are keys of its files and the command that starts it; otherwise fields of
+    `TrainingArguments` or of a config of TRL, and Python.
     """
     own = OWN_KEYS.get(program)
     lines = _model_lines(workload, spec) if own is None else []

@@ -46,8 +46,8 @@ QLORA = {"lora": 8, "load_in_4bit": True}
     ],
 )
 def test_the_first_line_says_whether_it_fits(words, line):
-    peak, budget, *others = words
-    assert headline(int(peak * GIB), int(budget * GIB), *others).startswith(line)
+    peak, budget, device, speed, *ranks = words
+    assert headline(int(peak * GIB), int(budget * GIB), device, speed, *(ranks or [1])).startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_what_does_not_fit_says_which_changes_do(words, options, capsys):
     words = ["plan", model, *given_options]
     assert main(words) == 2
     printed = capsys.readouterr().out
-    places = [printed.index(part) for part in ("Does not fit: ", "to lower it: ", "lowest peak: ", "What fits into ")]
+    places = [printed.index(part) for part in ("Does not fit: ", "to lower it: ", "lowest peak: ", "what fits into ")]
     assert places == sorted(places)
     assert main([*words, "--json"]) == 2
     answer = json.loads(capsys.readouterr().out)
