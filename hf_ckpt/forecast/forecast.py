@@ -201,12 +201,10 @@ class Forecaster:
         plain = self.within(self.budget)
         (own, *others), notes = plain.rows, plain.notes
         rows = (self._planned(name, changes) for name, changes in self._own_changes().items())
-        times = {
-            row: row.step_seconds / own.step_seconds for row in rows if row and row.step_seconds and own.step_seconds
-        }
-        faster = [row for row, ratio in times.items() if ratio < 1 - GAIN]
+        most_seconds = (own.step_seconds or 0.0) * (1 - GAIN)
+        faster = [row for row in rows if row and (row.step_seconds or math.inf) < most_seconds]
         sizes = [self._largest(name) for name in ("batch", "tokens") if getattr(asked, f"max_{name}")]
-        for row in sorted(faster, key=times.__getitem__)[:1]:
+        for row in sorted(faster, key=lambda row: row.step_seconds or 0.0)[:1]:
             seconds = f"{format_seconds(row.step_seconds)} instead of {format_seconds(own.step_seconds)}"
             notes = (f"faster with {row.options}: {seconds} a step", *notes)
         return dataclasses.replace(plain, rows=(own, *faster, *sizes, *others), notes=notes)

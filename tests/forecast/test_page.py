@@ -92,8 +92,7 @@ def test_the_page_answers_moves_and_refuses():
 
 
 @pytest.mark.parametrize(
-    ("host", "paths"),
-    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("::", False), ("my.host", False)],
+    ("host", "paths"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False), ("x", False)]
 )
 def test_a_page_that_other_machines_reach_reads_no_files(host, paths, monkeypatch):
     built, page = [], SimpleNamespace(launch=lambda **_: None)
