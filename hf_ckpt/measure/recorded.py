@@ -59,7 +59,7 @@ class RecordedLevels:
         if self._thread is not None:
             compat.mark_in_record(f"{_MARK}{number}")
         elif self._is_complete:
-            self._bytes = 0  # what was recorded may have been released since
+            self._sizes, self._bytes = {}, 0  # what was recorded may have been released since
             self._settle(number)
         return lambda: self._readings.get(number)
 

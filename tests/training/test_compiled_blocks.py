@@ -7,7 +7,7 @@ import torch
 from helpers.adapters import with_lora
 from helpers.sparing import sparing
 from helpers.steps import assert_near, assert_same, enable, gradients, without_cache
-from machine import CpuAllocations
+from machine import Allocations
 
 import hf_ckpt
 from hf_ckpt import compat
@@ -56,9 +56,9 @@ class Training:
         """Bytes of the peak of a step, from torch's public profiler."""
         held = [*self.model.parameters(), *self.model.buffers()]
         held += [value for state in self.optimizer.state.values() for value in state.values()]
-        with CpuAllocations() as seen:
+        with Allocations(*held) as seen:
             self.forward_and_backward()
-        return sum(tensor.nbytes for tensor in held) + seen.peak_bytes
+        return seen.peak_bytes
 
     def shares(self):
         return [action.share for _, action in self.planned.plan.actions]

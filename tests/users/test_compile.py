@@ -363,7 +363,7 @@ def test_a_budget_is_planned_by_eager_steps():
             model.zero_grad()
     found = hf_ckpt.describe(model)
     assert found.plan.prediction.budget_bytes == 2**30
-    assert not found.plan.active()  # everything fits
+    assert "full" not in {action.kind for action in found.plan.active().values()}  # everything fits
     run(**batch).loss.backward()
     counters = torch._dynamo.utils.counters
     assert (counters["stats"]["unique_graphs"], not counters["graph_break"]) == (2, True)
