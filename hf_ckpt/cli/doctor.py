@@ -9,6 +9,7 @@ import json
 import shlex
 from typing import Any
 
+from hf_ckpt.cli.arguments import quiet_libraries
 from hf_ckpt.console import make_console, progress
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.prediction.question import FIELDS, question, words_of
@@ -36,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.text import Text
 
     with progress("reading the files"):
+        quiet_libraries()
         from hf_ckpt.doctor.rules import diagnose
         from hf_ckpt.doctor.trainings import read_training
         from hf_ckpt.prediction.workload import load_config
@@ -45,8 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         findings = diagnose(training)
         command = _command(training, {"model": arguments.model} if arguments.model else {})
     if arguments.json:
-        rows = [dataclasses.asdict(finding) for finding in findings]
-        print(json.dumps({"findings": rows, "plan": command}, indent=1))
+        print(json.dumps({"findings": [finding._asdict() for finding in findings], "plan": command}, indent=1))
     else:
         table = Table("", "where", "what, and what to do", show_lines=True)
         for finding in findings:  # as `Text`, because rich would read brackets in keys and values as markup

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from hf_ckpt import __version__
 from hf_ckpt.cli import app, check, doctor, plan
-from hf_ckpt.cli.arguments import quiet_libraries
 from hf_ckpt.errors import HfCkptError
 
 
@@ -23,8 +22,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if twice is not None:  # argparse would drop the first
         parser.error(f"{twice} is given twice")
     arguments = parser.parse_args(argv)
-    if argv is None:
-        quiet_libraries()
     try:
         return int(arguments.run(arguments))
     except HfCkptError as error:

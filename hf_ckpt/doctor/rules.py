@@ -6,9 +6,9 @@ A silent fault is one that neither the program nor hf_ckpt reports when the trai
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from hf_ckpt.doctor.trainings import SPEC_KEYS, Training
 from hf_ckpt.errors import SpecError, shown
@@ -16,8 +16,7 @@ from hf_ckpt.spec.files import read_values
 from hf_ckpt.spec.spec import Spec
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A fault: the code of its rule, its place (a key), what will go wrong, and what to do."""
 
     severity: str

@@ -117,7 +117,6 @@ TRAPS = {
     23: """a quantised base: k-bit preparation casts norms up and enables on its own
         users/test_quantised.py::test_lora_on_a_quantised_base
         users/test_quantised.py::test_preparing_for_kbit_training_does_not_keep_the_plan_off
-        planner/test_real_peaks.py::test_the_planner_counts_what_kbit_preparation_casts_up
     """,
     24: """adapters in eval mode run out of memory; validation in train mode recomputes
         attach/test_reenabling.py::test_eval_mode_with_gradients_is_said_once
