@@ -13,9 +13,9 @@ from hf_ckpt.cli.arguments import importing, positive, quiet_libraries
 from hf_ckpt.errors import HfCkptError, MissingDependencyError, shown
 from hf_ckpt.forecast.answer import HEADS
 from hf_ckpt.forecast.devices import DEVICES
+from hf_ckpt.forecast.presets import presets, refuse_missing_model
+from hf_ckpt.forecast.question import FIELDS, Question, about, command_of, question
 from hf_ckpt.forecast.report import budgets_of, figure_of, import_plotly
-from hf_ckpt.prediction.presets import presets, refuse_missing_model
-from hf_ckpt.prediction.question import FIELDS, Question, about, command_of, question
 from hf_ckpt.units import GIB
 
 if TYPE_CHECKING:

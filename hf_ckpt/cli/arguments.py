@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.prediction.question import FIELDS, about, option_of
+from hf_ckpt.forecast.question import FIELDS, about, option_of
 from hf_ckpt.units import parse_count
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from hf_ckpt.cli.arguments import quiet_libraries
 from hf_ckpt.console import make_console, progress
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.prediction.question import FIELDS, question, words_of
+from hf_ckpt.forecast.question import FIELDS, question, words_of
 
 
 def add(verbs: Any) -> None:
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         quiet_libraries()
         from hf_ckpt.doctor.rules import diagnose
         from hf_ckpt.doctor.trainings import read_training
-        from hf_ckpt.prediction.workload import load_config
+        from hf_ckpt.forecast.model import load_config
 
         config = load_config(arguments.model).to_dict() if arguments.model else None
         training = read_training(arguments.files, config)

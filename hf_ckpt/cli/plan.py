@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from hf_ckpt.cli.arguments import add_options, asked_of, importing, quiet_libraries
 from hf_ckpt.console import make_console, progress
 from hf_ckpt.forecast.answer import print_forecast, print_rows
+from hf_ckpt.forecast.presets import refuse_missing_model
+from hf_ckpt.forecast.question import FIELDS, Question, about, question
 from hf_ckpt.forecast.report import SUFFIXES as REPORTS
 from hf_ckpt.forecast.report import import_plotly, save_report
-from hf_ckpt.prediction.presets import refuse_missing_model
-from hf_ckpt.prediction.question import FIELDS, Question, about, question
 from hf_ckpt.spec.files import refuse_unwritable
 from hf_ckpt.spec.plan import SUFFIXES
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Block
@@ -62,6 +62,34 @@ class BlockCost:
 
 
 @dataclasses.dataclass(frozen=True)
+class StackEnd:
+    """What is freed when the forward of a stack ends, because only its variables held it."""
+
+    first: int
+    """Place of its first call."""
+    last: int
+    """Place of its last call."""
+    input_bytes: tuple[int, ...]
+    """Action -> bytes of the stack's input that are freed if the first call has this action."""
+    shared_bytes: tuple[int, ...]
+    """Action -> bytes of what all calls share, such as masks, that are freed if all calls have this action. A call with
+    an action that frees less keeps the rest."""
+
+    def with_actions(self, like: Iterable[int]) -> StackEnd:
+        """The same with further actions, each of which frees what another one does."""
+        numbers = list(like)
+        own, shared = ([sizes[number] for number in numbers] for sizes in (self.input_bytes, self.shared_bytes))
+        return dataclasses.replace(
+            self, input_bytes=(*self.input_bytes, *own), shared_bytes=(*self.shared_bytes, *shared)
+        )
+
+    def freed(self, chosen: Sequence[int]) -> int:
+        """Bytes that are freed if the calls of the whole model have these actions."""
+        mine = chosen[self.first : self.last + 1]
+        return self.input_bytes[mine[0]] + min(self.shared_bytes[action] for action in mine)
+
+
+@dataclasses.dataclass(frozen=True)
 class StackCosts:
     """Everything that the planner needs to know about one stack."""
 
@@ -90,6 +118,8 @@ class StackCosts:
     """Bytes of the gradients of tensors that all its blocks share, alive from the last block's backward on."""
     before_at_backward_bytes: int
     """How many more bytes are alive when the backward of what runs before the stack begins than after its forward."""
+    ends: tuple[StackEnd, ...] = ()
+    """What is freed at the ends of the stacks of the model, if that is known."""
     held: tuple[int, ...] = ()
     """Kind -> bytes that one block holds until the backward of the whole model ends, under every action; empty for
     none. 8-bit layers of bitsandbytes hold their inputs that long."""
@@ -163,6 +193,8 @@ class Costs:
     segments: tuple[int, ...] = ()
     """For each stack, how many segments its blocks are recomputed in; empty if blocks are recomputed one by one.
     Segments allow only one choice: `full` for every block."""
+    blocks: tuple[Block, ...] = ()
+    """All blocks of the model, if a step may not call some of them; these keep nothing and get the action `keep`."""
     notes: tuple[str, ...] = ()
     """Remarks on the origin of the figures, for example that times were measured."""
 

@@ -105,6 +105,7 @@ class _Offloading:
             choices=choices,
             first=self._costs(stack.first, at_begin=True),
             inner=self._costs(stack.inner, at_begin=False),
+            ends=tuple(end.with_actions(self.on_device.values()) for end in stack.ends),
             most_blocks=most_blocks,
             on_device=self.on_device,
         )

@@ -22,7 +22,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
-from hf_ckpt.costs.costs import BlockCost, Costs, Key, Phase, StackCosts, Static
+from hf_ckpt.costs.costs import BlockCost, Costs, Key, Phase, StackCosts, StackEnd, Static
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Block
 
@@ -209,17 +209,17 @@ def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None
     in_reverse = sorted(backwards, key=backwards.__getitem__) == [n for n, _ in reversed(forwards) if n in backwards]
     if max(firsts) > first_backward or not in_reverse:
         return None
-    calls, times = [], {BEFORE: (_spent(levels, 0, firsts[0]), 0, 0)}
+    calls, times = [], {BEFORE: (time_of(levels, 0, firsts[0]), 0, 0)}
     for (name, place), following in zip(forwards, [*firsts[1:], first_backward], strict=True):
         end = backwards.get(name)
-        forward, behind = _part(levels, place, place + 1), _part(levels, place + 1, following)
-        backward = None if end is None else _part(levels, end, end + 1)
+        forward, behind = part_of(levels, place, place + 1), part_of(levels, place + 1, following)
+        backward = None if end is None else part_of(levels, end, end + 1)
         calls.append(Call(name, levels[place].has_graph, forward, behind, backward))
-        spent = _spent(levels, place, place + 1), _spent(levels, place + 1, following)
-        times[name] = (*spent, 0 if end is None else _spent(levels, end, end + 1))
+        spent = time_of(levels, place, place + 1), time_of(levels, place + 1, following)
+        times[name] = (*spent, 0 if end is None else time_of(levels, end, end + 1))
     return Step(
         start_bytes=begin,
-        before=_part(levels, 0, firsts[0]),
+        before=part_of(levels, 0, firsts[0]),
         calls=tuple(calls),
         at_backward_bytes=levels[first_backward].bytes - begin,
         outside_peak_bytes=outside_peak_bytes,
@@ -228,13 +228,15 @@ def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None
     )
 
 
-def _part(levels: Sequence[Level], first: int, last: int) -> Part:
+def part_of(levels: Sequence[Level], first: int, last: int) -> Part:
+    """What runs between two levels, by their positions."""
     start = levels[first].bytes
     peak = max((level.peak_bytes for level in levels[first + 1 : last + 1]), default=start)
     return Part(max(0, peak - start), levels[last].bytes - start)
 
 
-def _spent(levels: Sequence[Level], first: int, last: int) -> int:
+def time_of(levels: Sequence[Level], first: int, last: int) -> int:
+    """Nanoseconds between two levels, by their positions."""
     return sum(level.nanoseconds for level in levels[first + 1 : last + 1])
 
 
@@ -330,6 +332,10 @@ class StepCosts:
     """The actions to choose from; the last one is that of `full`."""
     times: Times
     """Times under `full`, as far as known."""
+    freed: Mapping[int, int] | None = None
+    """Kind -> bytes that a call under `full` frees at the end of the forward; None if only changes are known."""
+    ends: Sequence[StackEnd] = ()
+    """What is freed at the ends of stacks. The calls do not contain it."""
 
     def _times(self) -> dict[int, tuple[int, int]]:
         """Kind -> median nanoseconds of forward and backward under `full`; an untimed kind gets those of all kinds."""
@@ -371,8 +377,10 @@ class StepCosts:
         level = full.before.net
         """Bytes after the forwards so far that outlive the model's forward."""
         levels = []
-        for call in calls:
+        under_full = [len(self.actions) - 1] * len(calls)
+        for place, call in enumerate(calls):
             level += call.forward.net + (call.behind.net if call is not calls[-1] else 0) - lent[self.kinds[call.name]]
+            level -= sum(end.freed(under_full) for end in self.ends if end.last == place)
             levels.append(level)
         hidden = max(0, round(statistics.median(call.forward.net for call in calls)))
         gradients = self._gradients(levels)
@@ -410,6 +418,7 @@ class StepCosts:
             at_backward_bytes=full.at_backward_bytes - levels[-1] + hidden,
             shared_bytes=0,
             before_at_backward_bytes=0,
+            ends=tuple(self.ends),
         )
         static = Static(
             parameters=full.start_bytes,
@@ -441,6 +450,8 @@ class StepCosts:
 
     def _lent(self) -> dict[int, int]:
         """Kind -> bytes that a call frees at the end of the forward under `full`, but not under some other action."""
+        if self.freed is not None:
+            return dict(self.freed)
         found = dict.fromkeys(self.kinds.values(), 0)
         for call in self.full.calls:
             changes = (self._change(call, action) for action in self.actions)

@@ -143,6 +143,7 @@ class _Builder:
                 label = f"forward of {stack.name} {block.index}"
                 self._add(label, cost.forward, self.level, self.resident, block.name)
                 self.level += cost.forward.net
+                self.level -= sum(end.freed(chosen) for end in stack.ends if end.last == place)
                 self.lent += cost.forward_only_bytes
                 self.after[-1].append(self.level - self.lent)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_ckpt.doctor.programs import PROGRAMS, Program
 from hf_ckpt.errors import HfCkptError, reason_of, shown
-from hf_ckpt.prediction.question import FIELDS, about
+from hf_ckpt.forecast.question import FIELDS, about
 from hf_ckpt.spec.files import read_values
 from hf_ckpt.spec.spec import Spec
 
@@ -170,7 +170,7 @@ def _shared(training: Training) -> dict[str, Any]:
 
 def _of_model(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return what follows from the model's config: the type of the checkpoint, and the layers that PEFT takes."""
-    from hf_ckpt.prediction.workload import load_config
+    from hf_ckpt.forecast.model import load_config
 
     found: dict[str, Any] = {}
     if fields.get("parallel") == "fsdp2" and fields["autocast"] != "none" and "lora" not in fields:

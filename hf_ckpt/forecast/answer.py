@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.prediction.question import Workload
+from hf_ckpt.forecast.question import Workload
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import format_bytes, format_seconds
 

@@ -61,6 +61,11 @@ class Device:
         """The device in a sentence: `RTX 4090`, or `this CPU`."""
         return self.source.removeprefix("NVIDIA ").removeprefix("AMD ") if self.memory_gib is not None else "this CPU"
 
+    @property
+    def offloading(self) -> tuple[float, int]:
+        """(bytes per second of copies to host memory, 0 for a CPU; nanoseconds to start an operation)."""
+        return self.host_bandwidth if self.memory_gib is not None else 0.0, self.launch_nanoseconds
+
     def nanoseconds(self, flops: int, moved_bytes: int, element_bytes: int) -> int:
         """Predicted time of one operation: that of its computing or of its memory traffic, whichever is longer.
 

@@ -16,25 +16,25 @@ from hf_ckpt.costs.timeline import worst_timeline
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast import words
 from hf_ckpt.forecast.answer import Forecast, Row
+from hf_ckpt.forecast.batches import DTYPES, micro_step, sizes_of_batch
 from hf_ckpt.forecast.devices import Device, device_named, this_device
+from hf_ckpt.forecast.model import ShallowModel, model_of_live, model_of_workload
 from hf_ckpt.forecast.nearest import LARGEST, Changes, largest, nearest, own_changes
+from hf_ckpt.forecast.question import FIELDS, MOST_TOKENS, Question, Workload, on_device, question, words_of
+from hf_ckpt.forecast.ranks import Sharding
+from hf_ckpt.forecast.run import CannotRunError, costs_of_model
 from hf_ckpt.measure.machine import device_memory
 from hf_ckpt.models.blocks import find_blocks, vocabulary_head
 from hf_ckpt.models.families import GENERIC, learned_positions
 from hf_ckpt.planner.alternatives import Alternative, frontier, segmented_options, usual_options
 from hf_ckpt.planner.budgets import GAIN, choice_within, peak_of_least, plan_of, plan_within
 from hf_ckpt.planner.options import in_segments, ways_to_run, with_host_memory
-from hf_ckpt.prediction.batches import sizes_of_batch, step_of_workload
-from hf_ckpt.prediction.fsdp2 import layout_for, with_shards
-from hf_ckpt.prediction.optimizers import optimizer_bytes
-from hf_ckpt.prediction.question import FIELDS, MOST_TOKENS, Question, Workload, question, words_of
-from hf_ckpt.prediction.skeleton import Skeleton, Weights, refuse_moved_weights, skeleton_of
-from hf_ckpt.prediction.trace import chunked_head, trace_costs
-from hf_ckpt.prediction.workload import DTYPES, on_device, skeleton_of_workload
 from hf_ckpt.units import budget_bytes, format_bytes, format_seconds, parse_budget
 
 Progress = Callable[[str], None]
 """Called with a short message at the start of each slow part."""
+_MOST_BLOCKS = 128
+"""Most blocks that a model measured as a whole may have."""
 _OF_THE_MODEL = {
     *("lora", "lora_targets", "lora_dropout", "load_in_4bit", "load_in_8bit", "double_quant", "kbit_preparation"),
     *("dtype", "attention", "architecture"),
@@ -76,10 +76,9 @@ def predict(
         fixed = sorted(_OF_THE_MODEL & fields.keys())
         if fixed:
             raise HfCkptError(f"a live model has its own {', '.join(fixed)}: leave these out, or give its config.")
-        refuse_moved_weights(model)
         about_it = question({**fields, "model": find_blocks(model).model})
         with paused(model):
-            return Forecaster(about_it, on_progress, skeleton=skeleton_of(model)).forecast()
+            return Forecaster(about_it, on_progress, model=model_of_live(model)).forecast()
     if isinstance(model, (str, Path)):
         return Forecaster(question({**fields, "model": str(model)}), on_progress).forecast()
     return Forecaster(question({**fields, "model": str(model.model_type)}), on_progress, config=model).forecast()
@@ -90,37 +89,39 @@ def forecast(asked: Question, tell: Progress = lambda text: None) -> Forecast:
     return Forecaster(asked, tell).forecast()
 
 
-def costs_of(asked: Question, skeleton: Skeleton, device: Device, head: int | str, mlp: int | str) -> Costs:
+def costs_of(asked: Question, model: ShallowModel, device: Device, head: int | str, mlp: int | str) -> Costs:
     """What each action of each block costs in a step, on one rank.
 
-    `head` and `mlp` say how the head and feed-forwards run: `full`, `auto` or tokens a chunk.
-    Raises `HfCkptError` for a model that cannot be measured on fake tensors.
+    Args:
+        asked: the training.
+        model: its model.
+        device: gives the time of operations.
+        head: how the head runs: `full`, `auto` or tokens a chunk.
+        mlp: how feed-forwards run, likewise.
+
+    Raises `CannotRunError` for a model that does not run on fake tensors.
     """
-    step = step_of_workload(asked, skeleton)
-    costs = trace_costs(skeleton, step, device, mlp=mlp)
-    notes = [*costs.notes, *_notes_of(costs, skeleton, asked)]
+    sharding = None
+    if asked.sharded:
+        size = DTYPES[asked.dtype].itemsize
+        sharding = Sharding(model, asked.ranks, size, accumulated=asked.accumulation > 1)
+    costs = costs_of_model(model, micro_step(asked, model.base), device, head=head, mlp=mlp, sharding=sharding)
+    notes = [*_notes_of(costs, model, asked)]
     if asked.ranks > 1:
         notes.append("what ranks send to each other takes time that is not predicted")
-    if asked.sharded:
-        own = DTYPES[asked.dtype].itemsize
-        count = sum(math.prod(shape) for shape, *_ in skeleton.weights.tensors)
-        plain = Weights(tuple((shape, own, trained) for shape, _, trained in skeleton.weights.tensors))
-        needed = optimizer_bytes(plain, asked.optimizer, "cpu" if device.name == "cpu" else "cuda")
-        costs = with_shards(costs, layout_for(skeleton, asked.ranks, own, needed, count))
-    elif asked.ranks > 1:  # DDP copies gradients into buckets of the same size, and keeps these
+    if asked.ranks > 1 and not asked.sharded:  # DDP copies gradients into buckets of the same size, and keeps these
         static = dataclasses.replace(costs.static, buffers=costs.static.buffers + costs.static.gradients)
         costs = dataclasses.replace(costs, static=static)
-    costs = costs if head == "full" else chunked_head(costs, skeleton, step, device, head)
-    return dataclasses.replace(costs, notes=tuple(notes), accumulation=asked.accumulation)
+    return dataclasses.replace(costs, notes=tuple(notes))
 
 
-def _notes_of(costs: Costs, skeleton: Skeleton, asked: Workload) -> Iterator[str]:
+def _notes_of(costs: Costs, model: ShallowModel, asked: Workload) -> Iterator[str]:
     """Remarks on a model."""
     if costs.family == GENERIC:
         yield f"{costs.model} is of no known family: every block that can be checkpointed is planned for alike"
     if asked.trainer == "grpo":
         yield "completions are written before the step: the memory for that, of generate or vLLM, is not counted"
-    stacked = [(math.prod(shape) * size, size) for shape, size, _ in skeleton.weights.tensors if len(shape) > 2]
+    stacked = [(math.prod(shape) * size, size) for shape, size, _ in model.tensors if len(shape) > 2]
     stacked_bytes = sum(total for total, _ in stacked)
     if asked.bits is not None and stacked_bytes > costs.static.parameters / 2:
         wide = ", and PEFT's preparation casts them to float32 (half with --no-kbit-preparation)"
@@ -137,7 +138,7 @@ class Forecaster:
         asked: the question.
         tell: called with a short message at the start of each slow part.
         config: the model's config, if the question does not name one that can be loaded.
-        skeleton: of a live model, which has its own types and adapters.
+        model: of a live model, which has its own types and adapters.
         program: `axolotl` or `LLaMA-Factory` for answers in the keys of its files.
 
     Raises `HfCkptError` for an unknown device, and for options that do not go together.
@@ -149,7 +150,7 @@ class Forecaster:
         tell: Progress = lambda text: None,
         *,
         config: Any = None,
-        skeleton: Skeleton | None = None,
+        model: ShallowModel | None = None,
         program: str = "",
     ) -> None:
         if asked.parallel != "ddp" and asked.ranks == 1:
@@ -157,11 +158,12 @@ class Forecaster:
         if asked.sharded and asked.head != "full":
             raise HfCkptError("the head in chunks needs whole weights, which fsdp2 shards: leave --head out.")
         self.device = device_named(asked.device) if asked.device else this_device()
-        self.asked = asked if skeleton else on_device(asked, self.device)
+        self.asked = asked if model else on_device(asked, self.device)
         self.budget = bytes_allowed(asked.budget, self.device)
         self._tell = tell
         self._config, self._program = config, program if program in words.OWN_KEYS else ""
-        self._skeletons = {} if skeleton is None else {_model_of(self.asked): skeleton}
+        self._models = {} if model is None else {_model_of(self.asked): model}
+        self._live = model
         self._costs: dict[Any, Costs] = {}
         self._others: tuple[Alternative, ...] = ()
 
@@ -194,7 +196,7 @@ class Forecaster:
         self._tell("reading the model")
         candidates = self.candidates(asked)
         self._tell("comparing")
-        eager = self._costs_of(asked, "full", "full")
+        eager = self.costs_of(asked, "full", "full")
         segments = () if asked.sharded else segmented_options(eager)
         budgets = frontier(candidates) if asked.frontier else ()
         self._others = (*usual_options(eager, self.device.host_bandwidth), *segments, *budgets)
@@ -280,7 +282,7 @@ class Forecaster:
         """Return the row of the largest `batch` or `tokens` that fits into the budget."""
         asked, most = self.asked, LARGEST
         if name == "tokens":
-            most = learned_positions(self._skeleton(asked).base.config) or LARGEST
+            most = learned_positions(self._model(asked).base.config) or LARGEST
         most = min(most, MOST_TOKENS // (asked.batch if name == "tokens" else asked.tokens))
         number = largest(lambda number: self._peak_of({name: number}), self.budget, getattr(asked, name), most)
         title = f"{'largest batch' if name == 'batch' else 'longest sequences'}: {number}"
@@ -291,31 +293,37 @@ class Forecaster:
         heads: tuple[int | str, ...] = ("full",)
         if asked.head != "full" and self._can_chunk(asked):
             heads = ("full", "auto") if asked.head == "auto" else (asked.head,)
-        whole = [self._costs_of(asked, head, mlp) for mlp in ways_to_run(asked.mlp) for head in heads]
-        apart = with_host_memory(whole, self.device, asked.host_budget)
+        whole = [self.costs_of(asked, head, mlp) for mlp in ways_to_run(asked.mlp) for head in heads]
+        apart = with_host_memory(whole, *self.device.offloading, asked.host_budget)
         return (*apart, *(() if asked.sharded else (found for costs in whole for found in in_segments(costs))))
 
     def _can_chunk(self, asked: Question) -> bool:
-        return vocabulary_head(self._skeleton(asked).base) is not None
+        return vocabulary_head(self._model(asked).base) is not None
 
-    def _skeleton(self, asked: Question) -> Skeleton:
+    def _model(self, asked: Question, *, whole: bool = False) -> ShallowModel:
         key = _model_of(asked)
-        if key not in self._skeletons:
+        if whole or key not in self._models:
             on_cpu = self.device.name == "cpu"
-            self._skeletons[key] = skeleton_of_workload(asked, self._config, on_cpu=on_cpu)
-        return self._skeletons[key]
+            self._models[key] = model_of_workload(asked, self._config, on_cpu=on_cpu, whole=whole)
+        return self._models[key]
 
-    def _costs_of(self, asked: Question, head: int | str, mlp: int | str) -> Costs:
+    def costs_of(self, asked: Question, head: int | str, mlp: int | str) -> Costs:
         """Return the result of `costs_of`, measured once for each training."""
         key = asked.workload, head, mlp
         if key not in self._costs:
             self._tell(f"measuring steps with {asked.batch} x {asked.tokens} tokens, on fake tensors")
-            self._costs[key] = costs_of(asked, self._skeleton(asked), self.device, head, mlp)
+            model = self._model(asked)
+            try:
+                self._costs[key] = costs_of(asked, model, self.device, head, mlp)
+            except CannotRunError:  # some models look up the type of a block by its number
+                if self._live is not None or len(model.inside) > _MOST_BLOCKS:
+                    raise
+                self._costs[key] = costs_of(asked, self._model(asked, whole=True), self.device, head, mlp)
         return self._costs[key]
 
 
 def _model_of(asked: Question) -> Workload:
-    """Return what a skeleton depends on: the workload without its sizes."""
+    """Return what a shallow model depends on: the workload without its sizes."""
     sizes: dict[str, Any] = {"batch": 1, "tokens": 1, "target_tokens": None, "accumulation": 1, "padded": False}
     return dataclasses.replace(asked.workload, optimizer="adamw", **sizes)
 

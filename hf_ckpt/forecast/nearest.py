@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_ckpt.costs.costs import Static
 from hf_ckpt.forecast.answer import Row
-from hf_ckpt.prediction.question import Question
+from hf_ckpt.forecast.question import Question
 from hf_ckpt.units import GIB
 
 HOST_BUDGET = 64 * GIB

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_ckpt.forecast.devices import Device
-from hf_ckpt.prediction.question import Workload
+from hf_ckpt.forecast.question import Workload
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import GIB, exact_size, format_bytes
 

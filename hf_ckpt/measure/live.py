@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -131,3 +131,23 @@ def tensors_of(holder: Holder) -> Iterator[torch.Tensor]:
     else:
         held = list((holder.state if isinstance(holder, torch.optim.Optimizer) else holder).values())
         yield from (value for value in compat.tree_leaves(held) if isinstance(value, torch.Tensor))
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, device_types: Collection[str]) -> int:
+    """Bytes of the tensors in an optimizer's current state on this rank, on these types of device.
+
+    State that FSDP2 keeps in host memory is not part of an accelerator's peak.
+    """
+    values = (value for state in list(optimizer.state.values()) for value in state.values())
+    local = (compat.local(value) for value in values if isinstance(value, torch.Tensor))
+    return sum(tensor.nbytes for tensor in local if tensor.device.type in device_types)
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes that a model now holds on this rank: parameters, gradients, buffers, and the state of its optimizers."""
+    total = sum(buffer.nbytes for buffer in model.buffers())
+    for parameter in model.parameters():
+        total += compat.local(parameter).nbytes
+        total += 0 if parameter.grad is None else compat.local(parameter.grad).nbytes
+    types = {device.type for device in compat.devices_of_model(model)}
+    return total + sum(state_bytes(optimizer, types) for optimizer in compat.optimizers_of(model))

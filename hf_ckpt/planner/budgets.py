@@ -9,7 +9,7 @@ from hf_ckpt.costs.costs import Choice, Costs
 from hf_ckpt.costs.timeline import step_nanoseconds, worst_timeline
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.planner.choose import fastest, lowest_peak, smallest
-from hf_ckpt.spec.actions import Action
+from hf_ckpt.spec.actions import KEEP, Action
 from hf_ckpt.spec.plan import Block, Plan, Prediction, numbers_of_runs
 from hf_ckpt.units import format_bytes
 
@@ -108,6 +108,9 @@ def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, devic
             runs = numbers_of_runs(len(actions), min(costs.segments[number], len(actions)))
             actions = [dataclasses.replace(a, segment=run) for a, run in zip(actions, runs, strict=True)]
         pairs += zip(stack.blocks, actions, strict=True)
+    if costs.blocks:
+        chosen_for = {block.name: action for block, action in pairs}
+        pairs = [(block, chosen_for.get(block.name, KEEP)) for block in costs.blocks]
     return Plan(costs.family, costs.model, tuple(pairs), prediction, costs.head_tokens, costs.mlp_tokens)
 
 

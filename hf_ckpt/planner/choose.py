@@ -20,7 +20,7 @@ import numpy
 import numpy.typing
 
 from hf_ckpt.costs.costs import Choice, Costs, Phase, StackCosts
-from hf_ckpt.costs.timeline import worst_timeline
+from hf_ckpt.costs.timeline import step_nanoseconds, worst_timeline
 from hf_ckpt.spec.actions import FULL
 
 WIDTH = 1000
@@ -59,7 +59,14 @@ def fastest(costs: Costs, limit: int) -> Choice | None:
         return choice if worst_timeline(costs, choice).peak_bytes <= limit else None
     table = _table(costs)
     place = next((place for place, peak in enumerate(table.peaks) if peak <= limit), None)
-    return None if place is None else _in_order(costs, table.choice(place))
+    # The table does not know what is freed at the end of a stack if all its blocks have one action.
+    choices = [] if place is None else [_in_order(costs, table.choice(place))]
+    choices += [choice for choice in _uniform(costs) if worst_timeline(costs, choice).peak_bytes <= limit]
+    return min(choices, key=lambda choice: step_nanoseconds(costs, choice), default=None)
+
+
+def _uniform(costs: Costs) -> list[Choice]:
+    return [costs.uniform(number) for number in range(len(costs.actions))] if costs.stacks[0].ends else []
 
 
 def smallest(costs: Costs) -> Choice:
@@ -73,7 +80,7 @@ def lowest_peak(costs: Costs) -> int:
     """The lowest peak of all choices, in bytes."""
     if costs.segments:
         return worst_timeline(costs, costs.uniform(costs.actions.index(FULL))).peak_bytes
-    return min(_table(costs).peaks)
+    return min([*_table(costs).peaks, *(worst_timeline(costs, choice).peak_bytes for choice in _uniform(costs))])
 
 
 class _Table:

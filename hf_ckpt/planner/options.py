@@ -7,42 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from hf_ckpt.costs.costs import Costs
 from hf_ckpt.costs.offload import with_offloading
-from hf_ckpt.forecast.devices import Device
-from hf_ckpt.models.blocks import vocabulary_head
-from hf_ckpt.planner.budgets import several_of
-from hf_ckpt.prediction.skeleton import Skeleton
-from hf_ckpt.prediction.trace import Step, chunked_head
 from hf_ckpt.spec.actions import FULL, KEEP
-
-
-def cost_options(
-    ways: Costs | Sequence[Costs],
-    skeleton: Skeleton,
-    step: Step,
-    device: Device,
-    *,
-    head: int | str,
-    host_limit: int | None = None,
-    segments: bool = True,
-) -> tuple[Costs, ...]:
-    """The candidates for a plan. For each of `ways`, those with a whole head come first; segments come last.
-
-    Args:
-        ways: traced from `skeleton` and `step`; several if feed-forwards may run in chunks, see `ways_to_run`.
-        skeleton: of the model.
-        step: the micro-step that was traced.
-        device: its row gives the time of operations and copies.
-        head: `full` allows no chunks, `auto` allows them, a number demands chunks of so many tokens.
-        host_limit: bytes of host memory for offloading; None for no offloading.
-        segments: whether blocks may be recomputed in segments, which need parameters that stay on the device.
-    """
-    heads: list[Costs] = []
-    in_chunks = head != "full" and vocabulary_head(skeleton.base) is not None
-    for costs in several_of(ways):
-        heads += [costs] if isinstance(head, str) or not in_chunks else []
-        heads += [chunked_head(costs, skeleton, step, device, head)] if in_chunks else []
-    apart = with_host_memory(heads, device, host_limit)
-    return (*apart, *(found for costs in heads for found in in_segments(costs))) if segments else apart
 
 
 def ways_to_run(mlp: int | str) -> tuple[int | str, ...]:
@@ -69,12 +34,17 @@ def in_segments(costs: Costs) -> Iterator[Costs]:
         yield dataclasses.replace(costs, segments=counts)
 
 
-def with_host_memory(heads: Sequence[Costs], device: Device, host_limit: int | None) -> tuple[Costs, ...]:
-    """Add the actions that offload to each of `heads`; nothing without a `host_limit`, or on a CPU."""
-    if host_limit is None or device.name == "cpu":
+def with_host_memory(
+    heads: Sequence[Costs], bandwidth: float, launch: int, host_limit: int | None
+) -> tuple[Costs, ...]:
+    """Add the actions that offload to each of `heads`.
+
+    Args:
+        heads: without them.
+        bandwidth: bytes per second of copies to host memory; 0 if the device is the host.
+        launch: nanoseconds to start an operation.
+        host_limit: bytes of host memory; None for no offloading.
+    """
+    if host_limit is None or not bandwidth:
         return tuple(heads)
-    return tuple(
-        found
-        for costs in heads
-        for found in with_offloading(costs, device.host_bandwidth, device.launch_nanoseconds, host_limit)
-    )
+    return tuple(found for costs in heads for found in with_offloading(costs, bandwidth, launch, host_limit))

@@ -53,12 +53,12 @@ from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import PLANS
 from hf_ckpt.measure.levels import Levels, Meter, meter_for
+from hf_ckpt.measure.live import held_bytes, state_bytes
 from hf_ckpt.measure.machine import DeviceMemory, device_memory, device_name
 from hf_ckpt.measure.memory import keeps_statistics
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.planner.budgets import above_budget, plan_of, plan_of_least, plan_within
 from hf_ckpt.planner.options import in_segments, with_host_memory
-from hf_ckpt.prediction.optimizers import held_bytes, state_bytes
 from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates, offloads
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
@@ -632,7 +632,7 @@ class Session:
 
     def _with_more(self, batch: Batch, costs: Costs) -> list[Costs]:
         """Return the candidates, with offloading and segments, whose costs are computed from other actions."""
-        found = list(with_host_memory([costs], this_device(self._devices), self._spec.host_budget))
+        found = list(with_host_memory([costs], *this_device(self._devices).offloading, self._spec.host_budget))
         if self._moved_bias_bytes:
             static = (
                 dataclasses.replace(c.static, parameters=c.static.parameters + self._moved_bias_bytes) for c in found

@@ -33,7 +33,7 @@ def plan_of(model, *actions):
 
 WITHOUT_A_PLANNER = """
 import json, sys
-for room in ("planner", "prediction", "training", "doctor", "cli"):
+for room in ("planner", "forecast", "training", "doctor", "cli"):
     sys.modules[f"hf_ckpt.{room}"] = None  # importing anything of it is an error
 import torch
 from hf_ckpt.attach.attach import attach, describe, detach, put_on, trial
@@ -84,7 +84,7 @@ def test_a_plan_is_attached_and_trained_where_there_is_no_planner(tmp_path):
     assert found["counts"][ALL[1]] > 0  # counts operations, not block runs
     assert found["tried"].keys() == found["counts"].keys() == set(ALL[1:])
     assert min(found["tried"].values()) > 0
-    assert not {"hf_ckpt.planner", "hf_ckpt.prediction", "hf_ckpt.training"} & set(found["loaded"])
+    assert not {"hf_ckpt.planner", "hf_ckpt.forecast", "hf_ckpt.training"} & set(found["loaded"])
 
 
 def test_a_plan_by_hand_goes_on_and_comes_off():

@@ -13,7 +13,7 @@ from hf_ckpt.cli.main import _parser, main
 from hf_ckpt.doctor.rules import RULES, diagnose
 from hf_ckpt.doctor.trainings import fields_of, read_training
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.prediction.question import Workload, question
+from hf_ckpt.forecast.question import Workload, question
 
 ROOT = Path(__file__).parent.parent.parent
 TRL = """

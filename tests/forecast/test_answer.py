@@ -23,10 +23,9 @@ from hf_ckpt.forecast.answer import Forecast
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.nearest import largest
+from hf_ckpt.forecast.question import Workload, on_device, question
 from hf_ckpt.forecast.words import NONE, assumed, headline, to_write
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.prediction.question import Workload, question
-from hf_ckpt.prediction.workload import on_device
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import GIB
 

@@ -15,8 +15,8 @@ import yaml
 
 from hf_ckpt.cli import app, main
 from hf_ckpt.forecast.forecast import Forecaster
+from hf_ckpt.forecast.question import Question
 from hf_ckpt.forecast.report import PARTS, budgets_of, figure_of, save_report
-from hf_ckpt.prediction.question import Question
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import GIB
 

@@ -13,10 +13,11 @@ from helpers.steps import assert_same, enable, step
 import hf_ckpt
 from hf_ckpt.cli.main import main
 from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.forecast.batches import sizes_of_batch
+from hf_ckpt.forecast.model import load_config
+from hf_ckpt.forecast.presets import presets
+from hf_ckpt.forecast.question import Workload
 from hf_ckpt.models.tiny import tiny_batch
-from hf_ckpt.prediction.batches import sizes_of_batch
-from hf_ckpt.prediction.question import Workload
-from hf_ckpt.prediction.workload import load_config, presets
 
 MINI = {"batch": 4, "tokens": 256, "device": "a10", "budget": "320MiB"}
 TINY = {"device": "cpu", "budget": "30MiB", "optimizer": "sgd"}

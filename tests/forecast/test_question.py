@@ -10,7 +10,7 @@ from helpers.processes import python
 from hf_ckpt.cli import app, main
 from hf_ckpt.cli.arguments import asked_of
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.prediction.question import FIELDS, Question, Workload, command_of, option_of, question
+from hf_ckpt.forecast.question import FIELDS, Question, Workload, command_of, option_of, question
 
 OTHER = {
     "batch": 3,
@@ -18,6 +18,9 @@ OTHER = {
     "target_tokens": 7,
     "accumulation": 2,
     "padded": True,
+    "images": 2,
+    "image_size": 224,
+    "seconds": 4.0,
     "packing": True,
     "ranks": 2,
     "lora": 8,
@@ -47,10 +50,10 @@ OTHER = {
 """A non-default value for each field."""
 BESIDE = {"load_in_4bit": {"lora": 8}, "load_in_8bit": {"lora": 8}, "reference": {"trainer": "dpo"}}
 OPTIONS = """
---accum --architecture --attention --autocast --batch --budget --config --device --dtype --frontier --head
---help --host-budget --html --json --load-in-4bit --load-in-8bit --lora --lora-dropout --lora-targets --max-batch
---max-seq --mlp --no-double-quant --no-kbit-preparation --optimizer --out --packing --padded --parallel
---ranks --reference --seq --target-seq --trainer -h
+--accum --architecture --attention --autocast --batch --budget --config --device --dtype --frontier --head --help
+--host-budget --html --image-size --images --json --load-in-4bit --load-in-8bit --lora --lora-dropout --lora-targets
+--max-batch --max-seq --mlp --no-double-quant --no-kbit-preparation --optimizer --out --packing --padded --parallel
+--ranks --reference --seconds --seq --target-seq --trainer -h
 """
 
 

@@ -55,14 +55,14 @@ def test_no_import_cycles_inside_rooms():
         done |= free
 
 
+_PURE = ("answer", "devices", "nearest", "optimizers", "presets", "question", "report", "words")
 TORCH_FREE = sorted(
     name.removesuffix("/__init__")
     for name in MODULES
     if name.split("/")[0] in ("spec", "costs", "doctor")
     or name in ("__main__", "errors", "units", "logs", "console", "versions", "models/families", "training/summary")
     or name in [f"planner/{file}" for file in ("policies", "choose", "budgets", "alternatives")]
-    or name in [f"prediction/{file}" for file in ("question",)]
-    or name in [f"forecast/{file}" for file in ("answer", "devices", "nearest", "report", "words")]
+    or name in [f"forecast/{file}" for file in _PURE]
     or name.startswith("cli/")
 )
 
@@ -102,13 +102,9 @@ def test_models_are_changed_in_attach_only():
     """Only `attach` writes checkpointing flags, functions and hooks; other writers count, or undo what they do."""
     changing = those_with(lambda path: {call for call in calls(path) if call == "setattr" or ".register_" in call})
     assert {name: found for name, found in changing.items() if not name.startswith("attach/")} == {
-        # marks where parts of a traced step begin, on a copy without weights
-        "prediction/tracer": {
-            "module.register_forward_pre_hook",
-            "module.register_forward_hook",
-            "parameter.register_post_accumulate_grad_hook",
-            "tensor.register_hook",
-        },
+        # of a model without weights: keys of its config, and marks at the stack's input and in the reference's pass
+        "forecast/model": {"setattr"},
+        "forecast/run": {"module.register_forward_pre_hook", "module.register_forward_hook"},
         "compat/transformers": {"setattr"},  # replaces a transformers function while fake tensors run
     }
     assert {name for name in changing if name.startswith("attach/")} == {

@@ -17,8 +17,8 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
+from hf_ckpt.measure import live as optimizers
 from hf_ckpt.models.tiny import tiny_model
-from hf_ckpt.prediction import optimizers
 from hf_ckpt.training import callback
 
 NAMES = [name.replace("_enable", "") for name in compat.ENABLE_NAMES]

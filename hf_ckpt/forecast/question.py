@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_ckpt.errors import HfCkptError, shown
-from hf_ckpt.forecast.devices import DEVICES, device_named
-from hf_ckpt.prediction.optimizer_names import NAMES
+from hf_ckpt.forecast.devices import DEVICES, Device, device_named
+from hf_ckpt.forecast.optimizers import OPTIMIZERS
 from hf_ckpt.units import DEFAULT_SHARE, exact_size, parse_budget, parse_bytes, parse_count
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
@@ -133,6 +133,13 @@ class Workload:
         option="target_seq",
         keys=("max_target_length",),
     )
+    images: int = _field(
+        0, "images a sequence, whose tokens --seq includes; vision models take one without it", read=parse_count
+    )
+    image_size: int | None = _field(
+        None, "height and width of images in pixels (default: the config's)", read=parse_count
+    )
+    seconds: float = _field(10.0, "seconds of speech a sequence, for models that take samples", read=_number)
     lora: int | None = _field(
         None,
         "rank of LoRA adapters; without it, every weight is trained",
@@ -171,7 +178,7 @@ class Workload:
         "type that autocast computes in (default: bfloat16 with --trainer or a quantised base, else none)",
         choices=(*DTYPE_NAMES, "none"),
     )
-    optimizer: str = _field("adamw", "", choices=NAMES, label="Optimizer", keys=("optim", "optimizer"))
+    optimizer: str = _field("adamw", "", choices=tuple(OPTIMIZERS), label="Optimizer", keys=("optim", "optimizer"))
     accumulation: int = _field(
         1,
         "micro-steps a step",
@@ -349,3 +356,17 @@ def words_of(field: dataclasses.Field[Any], value: Any) -> list[str]:
         value = ",".join(value)
     sized = isinstance(value, int) and about(field).read in (parse_budget, parse_bytes)
     return [option_of(field), exact_size(value) if sized else str(value)]
+
+
+def on_device(asked: Question, device: Device) -> Question:
+    """The question as the training runs on a device: without bfloat16 support, float16 replaces it.
+
+    Autocast then computes in float16, for which Trainer scales the loss. Trainable weights are in float32, because
+    float16 gradients cannot be unscaled.
+    """
+    if device.bfloat16 or "bfloat16" not in (asked.dtype, asked.autocast_name):
+        return asked
+    dtype = asked.dtype
+    if dtype == "bfloat16":
+        dtype = "float32" if asked.lora is None else "float16"
+    return dataclasses.replace(asked, dtype=dtype, autocast="none" if asked.autocast == "none" else "float16")

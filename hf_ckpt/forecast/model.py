@@ -1,0 +1,406 @@
+"""A shallow model on fake tensors, from a config or a live model, that a forecast measures in place of the real one.
+
+It has the first block of every stack, two further blocks of each kind, and the last block. Fake tensors have shapes and
+types but no values, so neither weights nor a device are needed. `Stack.like` says which of these blocks stands for a
+block of the real model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.compat.peft import add_lora, like_bitsandbytes
+from hf_ckpt.errors import HfCkptError, reason_of
+from hf_ckpt.forecast.batches import DTYPES
+from hf_ckpt.forecast.presets import no_model, presets
+from hf_ckpt.forecast.quantised import QuantisedLinear, prepare_for_kbit_training, quantise
+from hf_ckpt.forecast.question import Workload
+from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks, frozen_prefix, plain_modules
+from hf_ckpt.models.families import depth_keys, learned_positions
+from hf_ckpt.spec.files import read_values
+from hf_ckpt.spec.plan import Block
+
+Tensors = tuple[tuple[tuple[int, ...], int, bool], ...]
+"""For each parameter: (shape, bytes per element, whether it is trainable)."""
+_PUT_ON = (
+    *("forward", "feed_forward_chunk", "_old_forward", "_hf_hook", "_hf_ckpt", "_compiled_call_impl"),
+    *("enable_input_require_grads", "disable_input_require_grads", *compat.ENABLE_NAMES, *compat.DISABLE_NAMES),
+    compat.CAPTURING_FLAG,
+)
+"""Attributes that wrappers and hf_ckpt set on modules of a live model; a copy runs the class's own forward."""
+_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""Hooks of a live model, which may refer to objects that cannot be copied."""
+
+
+_WITHOUT_CHANCE = {
+    "apply_spec_augment": False,
+    **dict.fromkeys(("layerdrop", "encoder_layerdrop", "decoder_layerdrop"), 0.0),
+}
+"""Keys of configs that make a step do less at random, with the values under which it does everything."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """One stack of the real model, and the blocks of the shallow model that stand for its blocks."""
+
+    container: str
+    """Qualified name of the list that holds its blocks."""
+    owner: str
+    """Qualified name of the module whose forward runs them."""
+    blocks: tuple[Block, ...]
+    """The blocks of the real model."""
+    places: tuple[int, ...]
+    """The indices of the real blocks that the shallow model has, in order."""
+    like: tuple[int, ...]
+    """For each real block, the position in `places` of the block that stands for it."""
+    types: tuple[str | None, ...]
+    """The entries of `layer_types` in the config for `places`; None for a config without such a list."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShallowModel:
+    """A model with few blocks on fake tensors, and the sizes of the real one."""
+
+    fake: compat.FakeTensorMode
+    """The mode that its tensors belong to."""
+    base: compat.PreTrainedModel
+    """The model."""
+    family: str
+    """The family row by which its blocks were found, or `generic`."""
+    stacks: tuple[Stack, ...]
+    outside: Tensors
+    """The parameters outside the blocks."""
+    inside: tuple[Tensors, ...]
+    """The parameters of each block of the real model, stack after stack."""
+    buffer_bytes: int
+    """Bytes of all buffers of the real model."""
+    measured: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """The steps that `run` has measured on it."""
+
+    @property
+    def name(self) -> str:
+        """Class name of the model."""
+        return compat.plain_class(self.base).__name__
+
+    @property
+    def tensors(self) -> Tensors:
+        """All parameters of the real model."""
+        return tuple(tensor for part in (self.outside, *self.inside) for tensor in part)
+
+    @contextlib.contextmanager
+    def in_training(self) -> Iterator[compat.PreTrainedModel]:
+        """A context in which the model is in train mode; what is put on it is removed afterwards."""
+        try:
+            yield self.base.train()
+        finally:
+            # transformers installs hooks on a model once, and assumes that they stay.
+            _strip(self.base)
+
+
+def nbytes(tensors: Tensors) -> int:
+    """Bytes of parameters."""
+    return sum(math.prod(shape) * size for shape, size, _ in tensors)
+
+
+def trainable(tensors: Tensors) -> Tensors:
+    """The trainable ones among parameters."""
+    return tuple(tensor for tensor in tensors if tensor[2])
+
+
+# --- from a config or a live model ------------------------------------------------------------------------------------
+
+
+def model_of_workload(
+    workload: Workload, config: Any = None, *, on_cpu: bool = False, whole: bool = False
+) -> ShallowModel:
+    """The shallow model of a workload, with its adapters.
+
+    Args:
+        workload: what is trained.
+        config: of the model, instead of the one that the workload names.
+        on_cpu: whether it is trained on a CPU.
+        whole: whether it has all blocks of the real model.
+
+    Raises `HfCkptError` if there is no such config or class, or if sequences exceed the model's positions.
+    """
+    config = load_config(workload.model) if config is None else config
+    _refuse_too_long(config, workload)
+    with torch.device("meta"), compat.uninitialised():
+        model = _make(config, workload)
+        base_model(model).tie_weights()  # transformers skips this together with weight initialisation
+        stacks = _stacks(model, find_blocks(model), whole=whole)
+        modules = dict(plain_modules(base_model(model)))
+        for stack in stacks:  # adapters are slow to add, so the other blocks go first
+            container: Any = modules[stack.container]
+            kept = [container[place] for place in stack.places]
+            container._modules.clear()
+            container.extend(kept)
+        model = _prepared(model, workload, on_cpu=on_cpu)
+    return _on_fakes(model, stacks)
+
+
+def model_of_live(model: nn.Module, *, whole: bool = False) -> ShallowModel:
+    """The shallow model of a live model, plain or wrapped. Does not read weights. A plan on it must be paused.
+
+    Raises `NoBlocksError` if no blocks are found, and `HfCkptError` if the model cannot be copied without its weights,
+    or keeps weights in host memory or on a disk.
+    """
+    places = getattr(base_model(model), "hf_device_map", None) or {}
+    away = [name for name, place in places.items() if str(place) in ("cpu", "disk")]
+    if away and len(away) < len(places):
+        raise HfCkptError(
+            f"`device_map` keeps weights of {', '.join(away[:3])}{' ...' if away[3:] else ''} in host memory or on a "
+            "disk, from where they are copied for every forward. Such a training cannot be planned for. Use fewer bits "
+            '(load_in_4bit), more devices, or a smaller model, and `device_map={"": 0}`.'
+        )
+    return _on_fakes(model, _stacks(model, find_blocks(model), whole=whole))
+
+
+def _stacks(model: nn.Module, found: FoundBlocks, *, whole: bool) -> tuple[Stack, ...]:
+    """The stacks of a model with all its blocks. Blocks of one kind need the same memory and time."""
+    frozen = set(frozen_prefix(model, found))
+    names = {id(module): name for name, module in plain_modules(found.base)}
+    stacks = []
+    for stack, owner in zip(dict.fromkeys(block.stack for block in found.blocks), found.owners, strict=True):
+        blocks = tuple(block for block in found.blocks if block.stack == stack)
+        container, _, index = blocks[0].name.rpartition(".")
+        if not index.isdigit():
+            raise HfCkptError(
+                f"{found.model} cannot be planned for, because its block {blocks[0].name!r} stands in no list of "
+                "blocks. `selective`, `full` and other policies need no plan."
+            )
+        types = compat.layer_types(getattr(owner, "config", found.base.config))
+        types = types if types is not None and len(types) == len(blocks) else [None] * len(blocks)  # type: ignore[list-item]
+        kinds = [
+            (_look_of(found.modules[block.name]), layer, block.name in frozen)
+            for block, layer in zip(blocks, types, strict=True)
+        ]
+        places, like = _representatives(kinds, whole=whole)
+        chosen = tuple(types[place] for place in places)
+        stacks.append(Stack(container, names[id(owner)], blocks, places, like, chosen))
+    return tuple(stacks)
+
+
+def _look_of(block: nn.Module) -> str:
+    parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
+    return repr((parameters, [type(part).__name__ for part in block.modules()]))
+
+
+def _representatives(kinds: Sequence[object], *, whole: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Choose the blocks of the shallow model: (`Stack.places`, `Stack.like`).
+
+    The first and the last block differ from those between them, whatever their kinds. Of each kind between them there
+    are two, because what runs beside the first of two alike may differ.
+    """
+    members: dict[object, list[int]] = {}
+    for place, kind in list(enumerate(kinds))[1:-1]:
+        members.setdefault(kind, []).append(place)
+    if whole or not members:
+        return tuple(range(len(kinds))), tuple(range(len(kinds)))
+    places = [0, *(place for group in members.values() for place in group[:2]), len(kinds) - 1]
+    like = [places.index(place if place in places else members[kinds[place]][1]) for place in range(len(kinds))]
+    return tuple(places), tuple(like)
+
+
+def _on_fakes(model: nn.Module, stacks: tuple[Stack, ...]) -> ShallowModel:
+    """A copy of a model on fake tensors, with the blocks of `Stack.places` only."""
+    found = find_blocks(model)
+    fake = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    live = dict(plain_modules(found.base))
+    memo: dict[int, Any] = {}
+    blocks: dict[str, list[nn.Module]] = {}
+    for stack in stacks:
+        held: Any = live[stack.container]
+        everything = len(held) == len(stack.blocks)
+        blocks[stack.container] = [held[place] for place in stack.places] if everything else list(held)
+        memo[id(held)] = nn.ModuleList()
+    with fake, torch.no_grad():
+        for module in (found.base, *(block for group in blocks.values() for block in group)):
+            _fake_tensors(module, memo)
+        base: Any = _strip(_copied(found.base, memo, found.model))
+        for name, group in blocks.items():
+            memo[id(live[name])].extend(_strip(_copied(block, memo, found.model)) for block in group)
+    modules = dict(plain_modules(base))
+    for module in modules.values():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # caches know layers by their numbers in the real model
+    for stack in stacks:
+        config = getattr(modules[stack.owner], "config", base.config)
+        compat.set_layer_types(config, stack.types)
+        for key in depth_keys(config, stack.blocks[0].stack):
+            with contextlib.suppress(NotImplementedError):  # derived from others, such as ProphetNet's
+                config.update({key: len(stack.places)})
+    inside, buffers = [], 0
+    for stack in stacks:
+        group = blocks[stack.container]
+        inside += [_sizes(group[place].parameters()) for place in stack.like]
+        buffers += sum(_buffer_bytes(group[place].buffers()) for place in stack.like)
+    everything_in = [part for block in found.modules.values() for part in (*block.parameters(), *block.buffers())]
+    known = {id(tensor) for tensor in everything_in}
+    outside = _sizes(parameter for parameter in model.parameters() if id(parameter) not in known)
+    buffers += _buffer_bytes(buffer for buffer in model.buffers() if id(buffer) not in known)
+    return ShallowModel(fake, base, found.family, stacks, outside, tuple(inside), buffers)
+
+
+def _sizes(parameters: Iterable[nn.Parameter]) -> Tensors:
+    return tuple((tuple(p.shape), p.element_size(), p.requires_grad) for p in parameters)
+
+
+def _buffer_bytes(buffers: Iterable[torch.Tensor]) -> int:
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+def _fake_tensors(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Fill `copy.deepcopy`'s `memo` with a fake tensor for every parameter and buffer of a module."""
+    for parameter in module.parameters():
+        if id(parameter) not in memo:
+            fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+            memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    plain = (value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor))
+    for tensor in (*module.buffers(), *plain):
+        memo.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype))
+
+
+def _copied(module: nn.Module, memo: dict[int, Any], model: str) -> nn.Module:
+    """A copy with the objects in `memo` instead of the originals.
+
+    Raises `HfCkptError` if copying fails: it runs the model's own code, which may raise anything.
+    """
+    try:
+        for inner in module.modules():
+            memo.update((id(vars(inner)[name]), type(vars(inner)[name])()) for name in _HOOKS)
+        copied: nn.Module = copy.deepcopy(module, memo)
+        return copied
+    except Exception as error:
+        raise HfCkptError(
+            f"{model} cannot be planned for, because a copy of its {type(module).__name__} without weights cannot be "
+            f"made: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _strip(copied: nn.Module) -> nn.Module:
+    """Remove hooks, replaced forwards and hf_ckpt's record, so that only the classes' own behaviour is left."""
+    for module in copied.modules():
+        for name in _PUT_ON:
+            vars(module).pop(name, None)
+        for name in _HOOKS:
+            vars(module)[name] = type(vars(module)[name])()
+    return copied
+
+
+# --- a model as a workload describes it -------------------------------------------------------------------------------
+
+
+def load_config(name: str) -> Any:
+    """The config of a preset, a folder, a hub id, a `config.json`, a GGUF file, or a folder with GGUF files only.
+
+    Raises `HfCkptError` if none can be read, and `MissingDependencyError` for GGUF files without the package gguf.
+    """
+    path = presets().get(name, Path(name))
+    try:
+        if path.is_dir() and not (path / "config.json").exists():
+            path = min(path.glob("*.gguf"), default=path)
+        if path.suffix == ".gguf" and path.is_file():
+            return copy.deepcopy(_gguf_config(path, path.stat().st_mtime))
+        if path.exists() and not path.is_dir():
+            keys = read_values(path)
+            if not isinstance(keys, dict):
+                raise ValueError(f"it is no mapping of keys, but {type(keys).__name__}")
+            if not isinstance(keys.get("model_type"), str):
+                raise ValueError("it names no `model_type`")
+            return transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
+        return transformers.AutoConfig.from_pretrained(name)
+    except HfCkptError:
+        raise
+    except Exception as error:  # configs validate themselves, with errors of all kinds
+        raise no_model(name, error) from error
+
+
+@functools.lru_cache(maxsize=4)
+def _gguf_config(path: Path, changed: float) -> Any:
+    """The config in a GGUF file. Its list of tokens takes seconds to read; `changed`, its mtime, is a cache key."""
+    return compat.gguf_config(path)
+
+
+def real_model(workload: Workload) -> nn.Module:
+    """The model of a workload, with random weights and its adapters.
+
+    Raises `HfCkptError` like `model_of_workload`, and for a quantised base.
+    """
+    config = load_config(workload.model)
+    _refuse_too_long(config, workload)
+    if workload.bits is not None:
+        raise HfCkptError(f"a base in {workload.bits} bits needs real weights, which a config does not have.")
+    return _prepared(_make(config, workload), workload)
+
+
+def _make(config: Any, workload: Workload) -> nn.Module:
+    """A model of the workload's class, whose blocks are not changed yet."""
+    names = [workload.architecture] if workload.architecture else getattr(config, "architectures", None)
+    names = names if isinstance(names, (list, tuple)) else ()
+    classes = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
+    model_class: Any = next((known for known in classes if hasattr(known, "_from_config")), None)
+    if workload.architecture and model_class is None:
+        raise HfCkptError(f"transformers has no model class {workload.architecture!r}.")
+    model_class = model_class or transformers.AutoModelForCausalLM
+    # Under FSDP2, unsharded weights have their compute type.
+    dtype = DTYPES[(workload.autocast_name if workload.sharded else None) or workload.dtype]
+    attention = "sdpa" if workload.attention.startswith("flash_attention") else workload.attention  # as much is saved
+    build = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
+    config = copy.deepcopy(config)
+    for name, value in _WITHOUT_CHANCE.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    try:
+        try:
+            model: nn.Module = build(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
+        except ValueError as error:
+            if attention != "sdpa" or "attention" not in str(error):
+                raise
+            model = build(copy.deepcopy(config), dtype=dtype)  # T5 has only its own attention before transformers 5
+    except Exception as error:  # models do not validate configs: any error may follow
+        if compat.is_out_of_memory(error):
+            raise
+        made_as = f" as {workload.architecture}" if workload.architecture else ""
+        raise HfCkptError(f"{workload.model} cannot be made{made_as} from its config: {reason_of(error)}.") from error
+    return model
+
+
+def _prepared(model: nn.Module, workload: Workload, *, on_cpu: bool = False) -> nn.Module:
+    """Quantise the base of a model and add adapters, as the workload says."""
+    if workload.lora is None:
+        return model
+    if workload.bits is not None:
+        quantise(model, workload.bits, DTYPES[workload.dtype], double=workload.double_quant, on_cpu=on_cpu)
+        if workload.prepared:
+            prepare_for_kbit_training(model)
+    dropout = 0.0 if workload.trainer == "dpo" else workload.lora_dropout
+    model = add_lora(model, rank=workload.lora, targets=workload.lora_targets, lora_dropout=dropout)
+    if workload.bits is not None:
+        like_bitsandbytes(model, lambda layer: isinstance(layer, QuantisedLinear), copies=workload.bits == 4)
+        if workload.trainer is not None:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16) if parameter.requires_grad else parameter.data
+    return model
+
+
+def _refuse_too_long(config: Any, workload: Workload) -> None:
+    most = learned_positions(config)
+    if most is not None and workload.tokens > most:
+        raise HfCkptError(f"{workload.model} has positions for {most} tokens, but {workload.tokens} are asked for.")

@@ -1,0 +1,129 @@
+"""What one rank holds under FSDP2, in terms of the step of an unsharded model.
+
+`fully_shard` is applied to every block, and to the rest of the model. On a rank, the following is alive in addition to
+activations (`torch/distributed/fsdp/_fully_shard`, PyTorch 2.6 to 2.13):
+
+* always: its shards of all parameters, and of the optimizer's state;
+* while the model runs: the unsharded parameters outside the blocks, and one all-gather buffer. In the forward it is the
+  running block's, which is freed only when the next block's parameters have been gathered and copied out of their own
+  buffer; in the backward it is that of the block before, which is prefetched;
+* while a block runs, forward or backward: its unsharded parameters, in their compute type. Recomputation uses these, so
+  no plan gathers anything once more;
+* in the backward of a block: its unsharded gradients, as they are computed, and the gradients that the block after it
+  has sent to the reduce-scatter; then those that it sends itself, and its gradient shards, which are kept;
+* from the head's backward to the end: unsharded gradients of parameters outside the blocks.
+
+P, R and S are the bytes of a block's unsharded parameters, of the gradients that it sends, and of this rank's gradient
+shards; `max` is the largest of all blocks:
+
+    always             parameter shards + optimizer's state + P(outside) + max P
+    a block's forward  + 2 P for a moment, then + P + its activations
+    its backward       + P + max R + its activations + its unsharded gradients so far; at its end unsharded gradients
+                       + R, then R + S, then S
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from hf_ckpt.costs.costs import Static
+from hf_ckpt.costs.steps import Call, Part, Step
+from hf_ckpt.forecast.model import ShallowModel, Tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gathered:
+    """Bytes of parameters that are gathered together, and of their gradients, which are reduced together."""
+
+    whole: int = 0
+    """The unsharded parameters, in their compute type."""
+    cast: int = 0
+    """A copy of this rank's parameter shards in that type, while it is sent; 0 if no copy is needed."""
+    sent: int = 0
+    """The unsharded gradients."""
+    kept: int = 0
+    """This rank's gradient shards, which are kept until the optimizer's step."""
+    summed: int = 0
+    """This rank's gradient shards in the type of the reduction, temporarily; 0 if they are kept in that type."""
+
+
+class Sharding:
+    """How FSDP2 splits a model.
+
+    Args:
+        model: the unsharded model, in its compute type.
+        ranks: how many ranks share it.
+        element_bytes: bytes per element of the shards, which have the type of the weights.
+        accumulated: whether a micro-step adds to gradients of earlier ones.
+    """
+
+    def __init__(self, model: ShallowModel, ranks: int, element_bytes: int, *, accumulated: bool) -> None:
+        self.ranks, self.element_bytes, self._accumulated = ranks, element_bytes, accumulated
+        names = [block.name for stack in model.stacks for block in stack.blocks]
+        self._blocks = dict(zip(names, map(self._gathered, model.inside), strict=True))
+        self._outside = self._gathered(model.outside)
+        self._elements = sum(math.prod(shape) for shape, *_ in model.tensors)
+        self._buffer = max(block.whole for block in self._blocks.values())
+        self._above = max(0, self._outside.whole - self._buffer)
+        """By how many bytes the buffer is larger while it gathers the parameters outside the blocks."""
+        self._sent = max(block.sent for block in self._blocks.values())
+
+    def _gathered(self, tensors: Tensors) -> _Gathered:
+        rows = [(0, 0, 0, 0, 0)]
+        for shape, size, trained in tensors:
+            part = -(-math.prod(shape) // self.ranks)
+            whole, cast = part * self.ranks * size, part * size if size != self.element_bytes else 0
+            rows.append((whole, cast, *((whole, part * self.element_bytes, cast) if trained else (0, 0, 0))))
+        return _Gathered(*map(sum, zip(*rows, strict=True)))
+
+    def static(self, static: Static) -> Static:
+        """What is alive on a rank at every moment, from that of the unsharded model whose optimizer has all shards."""
+        return dataclasses.replace(
+            static,
+            parameters=-(-self._elements // self.ranks) * self.element_bytes,
+            optimizer=-(-static.optimizer // self.ranks),
+            gradients=self._outside.kept + sum(block.kept for block in self._blocks.values()),
+            gathered=self._outside.whole + self._buffer,
+        )
+
+    def step(self, step: Step) -> Step:
+        """The step on a rank, from that of the unsharded model."""
+        above, first = self._above, self._blocks[step.names[0][0]].whole
+        before = step.before
+        peak = max(above + self._outside.cast, before.peak + above, before.net + above + 2 * first)
+        calls = [self._call(call) for call in step.calls]
+        trained = next(place for place, call in enumerate(calls) if call.backward is not None)
+        calls[trained] = self._with_embedding(calls[trained])
+        return dataclasses.replace(step, before=Part(peak, before.net), calls=tuple(calls))
+
+    def head(self, backward: Part) -> Part:
+        """The head's backward, before which parameters outside the blocks are gathered again if they were freed."""
+        return Part(max(self._above + self._outside.cast, backward.peak), backward.net)
+
+    def _call(self, call: Call) -> Call:
+        block = self._blocks[call.name[0]]
+        forward = Part(max(2 * block.whole, call.forward.peak + block.whole), call.forward.net)
+        return dataclasses.replace(call, forward=forward, backward=self._backward(call.backward, block))
+
+    def _backward(self, part: Part | None, block: _Gathered) -> Part | None:
+        if part is None:
+            return None
+        gradients = 0 if self._accumulated else block.sent
+        left = part.net - gradients
+        kept = 0 if self._accumulated else block.kept
+        peak = max(
+            block.whole + self._sent + block.cast,
+            part.peak + block.whole + self._sent + (block.sent if self._accumulated else 0),
+            left + 2 * block.sent,
+            left + block.sent + block.kept + block.summed,
+        )
+        return Part(peak, left + kept)
+
+    def _with_embedding(self, call: Call) -> Call:
+        """The first trained block's backward, after which the gradients outside the blocks are reduced."""
+        part, outside = call.backward, self._outside
+        assert part is not None
+        left = part.net
+        peak = max(part.peak, left + 2 * outside.sent, left + outside.sent + outside.kept + outside.summed)
+        return dataclasses.replace(call, backward=Part(peak, left))

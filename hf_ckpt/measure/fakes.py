@@ -1,0 +1,176 @@
+"""The meter for steps on fake tensors: it counts live bytes, and adds up the time that a device would need."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from hf_ckpt import compat
+from hf_ckpt.measure.live import Holder, LiveBytes
+
+Price = Callable[[int, int, int], int]
+"""(floating-point operations, bytes read and written, bytes of an element) -> nanoseconds."""
+
+
+class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
+    """The `levels.Meter` of a step on fake tensors. It also answers operations that ask for values.
+
+    Args:
+        price: the time of an operation on the device.
+        holders: what holds tensors that are already alive; see `LiveBytes`.
+        padded: whether an attention mask masks anything. A boolean value is taken to mean "nothing is masked".
+        casts: whether a tensor equals the tensor that it was cast from, which the rebuild engine asks on a CPU.
+    """
+
+    counts = True
+
+    def __init__(self, price: Price, *holders: Holder, padded: bool, casts: bool) -> None:
+        self.part: Any = None
+        """The part of the step that runs now; None outside the parts whose allocations are followed."""
+        super().__init__(*holders)
+        self._price, self._padded, self._casts = price, padded, casts
+        self._sources: dict[int, int] = {}
+        """Storage of a cast tensor -> storage of the tensor that it was cast from, as addresses."""
+        self._nanoseconds = 0
+        self._times = 1
+        """How often a real step runs the current operations; 0 for operations that take no time of their own."""
+        self.next_part: Any = None
+        """The part that begins with the next operation, if any."""
+        self.freed: collections.Counter[tuple[Any, Any]] = collections.Counter()
+        """(part that allocated memory, part in which it was freed) -> bytes."""
+        self._parts: dict[int, Any] = {}
+        """Address of a storage -> the part that allocated it."""
+
+    def read(self) -> tuple[int, int]:
+        """Return (bytes alive, most bytes alive since the last call)."""
+        current, peak = self.current_bytes, self.peak_bytes
+        self.peak_bytes = current
+        return current, peak
+
+    def stamp(self) -> Any:
+        """Return the nanoseconds so far."""
+        return self._nanoseconds
+
+    def between(self, first: Any, last: Any) -> int:
+        """Return the nanoseconds between two stamps."""
+        return int(last - first)
+
+    def start(self) -> None:
+        """Nothing: it measures inside a `with` block."""
+
+    def stop(self) -> None:
+        """Nothing: it measures inside a `with` block."""
+
+    @contextlib.contextmanager
+    def one_for_many(self, times: int) -> Iterator[None]:
+        """Count the time of this context `times` times; as many bytes must be alive after it as before it."""
+        self._times = times
+        try:
+            yield
+        finally:
+            self._times = 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.next_part is not None:
+            self.part, self.next_part = self.next_part, None
+        if func is torch.ops.prim.device.default and compat.is_fake(args[0]):
+            return args[0].fake_device  # asked about as often as anything is computed
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return not self._padded
+        if func is torch.ops.aten.equal.default:
+            return self._casts and self._source(args[0]) == self._source(args[1])
+        kwargs = kwargs or {}
+        result = compat.run_on_fakes(func, args, kwargs)
+        if func is torch.ops.aten._to_copy.default and self._casts:
+            storage = result.untyped_storage()
+            self._sources[storage._cdata] = self._source(args[0])
+            weakref.finalize(storage, self._sources.pop, storage._cdata, None).atexit = False
+        made = list(_tensors(result))
+        new = [self._count(value) for value in made]
+        if any(new) or func._schema.is_mutable:
+            self._nanoseconds += self._time_of(func, args, kwargs, result, made) * self._times
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> bool:
+        new = super()._count(tensor)
+        if new and self.part is not None:
+            self._parts[tensor.untyped_storage()._cdata] = self.part
+        return new
+
+    def _freed(self, key: int, size: int) -> None:
+        super()._freed(key, size)
+        part = self._parts.pop(key, None)
+        if part is not None and self.part is not None:
+            self.freed[part, self.part] += size
+
+    def allocated_by(self, tensor: torch.Tensor, part: Any) -> None:
+        """Count the memory of a tensor, if it was allocated in some part, as allocated by another part."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._parts:
+            self._parts[key] = part
+
+    def _source(self, tensor: torch.Tensor) -> int:
+        key: int = tensor.untyped_storage()._cdata
+        return self._sources.get(key, key)
+
+    def _time_of(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> int:
+        read = _tensors((args, tuple(kwargs.values())))
+        moved = sum(value.nbytes for value in {id(value): value for value in (*read, *made)}.values())
+        count = flop_registry.get(func._overloadpacket, _MORE_FLOPS.get(func))
+        flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+        floating = [value for value in made if value.is_floating_point()]
+        size = max(floating, key=torch.Tensor.numel).element_size() if floating else 2  # statistics may be float32
+        return self._price(flops, moved, size)
+
+
+FakeMeter.__torch_dispatch__ = inspect.unwrap(FakeMeter.__torch_dispatch__)  # type: ignore[method-assign]
+"""Without torch's wrapper for dynamo, which does not run on fake tensors: it costs a tenth of the time."""
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or results of an operation, which nest them in tuples and lists only."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """Operations of an attention kernel: two products with scores of [batch, heads, queries, keys].
+
+    Shapes of its arguments are [batch, heads, tokens, size of a head].
+    """
+    batch, heads, queries, size = query.shape
+    return int(2 * batch * heads * queries * key.shape[2] * (size + value.shape[3]))
+
+
+def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """Operations of its backward, five products: the scores, and the gradients of values, weights, queries and keys."""
+    batch, heads, queries, size = query.shape
+    return int(2 * batch * heads * queries * key.shape[2] * (3 * size + 2 * value.shape[3]))
+
+
+def _grouped_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
+    """Operations of grouped matrix products, where each row, or each column, is multiplied once.
+
+    Shapes of the factors are those of `torch._grouped_mm`: [rows, k] or [groups, m, k], and [k, n] or [groups, k, n].
+    """
+    return int(2 * a.numel() * b.shape[-1] if a.dim() == 2 else 2 * b.numel() * a.shape[-2])
+
+
+_MORE_FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward_flops,
+    torch.ops.aten._int_mm.default: lambda a, b, *args, **kwargs: int(2 * a.shape[0] * a.shape[1] * b.shape[1]),
+}
+if hasattr(torch.ops.aten, "_grouped_mm"):
+    _MORE_FLOPS[torch.ops.aten._grouped_mm.default] = _grouped_flops
+"""Operations that torch's `flop_registry` does not count."""

@@ -1,0 +1,317 @@
+"""Shallow models on fake tensors: they describe the model of a config, or a live one, and change nothing of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from helpers.steps import assert_same, enable, step
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import hf_ckpt
+from hf_ckpt.attach.record import installation
+from hf_ckpt.compat.peft import add_lora
+from hf_ckpt.errors import HfCkptError, MissingDependencyError
+from hf_ckpt.forecast import presets as presets_module
+from hf_ckpt.forecast.batches import micro_step
+from hf_ckpt.forecast.devices import DEVICES
+from hf_ckpt.forecast.model import load_config, model_of_live, model_of_workload, nbytes, trainable
+from hf_ckpt.forecast.presets import presets
+from hf_ckpt.forecast.question import Workload
+from hf_ckpt.forecast.run import costs_of_model
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.spec.actions import KEEP
+
+pytestmark = pytest.mark.compat
+ROOT = Path(__file__).parents[2]
+PRESETS = {
+    "bert-base": (109.5, [12]),
+    "bert-large": (335.2, [24]),
+    "gpt2": (124.4, [12]),
+    "gpt2-medium": (354.8, [24]),
+    "gpt2-large": (774.0, [36]),
+    "gpt2-xl": (1557.6, [48]),
+    "llama-2-7b": (6738.4, [32]),
+    "llama-3.2-1b": (1235.8, [16]),
+    "mistral-7b": (7241.7, [32]),
+    "mixtral-8x7b": (46702.8, [32]),
+    "qwen2.5-7b": (7615.6, [28]),
+    "qwen3-8b": (8190.7, [36]),
+    "llama-3.1-8b": (8030.3, [32]),
+    "llama-3.1-70b": (70553.7, [80]),
+    "t5-small": (60.5, [6, 6]),
+    "t5-base": (222.9, [12, 12]),
+    "t5-large": (737.7, [24, 24]),
+    "t5-3b": (2851.6, [24, 24]),
+    # By their formulas, at hidden size 512.
+    "mini-llama": (2 * 0.524 + 8 * 3.163, [8]),
+    "mini-gpt2": (0.524 + 2.097 + 8 * 3.152, [8]),
+    "mini-bert": (0.524 + 2.097 + 8 * 3.153 + 0.263, [8]),
+    "mini-t5": (0.524 + 4 * (3.147 + 4.196), [4, 4]),
+}
+"""Name -> (millions of parameters, blocks per stack)."""
+
+
+def elements(tensors):
+    return sum(math.prod(shape) for shape, *_ in tensors)
+
+
+# --- configs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_their_known_sizes(name):
+    model, (millions, depths) = model_of_workload(Workload(name)), PRESETS[name]
+    assert [model.name] == load_config(name).architectures
+    assert elements(model.tensors) == pytest.approx(millions * 1e6, rel=0.01)
+    assert nbytes(model.tensors) == 2 * elements(model.tensors)  # bfloat16
+    assert [len(stack.blocks) for stack in model.stacks] == depths
+    assert all(isinstance(parameter.data, FakeTensor) for parameter in model.base.parameters())
+    assert len(find_blocks(model.base).blocks) == 4 * len(depths)
+
+
+def test_presets_are_packed_where_they_are_looked_for():
+    tomllib = pytest.importorskip("tomllib")
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    packed, beside = (folder.relative_to(ROOT).as_posix() for folder in presets_module._PRESETS)
+    assert wheel["force-include"] == {beside: packed}
+    assert sorted(presets()) == sorted(PRESETS) == sorted(path.stem for path in (ROOT / beside).glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "count"),
+    [("llama-3.1-8b", 16, 41_943_040), ("llama-3.1-8b", 8, 20_971_520), ("llama-2-7b", 16, 39_976_960)],
+)
+def test_adapters_have_as_many_parameters_as_peft_prints(name, rank, count):
+    adapted = model_of_workload(Workload(name, lora=rank))
+    assert elements(trainable(adapted.tensors)) == count
+    assert elements(adapted.tensors) - count == elements(model_of_workload(Workload(name)).tensors)
+    assert not trainable(adapted.outside)
+
+
+class LargestReal(TorchDispatchMode):
+    """Records the size of the largest real tensor."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.device.type != "meta":
+                self.nbytes = max(self.nbytes, value.untyped_storage().nbytes())
+        return result
+
+
+def test_a_model_of_70_billion_parameters_needs_no_memory():
+    with LargestReal() as largest:
+        model_of_workload(Workload("llama-3.1-70b"))
+    assert largest.nbytes <= 2**20
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": null}', '{"model_type": "no such type"}', "\x00"])
+def test_files_that_are_no_configs_are_refused_by_name(text, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    for name in (str(path), str(tmp_path / "empty"), "no such model!", ""):
+        with pytest.raises(HfCkptError, match=r"cannot read a model's config from") as raised:
+            load_config(name)
+        assert ", ".join(presets()) in str(raised.value)
+
+
+def test_a_gguf_file_without_its_package_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="gguf"):
+        load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"architecture": "BertTokenizer"}, "no model class 'BertTokenizer'"),
+        ({"tokens": 1025}, "gpt2 has positions for 1024 tokens, but 1025 are asked for"),
+        ({"lora": 4, "lora_targets": ("q_proj",)}, "PEFT puts no adapters on"),
+    ],
+)
+def test_what_a_config_cannot_do_is_refused(fields, said):
+    with pytest.raises(HfCkptError, match=said):
+        model_of_workload(Workload("gpt2", **fields))
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+TASKS = [
+    ("llama", None, {"labels": (3, 16)}),
+    ("llama", "LlamaForSequenceClassification", {"labels": (3,)}),
+    ("llama", "LlamaModel", {}),
+    ("gpt2", "GPT2ForTokenClassification", {"labels": (3, 16)}),
+    ("bert", "BertForMaskedLM", {"labels": (3, 16)}),
+    ("bert", "BertForMultipleChoice", {"input_ids": (3, 1, 16), "attention_mask": (3, 1, 16), "labels": (3,)}),
+    ("bert", "BertForNextSentencePrediction", {"labels": (3,)}),
+    ("bert", "BertForQuestionAnswering", {}),
+    ("t5", None, {"labels": (3, 5)}),
+    ("t5", "T5Model", {"decoder_input_ids": (3, 5)}),
+    ("t5", "T5EncoderModel", {}),
+]
+
+
+@pytest.mark.parametrize(("family", "architecture", "shapes"), TASKS)
+def test_every_task_gets_its_batch_and_runs(family, architecture, shapes, tmp_path):
+    config = tiny_model(family, layers=3).config
+    config.architectures = [architecture or type(tiny_model(family)).__name__]
+    config.to_json_file(tmp_path / "config.json", use_diff=False)
+    workload = Workload(str(tmp_path / "config.json"), batch=3, tokens=16, target_tokens=5)
+    model = model_of_workload(workload)
+    batch = micro_step(workload, model.base)
+    expected = {"input_ids": (3, 16), "attention_mask": (3, 16), **shapes}
+    assert {name: tuple(value.shape) for name, value in batch.batch.items()} == expected
+    assert (batch.loss is None) == ("labels" in expected)
+    costs = costs_of_model(model, batch, DEVICES["cpu"])
+    assert costs.model == config.architectures[0]
+    assert costs.tokens == 48
+
+
+# --- live models ------------------------------------------------------------------------------------------------------
+
+
+def model_of(family, lora, **options):
+    model = tiny_model(family, layers=5, **options)
+    return add_lora(model, rank=4).train() if lora else model
+
+
+@pytest.mark.parametrize("lora", [None, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_and_its_model_are_the_same(family, lora, tmp_path):
+    model = model_of(family, lora)
+    base = find_blocks(model).base
+    base.config.architectures = [type(base).__name__]
+    base.config.to_json_file(tmp_path / "config.json", use_diff=False)
+    by_config = model_of_workload(Workload(str(tmp_path / "config.json"), dtype="float32", lora=lora))
+    live = model_of_live(model)
+    sizes = [(tuple(p.shape), p.element_size(), p.requires_grad) for p in model.parameters()]
+    for shallow in (by_config, live):
+        assert sorted(shallow.tensors) == sorted(sizes)
+        assert shallow.buffer_bytes == sum(buffer.nbytes for buffer in model.buffers())
+        assert tuple(block for stack in shallow.stacks for block in stack.blocks) == find_blocks(model).blocks
+        assert shallow.stacks == by_config.stacks
+
+
+def kinds_of(model):
+    """For each block of the real model, which block of the shallow one stands for it."""
+    (stack,) = model_of_live(model).stacks
+    return [stack.places[position] for position in stack.like]
+
+
+GEMMA = {"num_hidden_layers": 9, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def test_blocks_stand_for_blocks_of_their_kind():
+    model = tiny_model("llama", layers=9)
+    assert kinds_of(model) == [0, 1, 2, 2, 2, 2, 2, 2, 8]
+    layers = model.model.layers
+    layers[3].mlp.up_proj.weight.requires_grad_(False)
+    layers[4].to(torch.bfloat16)
+    layers[5].mlp.up_proj = nn.Linear(32, 96)
+    layers[6].mlp.act_fn = nn.Tanh()
+    assert kinds_of(model) == [0, 1, 2, 3, 4, 5, 6, 2, 8]
+    config = transformers.Gemma2Config(vocab_size=64, intermediate_size=64, sliding_window=8, **GEMMA)
+    assert kinds_of(transformers.Gemma2ForCausalLM(config)) == [0, 1, 2, 3, 4, 3, 4, 3, 8]
+    adapters = LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[2, 4])
+    # Blocks below the first adapter are frozen; those above it are not, because the backward passes through them.
+    assert kinds_of(get_peft_model(tiny_model("llama", layers=7), adapters)) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def everything_about(model):
+    """What a forecast must not change, in comparable form."""
+    return {
+        "tensors": {name: (id(value), value.sum().item()) for name, value in model.named_parameters()},
+        "gradients": {name: p.grad is not None and p.grad.sum().item() for name, p in model.named_parameters()},
+        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "hooks": {name: len(module._forward_hooks) for name, module in model.named_modules()},
+        "training": {name: module.training for name, module in model.named_modules()},
+        "config": model.config.to_dict(),
+        "random": torch.get_rng_state().tolist(),
+        "described": hf_ckpt.describe(model),
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forecast_changes_nothing_of_a_live_model(family):
+    model, calls = tiny_model(family, layers=3, dropout=0.1), []
+    hf_ckpt.install(model, {"policy": "selective", "rules": [{"layers": "1", "policy": "full"}]})
+    enable(model)
+    expected = step(model, tiny_batch(family))
+    for module in find_blocks(model).modules.values():
+        module.register_forward_hook(lambda *_: calls.append("forward"))
+    before = everything_about(model)
+    hf_ckpt.predict(model, tiny_batch(family), device="h100")
+    assert everything_about(model) == before
+    assert not calls
+    assert installation(model).enabled
+    assert_same(expected, step(model, tiny_batch(family)))
+
+
+class ReadsItsLogits(transformers.LlamaForCausalLM):
+    """Reads a value, which fake tensors do not have."""
+
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        if float(outputs.logits.detach().sum()) > 1e9:
+            raise ValueError("too large")
+        return outputs
+
+
+def locked():
+    model = tiny_model("llama", layers=2)
+    model.model.layers[0].mlp.lock = threading.Lock()
+    return model
+
+
+def mapped():
+    model = tiny_model("llama", layers=2)
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (locked, r"LlamaForCausalLM cannot be planned for, .*TypeError.*lock"),
+        (mapped, r"`device_map` keeps weights of model\.layers\.1"),
+        (lambda: ReadsItsLogits(tiny_model("llama").config), "how large its tensors are depends on their values"),
+    ],
+)
+def test_live_models_that_cannot_be_planned_for(make, said):
+    with pytest.raises(HfCkptError, match=said):
+        hf_ckpt.predict(make(), tokens=16, device="h100")
+
+
+# --- accelerators -----------------------------------------------------------------------------------------------------
+
+
+def kept_by_a_block(device, **fields):
+    workload = Workload("gpt2", batch=2, **fields)  # with dropout of 0.1
+    model = model_of_workload(workload)
+    costs = costs_of_model(model, micro_step(workload, model.base), DEVICES[device])
+    (stack,) = costs.stacks
+    return stack.inner[0, costs.actions.index(KEEP)].forward.net
+
+
+def test_attention_with_dropout_keeps_no_weights_on_an_accelerator():
+    """What a block keeps grows with the tokens; on a CPU also with their square, by the weights of attention."""
+    bends = {}
+    for device in ("h100", "cpu"):
+        less, middle, most = (kept_by_a_block(device, tokens=tokens) for tokens in (32, 64, 96))
+        bends[device] = most - 2 * middle + less
+    assert bends["h100"] == 0
+    assert bends["cpu"] > 2 * 12 * 2 * 32**2 * 2  # two sequences, twelve heads, in bfloat16

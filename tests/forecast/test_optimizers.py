@@ -1,0 +1,55 @@
+"""The rows of `optimizers.csv` against real optimizers."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from transformers.optimization import Adafactor
+
+from hf_ckpt.forecast.optimizers import OPTIMIZERS, optimizer_bytes
+from hf_ckpt.measure.live import LiveBytes, state_bytes
+
+SHAPES = [(300, 200), (300, 200), (64, 8, 8), (500,)]
+REAL = {
+    "adamw": lambda parameters, **how: torch.optim.AdamW(parameters, fused=True),
+    "adamw_torch": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "momentum": lambda parameters, **how: torch.optim.SGD(parameters, momentum=0.9, **how),
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "adafactor": lambda parameters, **how: Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["one after the other", "all at once"])
+@pytest.mark.parametrize("name", REAL)
+def test_state_and_step_are_those_of_real_optimizers(name, on_cpu, dtype):
+    parameters = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
+    optimizer = REAL[name](parameters, foreach=not on_cpu)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        held = {"parameters": parameters, "gradients": [parameter.grad for parameter in parameters]}
+        with LiveBytes(optimizer, held) as live:
+            optimizer.step()
+    needed = optimizer_bytes([(shape, dtype.itemsize, True) for shape in SHAPES], name, on_cpu=on_cpu)
+    scalars = 4 * 3 * len(SHAPES)  # numbers of steps, and what is computed from them
+    assert state_bytes(optimizer, {"cpu"}) == pytest.approx(needed.state, abs=scalars)
+    assert live.peak_bytes - live.start_bytes == pytest.approx(needed.step, abs=scalars + 0.05 * needed.step)
+
+
+def test_8_bit_state_has_scales_and_small_parameters_have_none():
+    large, small = math.prod((64, 128)), math.prod((32, 64))
+    state = optimizer_bytes([((64, 128), 4, True), ((32, 64), 4, True), ((9, 9), 4, False)], "lion_8bit", on_cpu=True)
+    assert state.state == large + 4 * large // 256 + 4 * small
+
+
+def test_every_row_is_complete():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sizes = {name: optimizer_bytes([((64, 128), 2, True)], name, on_cpu=False) for name in OPTIMIZERS}
+    assert {name for name, needed in sizes.items() if not needed.state} == {"sgd"}
