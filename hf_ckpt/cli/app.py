@@ -7,19 +7,16 @@ import dataclasses
 import os
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_ckpt.cli.arguments import importing, positive, quiet_libraries
 from hf_ckpt.errors import HfCkptError, MissingDependencyError, shown
-from hf_ckpt.forecast.answer import HEADS
+from hf_ckpt.forecast.answer import HEADS, Forecast
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.forecast.presets import presets, refuse_missing_model
 from hf_ckpt.forecast.question import FIELDS, Question, about, command_of, question
 from hf_ckpt.forecast.report import budgets_of, figure_of, import_plotly
 from hf_ckpt.units import GIB
-
-if TYPE_CHECKING:
-    from hf_ckpt.forecast.answer import Forecast
 
 ASKED = {name: about(field) for name, field in FIELDS.items() if about(field).label}
 """The fields of a `Question` that are on the page."""
@@ -77,7 +74,7 @@ def _refuse_model(name: str, paths: bool) -> None:
 def question_of(*values: Any, paths: bool = True) -> Question:
     """Return the question for the values of the fields of `ASKED`. Empty fields get their defaults.
 
-    Raises `HfCkptError` with the message of the command line for invalid values, and for a path without `paths`.
+    Raises `HfCkptError` for invalid values, and for a path without `paths`.
     """
     fields: dict[str, Any] = {"frontier": True}
     for (name, known), value in zip(ASKED.items(), values, strict=True):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_ckpt.cli.arguments import add_options, asked_of, importing, quiet_libraries
 from hf_ckpt.console import make_console, progress
@@ -19,9 +20,6 @@ from hf_ckpt.forecast.report import SUFFIXES as REPORTS
 from hf_ckpt.forecast.report import import_plotly, save_report
 from hf_ckpt.spec.files import refuse_unwritable
 from hf_ckpt.spec.plan import SUFFIXES
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def add(verbs: Any) -> None:
@@ -58,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         import_plotly("a report in HTML")
     console = make_console(stderr=arguments.json)
+    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     whole = dataclasses.replace(asked, frontier=asked.frontier or arguments.html is not None)
     with progress(f"{asked.model}: loading torch and transformers") as tell:
         with importing(to_plan=True):
@@ -75,17 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
         forecast.plan.save(arguments.out)
         spec = json.dumps({"plan": str(arguments.out)})
         flags = f"--activation_checkpointing --activation_checkpointing_kwargs {shlex.quote(spec)}"
-        _say(console, f"wrote the plan to {arguments.out}; train with it by either of")
-        _say(console, f"  in Python:           hf_ckpt.install(model, {spec})")
-        _say(console, f"  without a change:    python -m hf_ckpt train.py {flags}")
+        say(f"wrote the plan to {arguments.out}; train with it by either of")
+        say(f"  in Python:           hf_ckpt.install(model, {spec})")
+        say(f"  without a change:    python -m hf_ckpt train.py {flags}")
     if arguments.html is not None:
         save_report(forecast, arguments.html)
-        _say(console, f"wrote a report with a slider for the budget to {arguments.html}")
+        say(f"wrote a report with a slider for the budget to {arguments.html}")
     return 0 if forecast.fits else 2
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _read_config(arguments: argparse.Namespace) -> tuple[Question, str]:

@@ -63,17 +63,17 @@ def test_a_forecast_has_the_question_the_plan_and_other_budgets():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["config", "file"])
-def test_a_preset_its_config_and_its_file_are_one_model(way):
+@pytest.mark.parametrize("way", ["config", "file", "command"])
+def test_a_preset_its_config_its_file_and_the_command_have_one_answer(way, capsys):
+    expected = json.loads(json.dumps(answer(of_mini()[0])))
+    if way == "command":
+        words = "plan mini-llama --batch 4 --seq 256 --device a10 --budget 320MiB --json"
+        assert main(words.split()) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found == json.loads(json.dumps(of_mini()[0].to_dict()))
+        return
     model = load_config("mini-llama") if way == "config" else presets()["mini-llama"]
-    assert answer(hf_ckpt.predict(model, **MINI)) == answer(of_mini()[0])
-
-
-@pytest.mark.long
-def test_the_command_prints_the_same(capsys):
-    words = ["--batch", "4", "--seq", "256", "--device", "a10", "--budget", "320MiB", "--json"]
-    assert main(["plan", "mini-llama", *words]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(of_mini()[0].to_dict()))
+    assert json.loads(json.dumps(answer(hf_ckpt.predict(model, **MINI)))) == expected
 
 
 @pytest.mark.slow
