@@ -219,7 +219,7 @@ def test_plans_are_those_of_a_run(settings, tmp_path):
         assert row["first_difference"] is None, row["plan"]
         assert row["allocated_bytes"] <= 1.02 * row["budget_bytes"]
         assert row["allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.055)  # a tiny model
-    assert len({row["allocated_bytes"] for row in rows.values()}) > 2
+    assert len({row["allocated_bytes"] for row in rows.values()}) > 1
 
 
 def test_figures_are_written_as_they_come_and_are_not_measured_again(tmp_path):
