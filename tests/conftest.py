@@ -21,8 +21,8 @@ from hf_ckpt.engines.rebuild import tape
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.measure.levels import CountedLevels
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # several workers share the cores
-    torch.set_num_threads(1)
+torch.set_num_threads(1)  # several workers share the cores, and threads that wait for a core spin
+if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("COLUMNS", None)  # set by readline in the parent process
 # Every run tries the same examples; a new failing example becomes a named test.
 settings.register_profile("hf_ckpt", deadline=None, derandomize=True)

@@ -41,6 +41,8 @@ class MicroStep:
     reference: str | None = None
     """How the loss gets its reference: `adapters-off` and `model` run a pass without gradients after the forward;
     `precomputed` and None run no such pass."""
+    sharded: bool = False
+    """Whether blocks run as under FSDP2."""
 
     @property
     def shapes(self) -> tuple[object, ...]:
@@ -49,7 +51,8 @@ class MicroStep:
             (name, (value.shape, value.dtype) if isinstance(value, torch.Tensor) else repr(value))
             for name, value in self.batch.items()
         )
-        return batch, self.padded, self.autocast, self.accumulation > 1, self.loss, self.forward, self.reference
+        runs = self.loss, self.forward, self.reference, self.sharded
+        return batch, self.padded, self.autocast, self.accumulation > 1, *runs
 
     @property
     def tokens(self) -> int:
@@ -86,6 +89,7 @@ def micro_step(workload: Workload, model: nn.Module) -> MicroStep:
         optimizer=workload.optimizer,
         loss=None if own_loss else _mean_square,
         reference=workload.reference_name,
+        sharded=workload.sharded,
     )
     if workload.trainer is None:
         return step

@@ -186,9 +186,10 @@ def _stacks(model: nn.Module, found: FoundBlocks, *, whole: bool) -> tuple[Stack
             )
         types = compat.layer_types(getattr(owner, "config", found.base.config))
         types = types if types is not None and len(types) == len(blocks) else [None] * len(blocks)  # type: ignore[list-item]
+        modules = [found.modules[block.name] for block in blocks]
         kinds = [
-            (_look_of(found.modules[block.name]), layer, block.name in frozen)
-            for block, layer in zip(blocks, types, strict=True)
+            (_look_of(module), layer, block.name in frozen, block.index if _has_strides(module) else None)
+            for block, layer, module in zip(blocks, types, modules, strict=True)
         ]
         places, like = _representatives(kinds, whole=whole)
         chosen = tuple(types[place] for place in places)
@@ -199,6 +200,11 @@ def _stacks(model: nn.Module, found: FoundBlocks, *, whole: bool) -> tuple[Stack
 def _look_of(block: nn.Module) -> str:
     parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
     return repr((parameters, [type(part).__name__ for part in block.modules()]))
+
+
+def _has_strides(block: nn.Module) -> bool:
+    """Whether what follows a block is smaller than its input, so that the next block like it needs less."""
+    return any(max(module.stride) > 1 for module in block.modules() if isinstance(module, (nn.Conv1d, nn.Conv2d)))
 
 
 def _representatives(kinds: Sequence[object], *, whole: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -26,6 +26,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
 
 from hf_ckpt.costs.costs import Static
 from hf_ckpt.costs.steps import Call, Part, Step
@@ -127,3 +133,28 @@ class Sharding:
         left = part.net
         peak = max(part.peak, left + 2 * outside.sent, left + outside.sent + outside.kept + outside.summed)
         return dataclasses.replace(call, backward=Part(peak, left))
+
+
+class _Passed(torch.autograd.Function):
+    """Returns its input, like the function by which FSDP2 learns of the end of a block's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def pass_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A forward pre-hook of blocks, which makes them run as under FSDP2: it hides how their inputs came about.
+
+    `selective` would otherwise rebuild the first block's input from the embedding.
+    """
+
+    def passed(value: Any) -> Any:
+        has_graph = isinstance(value, torch.Tensor) and value.requires_grad
+        return _Passed.apply(value) if has_graph else value  # type: ignore[no-untyped-call]
+
+    return tree_map(passed, (args, dict(kwargs)))

@@ -31,7 +31,7 @@ from hf_ckpt.forecast.batches import MicroStep
 from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.model import ShallowModel, nbytes, trainable
 from hf_ckpt.forecast.optimizers import optimizer_bytes
-from hf_ckpt.forecast.ranks import Sharding
+from hf_ckpt.forecast.ranks import Sharding, pass_inputs
 from hf_ckpt.measure.fakes import FakeMeter
 from hf_ckpt.measure.levels import Levels
 from hf_ckpt.models.blocks import find_blocks
@@ -252,6 +252,8 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], step: MicroStep, de
 
     firsts = [module for name, module in modules.items() if positions[name][1] == "0"]
     handles = [module.register_forward_pre_hook(note_input, with_kwargs=True) for module in firsts]
+    if step.sharded:
+        handles += [module.register_forward_pre_hook(pass_inputs, with_kwargs=True) for module in modules.values()]
     boundaries = Boundaries(modules, mark)
     in_reference: collections.Counter[_Place] = collections.Counter()
     try:

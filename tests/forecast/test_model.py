@@ -14,8 +14,6 @@ from helpers.steps import assert_same, enable, step
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
@@ -28,6 +26,7 @@ from hf_ckpt.forecast.model import load_config, model_of_live, model_of_workload
 from hf_ckpt.forecast.presets import presets
 from hf_ckpt.forecast.question import Workload
 from hf_ckpt.forecast.run import costs_of_model
+from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.spec.actions import KEEP
@@ -35,29 +34,13 @@ from hf_ckpt.spec.actions import KEEP
 pytestmark = pytest.mark.compat
 ROOT = Path(__file__).parents[2]
 PRESETS = {
-    "bert-base": (109.5, [12]),
     "bert-large": (335.2, [24]),
-    "gpt2": (124.4, [12]),
-    "gpt2-medium": (354.8, [24]),
-    "gpt2-large": (774.0, [36]),
     "gpt2-xl": (1557.6, [48]),
-    "llama-2-7b": (6738.4, [32]),
-    "llama-3.2-1b": (1235.8, [16]),
-    "mistral-7b": (7241.7, [32]),
-    "mixtral-8x7b": (46702.8, [32]),
-    "qwen2.5-7b": (7615.6, [28]),
-    "qwen3-8b": (8190.7, [36]),
-    "llama-3.1-8b": (8030.3, [32]),
     "llama-3.1-70b": (70553.7, [80]),
-    "t5-small": (60.5, [6, 6]),
-    "t5-base": (222.9, [12, 12]),
-    "t5-large": (737.7, [24, 24]),
+    "mixtral-8x7b": (46702.8, [32]),
+    "qwen3-8b": (8190.7, [36]),
     "t5-3b": (2851.6, [24, 24]),
-    # By their formulas, at hidden size 512.
-    "mini-llama": (2 * 0.524 + 8 * 3.163, [8]),
-    "mini-gpt2": (0.524 + 2.097 + 8 * 3.152, [8]),
-    "mini-bert": (0.524 + 2.097 + 8 * 3.153 + 0.263, [8]),
-    "mini-t5": (0.524 + 4 * (3.147 + 4.196), [4, 4]),
+    "mini-llama": (2 * 0.524 + 8 * 3.163, [8]),  # by its formula, at hidden size 512
 }
 """Name -> (millions of parameters, blocks per stack)."""
 
@@ -85,7 +68,8 @@ def test_presets_are_packed_where_they_are_looked_for():
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     packed, beside = (folder.relative_to(ROOT).as_posix() for folder in presets_module._PRESETS)
     assert wheel["force-include"] == {beside: packed}
-    assert sorted(presets()) == sorted(PRESETS) == sorted(path.stem for path in (ROOT / beside).glob("*.json"))
+    assert sorted(presets()) == sorted(path.stem for path in (ROOT / beside).glob("*.json"))
+    assert PRESETS.keys() <= presets().keys()
 
 
 @pytest.mark.parametrize(
@@ -99,23 +83,10 @@ def test_adapters_have_as_many_parameters_as_peft_prints(name, rank, count):
     assert not trainable(adapted.outside)
 
 
-class LargestReal(TorchDispatchMode):
-    """Records the size of the largest real tensor."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.device.type != "meta":
-                self.nbytes = max(self.nbytes, value.untyped_storage().nbytes())
-        return result
-
-
 def test_a_model_of_70_billion_parameters_needs_no_memory():
-    with LargestReal() as largest:
+    with LiveBytes(device="cpu") as live:
         model_of_workload(Workload("llama-3.1-70b"))
-    assert largest.nbytes <= 2**20
+    assert live.peak_bytes <= 2**20
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": null}', '{"model_type": "no such type"}', "\x00"])
@@ -271,29 +242,17 @@ class ReadsItsLogits(transformers.LlamaForCausalLM):
         return outputs
 
 
-def locked():
-    model = tiny_model("llama", layers=2)
-    model.model.layers[0].mlp.lock = threading.Lock()
-    return model
-
-
-def mapped():
-    model = tiny_model("llama", layers=2)
-    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
+def test_live_models_that_cannot_be_planned_for_are_refused():
+    locked, mapped = tiny_model("llama"), tiny_model("llama")
+    locked.model.layers[0].mlp.lock = threading.Lock()
+    mapped.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}
+    for model, said in (
         (locked, r"LlamaForCausalLM cannot be planned for, .*TypeError.*lock"),
         (mapped, r"`device_map` keeps weights of model\.layers\.1"),
-        (lambda: ReadsItsLogits(tiny_model("llama").config), "how large its tensors are depends on their values"),
-    ],
-)
-def test_live_models_that_cannot_be_planned_for(make, said):
-    with pytest.raises(HfCkptError, match=said):
-        hf_ckpt.predict(make(), tokens=16, device="h100")
+        (ReadsItsLogits(tiny_model("llama").config), "how large its tensors are depends on their values"),
+    ):
+        with pytest.raises(HfCkptError, match=said):
+            hf_ckpt.predict(model, tokens=16, device="h100")
 
 
 # --- accelerators -----------------------------------------------------------------------------------------------------
