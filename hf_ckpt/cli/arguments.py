@@ -57,8 +57,7 @@ def asked_of(arguments: argparse.Namespace) -> dict[str, Any]:
 def importing(*, to_plan: bool = False) -> Iterator[None]:
     """Context manager for imports of large packages: pauses garbage collection, which takes a sixth of their time.
 
-    With `to_plan`, packages that transformers and PEFT import if they are there, and that no plan needs, look as if
-    they were not installed. This saves a second or more, and is for processes that only plan.
+    With `to_plan`, packages that no plan needs look as if they were not installed, which saves a second or more.
     """
     unneeded = ("bitsandbytes", "scipy", "sklearn")
     if to_plan and not {"transformers", "peft", *unneeded} & sys.modules.keys():
@@ -73,10 +72,7 @@ def importing(*, to_plan: bool = False) -> Iterator[None]:
 
 
 def quiet_libraries() -> None:
-    """Turn off progress bars, warnings and messages of other libraries about models without weights.
-
-    Call it before transformers is imported.
-    """
+    """Turn off progress bars, warnings and messages of other libraries. Call it before transformers is imported."""
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -72,8 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _models(arguments: argparse.Namespace, spec: Any) -> Iterator[tuple[str, Any, dict[str, Any], Any]]:
     """Yield (name, model, inputs, loss): the model of the command line, or a small random one of every family.
 
-    The random ones have dropout, unless their blocks are compiled or feed-forwards run in chunks, which draw their own
-    numbers. A loss of None is the model's own.
+    A loss of None is the model's own. Compiled blocks and chunks draw their own numbers, so they get no dropout.
     """
     import torch
     import transformers

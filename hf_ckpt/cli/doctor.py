@@ -20,9 +20,8 @@ def add(verbs: Any) -> None:
     doctor = verbs.add_parser(
         "doctor",
         help="find faults in config files that nothing else reports",
-        description="Reads training arguments (of Trainer, TRL, axolotl or LLaMA-Factory) and accelerate's config, and "
-        "says what would go wrong in silence, and which command plans the training. Exit code 1 for an error, 2 for a "
-        "file that cannot be read.",
+        description="Reads training arguments (of Trainer, TRL, axolotl or LLaMA-Factory) and accelerate's config. "
+        "Exit code 1 for an error that nothing else would report, 2 for a file that cannot be read.",
         epilog="example: hf-ckpt doctor accelerate.yaml train.yaml --model llama-3.1-8b",
     )
     doctor.add_argument("files", nargs="+", metavar="FILE", help="config, whose kind is recognised by its keys")
@@ -42,8 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         from hf_ckpt.doctor.trainings import read_training
         from hf_ckpt.forecast.model import load_config
 
-        config = load_config(arguments.model).to_dict() if arguments.model else None
-        training = read_training(arguments.files, config)
+        training = read_training(arguments.files, load_config(arguments.model).to_dict() if arguments.model else None)
         findings = diagnose(training)
         command = _command(training, {"model": arguments.model} if arguments.model else {})
     if arguments.json:

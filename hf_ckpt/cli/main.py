@@ -12,10 +12,7 @@ from hf_ckpt.errors import HfCkptError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    0 is success, 1 a failed check, and 2 an error of hf_ckpt, which is printed.
-    """
+    """Run one command. Returns 0 for success, 1 for a failed check, and 2 for an error of hf_ckpt, which is printed."""
     parser = _parser()
     words = [word.partition("=")[0] for word in (sys.argv[1:] if argv is None else argv) if word.startswith("--")]
     twice = next((word for word in words if words.count(word) > 1), None)

@@ -136,9 +136,8 @@ def _read_value(name: str, value: Any, where: str) -> Any:
     if name == "lora_targets":
         names = value if isinstance(value, list) else str(value).split(",")
         return "all-linear" if names[0] in ("all", "all-linear") else tuple(name.strip() for name in names)
-    text = _SHORT.get(str(value), str(value).removeprefix("torch."))
     try:
-        return about(FIELDS[name]).read(text)
+        return about(FIELDS[name]).read(_SHORT.get(str(value), str(value).removeprefix("torch.")))
     except HfCkptError as error:
         raise HfCkptError(f"{where} {error}.") from None
 

@@ -27,7 +27,6 @@ WRONG_WORDS = (
     ("plan lama-3.1-8b", "Did you mean llama-3.1-8b"),
     ("plan gpt2 --head -1", "must be a whole number"),
     ("plan gpt2 --out x.txt", "'x.txt' must end in .json or .yaml or .yml"),
-    ("plan gpt2 --html no/x.html", "there is no folder 'no'"),
     ("check --spec policy=nonsense", "did you mean 'none'"),
     ("app ./gpt2 --host 0.0.0.0", "files of this machine are not read here"),
     ("hf_ckpt --spec policy=nonsense script.py", "did you mean 'none'"),
