@@ -18,7 +18,7 @@ from hf_ckpt.forecast import words
 from hf_ckpt.forecast.answer import Forecast, Row
 from hf_ckpt.forecast.batches import DTYPES, micro_step, sizes_of_batch
 from hf_ckpt.forecast.devices import Device, device_named, this_device
-from hf_ckpt.forecast.model import ShallowModel, model_of_live, model_of_workload
+from hf_ckpt.forecast.model import ShallowModel, model_of_live, model_of_workload, quantisation_of
 from hf_ckpt.forecast.nearest import LARGEST, Changes, largest, nearest, own_changes
 from hf_ckpt.forecast.question import FIELDS, MOST_TOKENS, Question, Workload, on_device, question, words_of
 from hf_ckpt.forecast.ranks import Sharding
@@ -119,6 +119,8 @@ def _notes_of(costs: Costs, model: ShallowModel, asked: Workload) -> Iterator[st
     """Remarks on a model."""
     if costs.family == GENERIC:
         yield f"{costs.model} is of no known family: every block that can be checkpointed is planned for alike"
+    if quantisation_of(model.base.config)[0] == "mxfp4":
+        yield "the checkpoint's MXFP4 weights are dequantised for training"
     if asked.trainer == "grpo":
         yield "completions are written before the step: the memory for that, of generate or vLLM, is not counted"
     stacked = [(math.prod(shape) * size, size) for shape, size, _ in model.tensors if len(shape) > 2]

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,7 @@ def model_of_workload(
     """
     config = load_config(workload.model) if config is None else config
     _refuse_too_long(config, workload)
+    _refuse_quantised(config, workload)
     with torch.device("meta"), compat.uninitialised():
         model = _make(config, workload)
         base_model(model).tie_weights()  # transformers skips this together with weight initialisation
@@ -344,18 +345,6 @@ def _gguf_config(path: Path, changed: float) -> Any:
     return compat.gguf_config(path)
 
 
-def real_model(workload: Workload) -> nn.Module:
-    """The model of a workload, with random weights and its adapters.
-
-    Raises `HfCkptError` like `model_of_workload`, and for a quantised base.
-    """
-    config = load_config(workload.model)
-    _refuse_too_long(config, workload)
-    if workload.bits is not None:
-        raise HfCkptError(f"a base in {workload.bits} bits needs real weights, which a config does not have.")
-    return _prepared(_make(config, workload), workload)
-
-
 def _make(config: Any, workload: Workload) -> nn.Module:
     """A model of the workload's class, whose blocks are not changed yet."""
     names = [workload.architecture] if workload.architecture else getattr(config, "architectures", None)
@@ -410,3 +399,26 @@ def _refuse_too_long(config: Any, workload: Workload) -> None:
     most = learned_positions(config)
     if most is not None and workload.tokens > most:
         raise HfCkptError(f"{workload.model} has positions for {most} tokens, but {workload.tokens} are asked for.")
+
+
+def quantisation_of(config: Any) -> tuple[str, int]:
+    """(method by which a checkpoint's weights are quantised, empty for none; bits if that is `bitsandbytes`)."""
+    stored = getattr(config, "quantization_config", None) or {}
+    keys = stored if isinstance(stored, Mapping) else vars(stored)
+    method = keys.get("quant_method", "")
+    return str(getattr(method, "value", method)), 4 if keys.get("load_in_4bit", keys.get("_load_in_4bit")) else 8
+
+
+def _refuse_quantised(config: Any, workload: Workload) -> None:
+    """Raise `HfCkptError` if the checkpoint's weights are quantised in another way than the workload says."""
+    method, bits = quantisation_of(config)
+    if method == "bitsandbytes" and workload.bits != bits:
+        raise HfCkptError(
+            f"the weights of {workload.model} are quantised by bitsandbytes in {bits} bits: give load_in_{bits}bit and "
+            "the rank of adapters to train (lora)."
+        )
+    if method not in ("", "bitsandbytes", "mxfp4"):
+        raise HfCkptError(
+            f"the weights of {workload.model} are quantised by {method}, which cannot be planned for before a run. A "
+            "budget that is measured in the run works."
+        )

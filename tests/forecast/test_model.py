@@ -119,6 +119,27 @@ def test_what_a_config_cannot_do_is_refused(fields, said):
         model_of_workload(Workload("gpt2", **fields))
 
 
+@pytest.mark.parametrize(
+    ("stored", "fields", "said"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, {}, "are quantised by gptq, which cannot be planned for"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {}, "in 4 bits: give load_in_4bit"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {"load_in_4bit": True, "lora": 2}, "load_in_8bit"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {"load_in_4bit": True, "lora": 2}, None),
+        ({"quant_method": "mxfp4"}, {}, None),
+    ],
+)
+def test_a_checkpoint_that_is_quantised_is_planned_as_it_is_or_refused(stored, fields, said):
+    config = tiny_model("llama").config
+    config.quantization_config = stored
+    workload = Workload("a checkpoint", **fields)
+    if said is None:
+        assert model_of_workload(workload, config).name == "LlamaForCausalLM"
+        return
+    with pytest.raises(HfCkptError, match=said):
+        model_of_workload(workload, config)
+
+
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 TASKS = [
