@@ -99,7 +99,7 @@ class Forecast:
 
     @property
     def usual(self) -> tuple[Row, ...]:
-        """The ways of transformers (`none` first), and segments."""
+        """The ways of transformers; `none` comes first."""
         return tuple(row for row in self.rows if row.spec is None and not row.options)
 
     def without_frontier(self) -> Forecast:

@@ -12,7 +12,8 @@ from torch import nn
 
 from hf_ckpt.attach.attach import paused
 from hf_ckpt.costs.costs import Costs
-from hf_ckpt.costs.timeline import worst_timeline
+from hf_ckpt.costs.offload import with_offloading
+from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast import words
 from hf_ckpt.forecast.answer import Forecast, Row
@@ -26,15 +27,18 @@ from hf_ckpt.forecast.run import CannotRunError, costs_of_model
 from hf_ckpt.measure.machine import device_memory
 from hf_ckpt.models.blocks import find_blocks, vocabulary_head
 from hf_ckpt.models.families import GENERIC, learned_positions
-from hf_ckpt.planner.alternatives import Alternative, frontier, segmented_options, usual_options
-from hf_ckpt.planner.budgets import GAIN, choice_within, peak_of_least, plan_of, plan_within
-from hf_ckpt.planner.options import in_segments, ways_to_run, with_host_memory
+from hf_ckpt.planner.alternatives import frontier, usual_options
+from hf_ckpt.planner.budgets import choice_within, peak_of_least, plan_of, plan_within
+from hf_ckpt.planner.segments import in_segments
+from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import budget_bytes, format_bytes, format_seconds, parse_budget
 
 Progress = Callable[[str], None]
 """Called with a short message at the start of each slow part."""
 _MOST_BLOCKS = 128
 """Most blocks that a model measured as a whole may have."""
+_GAIN = 0.01
+"""Share of time that a change of the question must save to be worth mentioning."""
 _OF_THE_MODEL = {
     *("lora", "lora_targets", "lora_dropout", "load_in_4bit", "load_in_8bit", "double_quant", "kbit_preparation"),
     *("dtype", "attention", "architecture"),
@@ -167,7 +171,8 @@ class Forecaster:
         self._models = {} if model is None else {_model_of(self.asked): model}
         self._live = model
         self._costs: dict[Any, Costs] = {}
-        self._others: tuple[Alternative, ...] = ()
+        self._usual: dict[str, Plan] = {}
+        self._frontier: dict[int, Plan] = {}
 
     def answer(self, early: Callable[[Forecast], None] = lambda misfit: None) -> Forecast:
         """Return the forecast. If no plan fits, its rows are what fits with a change.
@@ -198,14 +203,13 @@ class Forecaster:
         self._tell("reading the model")
         candidates = self.candidates(asked)
         self._tell("comparing")
-        eager = self.costs_of(asked, "full", "full")
-        segments = () if asked.sharded else segmented_options(eager)
-        budgets = frontier(candidates) if asked.frontier else ()
-        self._others = (*usual_options(eager, self.device.host_bandwidth), *segments, *budgets)
+        costs = self.costs_of(asked, "full", "full")
+        self._usual = usual_options(costs, self.device.host_bandwidth)
+        self._frontier = frontier(candidates) if asked.frontier else {}
         plain = self.within(self.budget)
         (own, *others), notes = plain.rows, plain.notes
         rows = (self._planned(name, changes) for name, changes in self._own_changes().items())
-        most_seconds = (own.step_seconds or 0.0) * (1 - GAIN)
+        most_seconds = (own.step_seconds or 0.0) * (1 - _GAIN)
         faster = [row for row in rows if row and (row.step_seconds or math.inf) < most_seconds]
         sizes = [self._largest(name) for name in ("batch", "tokens") if getattr(asked, f"max_{name}")]
         for row in sorted(faster, key=lambda row: row.step_seconds or 0.0)[:1]:
@@ -221,14 +225,13 @@ class Forecaster:
         asked, device, candidates = self.asked, self.device, self.candidates(self.asked)
         limit = bytes_allowed(parse_budget(budget), device)
         costs, chosen = choice_within(candidates, limit)
-        plan, course = plan_of(costs, chosen, limit, device.name), worst_timeline(costs, chosen)
+        plan, course = plan_of(costs, chosen, limit, device.name), timeline(costs, chosen)
         spec = words.spec_of(plan, limit, asked.host_budget)
-        tokens, peak_bytes = costs.tokens * costs.accumulation, course.peak_bytes
-        own = _row("this plan", peak_bytes, course.nanoseconds / 1e9, tokens, limit, spec=spec)
-        others = []
-        for way in self._others:
-            budgeted = f"--budget {-(-way.peak_bytes // 2**20)}MiB" if way.budget_bytes else ""
-            others.append(_row(way.name, way.peak_bytes, way.step_seconds, tokens, limit, budgeted))
+        peak_bytes = course.peak_bytes
+        own = _row("this plan", plan, limit, spec=spec)
+        others = [_row(name, way, limit) for name, way in self._usual.items()]
+        for peak, way in self._frontier.items():
+            others.append(_row("planned", way, limit, f"--budget {-(-peak // 2**20)}MiB"))
         (_, resident), *moving = course.parts().items()
         weights, state = costs.static.parameters, costs.static.optimizer
         parts = {"weights": weights, "optimizer state": state, "buffers and batch": resident - weights - state}
@@ -267,11 +270,9 @@ class Forecaster:
             plan = plan_within(self.candidates(asked), self.budget)
         except HfCkptError:
             return None
-        predicted = plan.prediction
-        assert predicted is not None
         options = " ".join(word for field, value in changes.items() for word in words_of(FIELDS[field], value))
         spec = words.spec_of(plan, self.budget, asked.host_budget)
-        return _row(name, predicted.peak_bytes, predicted.step_seconds, predicted.tokens, self.budget, options, spec)
+        return _row(name, plan, self.budget, options, spec)
 
     def _own_changes(self) -> dict[str, Changes]:
         chunks = self._can_chunk(self.asked) and not self.asked.sharded and self.asked.trainer is None
@@ -292,12 +293,9 @@ class Forecaster:
 
     def candidates(self, asked: Question) -> tuple[Costs, ...]:
         """Return the costs from which the plan for a question is made."""
-        heads: tuple[int | str, ...] = ("full",)
-        if asked.head != "full" and self._can_chunk(asked):
-            heads = ("full", "auto") if asked.head == "auto" else (asked.head,)
-        whole = [self.costs_of(asked, head, mlp) for mlp in ways_to_run(asked.mlp) for head in heads]
-        apart = with_host_memory(whole, *self.device.offloading, asked.host_budget)
-        return (*apart, *(() if asked.sharded else (found for costs in whole for found in in_segments(costs))))
+        costs = self.costs_of(asked, asked.head if self._can_chunk(asked) else "full", asked.mlp)
+        apart = with_offloading(costs, *self.device.offloading, asked.host_budget)
+        return (*apart, *(() if asked.sharded else in_segments(costs)))
 
     def _can_chunk(self, asked: Question) -> bool:
         return vocabulary_head(self._model(asked).base) is not None
@@ -330,11 +328,11 @@ def _model_of(asked: Question) -> Workload:
     return dataclasses.replace(asked.workload, optimizer="adamw", **sizes)
 
 
-def _row(
-    name: str, peak_bytes: int, seconds: float, tokens: int, limit: int, options: str = "", spec: Any = None
-) -> Row:
-    speed = tokens / seconds if tokens and seconds else None
-    return Row(name, options, peak_bytes, seconds or None, speed, peak_bytes <= limit, spec)
+def _row(name: str, plan: Plan, limit: int, options: str = "", spec: Any = None) -> Row:
+    predicted = plan.prediction
+    assert predicted is not None
+    peak_bytes, seconds = predicted.peak_bytes, predicted.step_seconds
+    return Row(name, options, peak_bytes, seconds or None, predicted.tokens_per_second, peak_bytes <= limit, spec)
 
 
 def bytes_allowed(budget: float | None, device: Device) -> int:

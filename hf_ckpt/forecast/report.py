@@ -107,7 +107,7 @@ def _levels(forecast: Forecast) -> tuple[list[float], list[tuple[float, ...]]]:
     """At the end of each part of the step, its seconds, and the GiB of each of `PARTS` at the part's peak."""
     seconds, levels, now = [], [], 0
     for moment in forecast.timeline.moments:
-        now += moment.phase.nanoseconds
+        now += moment.part.nanoseconds
         kept = max(0, min(moment.kept_bytes, moment.start_bytes - moment.static_bytes - moment.gradient_bytes))
         resident, gradients = moment.static_bytes, moment.gradient_bytes
         sizes = (resident, gradients, kept, moment.peak_bytes - resident - gradients - kept)

@@ -23,8 +23,8 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import trial
 from hf_ckpt.attach.boundaries import Boundaries
-from hf_ckpt.costs.costs import Costs, Phase, StackEnd, Static
-from hf_ckpt.costs.steps import BEFORE, Call, CallName, Change, Part, Step, StepCosts, part_of, step_of, time_of
+from hf_ckpt.costs.costs import Costs, StackEnd, Static, StepCosts
+from hf_ckpt.costs.steps import BEFORE, Call, CallName, Change, Part, Step
 from hf_ckpt.engines.tiles import standing_for
 from hf_ckpt.errors import HfCkptError, InPlaceError
 from hf_ckpt.forecast.batches import MicroStep
@@ -33,7 +33,7 @@ from hf_ckpt.forecast.model import ShallowModel, nbytes, trainable
 from hf_ckpt.forecast.optimizers import optimizer_bytes
 from hf_ckpt.forecast.ranks import Sharding, pass_inputs
 from hf_ckpt.measure.fakes import FakeMeter
-from hf_ckpt.measure.levels import Levels
+from hf_ckpt.measure.levels import Levels, part_of, step_of, time_of
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.spec.actions import FULL, Action, candidates
 from hf_ckpt.spec.plan import Plan
@@ -137,14 +137,14 @@ def costs_of_model(
         actions,
         deep.times,
         {number: whole.freed[place] for place, number in kinds.items()},
-        _stack_ends(list(like.values()), [steps[action].ends for action in actions]),
+        tuple(_stack_ends(list(like.values()), {action: each.ends for action, each in steps.items()})),
     ).costs([named[name] for name, _ in deep.names], model.name, step.tokens, head, mlp)
     return dataclasses.replace(
         costs,
         family=model.family,
         head=(
-            Phase(((forward.peak, 0), (forward.net, 0)), whole.head_nanoseconds[0] + in_reference),
-            Phase(((backward.peak, 0), (backward.net, 0)), whole.head_nanoseconds[1]),
+            dataclasses.replace(forward, nanoseconds=whole.head_nanoseconds[0] + in_reference),
+            dataclasses.replace(backward, nanoseconds=whole.head_nanoseconds[1]),
         ),
         static=static,
         blocks=tuple(named.values()),
@@ -442,14 +442,13 @@ def _at_real_depth(model: ShallowModel, measured: _Measured) -> tuple[Step, dict
     return dataclasses.replace(step, calls=tuple(calls), at_backward_bytes=begun, times=times), like
 
 
-def _stack_ends(calls: list[_Place], ends: list[Mapping[_Place, tuple[int, int]]]) -> list[StackEnd]:
-    """What is freed at the ends of stacks, for calls at their real depth, from `_Measured.ends` of each action."""
-    found = []
+def _stack_ends(calls: list[_Place], ends: Mapping[Action, Mapping[_Place, tuple[int, int]]]) -> Iterator[StackEnd]:
+    """What is freed at the ends of stacks, for calls at their real depth."""
     for container, number in dict.fromkeys(call[::2] for call in calls):
         mine = [place for place, call in enumerate(calls) if call[::2] == (container, number)]
-        freed = [of_action[calls[mine[-1]]] for of_action in ends]
-        found.append(StackEnd(mine[0], mine[-1], tuple(own for own, _ in freed), tuple(shared for _, shared in freed)))
-    return found
+        freed = {action: of_action[calls[mine[-1]]] for action, of_action in ends.items()}
+        own, shared = ({action: sizes[part] for action, sizes in freed.items()} for part in (0, 1))
+        yield StackEnd(mine[0], mine[-1], own, shared)
 
 
 def _changes(full: _Measured, other: _Measured) -> dict[_Place, Change]:

@@ -8,14 +8,15 @@ or timed.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from hf_ckpt import compat
-from hf_ckpt.costs.steps import Level
+from hf_ckpt.costs.steps import BEFORE, Call, CallName, Part, Step
 from hf_ckpt.measure.clocks import DeviceClock
 from hf_ckpt.measure.live import Holder, LiveBytes
 from hf_ckpt.measure.memory import AllocatorMeter, keeps_statistics
@@ -24,6 +25,24 @@ from hf_ckpt.measure.recorded import RecordedLevels
 Reading = tuple[int, int] | Callable[[], tuple[int, int] | None]
 """(bytes alive, most bytes alive since the last reading). A meter that learns them after the step returns a function;
 its result is None if they stay unknown."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """The readings at one boundary of a step."""
+
+    what: str
+    """`begin`, `forward`, `forwarded`, `backward` or `end`: what begins or has ended there."""
+    block: str
+    """Name of the block; empty for `begin` and `end`."""
+    has_graph: bool = True
+    """For `forward`: whether the block's input requires gradients. For `forwarded`: whether its output does."""
+    bytes: int = 0
+    """Bytes alive."""
+    peak_bytes: int = 0
+    """Most bytes alive since the previous boundary."""
+    nanoseconds: int = 0
+    """Time since the previous boundary; 0 in a step that was not timed."""
 
 
 class Meter(Protocol):
@@ -202,3 +221,68 @@ def meter_for(
     if compiled and not there:
         return RecordedLevels(*holders)
     return CountedLevels(*holders, device=there[0].type if there else "cpu")
+
+
+def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None:
+    """Split a step at its boundaries.
+
+    None if it has no end, no call, or a repeated backward, or if backwards do not follow all forwards in reverse
+    order, which plans rely on.
+    """
+    if not levels or levels[0].what != "begin" or levels[-1].what != "end":
+        return None
+    begin = levels[0].bytes
+    forwards: list[tuple[CallName, int]] = []
+    backwards: dict[CallName, int] = {}
+    seen: collections.Counter[str] = collections.Counter()
+    open_calls: dict[str, list[CallName]] = {}
+    for place, level in enumerate(levels):
+        if level.what == "forward":
+            name = level.block, seen[level.block]
+            seen[level.block] += 1
+            forwards.append((name, place))
+            if place + 1 == len(levels) or levels[place + 1].what != "forwarded":
+                return None
+            if levels[place + 1].has_graph:
+                open_calls.setdefault(level.block, []).append(name)
+        elif level.what == "backward":
+            waiting = open_calls.get(level.block, [])
+            if not waiting:
+                return None
+            backwards[waiting.pop()] = place
+    if not forwards or not backwards:
+        return None
+    firsts = [place for _, place in forwards]
+    first_backward = min(backwards.values())
+    in_reverse = sorted(backwards, key=backwards.__getitem__) == [n for n, _ in reversed(forwards) if n in backwards]
+    if max(firsts) > first_backward or not in_reverse:
+        return None
+    calls, times = [], {BEFORE: (time_of(levels, 0, firsts[0]), 0, 0)}
+    for (name, place), following in zip(forwards, [*firsts[1:], first_backward], strict=True):
+        end = backwards.get(name)
+        forward, behind = part_of(levels, place, place + 1), part_of(levels, place + 1, following)
+        backward = None if end is None else part_of(levels, end, end + 1)
+        calls.append(Call(name, levels[place].has_graph, forward, behind, backward))
+        spent = time_of(levels, place, place + 1), time_of(levels, place + 1, following)
+        times[name] = (*spent, 0 if end is None else time_of(levels, end, end + 1))
+    return Step(
+        start_bytes=begin,
+        before=part_of(levels, 0, firsts[0]),
+        calls=tuple(calls),
+        at_backward_bytes=levels[first_backward].bytes - begin,
+        outside_peak_bytes=outside_peak_bytes,
+        peak_bytes=max(level.peak_bytes for level in levels[1:]),
+        times=times,
+    )
+
+
+def part_of(levels: Sequence[Level], first: int, last: int) -> Part:
+    """What runs between two levels, by their positions."""
+    start = levels[first].bytes
+    peak = max((level.peak_bytes for level in levels[first + 1 : last + 1]), default=start)
+    return Part(max(0, peak - start), levels[last].bytes - start)
+
+
+def time_of(levels: Sequence[Level], first: int, last: int) -> int:
+    """Nanoseconds between two levels, by their positions."""
+    return sum(level.nanoseconds for level in levels[first + 1 : last + 1])

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
-from hf_ckpt.costs.costs import Choice, Costs
-from hf_ckpt.costs.timeline import step_nanoseconds, worst_timeline
+from hf_ckpt.costs.costs import ON_DEVICE, Choice, Costs
+from hf_ckpt.costs.timeline import step_nanoseconds, timeline
 from hf_ckpt.errors import InfeasibleError
-from hf_ckpt.planner.choose import fastest, lowest_peak, smallest
+from hf_ckpt.planner.choose import fastest, lowest_peak
 from hf_ckpt.spec.actions import KEEP, Action
-from hf_ckpt.spec.plan import Block, Plan, Prediction, numbers_of_runs
+from hf_ckpt.spec.plan import Block, Plan, Prediction
 from hf_ckpt.units import format_bytes
 
 OPTIMIZER_HINT = (
     "the optimizer's step is the peak, whatever blocks do: LoRA, an optimizer with a smaller state or without "
     "temporary copies (`fused=True`), or weights sharded over more devices"
 )
-GAIN = 0.01
-"""Share of time that another way to train must save to be worth a change of its numbers."""
 
 
 def plan_within(ways: Costs | Sequence[Costs], budget_bytes: int, device: str = "") -> Plan:
@@ -39,16 +38,11 @@ def choice_within(ways: Costs | Sequence[Costs], budget_bytes: int) -> tuple[Cos
 
     Takes the arguments of `plan_within`, and raises `InfeasibleError` like it.
     """
-    best: tuple[int, Costs, Choice] | None = None
-    for costs in (candidates := several_of(ways)):
-        choice = fastest(costs, budget_bytes)
-        if choice is not None:
-            nanoseconds = step_nanoseconds(costs, choice)
-            if best is None or nanoseconds < best[0]:
-                best = nanoseconds, costs, choice
-    if best is None:
-        raise _infeasible(lowest_of(candidates)[0], budget_bytes)
-    return best[1:]
+    fitting = [(costs, fastest(costs, budget_bytes)) for costs in _several(ways)]
+    choices = [(costs, choice) for costs, choice in fitting if choice is not None]
+    if not choices:
+        raise _infeasible(min(_several(ways), key=lowest_peak), budget_bytes)
+    return min(choices, key=lambda way: step_nanoseconds(*way))
 
 
 def plan_of_least(ways: Costs | Sequence[Costs], budget_bytes: int | None = None, device: str = "") -> Plan:
@@ -59,59 +53,51 @@ def plan_of_least(ways: Costs | Sequence[Costs], budget_bytes: int | None = None
         budget_bytes: the peak that was allowed, for the plan's record.
         device: name of the row whose speed was assumed.
     """
-    costs, choice = lowest_of(several_of(ways))
-    return plan_of(costs, choice, budget_bytes, device)
+    return plan_of(*choice_within(ways, peak_of_least(ways)), budget_bytes, device)
 
 
 def peak_of_least(ways: Costs | Sequence[Costs]) -> int:
     """The lowest peak of any plan, in bytes."""
-    return min(map(lowest_peak, several_of(ways)))
+    return min(map(lowest_peak, _several(ways)))
 
 
-def fits(ways: Costs | Sequence[Costs], budget_bytes: int) -> bool:
-    """Whether some plan's predicted peak is at most `budget_bytes`."""
-    return any(costs.static.beside <= budget_bytes and lowest_peak(costs) <= budget_bytes for costs in several_of(ways))
-
-
-def several_of(ways: Costs | Sequence[Costs]) -> Sequence[Costs]:
-    """The candidates as a sequence, even if there is only one."""
+def _several(ways: Costs | Sequence[Costs]) -> Sequence[Costs]:
     return (ways,) if isinstance(ways, Costs) else ways
 
 
-def lowest_of(several: Sequence[Costs]) -> tuple[Costs, Choice]:
-    """The candidate and the choice of actions of the fastest plan with the lowest peak."""
-    return choice_within(several, peak_of_least(several))
-
-
 def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, device: str = "") -> Plan:
-    """The plan that gives every block its chosen action, with the predicted cost.
+    """The plan that gives every call its chosen action, with the predicted cost.
 
     Args:
-        costs: traced.
-        choice: the action of every block.
+        costs: of the step.
+        choice: the action of every call.
         budget_bytes: the peak that was allowed; None without a budget.
         device: name of the row whose speed was assumed.
     """
-    worst = worst_timeline(costs, choice)
+    course = timeline(costs, choice)
     prediction = Prediction(
-        peak_bytes=worst.peak_bytes,
-        step_seconds=worst.nanoseconds / 1e9,
+        peak_bytes=course.peak_bytes,
+        step_seconds=course.nanoseconds / 1e9,
         tokens=costs.tokens * costs.accumulation,
-        parts=tuple(worst.parts().items()),
+        parts=tuple(course.parts().items()),
         budget_bytes=budget_bytes,
         device=device,
     )
-    pairs: list[tuple[Block, Action]] = []
-    for number, (stack, chosen) in enumerate(zip(costs.stacks, choice, strict=True)):
-        actions = [costs.actions[action] for action in chosen]
-        if costs.segments:
-            runs = numbers_of_runs(len(actions), min(costs.segments[number], len(actions)))
-            actions = [dataclasses.replace(a, segment=run) for a, run in zip(actions, runs, strict=True)]
-        pairs += zip(stack.blocks, actions, strict=True)
+    pairs = tuple(_pairs(costs, choice))
     if costs.blocks:
-        chosen_for = {block.name: action for block, action in pairs}
-        pairs = [(block, chosen_for.get(block.name, KEEP)) for block in costs.blocks]
-    return Plan(costs.family, costs.model, tuple(pairs), prediction, costs.head_tokens, costs.mlp_tokens)
+        chosen = {block.name: action for block, action in pairs}
+        pairs = tuple((block, chosen.get(block.name, KEEP)) for block in costs.blocks)
+    return Plan(costs.family, costs.model, pairs, prediction, costs.head_tokens, costs.mlp_tokens)
+
+
+def _pairs(costs: Costs, choice: Choice) -> Iterator[tuple[Block, Action]]:
+    """The blocks with their actions. Segments are numbered within each stack."""
+    calls = zip(costs.calls, choice, strict=True)
+    in_segments = any(len(call.blocks) > 1 for call in costs.calls)
+    for _, stack in itertools.groupby(calls, lambda pair: pair[0].blocks[0].stack):
+        for number, (call, action) in enumerate(stack):
+            action = dataclasses.replace(action, segment=number) if in_segments else action
+            yield from ((block, action) for block in call.blocks)
 
 
 def above_budget(prediction: Prediction) -> str:
@@ -128,40 +114,39 @@ def above_budget(prediction: Prediction) -> str:
 
 def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
     """The error for a budget below the lowest peak of `costs`."""
-    worst = worst_timeline(costs, smallest(costs))
-    parts = worst.parts()
+    lowest = fastest(costs, lowest_peak(costs))
+    assert lowest is not None
+    course, static = timeline(costs, lowest), costs.static
+    parts = course.parts()
     shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
-    found: list[str] = []
-    static = costs.static
     if static.always + static.gradients > budget_bytes:
         weights = static.parameters + static.gathered
         frozen = static.gradients < weights / 10
-        ways = ["a smaller model"] if frozen else ["LoRA", "an optimizer with a smaller state"]
-        found.append(
+        ways = "a smaller model" if frozen else "LoRA, an optimizer with a smaller state"
+        hints = [
             f"weights {format_bytes(weights)}, optimizer state {format_bytes(static.optimizer)} and gradients "
-            f"{format_bytes(static.gradients)} alone need more: use {', '.join(ways)}, or shard them over more devices"
-        )
+            f"{format_bytes(static.gradients)} alone need more: use {ways}, or shard them over more devices"
+        ]
     elif static.beside > budget_bytes:
-        found.append(OPTIMIZER_HINT)
+        hints = [OPTIMIZER_HINT]
     else:
-        found.append("a smaller batch with as many more accumulated steps, or shorter sequences")
-    if worst.is_heads:
+        hints = ["a smaller batch with as many more accumulated steps, or shorter sequences"]
+    if course.is_heads:
         chunks = 'the head in chunks ("head": "auto"), or ' if costs.head_tokens == "full" else ""
-        size = format_bytes(parts[f"temporary in {worst.worst.label}"])
-        found.append(f"the head and its loss are the peak, with {size}: {chunks}fewer tokens a micro-step")
+        size = format_bytes(parts[f"temporary in {course.worst.label}"])
+        hints.append(f"the head and its loss are the peak, with {size}: {chunks}fewer tokens a micro-step")
     kept = parts["kept for backward"]
-    kept *= worst.peak_bytes - kept <= budget_bytes  # otherwise, offloading all of it would not be enough
-    if kept and not any(stack.on_device for stack in costs.stacks):
-        found.append(f"what blocks keep is {format_bytes(kept)} of it: a `host_budget`, for host memory to hold that")
-    elif kept and any(room < len(stack.blocks) - 1 for stack in costs.stacks for room in stack.most_blocks.values()):
-        found.append(f"what blocks keep is {format_bytes(kept)} of it: a larger `host_budget`")
+    moving = [any(action in ON_DEVICE for action in call.costs) for call in costs.calls[:-1]]
+    if kept and course.peak_bytes - kept <= budget_bytes and not all(moving or [True]):
+        more = "a larger `host_budget`" if any(moving) else "a `host_budget`, for host memory to hold that"
+        hints.append(f"what blocks keep is {format_bytes(kept)} of it: {more}")
     error = InfeasibleError(
         budget_bytes,
-        worst.peak_bytes,
+        course.peak_bytes,
         parts,
-        found,
-        f"no plan fits into {format_bytes(budget_bytes)}: the lowest peak is {format_bytes(worst.peak_bytes)} "
-        f"({shown}), {format_bytes(worst.peak_bytes - budget_bytes)} too much. What would lower it:",
+        hints,
+        f"no plan fits into {format_bytes(budget_bytes)}: the lowest peak is {format_bytes(course.peak_bytes)} "
+        f"({shown}), {format_bytes(course.peak_bytes - budget_bytes)} too much. What would lower it:",
     )
     error.model, error.notes = costs.model, costs.notes
     return error

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from hf_ckpt.costs.costs import Choice, Costs
-from hf_ckpt.costs.steps import Call, CallName, Change, Step, StepCosts, bound_of, changes_of, joined
-from hf_ckpt.costs.timeline import worst_timeline
+from hf_ckpt.costs.costs import Choice, Costs, StepCosts
+from hf_ckpt.costs.steps import Call, CallName, Change, Step, bound_of, changes_of, joined
+from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.spec.actions import COMPILED, FULL, FULL_SELECTIVE, KEEP, Action
 from hf_ckpt.spec.plan import Block
 from hf_ckpt.training.batches import Batch
@@ -111,7 +111,7 @@ class Measurements:
         self.timed: int = before.timed if before else 0
         """Number of timed steps since the last new kind."""
         self.times: dict[CallName, tuple[int, int, int]] = dict(before.times) if before else {}
-        """Times of calls under `full`, as in `measured.Times`: the shortest over timed steps with the last one's batch
+        """Times of calls under `full`, as in `steps.Times`: the shortest over timed steps with the last one's batch
         size. Plans for batches of any size use them."""
         self._timed_elements = 0
         """Batch size of the last timed step."""
@@ -422,21 +422,16 @@ def _calls_of(step: Step, tried: Mapping[str, Action]) -> dict[CallName, Action]
 def choice_of(costs: Costs, chosen: Mapping[str, Action]) -> Choice:
     """The choice that gives blocks these actions if they may have them, and to all others the one that keeps least."""
     least = FULL if FULL in costs.actions else COMPILED
-    number = costs.actions.index(least)
-    rows = []
-    for stack in costs.stacks:
-        row = []
-        for place, block in enumerate(stack.blocks):
-            wanted = costs.actions.index(chosen.get(block.name, least))
-            here = stack.choices_at(place)
-            row.append(next((action for action in (wanted, number) if action in here), here[0]))
-        rows.append(tuple(row))
-    return tuple(rows)
+    choice = []
+    for call in costs.calls:
+        wanted = chosen.get(call.blocks[0].name, least)
+        choice.append(next((action for action in (wanted, least) if action in call.costs), next(iter(call.costs))))
+    return tuple(choice)
 
 
 def peak_of(costs: Costs, chosen: Mapping[str, Action]) -> int:
     """The predicted peak if blocks have these actions, and all others the one that keeps least."""
-    return worst_timeline(costs, choice_of(costs, chosen)).peak_bytes
+    return timeline(costs, choice_of(costs, chosen)).peak_bytes
 
 
 def _rising(values: Sequence[float]) -> list[float]:

@@ -48,17 +48,18 @@ from hf_ckpt.attach.attach import exchange
 from hf_ckpt.attach.boundaries import Boundaries
 from hf_ckpt.attach.record import Installation
 from hf_ckpt.costs.costs import Costs
-from hf_ckpt.costs.steps import Step, step_of
+from hf_ckpt.costs.offload import with_offloading
+from hf_ckpt.costs.steps import Step
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import PLANS
-from hf_ckpt.measure.levels import Levels, Meter, meter_for
+from hf_ckpt.measure.levels import Levels, Meter, meter_for, step_of
 from hf_ckpt.measure.live import held_bytes, state_bytes
 from hf_ckpt.measure.machine import DeviceMemory, device_memory, device_name
 from hf_ckpt.measure.memory import keeps_statistics
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.planner.budgets import above_budget, plan_of, plan_of_least, plan_within
-from hf_ckpt.planner.options import in_segments, with_host_memory
+from hf_ckpt.planner.segments import in_segments
 from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates, offloads
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
@@ -632,7 +633,7 @@ class Session:
 
     def _with_more(self, batch: Batch, costs: Costs) -> list[Costs]:
         """Return the candidates, with offloading and segments, whose costs are computed from other actions."""
-        found = list(with_host_memory([costs], *this_device(self._devices).offloading, self._spec.host_budget))
+        found = with_offloading(costs, *this_device(self._devices).offloading, self._spec.host_budget)
         if self._moved_bias_bytes:
             static = (
                 dataclasses.replace(c.static, parameters=c.static.parameters + self._moved_bias_bytes) for c in found
@@ -716,15 +717,14 @@ def _best(ways: list[Costs], limit: int, device: str) -> tuple[Plan, bool]:
     A block that is called several times needs the same action in all its calls. `plan_within` cannot ensure that; then
     the candidates are `full` on the first blocks and one other action on the rest.
     """
-    if all(len({block.name for block in stack.blocks}) == len(stack.blocks) for c in ways for stack in c.stacks):
+    names = list(dict.fromkeys(call.blocks[0].name for call in ways[0].calls))
+    if len(names) == len(ways[0].calls):
         try:
             return plan_within(ways, limit, device), False
         except InfeasibleError:
             return plan_of_least(ways, limit, device), True
-    ways = [costs for costs in ways if not costs.segments]
     found = []
     for costs in ways:
-        names = list(dict.fromkeys(block.name for block in costs.stacks[0].blocks))
         for action in costs.actions:
             for number in range(len(names) + 1):
                 chosen = dict.fromkeys(names[number:], action)

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_ckpt.costs.steps import Change, Level, StepCosts, changes_of, joined, step_of
-from hf_ckpt.costs.timeline import step_nanoseconds, worst_timeline
+from hf_ckpt.costs.costs import StepCosts
+from hf_ckpt.costs.steps import Change, changes_of, joined
+from hf_ckpt.costs.timeline import step_nanoseconds, timeline
+from hf_ckpt.measure.levels import Level, step_of
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.spec.plan import Block
 from hf_ckpt.training.batches import Batch, Forward
@@ -112,7 +114,7 @@ def test_every_plan_needs_what_three_steps_have_shown(machine, data):
     plan = [data.draw(st.sampled_from(ACTIONS)) for _ in range(depth)]
     real = step_of(machine.levels(plan)).peak_bytes
     choice = choice_of(costs, {f"b{number}": action for number, action in enumerate(plan)})
-    assert worst_timeline(costs, choice).peak_bytes == max(real, full.start_bytes)
+    assert timeline(costs, choice).peak_bytes == max(real, full.start_bytes)
 
 
 def test_steps_that_tell_nothing():

@@ -283,8 +283,7 @@ def kept_by_a_block(device, **fields):
     workload = Workload("gpt2", batch=2, **fields)  # with dropout of 0.1
     model = model_of_workload(workload)
     costs = costs_of_model(model, micro_step(workload, model.base), DEVICES[device])
-    (stack,) = costs.stacks
-    return stack.inner[0, costs.actions.index(KEEP)].forward.net
+    return costs.calls[1].costs[KEEP].forward.net
 
 
 def test_attention_with_dropout_keeps_no_weights_on_an_accelerator():

@@ -30,7 +30,7 @@ if __name__ == "__main__":  # one rank, see `counted_on_ranks`
 from helpers.processes import read_ranks, torchrun
 
 import hf_ckpt
-from hf_ckpt.costs.timeline import worst_timeline
+from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.question import question
 from hf_ckpt.measure.live import LiveBytes
@@ -221,8 +221,8 @@ def predicted(fields: Mapping[str, Any], plan: Plan) -> int:
     forecaster = forecaster_of(tuple(fields.items()))
     question, actions = forecaster.asked, {block.name: action for block, action in plan.actions}
     costs = forecaster.costs_of(question, question.head, question.mlp)
-    choice = tuple(tuple(costs.actions.index(actions[block.name]) for block in stack.blocks) for stack in costs.stacks)
-    return worst_timeline(costs, choice).peak_bytes
+    choice = tuple(actions[call.blocks[0].name] for call in costs.calls)
+    return timeline(costs, choice).peak_bytes
 
 
 # --- counted ----------------------------------------------------------------------------------------------------------

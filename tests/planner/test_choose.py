@@ -1,4 +1,4 @@
-"""The fastest actions that fit: compared with trying every choice, with a slower twin, and errors if none fit."""
+"""The fastest actions that fit: compared with trying every choice, with a wider table, and errors if none fit."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import dataclasses
 import itertools
 
 import pytest
-from helpers.made_up import LADDERS, blocks_of, ends_of, made_up, some_costs
+from helpers.made_up import LADDERS, MANY, blocks_of, ends_of, made_up, some_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_ckpt.costs.costs import BlockCost, Costs, Phase, StackCosts, Static
-from hf_ckpt.costs.timeline import step_nanoseconds, worst_timeline
+from hf_ckpt.costs.costs import CallCosts, Cost, Costs, Static
+from hf_ckpt.costs.steps import Part
+from hf_ckpt.costs.timeline import step_nanoseconds, timeline
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.planner import choose
 from hf_ckpt.planner.alternatives import frontier, usual_options
-from hf_ckpt.planner.budgets import fits, peak_of_least, plan_of, plan_of_least, plan_within
-from hf_ckpt.planner.choose import fastest, lowest_peak, smallest
-from hf_ckpt.spec.actions import KEEP
+from hf_ckpt.planner.budgets import peak_of_least, plan_of, plan_of_least, plan_within
+from hf_ckpt.planner.choose import fastest, lowest_peak
+from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.units import format_bytes
 
 
 def everything(costs):
     """Every choice -> its (time, peak)."""
-    stacks = [itertools.product(*map(stack.choices_at, range(len(stack.kinds)))) for stack in costs.stacks]
-    choices = itertools.product(*(list(stack) for stack in stacks))
-    return {choice: (step_nanoseconds(costs, choice), worst_timeline(costs, choice).peak_bytes) for choice in choices}
+    choices = itertools.product(*(call.costs for call in costs.calls))
+    return {choice: (step_nanoseconds(costs, choice), timeline(costs, choice).peak_bytes) for choice in choices}
 
 
 # --- against trying everything --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100)
-@given(costs=some_costs(), width=st.sampled_from([12, 1000]))
+@settings(max_examples=150)
+@given(costs=some_costs(), width=st.sampled_from([30, 1000]))
 def test_a_choice_is_as_fast_as_the_best_that_fits(costs, width):
     """A choice fits wherever some choice fits, and is as fast as the best. Narrow tables may miss it by 6 %."""
     with pytest.MonkeyPatch.context() as patch:
@@ -40,12 +40,11 @@ def test_a_choice_is_as_fast_as_the_best_that_fits(costs, width):
         tried = everything(costs)
         peaks = sorted({peak for _, peak in tried.values()})
         assert lowest_peak(costs) == peaks[0]
-        assert smallest(costs) == fastest(costs, peaks[0])
         assert fastest(costs, peaks[0] - 1) is None
         before = None
         for limit in (limit for peak in peaks for limit in (peak, peak + 1)):
             best = min(time for time, peak in tried.values() if peak <= limit)
-            time, peak = tried[fastest(costs, limit)]  # only actions that each block may have
+            time, peak = tried[fastest(costs, limit)]  # only actions that each call may have
             assert peak <= limit
             assert best <= time <= best * (1 if width == 1000 else 1.06)
             assert before is None or time <= before  # a larger budget never costs time
@@ -53,10 +52,10 @@ def test_a_choice_is_as_fast_as_the_best_that_fits(costs, width):
 
 
 @settings(max_examples=4, deadline=None)
-@given(seed=st.integers(0, 2**20), kinds=st.integers(1, 2), accumulation=st.integers(1, 2))
-def test_twelve_blocks_are_within_a_percent_of_the_best(seed, kinds, accumulation):
-    """Twelve blocks with times and bytes that have no common divisor, of one stack or of two."""
-    costs = made_up(seed, [[0] * 6, [kinds - 1, 0] * 3], actions=2, accumulation=accumulation, largest=10**9)
+@given(seed=st.integers(0, 2**20), lent=st.sampled_from([0, 10**8]), accumulation=st.integers(1, 2))
+def test_twelve_blocks_are_within_a_percent_of_the_best(seed, lent, accumulation):
+    """Twelve blocks of two kinds with bytes that have no common divisor."""
+    costs = made_up(seed, [0, 1] * 6, actions=2, accumulation=accumulation, largest=10**9, lent=lent)
     tried = everything(costs)
     low, high = ends_of(costs)
     for limit in range(low, high + 1, max(1, (high - low) // 20)):
@@ -66,7 +65,41 @@ def test_twelve_blocks_are_within_a_percent_of_the_best(seed, kinds, accumulatio
         assert peak <= limit
 
 
+INPUT = 4
+"""Bytes of each block's input."""
+
+
+def alike(
+    count, *, head=30, actions=LADDERS[3], kept=(60, 25, 0), times=None, lent=0, static=None, gradient=0, accumulation=1
+):
+    """Costs of a stack of equal blocks, which recompute what they drop, as real ones do.
+
+    `kept` and `times`: bytes, and nanoseconds of the backward, under each action. `lent`: bytes that last until the
+    forward ends, under all actions but the first.
+    """
+    costs = {}
+    for number, (action, size) in enumerate(zip(actions, kept, strict=True)):
+        lends, again = lent if number else 0, max(kept) - size
+        forward = Part(max(kept) + 10, size + INPUT + lends, 100)
+        backward = Part(again + 12, gradient - size - INPUT, times[number] if times else 200 + again)
+        costs[action] = Cost(forward, backward, lends)
+    return Costs(
+        family="llama",
+        model="SomeModel",
+        actions=tuple(actions),
+        calls=tuple(CallCosts((block,), 0, gradient, costs) for block in blocks_of("decoder", count)),
+        before=Part(INPUT, INPUT, 30),
+        at_backward_bytes=0,
+        head=(Part(head, head // 2, 50), Part(head, -head // 2, 100)),
+        input_bytes=INPUT,
+        static=static or Static(100, gradients=gradient * count),
+        tokens=8,
+        accumulation=accumulation,
+    )
+
+
 LLAMA_70B = {
+    "actions": MANY,
     "kept": (313708544, 170115072, 170000384, 161726464, 161726465, 16777216, 16777215, 0),
     "times": (7736009, 8141548, 8183605, 8156024, 8155024, 11361453, 11367453, 11381453),
     "lent": 5177344,
@@ -77,7 +110,7 @@ LLAMA_70B = {
 @pytest.mark.parametrize("changes", [{}, {"gradient": 40_000_000, "accumulation": 2}, {"head": 4_000_000_000}], ids=str)
 def test_a_deep_model_is_planned_as_with_a_wide_table(changes, monkeypatch):
     """80 blocks with 8 actions: within 0.1 % of a table in which eight times as many ways are followed."""
-    costs, twin = (alike(80, actions=8, **LLAMA_70B, **changes) for _ in range(2))
+    costs, twin = (alike(80, **LLAMA_70B, **changes) for _ in range(2))
     low, high = ends_of(costs)
     limits = [low + (high - low) * part // 8 for part in range(9)]
     times = [step_nanoseconds(costs, fastest(costs, limit)) for limit in limits]
@@ -105,11 +138,9 @@ def test_a_plan_is_within_its_budget_or_an_error_says_why(costs, more):
     plan = plan_within(costs, floor + more, "a100-80")
     choice = fastest(costs, floor + more)
     assert plan == plan_of(costs, choice)
-    assert plan.prediction.peak_bytes == worst_timeline(costs, choice).peak_bytes <= floor + more
+    assert plan.prediction.peak_bytes == timeline(costs, choice).peak_bytes <= floor + more
     assert plan.prediction.step_seconds == step_nanoseconds(costs, choice) / 1e9
     assert (plan.prediction.budget_bytes, plan.prediction.device) == (floor + more, "a100-80")
-    assert fits(costs, floor)
-    assert not fits(costs, floor - 1)
     with pytest.raises(InfeasibleError) as caught:
         plan_within(costs, floor - 1)
     error = caught.value
@@ -135,61 +166,24 @@ def test_the_plan_of_least_is_the_fastest_with_the_lowest_peak(costs):
         assert plan.head == "full"
 
 
-INPUT = 4
-"""Bytes of each block's input."""
-
-
-def alike(count, *, head=30, actions=3, kept=(60, 25, 0), times=None, lent=0, static=None, gradient=0, accumulation=1):
-    """Costs of a stack of equal blocks, which recompute what they drop, as real ones do.
-
-    `kept` and `times`: bytes, and nanoseconds of the backward, under each action. `lent`: bytes that last until the
-    forward ends, under all actions but the first.
-    """
-    costs = {}
-    for number, size in enumerate(kept):
-        lends = lent if number else 0
-        forward = Phase(((max(kept) + 10, 0), (size + INPUT + lends, 0)), 100)
-        again = max(kept) - size
-        backward = Phase(((again + 12, 0), (-size - INPUT, gradient)), times[number] if times else 200 + again)
-        costs[0, number] = BlockCost(forward, backward, INPUT, lends)
-    stack = StackCosts(
-        name="decoder",
-        blocks=blocks_of("decoder", count),
-        kinds=(0,) * count,
-        choices=(tuple(range(actions)),),
-        first=costs,
-        inner=costs,
-        last=costs,
-        gradients=(gradient,),
-        before=Phase(((INPUT, 0),), 10),
-        before_backward=Phase(((1, 0), (-INPUT, 0)), 20),
-        at_backward_bytes=INPUT,
-        shared_bytes=0,
-        before_at_backward_bytes=0,
-    )
-    return Costs(
-        family="llama",
-        model="SomeModel",
-        actions=LADDERS.get(actions, (KEEP,) * actions),
-        stacks=(stack,),
-        head=(Phase(((head, 0), (head // 2, 0)), 50), Phase(((head, 0), (-head // 2, 0)), 100)),
-        static=static or Static(parameters=100, buffers=0, optimizer=0, gradients=gradient * count, batch=0),
-        tokens=8,
-        accumulation=accumulation,
-    )
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("changes", [{}, {"gradient": 30}, {"head": 400}, {"kept": (60, 0, 25)}], ids=str)
 def test_of_blocks_alike_those_come_first_that_keep_least(accumulation, changes):
     """The last blocks keep most, whatever the order of the actions: their backwards free it before gradients come."""
     costs = alike(5, accumulation=accumulation, **changes)
-    kept = changes.get("kept", (60, 25, 0))
     low, high = ends_of(costs)
-    chosen = [fastest(costs, limit)[0] for limit in range(low, high + 1)]
-    assert all(sorted(row, key=kept.__getitem__) == list(row) for row in chosen)
-    assert (0,) * 5 in chosen
+    chosen = [fastest(costs, limit) for limit in range(low, high + 1)]
+    kept = [[call.costs[action].kept_bytes for call, action in zip(costs.calls, row, strict=True)] for row in chosen]
+    assert all(row == sorted(row) for row in kept)
+    assert [60 + INPUT] * 5 in kept
     assert len(set(chosen)) > 3
+
+
+def test_nothing_is_recomputed_without_a_gain():
+    """Of actions that take the same time, as may be measured, the one that keeps most is taken where it fits."""
+    costs = alike(5, times=(300, 300, 300))
+    assert fastest(costs, ends_of(costs)[1]) == costs.uniform(KEEP)
+    assert fastest(costs, ends_of(costs)[0])[0] == FULL
 
 
 @pytest.mark.parametrize(
@@ -203,14 +197,14 @@ def test_of_blocks_alike_those_come_first_that_keep_least(accumulation, changes)
             id="logits",
         ),
         pytest.param(
-            {"static": Static(parameters=2**20, buffers=0, optimizer=2 * 2**20, gradients=2**20, batch=0)},
+            {"static": Static(parameters=2**20, optimizer=2 * 2**20, gradients=2**20)},
             3 * 2**20,
             ["weights 1.00 MiB, optimizer state 2.00 MiB and gradients 1.00 MiB alone need more", "use LoRA"],
             ["a smaller batch", "head"],
             id="state",
         ),
         pytest.param(
-            {"static": Static(2**20, buffers=0, optimizer=2 * 2**20, gradients=2**20, batch=0, step_bytes=2**20)},
+            {"static": Static(2**20, optimizer=2 * 2**20, gradients=2**20, step_bytes=2**20)},
             5 * 2**20 - 1,
             ["the optimizer's step is the peak, whatever blocks do"],
             ["a smaller batch"],
@@ -241,16 +235,15 @@ def test_an_error_names_what_fills_the_lowest_peak_and_what_would_lower_it(chang
 @given(costs=some_costs(most=6), points=st.integers(1, 12))
 def test_the_frontier_trades_time_for_bytes(costs, points):
     low, high = ends_of(costs)
-    options = frontier(costs, points)
-    peaks = [option.peak_bytes for option in options]
-    seconds = [option.step_seconds for option in options]
-    assert seconds == sorted(seconds, reverse=True)
+    found = frontier([costs], points)
+    peaks, seconds = [*found], [plan.prediction.step_seconds for plan in found.values()]
+    assert peaks == [plan.prediction.peak_bytes for plan in found.values()]
+    assert seconds == sorted(set(seconds), reverse=True)
     assert peaks == sorted(peaks)
     assert peaks[0] == low
     assert peaks[-1] <= high
-    assert len(options) <= points
-    for option in options:
-        assert option.step_seconds == plan_within(costs, option.peak_bytes).prediction.step_seconds
+    assert len(found) <= points
+    assert [plan_within(costs, peak).prediction.step_seconds for peak in peaks] == seconds
     assert points == 1 or seconds[-1] == step_nanoseconds(costs, fastest(costs, high)) / 1e9
 
 
@@ -258,35 +251,34 @@ def test_the_frontier_trades_time_for_bytes(costs, points):
 @given(costs=some_costs(most=6))
 def test_nothing_usual_is_faster_than_the_plan_for_its_peak(costs):
     options = usual_options(costs, host_bandwidth=1e9)
-    assert [options[0].name, *(option.name for option in options[-2:])] == ["none", "full", "offload (transformers)"]
-    for option in options[:-1]:
-        choice = fastest(costs, option.peak_bytes)
-        assert step_nanoseconds(costs, choice) / 1e9 <= option.step_seconds
-        assert worst_timeline(costs, choice).peak_bytes <= option.peak_bytes
-    assert options[-1].plan is None
+    del options["offload (transformers)"]
+    assert next(iter(options)) == "none"
+    for option in options.values():
+        best = plan_within(costs, option.prediction.peak_bytes).prediction
+        assert best.step_seconds <= option.prediction.step_seconds
 
 
 def test_usual_options_by_hand():
     """As in transformers, one counter covers both stacks; blocks without a choice are kept."""
-    costs = made_up(2, [[0, 1, 1], [0, 0]], frozen=((0,), ()), actions=2)
-    kinds = {
-        option.name: [action.kind for _, action in option.plan.actions]
-        for option in usual_options(costs, 1e9)
-        if option.plan is not None
-    }
-    assert kinds == {
+    options = usual_options(made_up(2, [0, 1, 1, 0, 0], frozen=1, decoder=2, actions=2), 1e9)
+    assert {name: [action.kind for _, action in plan.actions] for name, plan in options.items()} == {
         "none": ["keep"] * 5,
         "every_n_layers: 4": ["keep", "keep", "keep", "keep", "full"],
         "every_n_layers: 3": ["keep", "keep", "keep", "full", "keep"],
         "every_n_layers: 2": ["keep", "keep", "full", "keep", "full"],
         "full": ["keep", "full", "full", "full", "full"],
+        "offload (transformers)": ["keep", "full", "full", "full", "full"],
     }
 
 
 def test_offload_takes_the_inputs_away_and_time_for_it():
     """Blocks' inputs are away between forward and backward; that of a single block is back for its backward."""
-    none, *_, full, offload = usual_options(alike(8, head=2, actions=2, kept=(60, 0)), host_bandwidth=1e9)
+    predictions = {
+        count: {name: plan.prediction for name, plan in usual_options(alike(count, head=2), 1e9).items()}
+        for count in (1, 8)
+    }
+    none, full, offload = (predictions[8][name] for name in ("none", "full", "offload (transformers)"))
     assert none.peak_bytes > full.peak_bytes > offload.peak_bytes
     assert offload.step_seconds == pytest.approx(full.step_seconds + 8 * 2 * INPUT / 1e9, abs=1e-12)
-    *_, full, offload = usual_options(alike(1, head=2, actions=2, kept=(60, 0)), host_bandwidth=1e9)
-    assert full.peak_bytes == offload.peak_bytes == 100 + INPUT + 60 + 12 + INPUT
+    alone = predictions[1]
+    assert alone["full"].peak_bytes == alone["offload (transformers)"].peak_bytes == 100 + 2 * INPUT + 60 + 12

@@ -18,13 +18,13 @@ import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.boundaries import Boundaries, _Boundary
 from hf_ckpt.attach.record import installation
-from hf_ckpt.costs.timeline import worst_timeline
+from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.measure import levels, memory
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch
-from hf_ckpt.planner.options import in_segments
+from hf_ckpt.planner.segments import in_segments
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.training.escalate import step_down
 from hf_ckpt.training.measurements import _Look
@@ -493,7 +493,7 @@ def test_segments_need_no_less_than_they_do_under_keep():
 
     def peaks():
         ways = in_segments(known.costs_in_segments(measured))
-        return [worst_timeline(costs, costs.uniform(len(costs.actions) - 1)).peak_bytes for costs in ways]
+        return [timeline(costs, costs.uniform(FULL)).peak_bytes for costs in ways]
 
     under_keep = peaks()
     for pair in list(known.changes):
