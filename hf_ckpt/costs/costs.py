@@ -75,16 +75,6 @@ class StackEnd:
         kept = [ON_DEVICE.get(action, action) for action in choice[self.first : self.last + 1]]
         return self.input_bytes[kept[0]] + min(self.shared_bytes[action] for action in kept)
 
-    @property
-    def always_freed(self) -> int:
-        """Bytes that are freed under every choice."""
-        return min(self.input_bytes.values()) + min(self.shared_bytes.values())
-
-    @property
-    def most_freed(self) -> int:
-        """Most bytes that are freed under any choice."""
-        return max(self.input_bytes.values()) + max(self.shared_bytes.values())
-
 
 @dataclasses.dataclass(frozen=True)
 class Static:

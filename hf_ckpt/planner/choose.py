@@ -68,8 +68,9 @@ class _Table:
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        self._more = sum(end.most_freed - end.always_freed for end in costs.ends)
-        """Bytes by which a peak may be too high."""
+        sizes = [sizes.values() for end in costs.ends for sizes in (end.input_bytes, end.shared_bytes)]
+        self._more = sum(max(freed) - min(freed) for freed in sizes)
+        """Bytes by which a peak may be too high: what the choice decides about the ends of stacks."""
         self._exact: set[int] = set()
         """Places of plans whose peaks were computed by `timeline`."""
         self._steps: list[tuple[Numbers, Numbers]] = []
@@ -135,7 +136,8 @@ def _stages(costs: Costs) -> Iterator[list[_Option]]:
     """The parts of a step in the order of the forward, with their backward; see `timeline`."""
     alive, done = costs.resident_bytes, sum(call.gradient_bytes for call in costs.calls)
     yield [_Option(alive + costs.before.peak, alive + costs.before.net, costs.before.net)]
-    ends = {end.last: end.always_freed for end in costs.ends}
+    ends = {end.last: min(end.input_bytes.values()) + min(end.shared_bytes.values()) for end in costs.ends}
+    """Last call of a stack -> bytes that are freed at its end under every choice."""
     ranks = {action: rank for rank, action in enumerate(costs.actions)}
     for place, call in enumerate(costs.calls):
         done -= call.gradient_bytes

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_ckpt.errors import PlanMismatchError, SpecError
-from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, OFFLOAD, Action
+from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, Action
 from hf_ckpt.spec.plan import Block, Plan, numbers_of_runs
 from hf_ckpt.spec.reading import SAVING, parse_layers
 from hf_ckpt.spec.spec import PLANNED_POLICIES, Spec
@@ -152,36 +152,3 @@ def _select(text: str, stack: str | None, stacks: Stacks, where: str, problems: 
             else:
                 chosen += blocks[low : high + 1]
     return chosen
-
-
-def tighter_plan(
-    plan: Plan, *, chunks: bool, offload: bool = True, head_first: bool = False
-) -> tuple[Plan, str] | None:
-    """The next plan that needs less memory, and its change in words; None if there is none.
-
-    Each call replaces one action by the next in its record: `keep` by `selective`, `selective` by `full`, and `full` by
-    `offload`; compiled blocks get the share 0. Blocks that keep their tensors in host memory still do. At the end, the
-    head runs in chunks.
-
-    Args:
-        plan: any plan.
-        chunks: whether the head can run in chunks.
-        offload: whether there is host memory apart from the device's.
-        head_first: whether the head runs in chunks before anything is offloaded.
-    """
-    kinds = {action.kind for _, action in plan.actions if action != COMPILED}  # which already keeps the least
-    chunks = chunks and plan.head == "full"
-    for record in ACTIONS.values():
-        following = record.next
-        if record.name not in kinds or following is None:
-            continue
-        if following == OFFLOAD and chunks and head_first:
-            break
-        if following == OFFLOAD and not offload:
-            continue
-        theirs = [action for _, action in plan.actions if action.kind == record.name]
-        pairs = ((block, OFFLOAD if action.moved else following, action) for block, action in plan.actions)
-        actions = tuple((block, new if action.kind == record.name else action) for block, new, action in pairs)
-        words = ACTIONS["full"].next_in_words if all(action.moved for action in theirs) else record.next_in_words
-        return dataclasses.replace(plan, actions=actions, prediction=None), words
-    return (dataclasses.replace(plan, head="auto", prediction=None), "the head in chunks") if chunks else None

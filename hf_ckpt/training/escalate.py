@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,8 @@ from hf_ckpt.attach.attach import adopt, end_watch, put_on
 from hf_ckpt.attach.record import Installation, carriers, installation, is_on, spec_of
 from hf_ckpt.engines.host import lane_of
 from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
-from hf_ckpt.planner.policies import tighter_plan
+from hf_ckpt.spec.actions import ACTIONS, COMPILED, OFFLOAD
+from hf_ckpt.spec.plan import Plan
 from hf_ckpt.training.install import install_one
 
 
@@ -67,3 +69,36 @@ def _head_weighs_more(head: nn.Module, record: Installation) -> bool:
     weight: Any = head.weight
     vocabulary, hidden = weight.shape
     return bool(3 * vocabulary > len(record.plan.actions) * hidden)
+
+
+def tighter_plan(
+    plan: Plan, *, chunks: bool, offload: bool = True, head_first: bool = False
+) -> tuple[Plan, str] | None:
+    """The next plan that needs less memory, and its change in words; None if there is none.
+
+    Each call replaces one action by the next in its record: `keep` by `selective`, `selective` by `full`, and `full` by
+    `offload`; compiled blocks get the share 0. Blocks that keep their tensors in host memory still do. At the end, the
+    head runs in chunks.
+
+    Args:
+        plan: any plan.
+        chunks: whether the head can run in chunks.
+        offload: whether there is host memory apart from the device's.
+        head_first: whether the head runs in chunks before anything is offloaded.
+    """
+    kinds = {action.kind for _, action in plan.actions if action != COMPILED}  # which already keeps the least
+    chunks = chunks and plan.head == "full"
+    for record in ACTIONS.values():
+        following = record.next
+        if record.name not in kinds or following is None:
+            continue
+        if following == OFFLOAD and chunks and head_first:
+            break
+        if following == OFFLOAD and not offload:
+            continue
+        theirs = [action for _, action in plan.actions if action.kind == record.name]
+        pairs = ((block, OFFLOAD if action.moved else following, action) for block, action in plan.actions)
+        actions = tuple((block, new if action.kind == record.name else action) for block, new, action in pairs)
+        words = ACTIONS["full"].next_in_words if all(action.moved for action in theirs) else record.next_in_words
+        return dataclasses.replace(plan, actions=actions, prediction=None), words
+    return (dataclasses.replace(plan, head="auto", prediction=None), "the head in chunks") if chunks else None

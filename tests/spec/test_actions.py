@@ -13,7 +13,6 @@ from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.region import Hook, Region, Request, make
 from hf_ckpt.errors import PlanMismatchError, SpecError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.planner.policies import tighter_plan
 from hf_ckpt.spec import reading
 from hf_ckpt.spec.actions import (
     ACTIONS,
@@ -31,6 +30,7 @@ from hf_ckpt.spec.actions import (
 )
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
+from hf_ckpt.training.escalate import tighter_plan
 
 # A value for each option of an action, as in a plan file.
 WRITTEN = {"save": ["linear"], "moved": True, "segment": 0, "share": 0.25}

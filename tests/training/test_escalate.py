@@ -8,11 +8,10 @@ from helpers.failing import FULL, HEAD, OFFLOAD, SELECTIVE
 import hf_ckpt
 from hf_ckpt.attach.record import installation
 from hf_ckpt.models.tiny import tiny_model
-from hf_ckpt.planner.policies import tighter_plan
 from hf_ckpt.spec.actions import COMPILED, Action
 from hf_ckpt.spec.plan import Block, Plan
 from hf_ckpt.training import escalate
-from hf_ckpt.training.escalate import step_down
+from hf_ckpt.training.escalate import step_down, tighter_plan
 
 
 def test_nothing_is_offloaded_where_there_is_no_host():
