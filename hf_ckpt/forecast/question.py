@@ -20,7 +20,7 @@ from hf_ckpt.units import DEFAULT_SHARE, exact_size, parse_budget, parse_bytes, 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 """Types that weights and autocast may have, as torch names them."""
 MOST_TOKENS = 2**32
-"""Most tokens of one micro-step. Beyond that, byte counts no longer fit the solver's integers."""
+"""Most tokens of one micro-step. Beyond that, byte counts no longer fit the planner's integers."""
 _ATTENTIONS = ("sdpa", "eager", "flex_attention")
 
 

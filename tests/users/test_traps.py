@@ -60,8 +60,7 @@ TRAPS = {
         attach/test_reenabling.py::test_checkpointing_is_never_reentrant
     """,
     12: """memory does not move because logits are the peak
-        planner/test_real_peaks.py::test_a_budget_that_the_logits_break_says_so
-        planner/test_real_peaks.py::test_the_plan_of_a_config_says_that_the_logits_are_the_peak
+        planner/test_choose.py::test_an_error_names_what_fills_the_lowest_peak_and_what_would_lower_it
         users/test_trainer.py::test_logits_that_are_the_peak_are_said_once
     """,
     13: """selective that is really full
@@ -69,7 +68,7 @@ TRAPS = {
         engines/test_sac.py::test_no_match_is_an_error_that_says_what_to_do
     """,
     14: """a budget on saved bytes is not one on the peak
-        planner/test_real_peaks.py::test_a_budget_is_on_the_peak
+        training/test_budgets_held.py::test_budgets_hold
         planner/test_choose.py::test_a_choice_is_as_fast_as_the_best_that_fits
     """,
     15: """every_n_layers counts encoder and decoder with one counter, and takes 0, -1 and 1.5
@@ -77,7 +76,7 @@ TRAPS = {
         attach/test_reenabling.py::test_what_others_accept_in_silence_is_refused_with_the_reason
     """,
     16: """offloading does not lower the peak, or moves masks
-        planner/test_real_peaks.py::test_a_plan_offloads_only_where_that_lowers_the_peak
+        costs/test_offload.py::test_peaks_are_those_that_are_reached
         costs/test_offload.py::test_a_plan_moves_only_what_it_has_to
         parity/test_matrix.py::test_gradients_are_those_of_no_checkpointing
     """,
@@ -156,8 +155,7 @@ TRAPS = {
     33: """routing of mixtures of experts flips at recomputation
         engines/test_routers.py::test_tokens_go_to_the_same_experts
         engines/test_routers.py::test_selective_keeps_what_was_chosen
-        planner/test_real_peaks.py::test_a_mixture_of_experts_can_be_planned_for
-        planner/test_real_peaks.py::test_hidden_states_that_a_config_asks_for_are_planned_for
+        forecast/test_peaks.py::test_predicted_peaks_are_those_of_real_steps
     """,
     34: """torch.compile: graph breaks, warnings, a policy that is ignored
         users/test_compile.py::test_a_compiled_model_trains_the_same_and_saves_less

@@ -11,7 +11,6 @@ from helpers.steps import assert_near, assert_same, enable, step
 import hf_ckpt
 from hf_ckpt.attach.record import installation
 from hf_ckpt.costs.timeline import step_nanoseconds
-from hf_ckpt.errors import SpecError
 from hf_ckpt.forecast.batches import MicroStep
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.forecast.model import model_of_live
@@ -68,12 +67,6 @@ def test_chunks_fit_a_budget_that_is_too_small_without_them():
         assert (peak <= budget) == (mlp == "auto")
         assert peak == pytest.approx(planned.plan.prediction.peak_bytes, rel=0.02)
         hf_ckpt.uninstall(model)
-
-
-def test_what_cannot_be_asked_together_is_refused():
-    for spec in ({"compile": "blocks"}, {"policy": "selective", "engine": "sac"}):
-        with pytest.raises(SpecError, match="`mlp` "):
-            hf_ckpt.install(model_of(), {**spec, "mlp": 64})
 
 
 def test_a_plan_keeps_its_chunks(tmp_path):
