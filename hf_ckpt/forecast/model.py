@@ -404,9 +404,9 @@ def _refuse_too_long(config: Any, workload: Workload) -> None:
 def quantisation_of(config: Any) -> tuple[str, int]:
     """(method by which a checkpoint's weights are quantised, empty for none; bits if that is `bitsandbytes`)."""
     stored = getattr(config, "quantization_config", None) or {}
-    keys = stored if isinstance(stored, Mapping) else vars(stored)
+    keys = stored if isinstance(stored, Mapping) else stored.to_dict()
     method = keys.get("quant_method", "")
-    return str(getattr(method, "value", method)), 4 if keys.get("load_in_4bit", keys.get("_load_in_4bit")) else 8
+    return str(getattr(method, "value", method)), 4 if keys.get("load_in_4bit") else 8
 
 
 def _refuse_quantised(config: Any, workload: Workload) -> None:

@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from hf_ckpt import compat
 from hf_ckpt.costs.costs import Static
 from hf_ckpt.costs.steps import Call, Part, Step
 from hf_ckpt.forecast.model import ShallowModel, Tensors
@@ -157,4 +157,4 @@ def pass_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         has_graph = isinstance(value, torch.Tensor) and value.requires_grad
         return _Passed.apply(value) if has_graph else value  # type: ignore[no-untyped-call]
 
-    return tree_map(passed, (args, dict(kwargs)))
+    return compat.tree_map(passed, (args, dict(kwargs)))

@@ -30,6 +30,7 @@ NOT_OF_TORCH = {
     },
     "accelerate": {"_hf_hook", "_old_forward", "_original_forward", "_shared_state"},
     "sys": {"_getframe"},
+    "typing": {"_asdict"},
     "argparse": {"_SubParsersAction"},
     "hf_ckpt": {
         "_hf_ckpt",
