@@ -10,7 +10,7 @@ from pathlib import Path
 from helpers.processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py") if path.stem != "common")
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py") if path.stem not in ("common", "demo"))
 
 # Texts allowed on stderr, and the upstream reason for each.
 ALLOWED = {
