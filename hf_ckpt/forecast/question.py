@@ -362,8 +362,11 @@ def on_device(asked: Question, device: Device) -> Question:
     """The question as the training runs on a device: without bfloat16 support, float16 replaces it.
 
     Autocast then computes in float16, for which Trainer scales the loss. Trainable weights are in float32, because
-    float16 gradients cannot be unscaled.
+    float16 gradients cannot be unscaled. Under FSDP2, accelerate casts what is trained to float32 and computes in
+    bfloat16, unless `autocast` says otherwise.
     """
+    if asked.sharded and asked.lora is None and (asked.dtype, asked.autocast) == ("bfloat16", None):
+        asked = dataclasses.replace(asked, dtype="float32", autocast="bfloat16")
     if device.bfloat16 or "bfloat16" not in (asked.dtype, asked.autocast_name):
         return asked
     dtype = asked.dtype

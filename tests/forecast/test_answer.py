@@ -60,6 +60,12 @@ def test_the_first_line_says_whether_it_fits(words, line):
             "every weight, weights bfloat16, no autocast, adamw, batch 1 x 512 tokens, sdpa; RTX 4090",
         ),
         (
+            Workload("g", ranks=8, parallel="fsdp2"),  # what is trained is in float32, as accelerate casts it
+            "h100",
+            "every weight, weights float32, autocast bfloat16, adamw, batch 1 x 512 tokens, sdpa, 8 ranks (fsdp2); "
+            "H100 SXM",
+        ),
+        (
             Workload("g", 2, **QLORA),
             "4090",
             "LoRA r=8 on every linear layer, base in 4 bits, the rest in float32, weights bfloat16, autocast bfloat16, "

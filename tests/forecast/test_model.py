@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -126,7 +127,11 @@ def test_what_a_config_cannot_do_is_refused(fields, said):
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {}, "in 4 bits: give load_in_4bit"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {"load_in_4bit": True, "lora": 2}, "load_in_8bit"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {"load_in_4bit": True, "lora": 2}, None),
-        (transformers.BitsAndBytesConfig(load_in_4bit=True), {}, "in 4 bits: give load_in_4bit"),
+        (
+            types.SimpleNamespace(to_dict=lambda: {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+            {},
+            "in 4 bits: give load_in_4bit",
+        ),
         ({"quant_method": "mxfp4"}, {}, None),
     ],
 )

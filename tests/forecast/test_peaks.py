@@ -95,7 +95,7 @@ class Training:
         """The type that autocast computes in; TRL's trainers and quantised bases have it by default."""
         by_default = {"trainer", "load_in_4bit", "load_in_8bit"} & self.fields.keys()
         name = self.fields.get("autocast", "bfloat16" if by_default else None)
-        return name and getattr(torch, name)
+        return None if name in (None, "none") else getattr(torch, name)
 
     @property
     def micro_steps(self) -> int:
@@ -195,7 +195,7 @@ ROWS = {
     ),
     "spectra": Training("whisper", "WhisperForConditionalGeneration", SPEECH, {"target_tokens": 96}, LONG),
     "waves": Training("wav2vec2", "Wav2Vec2ForCTC", {**TEXT, "layerdrop": 0.0}, {"seconds": 1}, LONG),
-    "fsdp2": llama(ranks=2, parallel="fsdp2"),
+    "fsdp2": llama(ranks=2, parallel="fsdp2", autocast="none"),
     "fsdp2, mixed precision": llama(ranks=2, parallel="fsdp2", **AUTOCAST),
 }
 
