@@ -110,7 +110,8 @@ class Forecast:
         """Return a dict that can be written as JSON."""
         left_out = dict.fromkeys(("plan", "costs", "timeline", "within"))
         saved = dataclasses.asdict(dataclasses.replace(self, **left_out))  # type: ignore[arg-type]
-        return {key: saved[key] for key in saved.keys() - left_out} | {"plan": self.plan and self.plan.to_dict()}
+        kept = {key: value for key, value in saved.items() if key not in left_out}
+        return {**kept, "plan": self.plan and self.plan.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Forecast:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import types
+from multiprocessing import forkserver
 
 import figures
 import peers
@@ -262,6 +263,7 @@ class Thing:
 
 @pytest.mark.long
 def test_objects_live_in_processes_of_their_own_which_keep_freed_memory():
+    forkserver._forkserver._stop()  # another test may have started it, without what makes processes keep memory
     with Worker(Thing, 1) as one, Worker(Thing, 10) as other, Worker(Thing, "a") as invalid:
         (first, pid), (second, other_pid) = one.ask("add", 2), other.ask("add", 1)
         assert (first, second, one.ask("add", 3)) == (3, 11, (6, pid))
