@@ -37,10 +37,6 @@ BLOCKS_TAKE_CACHES = hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_c
 """Whether a block can say that it may get a cache while it is checkpointed. Older transformers drop every cache."""
 TORCH_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check")
 """Options of an enable call that transformers passes to `torch.utils.checkpoint`, and that hf_ckpt knows, too."""
-HAS_OWN_OFFLOAD = "offload" in inspect.signature(getattr(PreTrainedModel, ENABLE_NAMES[-1])).parameters
-"""Whether transformers itself can keep the inputs of blocks in host memory."""
-HAS_EVERY_N_LAYERS = "every_n_layers" in inspect.signature(getattr(PreTrainedModel, ENABLE_NAMES[-1])).parameters
-"""Whether transformers itself can checkpoint every n-th layer."""
 
 CAPTURING_FLAG = "_output_capturing_hooks_installed"
 """The attribute by which transformers 5 marks a model that has hooks to capture hidden states or router logits."""
@@ -316,14 +312,3 @@ def fake_values_count() -> Iterator[None]:
         yield
     finally:
         setattr(import_utils, name, original)
-
-
-def switched_inside(module: nn.Module) -> list[Any]:
-    """Return the modules below blocks that transformers' own checkpointing switch changes, too.
-
-    If it is on, T5's attention computes gradients of a position bias of zeros, with a kernel that saves more.
-    """
-    others = GradientCheckpointingLayer, PreTrainedModel
-    return [
-        part for part in module.modules() if hasattr(part, "gradient_checkpointing") and not isinstance(part, others)
-    ]

@@ -77,7 +77,6 @@ def costs_of_model(
     head: int | str = "full",
     mlp: int | str = "full",
     sharding: Sharding | None = None,
-    on_progress: Callable[[str], None] | None = None,
 ) -> Costs:
     """What a model costs under every action, for one batch shape.
 
@@ -88,15 +87,11 @@ def costs_of_model(
         head: how the head runs, as in `Plan.head`.
         mlp: how the feed-forward of each block runs, as in `Plan.mlp`.
         sharding: how ranks share the weights; None if each has them all.
-        on_progress: called with a short message before each step.
 
     Raises `CannotRunError` if the model does not run on fake tensors.
     """
     actions = (*(action for action in candidates() if action != FULL), FULL)
     static = _static(model, step, device, None if sharding is None else sharding.element_bytes)
-    tell = on_progress or (lambda text: None)
-
-    tell(f"measuring `full`, 1 of {len(actions)}")
     measure = functools.partial(_measure, model, step, device, mlp=mlp)
     plain = measure(FULL)
     whole = plain if head == "full" else measure(FULL, head=head)
@@ -111,8 +106,7 @@ def costs_of_model(
     ratios: dict[tuple[int, Action], float] = {}
     spent = _spent(plain)
     steps = {FULL: whole}
-    for number, action in enumerate(actions[:-1], 2):
-        tell(f"measuring `{action}`, {number} of {len(actions)}")
+    for action in actions[:-1]:
         other = steps[action] = measure(action)
         times = _spent(other)
         for place, change in _changes(plain, other).items():

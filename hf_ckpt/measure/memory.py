@@ -3,7 +3,6 @@ counter of the process's peak resident size (Linux). `PeakMeter.source` says whi
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import sys
@@ -187,13 +186,3 @@ class NoMeter:
 
     def reserved_bytes(self) -> int | None:
         return None
-
-
-def release_freed_memory() -> None:
-    """Return freed memory to the system, so that the resident size afterwards is the memory in use.
-
-    glibc keeps freed blocks for reuse (`man 3 malloc_trim`); other C libraries are left alone.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)

@@ -12,7 +12,6 @@ from hf_ckpt import compat
 from hf_ckpt.compat.peft import add_lora
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_model
-from hf_ckpt.training.batches import Batch, Forward
 
 SIZES = {"batch": 4, "tokens": 128}
 _KEPT: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -42,11 +41,6 @@ def budgeted(model, budget, **more):
     """Install hf_ckpt on a model and enable `budget`."""
     hf_ckpt.install(model)
     enable(model, {"policy": "budget", "budget": budget, **more})
-
-
-def text_batch(sequences, tokens):
-    """A batch of text, as a session describes one."""
-    return Batch((Forward(None, (("input_ids", (sequences, tokens)),), False),), resident=False)
 
 
 def live_peak(model, batch):
