@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,23 @@ def add_lora(
     except ValueError as error:
         raise HfCkptError(f"PEFT puts no adapters on {type(model).__name__}: {reason_of(error)}.") from error
     return adapted
+
+
+def add_same_adapters(model: nn.Module, live: nn.Module) -> nn.Module:
+    """Add the adapters of a live model, plain or wrapped, to a new one. Raises `HfCkptError` if PEFT refuses them."""
+    configs = (getattr(module, "peft_config", None) for module in live.modules())
+    adapters: dict[str, Any] = next((found for found in configs if isinstance(found, dict)), {})
+    for number, (name, config) in enumerate(adapters.items()):
+        from peft import PeftModel, get_peft_model
+
+        try:
+            if number and isinstance(model, PeftModel):
+                model.add_adapter(name, copy.deepcopy(config))
+            else:
+                model = get_peft_model(model, copy.deepcopy(config), adapter_name=name)
+        except ValueError as error:
+            raise HfCkptError(f"PEFT puts no adapters on {type(model).__name__}: {reason_of(error)}.") from error
+    return model
 
 
 def like_bitsandbytes(model: nn.Module, is_quantised: Callable[[Any], bool], *, copies: bool) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from hf_ckpt.attach.attach import paused
 from hf_ckpt.costs.costs import Costs
 from hf_ckpt.costs.offload import with_offloading
 from hf_ckpt.costs.timeline import timeline
@@ -19,7 +18,7 @@ from hf_ckpt.forecast import words
 from hf_ckpt.forecast.answer import Forecast, Row
 from hf_ckpt.forecast.batches import DTYPES, micro_step, sizes_of_batch
 from hf_ckpt.forecast.devices import Device, device_named, this_device
-from hf_ckpt.forecast.model import ShallowModel, model_of_live, model_of_workload, quantisation_of
+from hf_ckpt.forecast.model import ShallowModel, model_of_workload, quantisation_of
 from hf_ckpt.forecast.nearest import LARGEST, Changes, largest, nearest, own_changes
 from hf_ckpt.forecast.question import FIELDS, MOST_TOKENS, Question, Workload, on_device, question, words_of
 from hf_ckpt.forecast.ranks import Sharding
@@ -80,9 +79,12 @@ def predict(
         fixed = sorted(_OF_THE_MODEL & fields.keys())
         if fixed:
             raise HfCkptError(f"a live model has its own {', '.join(fixed)}: leave these out, or give its config.")
-        about_it = question({**fields, "model": find_blocks(model).model})
-        with paused(model):
-            return Forecaster(about_it, on_progress, model=model_of_live(model)).forecast()
+        found = find_blocks(model)
+        fields |= {
+            "model": found.model,
+            "attention": getattr(found.base.config, "_attn_implementation", None) or "sdpa",
+        }
+        return Forecaster(question(fields), on_progress, live=model).forecast()
     if isinstance(model, (str, Path)):
         return Forecaster(question({**fields, "model": str(model)}), on_progress).forecast()
     return Forecaster(question({**fields, "model": str(model.model_type)}), on_progress, config=model).forecast()
@@ -144,7 +146,7 @@ class Forecaster:
         asked: the question.
         tell: called with a short message at the start of each slow part.
         config: the model's config, if the question does not name one that can be loaded.
-        model: of a live model, which has its own types and adapters.
+        live: a live model, which has its own class, config, types and adapters.
         program: `axolotl` or `LLaMA-Factory` for answers in the keys of its files.
 
     Raises `HfCkptError` for an unknown device, and for options that do not go together.
@@ -156,7 +158,7 @@ class Forecaster:
         tell: Progress = lambda text: None,
         *,
         config: Any = None,
-        model: ShallowModel | None = None,
+        live: nn.Module | None = None,
         program: str = "",
     ) -> None:
         if asked.parallel != "ddp" and asked.ranks == 1:
@@ -164,12 +166,12 @@ class Forecaster:
         if asked.sharded and asked.head != "full":
             raise HfCkptError("the head in chunks needs whole weights, which fsdp2 shards: leave --head out.")
         self.device = device_named(asked.device) if asked.device else this_device()
-        self.asked = asked if model else on_device(asked, self.device)
+        self.asked = on_device(asked, self.device) if live is None else asked
         self.budget = bytes_allowed(asked.budget, self.device)
         self._tell = tell
         self._config, self._program = config, program if program in words.OWN_KEYS else ""
-        self._models = {} if model is None else {_model_of(self.asked): model}
-        self._live = model
+        self._models: dict[Workload, ShallowModel] = {}
+        self._live = live
         self._costs: dict[Any, Costs] = {}
         self._usual: dict[str, Plan] = {}
         self._frontier: dict[int, Plan] = {}
@@ -304,7 +306,8 @@ class Forecaster:
         key = _model_of(asked)
         if whole or key not in self._models:
             on_cpu = self.device.name == "cpu"
-            self._models[key] = model_of_workload(asked, self._config, on_cpu=on_cpu, whole=whole)
+            live = self._live
+            self._models[key] = model_of_workload(asked, self._config, live=live, on_cpu=on_cpu, whole=whole)
         return self._models[key]
 
     def costs_of(self, asked: Question, head: int | str, mlp: int | str) -> Costs:
@@ -316,7 +319,7 @@ class Forecaster:
             try:
                 self._costs[key] = costs_of(asked, model, self.device, head, mlp)
             except CannotRunError:  # some models look up the type of a block by its number
-                if self._live is not None or len(model.inside) > _MOST_BLOCKS:
+                if len(model.inside) > _MOST_BLOCKS:
                     raise
                 self._costs[key] = costs_of(asked, self._model(asked, whole=True), self.device, head, mlp)
         return self._costs[key]

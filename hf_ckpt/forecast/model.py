@@ -1,4 +1,4 @@
-"""A shallow model on fake tensors, from a config or a live model, that a forecast measures in place of the real one.
+"""A shallow model on fake tensors, from a config or a live model's config, that a forecast measures in its place.
 
 It has the first block of every stack, two further blocks of each kind, and the last block. Fake tensors have shapes and
 types but no values, so neither weights nor a device are needed. `Stack.like` says which of these blocks stands for a
@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +21,19 @@ import transformers
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.compat.peft import add_lora, like_bitsandbytes
+from hf_ckpt.compat.peft import add_lora, add_same_adapters, like_bitsandbytes
 from hf_ckpt.errors import HfCkptError, reason_of
 from hf_ckpt.forecast.batches import DTYPES
 from hf_ckpt.forecast.presets import no_model, presets
 from hf_ckpt.forecast.quantised import QuantisedLinear, prepare_for_kbit_training, quantise
 from hf_ckpt.forecast.question import Workload
-from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks, frozen_prefix, plain_modules
+from hf_ckpt.models.blocks import base_model, find_blocks, frozen_prefix, plain_modules, plain_name
 from hf_ckpt.models.families import depth_keys, learned_positions
 from hf_ckpt.spec.files import read_values
 from hf_ckpt.spec.plan import Block
 
 Tensors = tuple[tuple[tuple[int, ...], int, bool], ...]
 """For each parameter: (shape, bytes per element, whether it is trainable)."""
-_PUT_ON = (
-    *("forward", "feed_forward_chunk", "_old_forward", "_hf_hook", "_hf_ckpt", "_compiled_call_impl"),
-    *("enable_input_require_grads", "disable_input_require_grads", *compat.ENABLE_NAMES, *compat.DISABLE_NAMES),
-    compat.CAPTURING_FLAG,
-)
-"""Attributes that wrappers and hf_ckpt set on modules of a live model; a copy runs the class's own forward."""
-_HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
-"""Hooks of a live model, which may refer to objects that cannot be copied."""
-
-
 _WITHOUT_CHANCE = {
     "apply_spec_augment": False,
     **dict.fromkeys(("layerdrop", "encoder_layerdrop", "decoder_layerdrop"), 0.0),
@@ -95,21 +82,12 @@ class ShallowModel:
     @property
     def name(self) -> str:
         """Class name of the model."""
-        return compat.plain_class(self.base).__name__
+        return type(self.base).__name__
 
     @property
     def tensors(self) -> Tensors:
         """All parameters of the real model."""
         return tuple(tensor for part in (self.outside, *self.inside) for tensor in part)
-
-    @contextlib.contextmanager
-    def in_training(self) -> Iterator[compat.PreTrainedModel]:
-        """A context in which the model is in train mode; what is put on it is removed afterwards."""
-        try:
-            yield self.base.train()
-        finally:
-            # transformers installs hooks on a model once, and assumes that they stay.
-            _strip(self.base)
 
 
 def nbytes(tensors: Tensors) -> int:
@@ -126,42 +104,46 @@ def trainable(tensors: Tensors) -> Tensors:
 
 
 def model_of_workload(
-    workload: Workload, config: Any = None, *, on_cpu: bool = False, whole: bool = False
+    workload: Workload,
+    config: Any = None,
+    *,
+    live: nn.Module | None = None,
+    on_cpu: bool = False,
+    whole: bool = False,
 ) -> ShallowModel:
     """The shallow model of a workload, with its adapters.
 
     Args:
         workload: what is trained.
         config: of the model, instead of the one that the workload names.
+        live: a model, plain or wrapped, whose class, config, adapters and types count, and what is frozen in it.
         on_cpu: whether it is trained on a CPU.
         whole: whether it has all blocks of the real model.
 
-    Raises `HfCkptError` if there is no such config or class, or if sequences exceed the model's positions.
+    Raises `HfCkptError` if there is no such config or class, if sequences exceed the model's positions, if the
+    parameters of `live` are not those of its config and adapters, or if its weights are in host memory or on a disk.
     """
+    base: Any = None if live is None else base_model(live)
+    if base is not None:
+        config = base.config
     config = load_config(workload.model) if config is None else config
     _refuse_too_long(config, workload)
-    _refuse_quantised(config, workload)
     with torch.device("meta"), compat.uninitialised():
-        model = _make(config, workload)
-        base_model(model).tie_weights()  # transformers skips this together with weight initialisation
-        stacks = _stacks(model, find_blocks(model), whole=whole)
-        modules = dict(plain_modules(base_model(model)))
-        for stack in stacks:  # adapters are slow to add, so the other blocks go first
-            container: Any = modules[stack.container]
-            kept = [container[place] for place in stack.places]
-            container._modules.clear()
-            container.extend(kept)
-        model = _prepared(model, workload, on_cpu=on_cpu)
+        model = _make(config, workload, None if base is None else compat.plain_class(base))
+        if live is None:
+            _refuse_quantised(config, workload)
+        else:
+            model = _like_live(model, live, base, on_cpu=on_cpu)
+        stacks = _stacks(model, whole=whole)
+        _cut(model, stacks)  # before adapters, which are slow to add
+        if live is None:
+            model = _prepared(model, workload, on_cpu=on_cpu)
     return _on_fakes(model, stacks)
 
 
-def model_of_live(model: nn.Module, *, whole: bool = False) -> ShallowModel:
-    """The shallow model of a live model, plain or wrapped. Does not read weights. A plan on it must be paused.
-
-    Raises `NoBlocksError` if no blocks are found, and `HfCkptError` if the model cannot be copied without its weights,
-    or keeps weights in host memory or on a disk.
-    """
-    places = getattr(base_model(model), "hf_device_map", None) or {}
+def _like_live(made: nn.Module, live: nn.Module, base: Any, *, on_cpu: bool) -> nn.Module:
+    """Give a new model the quantised layers, adapters and types of a live one, and freeze what is frozen in it."""
+    places = getattr(base, "hf_device_map", None) or {}
     away = [name for name, place in places.items() if str(place) in ("cpu", "disk")]
     if away and len(away) < len(places):
         raise HfCkptError(
@@ -169,11 +151,29 @@ def model_of_live(model: nn.Module, *, whole: bool = False) -> ShallowModel:
             "disk, from where they are copied for every forward. Such a training cannot be planned for. Use fewer bits "
             '(load_in_4bit), more devices, or a smaller model, and `device_map={"": 0}`.'
         )
-    return _on_fakes(model, _stacks(model, find_blocks(model), whole=whole))
+    bits = 4 * getattr(base, "is_loaded_in_4bit", False) or 8 * getattr(base, "is_loaded_in_8bit", False)
+    if bits:
+        quantise(made, bits, base.dtype, double=True, on_cpu=on_cpu)
+    made = add_same_adapters(made, live)
+    if bits:
+        like_bitsandbytes(made, lambda layer: isinstance(layer, QuantisedLinear), copies=bits == 4)
+    inner = base_model(made)
+    ours = dict((*inner.named_parameters(), *inner.named_buffers()))
+    for name, value in (*base.named_parameters(), *base.named_buffers()):
+        mine = ours.get(plain_name(name))
+        if mine is None or mine.shape != value.shape:
+            raise HfCkptError(
+                f"{type(base).__name__} cannot be planned for, because its config and adapters do not say that it has "
+                f"{name} of shape {list(value.shape)}. `full`, `selective` and a budget measured in the run work."
+            )
+        mine.data = mine.data.to(value.dtype)
+        mine.requires_grad_(value.requires_grad)
+    return made
 
 
-def _stacks(model: nn.Module, found: FoundBlocks, *, whole: bool) -> tuple[Stack, ...]:
+def _stacks(model: nn.Module, *, whole: bool) -> tuple[Stack, ...]:
     """The stacks of a model with all its blocks. Blocks of one kind need the same memory and time."""
+    found = find_blocks(model)
     frozen = set(frozen_prefix(model, found))
     names = {id(module): name for name, module in plain_modules(found.base)}
     stacks = []
@@ -224,45 +224,51 @@ def _representatives(kinds: Sequence[object], *, whole: bool) -> tuple[tuple[int
     return tuple(places), tuple(like)
 
 
-def _on_fakes(model: nn.Module, stacks: tuple[Stack, ...]) -> ShallowModel:
-    """A copy of a model on fake tensors, with the blocks of `Stack.places` only."""
-    found = find_blocks(model)
-    fake = compat.FakeTensorMode(allow_non_fake_inputs=True)
-    live = dict(plain_modules(found.base))
-    memo: dict[int, Any] = {}
-    blocks: dict[str, list[nn.Module]] = {}
+def _cut(model: nn.Module, stacks: Sequence[Stack]) -> None:
+    """Leave only the blocks of `Stack.places` in a model, and say so in its config."""
+    modules = dict(plain_modules(base_model(model)))
     for stack in stacks:
-        held: Any = live[stack.container]
-        everything = len(held) == len(stack.blocks)
-        blocks[stack.container] = [held[place] for place in stack.places] if everything else list(held)
-        memo[id(held)] = nn.ModuleList()
-    with fake, torch.no_grad():
-        for module in (found.base, *(block for group in blocks.values() for block in group)):
-            _fake_tensors(module, memo)
-        base: Any = _strip(_copied(found.base, memo, found.model))
-        for name, group in blocks.items():
-            memo[id(live[name])].extend(_strip(_copied(block, memo, found.model)) for block in group)
-    modules = dict(plain_modules(base))
-    for module in modules.values():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False  # caches know layers by their numbers in the real model
-    for stack in stacks:
-        config = getattr(modules[stack.owner], "config", base.config)
+        container: Any = modules[stack.container]
+        kept = [container[place] for place in stack.places]
+        container._modules.clear()
+        container.extend(kept)
+        config: Any = getattr(modules[stack.owner], "config", base_model(model).config)
         compat.set_layer_types(config, stack.types)
         for key in depth_keys(config, stack.blocks[0].stack):
             with contextlib.suppress(NotImplementedError):  # derived from others, such as ProphetNet's
                 config.update({key: len(stack.places)})
-    inside, buffers = [], 0
+
+
+def _on_fakes(model: nn.Module, stacks: tuple[Stack, ...]) -> ShallowModel:
+    """A model whose other blocks are gone, with fake tensors in place of its own."""
+    found = find_blocks(model)
+    fake = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def faked(value: torch.Tensor) -> torch.Tensor:
+        if id(value) not in made:
+            like = torch.empty(value.shape, dtype=value.dtype)
+            is_parameter = isinstance(value, nn.Parameter)
+            made[id(value)] = value, nn.Parameter(like, requires_grad=value.requires_grad) if is_parameter else like
+        return made[id(value)][1]
+
+    with fake:
+        for module in model.modules():
+            held: Any
+            for held in (module._parameters, module._buffers, vars(module)):
+                held.update({name: faked(value) for name, value in held.items() if isinstance(value, torch.Tensor)})
+            config: Any = getattr(module, "config", None)
+            if getattr(config, "use_cache", False):
+                config.use_cache = False  # caches know layers by their numbers in the real model
+    modules = dict(plain_modules(found.base))
+    rest = {id(tensor) for block in found.modules.values() for tensor in (*block.parameters(), *block.buffers())}
+    inside, buffers = [], _buffer_bytes(buffer for buffer in model.buffers() if id(buffer) not in rest)
     for stack in stacks:
-        group = blocks[stack.container]
-        inside += [_sizes(group[place].parameters()) for place in stack.like]
-        buffers += sum(_buffer_bytes(group[place].buffers()) for place in stack.like)
-    everything_in = [part for block in found.modules.values() for part in (*block.parameters(), *block.buffers())]
-    known = {id(tensor) for tensor in everything_in}
-    outside = _sizes(parameter for parameter in model.parameters() if id(parameter) not in known)
-    buffers += _buffer_bytes(buffer for buffer in model.buffers() if id(buffer) not in known)
-    return ShallowModel(fake, base, found.family, stacks, outside, tuple(inside), buffers)
+        container: Any = modules[stack.container]
+        inside += [_sizes(container[place].parameters()) for place in stack.like]
+        buffers += sum(_buffer_bytes(container[place].buffers()) for place in stack.like)
+    outside = _sizes(parameter for parameter in model.parameters() if id(parameter) not in rest)
+    return ShallowModel(fake, found.base, found.family, stacks, outside, tuple(inside), buffers)
 
 
 def _sizes(parameters: Iterable[nn.Parameter]) -> Tensors:
@@ -271,44 +277,6 @@ def _sizes(parameters: Iterable[nn.Parameter]) -> Tensors:
 
 def _buffer_bytes(buffers: Iterable[torch.Tensor]) -> int:
     return sum(buffer.nbytes for buffer in buffers)
-
-
-def _fake_tensors(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Fill `copy.deepcopy`'s `memo` with a fake tensor for every parameter and buffer of a module."""
-    for parameter in module.parameters():
-        if id(parameter) not in memo:
-            fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-            memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-    plain = (value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor))
-    for tensor in (*module.buffers(), *plain):
-        memo.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype))
-
-
-def _copied(module: nn.Module, memo: dict[int, Any], model: str) -> nn.Module:
-    """A copy with the objects in `memo` instead of the originals.
-
-    Raises `HfCkptError` if copying fails: it runs the model's own code, which may raise anything.
-    """
-    try:
-        for inner in module.modules():
-            memo.update((id(vars(inner)[name]), type(vars(inner)[name])()) for name in _HOOKS)
-        copied: nn.Module = copy.deepcopy(module, memo)
-        return copied
-    except Exception as error:
-        raise HfCkptError(
-            f"{model} cannot be planned for, because a copy of its {type(module).__name__} without weights cannot be "
-            f"made: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _strip(copied: nn.Module) -> nn.Module:
-    """Remove hooks, replaced forwards and hf_ckpt's record, so that only the classes' own behaviour is left."""
-    for module in copied.modules():
-        for name in _PUT_ON:
-            vars(module).pop(name, None)
-        for name in _HOOKS:
-            vars(module)[name] = type(vars(module)[name])()
-    return copied
 
 
 # --- a model as a workload describes it -------------------------------------------------------------------------------
@@ -345,15 +313,15 @@ def _gguf_config(path: Path, changed: float) -> Any:
     return compat.gguf_config(path)
 
 
-def _make(config: Any, workload: Workload) -> nn.Module:
-    """A model of the workload's class, whose blocks are not changed yet."""
+def _make(config: Any, workload: Workload, kind: Any = None) -> nn.Module:
+    """A model of a class, by default the workload's, whose blocks are not changed yet."""
     names = [workload.architecture] if workload.architecture else getattr(config, "architectures", None)
     names = names if isinstance(names, (list, tuple)) else ()
     classes = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
     model_class: Any = next((known for known in classes if hasattr(known, "_from_config")), None)
     if workload.architecture and model_class is None:
         raise HfCkptError(f"transformers has no model class {workload.architecture!r}.")
-    model_class = model_class or transformers.AutoModelForCausalLM
+    model_class = kind or model_class or transformers.AutoModelForCausalLM
     # Under FSDP2, unsharded weights have their compute type.
     dtype = DTYPES[(workload.autocast_name if workload.sharded else None) or workload.dtype]
     attention = "sdpa" if workload.attention.startswith("flash_attention") else workload.attention  # as much is saved
@@ -374,6 +342,7 @@ def _make(config: Any, workload: Workload) -> nn.Module:
             raise
         made_as = f" as {workload.architecture}" if workload.architecture else ""
         raise HfCkptError(f"{workload.model} cannot be made{made_as} from its config: {reason_of(error)}.") from error
+    base_model(model).tie_weights()  # transformers skips this together with weight initialisation
     return model
 
 

@@ -190,7 +190,8 @@ def _measure(
 def _measure_anew(
     model: ShallowModel, step: MicroStep, device: Device, action: Action, head: int | str, mlp: int | str
 ) -> _Measured:
-    with model.in_training() as base, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        base = model.base.train()
         found = find_blocks(base)
         plan = Plan(found.family, found.model, tuple((block, action) for block in found.blocks), head=head, mlp=mlp)
         stack.enter_context(trial(base, plan))

@@ -18,7 +18,8 @@ from hf_ckpt.costs.offload import with_offloading
 from hf_ckpt.costs.timeline import step_nanoseconds, timeline
 from hf_ckpt.forecast.batches import MicroStep
 from hf_ckpt.forecast.devices import DEVICES
-from hf_ckpt.forecast.model import model_of_live
+from hf_ckpt.forecast.model import model_of_workload
+from hf_ckpt.forecast.question import Workload
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.planner.budgets import choice_within, peak_of_least, plan_of, plan_of_least, plan_within
@@ -106,7 +107,9 @@ def test_peaks_are_those_that_are_reached(action, too_high):
     """Predictions for saved tensors in host memory are too high, because tensors are freed earlier."""
     model = tiny_model("llama", layers=6, hidden=64, attention="sdpa").to(torch.bfloat16)
     batch = tiny_batch("llama", batch=4, tokens=128)
-    costs = costs_of_model(model_of_live(model), MicroStep(batch, optimizer="sgd"), DEVICES["h100"])
+    costs = costs_of_model(
+        model_of_workload(Workload("tiny"), live=model), MicroStep(batch, optimizer="sgd"), DEVICES["h100"]
+    )
     (moving,) = (ways for ways in with_offloading(costs, GIGA, 1, 2**40) if action in ways.actions)
     choice = moving.uniform(action)
     with lanes_of(Eager), trial(model, plan_of(moving, choice)), DeviceBytes(model, batch) as live:

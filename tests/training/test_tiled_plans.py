@@ -13,7 +13,8 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.costs.timeline import step_nanoseconds
 from hf_ckpt.forecast.batches import MicroStep
 from hf_ckpt.forecast.devices import DEVICES
-from hf_ckpt.forecast.model import model_of_live
+from hf_ckpt.forecast.model import model_of_workload
+from hf_ckpt.forecast.question import Workload
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.actions import FULL, KEEP
@@ -38,7 +39,9 @@ def test_times_count_what_runs_again():
     rates = {"flops16": 1e9 / 0.6, "flops32": 1e9 / 0.6, "bandwidth": 1e30, "launch_nanoseconds": 0}
     device = dataclasses.replace(H100, **rates)  # a floating-point operation takes a nanosecond, all else nothing
     for mlp in ("full", 100):
-        costs = costs_of_model(model_of_live(model_of()), MicroStep(batch, optimizer="sgd"), device, mlp=mlp)
+        costs = costs_of_model(
+            model_of_workload(Workload("tiny"), live=model_of()), MicroStep(batch, optimizer="sgd"), device, mlp=mlp
+        )
         flops[mlp] = [step_nanoseconds(costs, costs.uniform(action)) for action in (KEEP, FULL)]
     feed_forward = 2 * 3 * 32 * 512 * 512
     assert flops[100][0] == flops["full"][0] + 2 * feed_forward
