@@ -21,11 +21,10 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.functions import Functions
 from hf_ckpt.attach.record import ChunkCalls, Outermost, function_of, installation
-from hf_ckpt.engines.block_settings import Settings
-from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.head.chunked import chunked, has_computed_weights, has_dropout
 from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.engines.region import Region
+from hf_ckpt.engines.state import ForwardState, Settings
 from hf_ckpt.engines.tiles import Tiles, is_watched, mostly_trained, tiled, tokens_per_tile
 from hf_ckpt.errors import HfCkptError, OwnerConflictError, TransformError
 from hf_ckpt.logs import warn_once

@@ -80,7 +80,7 @@ from hf_ckpt.compat.frames import (
     running_modules,
 )
 from hf_ckpt.compat.kernels import accelerator_kernels
-from hf_ckpt.compat.peft import adapters_off, add_lora, is_adapter, merged_adapters
+from hf_ckpt.compat.peft import adapters_off, add_lora, is_adapter, is_merged
 from hf_ckpt.compat.profiler import (
     mark_in_record,
     profiler_is_active,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,10 +111,9 @@ def is_adapter(kind: type) -> bool:
     return kind.__module__.startswith("peft.tuners.") and kind.__module__ != "peft.tuners.lora.arrow"
 
 
-def merged_adapters(attributes: Mapping[str, Any]) -> list[Any] | None:
-    """Return the names of the adapters merged into the weight of a layer; None if it is not a layer of PEFT's.
+def is_merged(name: str, value: Any) -> bool:
+    """Whether an attribute is PEFT's list of the adapters that are merged into the weight of a layer.
 
-    PEFT adds to this list when it merges. Neither the weight's address nor its version shows a merge.
+    Neither the weight's address nor its version shows a merge.
     """
-    found = attributes.get("merged_adapters")
-    return found if type(found) is list else None
+    return name == "merged_adapters" and type(value) is list

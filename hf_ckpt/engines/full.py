@@ -11,9 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt import compat
 from hf_ckpt.engines.arguments import as_given
-from hf_ckpt.engines.block_settings import Settings
-from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.region import Region
+from hf_ckpt.engines.state import ForwardState, Settings
 from hf_ckpt.errors import GraphCaptureError, InPlaceError, RecomputeError
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from hf_ckpt import compat
-from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.full import FullRegion, needs_gradient
 from hf_ckpt.engines.host import Mover
 from hf_ckpt.engines.moved import Group, Slot, can_move
 from hf_ckpt.engines.region import Region, Request
+from hf_ckpt.engines.state import ForwardState
 
 
 class EndOfStack:

@@ -19,10 +19,10 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines.arguments import as_given
-from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.full import FullRegion, named, needs_gradient, versions_of
 from hf_ckpt.engines.region import Hook, Region, Request, Segment
 from hf_ckpt.engines.routers import enter_router, leave_router
+from hf_ckpt.engines.state import ForwardState
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import FoundBlocks, routers
 

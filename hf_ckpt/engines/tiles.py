@@ -22,10 +22,9 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.engines.block_settings import lend
-from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.head.chunks import autocast, differentiable_once
 from hf_ckpt.engines.rerun import Report, across_chunks
+from hf_ckpt.engines.state import ForwardState, lend
 
 AUTO_PIECES = 8
 AUTO_LEAST, AUTO_MOST_FROZEN, AUTO_MOST = 512, 2048, 4096

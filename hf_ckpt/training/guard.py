@@ -28,6 +28,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
+from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import HfCkptError, OutOfPlansError
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.training.escalate import step_down
@@ -138,7 +139,8 @@ class OomGuard:
         if self._left is None or self._left != gradients or not any(found for found, _ in gradients):
             self._begin()
             gradients = self._gradients()
-        self._steps.append(_MicroStep(functools.partial(step, *args, **kwargs), self._state()))
+        before = StepState(self.model, self._devices)
+        self._steps.append(_MicroStep(functools.partial(step, *args, **kwargs), before.restore))
         self._left, self._running = None, True
         try:
             result = self._run()
@@ -253,23 +255,6 @@ class OomGuard:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.zero_()
-
-    def _state(self) -> Callable[[], None]:
-        """Save what a micro-step changes beside gradients, and return a function that restores it.
-
-        That is the random state, and the model's buffers, such as running averages.
-        """
-        random_state = compat.RandomState(self._devices)
-        buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
-
-        def restore() -> None:
-            random_state.restore()
-            with torch.no_grad():
-                for buffer, value in buffers:  # compared by value: batch norms do not count their changes
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
-
-        return restore
 
     def _gradients(self) -> _State:
         """Return the state of all gradients."""

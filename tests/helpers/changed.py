@@ -11,8 +11,8 @@ import hf_ckpt
 from helpers.adapters import TARGETS, lora_config
 from helpers.steps import enable, gradients, without_cache
 from hf_ckpt.attach.record import installation
-from hf_ckpt.engines.forward_state import ForwardState
 from hf_ckpt.engines.rebuild.region import RebuildRegion
+from hf_ckpt.engines.state import ForwardState
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 

@@ -169,7 +169,7 @@ TRAPS = {
     36: """parameters, adapters or the mode change between forward and backward
         parity/test_matrix.py::test_gradients_are_those_of_no_checkpointing
         parity/test_matrix.py::test_each_change_would_show
-        engines/test_forward_state.py::test_values_that_are_gone_are_a_named_error
+        engines/test_state.py::test_values_that_are_gone_are_a_named_error
     """,
     37: """the trainer computes the loss itself, so the plan is for another program
         training/test_budgets_held.py::test_budgets_hold
@@ -183,7 +183,7 @@ TRAPS = {
     """,
     40: """running statistics of BatchNorm move twice under `full`
         parity/test_matrix.py::test_gradients_are_those_of_no_checkpointing
-        engines/test_forward_state.py::test_a_graph_that_is_kept_runs_again_from_the_same_buffers
+        engines/test_state.py::test_a_graph_that_is_kept_runs_again_from_the_same_buffers
         training/test_verify.py::test_buffers_are_compared_and_put_back
     """,
     41: """nn.DataParallel: a replica uses the weights of another device

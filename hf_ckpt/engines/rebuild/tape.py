@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.engines.forward_state import address_of
 from hf_ckpt.engines.full import changed_by
 from hf_ckpt.engines.rebuild import dora, masks, norm_outputs
 from hf_ckpt.engines.rebuild.names import Names
@@ -39,6 +38,7 @@ from hf_ckpt.engines.rebuild.values import (
     shaped,
     warn_nothing_dropped,
 )
+from hf_ckpt.engines.state import address_of
 from hf_ckpt.models.blocks import biases
 
 _next_sequence_number = compat.next_autograd_sequence_number  # called for every tensor

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.engines.forward_state import address_of
+from hf_ckpt.engines.state import address_of
 from hf_ckpt.errors import ChangedBlockError, HfCkptError, InPlaceError, RebuildError, ReplayError
 from hf_ckpt.logs import warn_once
 

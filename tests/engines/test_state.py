@@ -1,4 +1,4 @@
-"""The state of a block's forward: what cannot be restored, what is ignored, and what a recomputation leaves."""
+"""What a forward saw: what cannot be restored, what is ignored, and what a recomputation leaves."""
 
 from __future__ import annotations
 
