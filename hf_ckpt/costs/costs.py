@@ -3,13 +3,12 @@ action changes in it."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 
-from hf_ckpt.costs.steps import BEFORE, Call, CallName, Change, Part, Step, Times
+from hf_ckpt.costs.steps import CallName, Change, Part, Step
 from hf_ckpt.spec.actions import Action, offloads
 from hf_ckpt.spec.plan import Block
 
@@ -107,8 +106,6 @@ class Static:
 class Costs:
     """What a step costs under every plan, for one batch shape."""
 
-    family: str
-    model: str
     actions: tuple[Action, ...]
     calls: tuple[CallCosts, ...]
     """In the order of their forwards."""
@@ -121,10 +118,12 @@ class Costs:
     input_bytes: int
     """Bytes of a block's hidden states."""
     static: Static
-    tokens: int
-    """Tokens of one micro-step."""
     ends: tuple[StackEnd, ...] = ()
     """What is freed at the ends of stacks, if that is known. `Cost` does not contain it."""
+    family: str = ""
+    model: str = ""
+    tokens: int = 0
+    """Tokens of one micro-step."""
     blocks: tuple[Block, ...] = ()
     """All blocks of the model, if a step may not call some of them; these keep nothing and get the action `keep`."""
     accumulation: int = 1
@@ -151,125 +150,81 @@ class Costs:
         return tuple(next((a for a in near if a in call.costs), next(iter(call.costs))) for call in self.calls)
 
 
-@dataclasses.dataclass(frozen=True)
-class StepCosts:
-    """Creates `Costs` from a step under `full` and the changes that actions make.
+def costs_of_step(
+    full: Step,
+    blocks: Sequence[Block],
+    kinds: Mapping[CallName, int],
+    changes: Mapping[tuple[int, Action], Change],
+    ratios: Mapping[tuple[int, Action], float],
+    actions: Sequence[Action],
+    freed: Mapping[int, int] | None = None,
+    ends: tuple[StackEnd, ...] = (),
+) -> Costs:
+    """The costs of all plans, from a step under `full` and what other actions change in it.
 
-    A block that is called several times occurs several times.
+    Args:
+        full: the step. A block that is called several times occurs several times.
+        blocks: the block of each call.
+        kinds: call -> number of its kind; actions change all calls of one kind alike.
+        changes: (kind, action) -> what it changes. Actions without an entry are not chosen for the kind.
+        ratios: (kind, action) -> time of forward and backward as a share of that under `full`; 1 if missing.
+        actions: to choose from. The first keeps most; the last is that of `full`.
+        freed: kind -> bytes that a call under `full` frees at the end of the forward; None if only changes are known.
+        ends: what is freed at the ends of stacks. The calls do not contain it.
     """
-
-    full: Step
-    """The step under `full`."""
-    kinds: Mapping[CallName, int]
-    """Call -> number of its kind; actions change all calls of one kind alike."""
-    changes: Mapping[tuple[int, Action], Change]
-    """(kind, action) -> what it changes. Actions without an entry are not chosen for the kind."""
-    ratios: Mapping[tuple[int, Action], float]
-    """(kind, action) -> time of forward and backward as a share of that under `full`; 1 if missing."""
-    actions: Sequence[Action]
-    """The actions to choose from. The first keeps most; the last is that of `full`."""
-    times: Times
-    """Times under `full`, as far as known."""
-    freed: Mapping[int, int] | None = None
-    """Kind -> bytes that a call under `full` frees at the end of the forward; None if only changes are known."""
-    ends: tuple[StackEnd, ...] = ()
-    """What is freed at the ends of stacks. The calls do not contain it."""
-
-    def costs(
-        self, blocks: Sequence[Block], model: str, tokens: int, head: int | str = "full", mlp: int | str = "full"
-    ) -> Costs:
-        """The costs of all plans for one batch shape.
-
-        Args:
-            blocks: the block of each call.
-            model: class name of the model.
-            tokens: of the batch.
-            head: how the head runs, as in `Costs.head_tokens`.
-            mlp: how feed-forwards run, as in `Costs.mlp_tokens`.
-        """
-        full, last = self.full, self.full.calls[-1]
-        changes = [self._changes(call) for call in full.calls]
-        lent = dict(self.freed or {})
-        """Kind -> bytes that a call frees at the end of the forward under `full`, but not under some other action."""
-        for call, of_call in zip(full.calls, changes if self.freed is None else [], strict=False):
-            kind = self.kinds[call.name]
-            lent[kind] = max(lent.get(kind, 0), *(change.later for change in of_call.values()))
-        levels = [full.before.net]
-        """Bytes before each forward, and after the last, that outlive the model's forward."""
-        under_full = (self.actions[-1],) * len(full.calls)
-        for place, call in enumerate(full.calls):
-            behind = call.behind.net if call is not last else 0
-            ended = sum(end.freed(under_full) for end in self.ends if end.last == place)
-            levels.append(levels[-1] + call.forward.net + behind - lent[self.kinds[call.name]] - ended)
-        rows, times, gradients = [], self._times(), self._gradients(levels[1:])
-        for call, block, of_call, left in zip(full.calls, blocks, changes, gradients, strict=True):
-            kind = self.kinds[call.name]
-            costs = {
-                action: self._cost(call, change, action, times[kind], lent[kind]) for action, change in of_call.items()
-            }
-            rows.append(CallCosts((block,), kind, left, costs))
-        return Costs(
-            family="",
-            model=model,
-            actions=tuple(self.actions),
-            calls=tuple(rows),
-            before=dataclasses.replace(full.before, nanoseconds=self.times.get(BEFORE, (0,))[0]),
-            at_backward_bytes=full.at_backward_bytes - levels[-1],
-            head=(Part(last.behind.peak, 0, self.times.get(last.name, (0, 0))[1]), Part()),
-            input_bytes=max(0, round(statistics.median(call.forward.net for call in full.calls))),
-            static=Static(full.start_bytes, step_bytes=max(0, full.outside_peak_bytes - full.start_bytes)),
-            tokens=tokens,
-            ends=self.ends,
-            head_tokens=head,
-            mlp_tokens=mlp,
-            notes=("measured",),
-        )
-
-    def _changes(self, call: Call) -> dict[Action, Change]:
-        """What each action that a call may have changes."""
+    last, least = full.calls[-1], actions[-1]
+    lent = dict(freed or {})
+    """Kind -> bytes that a call frees at the end of the forward under `full`, but not under some other action."""
+    possible: list[dict[Action, Change]] = []
+    for call in full.calls:
+        kind = kinds[call.name]
         if call.backward is None:
-            return {self.actions[0]: Change()}
-        changes = {action: self.changes.get((self.kinds[call.name], action)) for action in self.actions}
-        changes[self.actions[-1]] = Change()
-        return {action: change.at(call) for action, change in changes.items() if change is not None}
-
-    def _times(self) -> dict[int, tuple[int, int, int]]:
-        """Kind -> median times of its calls, as in `Times`; a kind without times gets those of all kinds."""
-        timed: dict[int, list[tuple[int, int, int]]] = collections.defaultdict(list)
-        for call in self.full.calls:
-            if any(spent := self.times.get(call.name, (0, 0, 0))):
-                timed[self.kinds[call.name]].append(spent)
-        usual = [spent for of_kind in timed.values() for spent in of_kind] or [(0, 0, 0)]
-        columns = {kind: zip(*timed.get(kind, usual), strict=True) for kind in self.kinds.values()}
-        medians = {kind: tuple(round(statistics.median(column)) for column in of) for kind, of in columns.items()}
-        return {kind: (forward, behind, backward) for kind, (forward, behind, backward) in medians.items()}
-
-    def _gradients(self, levels: Sequence[int]) -> list[int]:
-        """For each call, the bytes that its backward leaves alive, such as gradients.
-
-        They are the part of the level's change, from this call's backward to the next, that forwards do not explain.
-        """
-        calls = self.full.calls
-        places = [place for place, call in enumerate(calls) if call.backward is not None][::-1]
-        gradients = [0] * len(calls)
-        gradients[-1] += levels[-1] - levels[places[0]]
-        for place, before in itertools.pairwise(places):
-            back = calls[place].backward
-            assert back is not None
-            gradients[place] += (back.net - levels[before]) + levels[place]
-        return gradients
-
-    def _cost(self, call: Call, change: Change, action: Action, times: tuple[int, int, int], lent: int) -> Cost:
-        whole, _, back = times
-        # What runs after the last call is the head.
-        behind = call.behind if call is not self.full.calls[-1] else Part()
-        between = self.times.get(call.name, times)[1] if behind is call.behind else 0
-        net = call.forward.net + change.forward_net
-        peak = max(0, call.forward.peak + change.forward_peak, net + behind.peak, net + behind.net, net)
-        spent = round((whole + back) * self.ratios.get((self.kinds[call.name], action), 1.0)) - whole
-        needed = left = 0
-        if call.backward is not None:
-            left = call.backward.net - change.forward_net - change.later
-            needed = max(0, left, call.backward.peak + change.backward_peak)
-        forward = Part(peak, net + behind.net, whole + between)
-        return Cost(forward, Part(needed, left, max(0, spent)), lent - change.later)
+            found = {actions[0]: Change()}
+        else:
+            found = {action: changes[kind, action].at(call) for action in actions[:-1] if (kind, action) in changes}
+            found[least] = Change()
+        if freed is None:
+            lent[kind] = max(lent.get(kind, 0), *(change.later for change in found.values()))
+        possible.append(found)
+    level, levels = full.before.net, []
+    """Bytes after each forward that outlive the model's forward."""
+    under_full = (least,) * len(full.calls)
+    for place, call in enumerate(full.calls):
+        behind = call.behind if call is not last else Part()  # what runs after the last call is the head
+        ended = sum(end.freed(under_full) for end in ends if end.last == place)
+        level += call.forward.net + behind.net - lent[kinds[call.name]] - ended
+        levels.append(level)
+    # What a backward leaves alive, such as gradients, is the part of the level's change from this backward to the next
+    # that forwards do not explain.
+    places = [place for place, call in enumerate(full.calls) if call.backward is not None][::-1]
+    gradients = [0] * len(full.calls)
+    gradients[-1] += level - levels[places[0]]
+    for place, before in itertools.pairwise(places):
+        back = full.calls[place].backward
+        gradients[place] += (back.net if back else 0) - levels[before] + levels[place]
+    rows = []
+    for call, block, found, left in zip(full.calls, blocks, possible, gradients, strict=True):
+        kind, back = kinds[call.name], call.backward
+        spent = call.forward.nanoseconds + (back.nanoseconds if back else 0)
+        costs = {}
+        for action, change in found.items():
+            net, nanoseconds = call.forward.net + change.forward_net, call.forward.nanoseconds
+            forward = Part(max(0, net, call.forward.peak + change.forward_peak), net, nanoseconds)
+            backward = Part()
+            if back is not None:
+                nanoseconds = round(spent * ratios.get((kind, action), 1.0)) - nanoseconds
+                end = back.net - change.forward_net - change.later
+                backward = Part(max(0, end, back.peak + change.backward_peak), end, max(0, nanoseconds))
+            behind = call.behind if call is not last else Part()
+            costs[action] = Cost(forward.then(behind), backward, lent[kind] - change.later)
+        rows.append(CallCosts((block,), kind, left, costs))
+    return Costs(
+        actions=tuple(actions),
+        calls=tuple(rows),
+        before=full.before,
+        at_backward_bytes=full.at_backward_bytes - level,
+        head=(Part(last.behind.peak, 0, last.behind.nanoseconds), Part()),
+        input_bytes=max(0, round(statistics.median(call.forward.net for call in full.calls))),
+        static=Static(full.start_bytes, step_bytes=max(0, full.outside_peak_bytes - full.start_bytes)),
+        ends=ends,
+    )

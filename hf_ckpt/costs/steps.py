@@ -15,10 +15,6 @@ from hf_ckpt.spec.actions import Action
 
 CallName = tuple[str, int]
 """(name of a block, number of its call in the step, from 0)."""
-Times = Mapping[CallName, tuple[int, int, int]]
-"""Call -> nanoseconds of its forward, of what runs between it and the next call, and of its backward."""
-BEFORE: CallName = ("", 0)
-"""Key in `Times` for what runs before the first call; only its first number is used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +26,16 @@ class Part:
     net: int = 0
     """Bytes alive at its end, above those at its beginning."""
     nanoseconds: int = 0
-    """Its time; 0 in a `Step`, which has times of its own."""
+    """Its time; 0 if it was not timed."""
+
+    def then(self, other: Part) -> Part:
+        """This part and the one that follows it, as one."""
+        net, nanoseconds = self.net + other.net, self.nanoseconds + other.nanoseconds
+        return Part(max(self.peak, self.net + other.peak), net, nanoseconds)
 
     def scaled(self, factor: float) -> Part:
         """All bytes multiplied by a factor, rounded up."""
-        return Part(_up(self.peak * factor), _up(self.net * factor))
+        return Part(_up(self.peak * factor), _up(self.net * factor), self.nanoseconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,6 @@ class Step:
     """Most bytes alive from the end of its backward to the beginning of the next step."""
     peak_bytes: int = 0
     """Most bytes alive from its beginning to the end of its backward."""
-    times: Times = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def names(self) -> tuple[CallName, ...]:
@@ -117,31 +117,18 @@ class Change:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return Change(*(max(pair) for pair in pairs))
 
-    def at_most(self) -> Change:
-        """A bound for actions that keep no more than this one: see `bound_of`."""
-        kept = max(0, self.forward_net)
-        first, later = max(0, self.forward_peak), max(0, self.later)
-        return dataclasses.replace(self, forward_peak=first, forward_net=kept, later=later, backward_peak=-kept)
-
     def at(self, call: Call) -> Change:
         """The change for a call that needs more or less than the one it was measured on."""
         size = call.backward.peak if call.backward is not None else 0
         if not self.scale or (size == self.scale and not self.growth):
             return self
         factor = size / self.scale
-        first, kept = _up(self.forward_peak * factor), _up(self.forward_net * factor)
-        more = 0
-        if self.growth and self.forward_net > 0:
-            # Gradients of weights do not grow with the batch, and attention may grow faster. All that grew may be kept.
-            grown = max(0.0, size - self.scale * self.growth)
-            more = max(0, _up(self.forward_net * self.growth + grown) - kept)
-        return Change(
-            forward_peak=first + more,
-            forward_net=kept + more,
-            later=_up(self.later * factor),
-            backward_peak=_up(self.backward_peak * factor) - more,
-            scale=size,
-        )
+        kept = _up(self.forward_net * factor)
+        # Gradients of weights do not grow with the batch, and attention may grow faster. All that grew may be kept.
+        grown = self.forward_net * self.growth + max(0.0, size - self.scale * self.growth)
+        more = max(0, _up(grown) - kept) if self.growth and self.forward_net > 0 else 0
+        first, later, back = (_up(n * factor) for n in (self.forward_peak, self.later, self.backward_peak))
+        return Change(first + more, kept + more, later, back - more, scale=size)
 
 
 def changes_of(full: Step, seen: Step, tried: Mapping[CallName, Action], alike: bool) -> dict[CallName, Change]:
@@ -184,15 +171,14 @@ def changes_of(full: Step, seen: Step, tried: Mapping[CallName, Action], alike: 
     return found
 
 
-def bound_of(call: Call, share: float = 1.0) -> Change:
-    """A bound for an action that keeps at most this share of what the backward needs under `full`.
+def bound_of(call: Call, kept_bytes: int) -> Change:
+    """A bound for an action that keeps at most this much more than `full`.
 
     The backward under `full` holds everything that the block keeps under `keep`. So with what the forward keeps, the
     backward under another action needs no more than that. The forward holds no more than what it keeps in addition.
     """
     size = call.backward.peak if call.backward is not None else 0
-    kept = _up(size * share)
-    return Change(forward_peak=kept, forward_net=kept, backward_peak=-kept, scale=size)
+    return Change(kept_bytes, kept_bytes, backward_peak=-kept_bytes, scale=size)
 
 
 def joined(full: Step, seen: Step, without: Mapping[CallName, Action], order: Sequence[str]) -> Step:

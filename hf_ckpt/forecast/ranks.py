@@ -101,15 +101,16 @@ class Sharding:
         calls = [self._call(call) for call in step.calls]
         trained = next(place for place, call in enumerate(calls) if call.backward is not None)
         calls[trained] = self._with_embedding(calls[trained])
-        return dataclasses.replace(step, before=Part(peak, before.net), calls=tuple(calls))
+        return dataclasses.replace(step, before=dataclasses.replace(before, peak=peak), calls=tuple(calls))
 
     def head(self, backward: Part) -> Part:
         """The head's backward, before which parameters outside the blocks are gathered again if they were freed."""
-        return Part(max(self._above + self._outside.cast, backward.peak), backward.net)
+        return dataclasses.replace(backward, peak=max(self._above + self._outside.cast, backward.peak))
 
     def _call(self, call: Call) -> Call:
         block = self._blocks[call.name[0]]
-        forward = Part(max(2 * block.whole, call.forward.peak + block.whole), call.forward.net)
+        peak = max(2 * block.whole, call.forward.peak + block.whole)
+        forward = dataclasses.replace(call.forward, peak=peak)
         return dataclasses.replace(call, forward=forward, backward=self._backward(call.backward, block))
 
     def _backward(self, part: Part | None, block: _Gathered) -> Part | None:
@@ -124,7 +125,7 @@ class Sharding:
             left + 2 * block.sent,
             left + block.sent + block.kept + block.summed,
         )
-        return Part(peak, left + kept)
+        return Part(peak, left + kept, part.nanoseconds)
 
     def _with_embedding(self, call: Call) -> Call:
         """The first trained block's backward, after which the gradients outside the blocks are reduced."""
@@ -132,7 +133,7 @@ class Sharding:
         assert part is not None
         left = part.net
         peak = max(part.peak, left + 2 * outside.sent, left + outside.sent + outside.kept + outside.summed)
-        return dataclasses.replace(call, backward=Part(peak, left))
+        return dataclasses.replace(call, backward=dataclasses.replace(part, peak=peak))
 
 
 class _Passed(torch.autograd.Function):

@@ -23,8 +23,8 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import trial
 from hf_ckpt.attach.boundaries import Boundaries
-from hf_ckpt.costs.costs import Costs, StackEnd, Static, StepCosts
-from hf_ckpt.costs.steps import BEFORE, Call, CallName, Change, Part, Step
+from hf_ckpt.costs.costs import Costs, StackEnd, Static, costs_of_step
+from hf_ckpt.costs.steps import Call, CallName, Change, Part, Step
 from hf_ckpt.engines.tiles import standing_for
 from hf_ckpt.errors import HfCkptError, InPlaceError
 from hf_ckpt.forecast.batches import MicroStep
@@ -33,7 +33,7 @@ from hf_ckpt.forecast.model import ShallowModel, nbytes, trainable
 from hf_ckpt.forecast.optimizers import optimizer_bytes
 from hf_ckpt.forecast.ranks import Sharding, pass_inputs
 from hf_ckpt.measure.fakes import FakeMeter
-from hf_ckpt.measure.levels import Levels, part_of, step_of, time_of
+from hf_ckpt.measure.levels import Levels, part_of, step_of
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.spec.actions import FULL, Action, candidates
 from hf_ckpt.spec.plan import Plan
@@ -63,8 +63,6 @@ class _Measured:
     """Bytes that are freed when the last call has returned, because its caller held them: its input."""
     head: tuple[Part, Part]
     """What runs after the last block: the forward, and the backward."""
-    head_nanoseconds: tuple[int, int]
-    """Their times."""
     reference_nanoseconds: Mapping[_Place, int]
     """Place -> time of the block in the pass without gradients, which is part of the head's time."""
 
@@ -117,34 +115,34 @@ def costs_of_model(
     forward, backward = whole.head
     # What the last stack frees at its end is not alive in the head; what the blocks allocated counts with them.
     freed = sum(list(whole.ends.values())[-1])
-    forward = Part(forward.peak + freed, forward.net + freed + sum(whole.freed.values()))
+    in_reference = sum(whole.reference_nanoseconds.get(place, 0) for place in like.values())
+    in_reference += forward.nanoseconds - sum(whole.reference_nanoseconds.values())
+    forward = Part(forward.peak + freed, forward.net + freed + sum(whole.freed.values()), in_reference)
     if sharding is not None:
         deep, static, backward = sharding.step(deep), sharding.static(static), sharding.head(backward)
-    in_reference = sum(whole.reference_nanoseconds.get(place, 0) for place in like.values())
-    in_reference -= sum(whole.reference_nanoseconds.values())
     named = {block.name: block for stack in model.stacks for block in stack.blocks}
-    costs = StepCosts(
+    costs = costs_of_step(
         deep,
+        [named[name] for name, _ in deep.names],
         {name: kinds[place] for name, place in like.items()},
         changes,
         ratios,
         actions,
-        deep.times,
         {number: whole.freed[place] for place, number in kinds.items()},
         tuple(_stack_ends(list(like.values()), {action: each.ends for action, each in steps.items()})),
-    ).costs([named[name] for name, _ in deep.names], model.name, step.tokens, head, mlp)
+    )
     return dataclasses.replace(
         costs,
         family=model.family,
-        head=(
-            dataclasses.replace(forward, nanoseconds=whole.head_nanoseconds[0] + in_reference),
-            dataclasses.replace(backward, nanoseconds=whole.head_nanoseconds[1]),
-        ),
+        model=model.name,
+        tokens=step.tokens,
+        head_tokens=head,
+        mlp_tokens=mlp,
+        head=(forward, backward),
         static=static,
         blocks=tuple(named.values()),
         accumulation=step.accumulation,
         optimizer_nanoseconds=device.nanoseconds(0, 2 * static.optimizer + 3 * static.gradients, 4),
-        notes=(),
     )
 
 
@@ -290,7 +288,6 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], step: MicroStep, de
         ends=ends,
         input_freed=freed[calls[-2], ("returned", last)] if len(calls) > 1 else 0,
         head=(part_of(found, forwarded, loss_at), part_of(found, loss_at, backward)),
-        head_nanoseconds=(time_of(found, forwarded, loss_at), time_of(found, loss_at, backward)),
         reference_nanoseconds=in_reference,
     )
 
@@ -298,7 +295,7 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], step: MicroStep, de
 def _without_ends(step: Step, freed: Mapping[CallName, int]) -> Step:
     """The step without what is freed at the ends of stacks. After the last one, that counts with the head."""
     calls = [
-        dataclasses.replace(call, forward=Part(call.forward.peak, call.forward.net + freed[call.name]))
+        dataclasses.replace(call, forward=dataclasses.replace(call.forward, net=call.forward.net + freed[call.name]))
         for call in step.calls[:-1]
     ]
     return dataclasses.replace(step, calls=(*calls, step.calls[-1]))
@@ -349,22 +346,18 @@ def _timed(
 def _joined_to_blocks(step: Step) -> Step:
     """The step with what runs between two blocks counted with the block before it, so that its change is measured."""
     calls = [
-        dataclasses.replace(
-            call,
-            forward=Part(
-                max(call.forward.peak, call.forward.net + call.behind.peak), call.forward.net + call.behind.net
-            ),
-            behind=Part(),
-        )
-        for call in step.calls[:-1]
+        dataclasses.replace(call, forward=call.forward.then(call.behind), behind=Part()) for call in step.calls[:-1]
     ]
     return dataclasses.replace(step, calls=(*calls, step.calls[-1]))
 
 
 def _spent(measured: _Measured) -> dict[_Place, int]:
     """Place of a call -> nanoseconds of its forward and backward."""
-    times = measured.step.times
-    return {place: times[name][0] + times[name][2] for name, place in measured.places.items()}
+    spent = {}
+    for call in measured.step.calls:
+        back = call.backward.nanoseconds if call.backward else 0
+        spent[measured.places[call.name]] = call.forward.nanoseconds + back
+    return spent
 
 
 def _loss(
@@ -422,7 +415,6 @@ def _at_real_depth(model: ShallowModel, measured: _Measured) -> tuple[Step, dict
     stacks = {stack.container: stack for stack in model.stacks}
     calls: list[Call] = []
     like: dict[CallName, _Place] = {}
-    times = {BEFORE: step.times[BEFORE]}
     for (container, number), group in itertools.groupby(step.calls, lambda call: places[call.name][::2]):
         by_position = {places[call.name][1]: call for call in group}
         for block, position in zip(stacks[container].blocks, stacks[container].like, strict=True):
@@ -430,11 +422,10 @@ def _at_real_depth(model: ShallowModel, measured: _Measured) -> tuple[Step, dict
                 call = by_position[position]
                 calls.append(dataclasses.replace(call, name=(block.name, number)))
                 like[block.name, number] = container, position, number
-                times[block.name, number] = step.times[call.name]
     kept = sum(call.forward.net - measured.freed[like[call.name]] for call in calls)
     kept -= sum(call.forward.net - measured.freed[places[call.name]] for call in step.calls)
     begun = step.at_backward_bytes + kept
-    return dataclasses.replace(step, calls=tuple(calls), at_backward_bytes=begun, times=times), like
+    return dataclasses.replace(step, calls=tuple(calls), at_backward_bytes=begun), like
 
 
 def _stack_ends(calls: list[_Place], ends: Mapping[Action, Mapping[_Place, tuple[int, int]]]) -> Iterator[StackEnd]:

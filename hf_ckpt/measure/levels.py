@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from hf_ckpt import compat
-from hf_ckpt.costs.steps import BEFORE, Call, CallName, Part, Step
+from hf_ckpt.costs.steps import Call, CallName, Part, Step
 from hf_ckpt.measure.clocks import DeviceClock
 from hf_ckpt.measure.live import Holder, LiveBytes
 from hf_ckpt.measure.memory import AllocatorMeter, keeps_statistics
@@ -257,14 +257,12 @@ def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None
     in_reverse = sorted(backwards, key=backwards.__getitem__) == [n for n, _ in reversed(forwards) if n in backwards]
     if max(firsts) > first_backward or not in_reverse:
         return None
-    calls, times = [], {BEFORE: (time_of(levels, 0, firsts[0]), 0, 0)}
+    calls = []
     for (name, place), following in zip(forwards, [*firsts[1:], first_backward], strict=True):
         end = backwards.get(name)
         forward, behind = part_of(levels, place, place + 1), part_of(levels, place + 1, following)
         backward = None if end is None else part_of(levels, end, end + 1)
         calls.append(Call(name, levels[place].has_graph, forward, behind, backward))
-        spent = time_of(levels, place, place + 1), time_of(levels, place + 1, following)
-        times[name] = (*spent, 0 if end is None else time_of(levels, end, end + 1))
     return Step(
         start_bytes=begin,
         before=part_of(levels, 0, firsts[0]),
@@ -272,7 +270,6 @@ def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None
         at_backward_bytes=levels[first_backward].bytes - begin,
         outside_peak_bytes=outside_peak_bytes,
         peak_bytes=max(level.peak_bytes for level in levels[1:]),
-        times=times,
     )
 
 
@@ -280,9 +277,5 @@ def part_of(levels: Sequence[Level], first: int, last: int) -> Part:
     """What runs between two levels, by their positions."""
     start = levels[first].bytes
     peak = max((level.peak_bytes for level in levels[first + 1 : last + 1]), default=start)
-    return Part(max(0, peak - start), levels[last].bytes - start)
-
-
-def time_of(levels: Sequence[Level], first: int, last: int) -> int:
-    """Nanoseconds between two levels, by their positions."""
-    return sum(level.nanoseconds for level in levels[first + 1 : last + 1])
+    nanoseconds = sum(level.nanoseconds for level in levels[first + 1 : last + 1])
+    return Part(max(0, peak - start), levels[last].bytes - start, nanoseconds)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_ckpt.costs.costs import Choice, Costs, StepCosts
+from hf_ckpt.costs.costs import Choice, Costs, costs_of_step
 from hf_ckpt.costs.steps import Call, CallName, Change, Step, bound_of, changes_of, joined
 from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.spec.actions import COMPILED, FULL, FULL_SELECTIVE, KEEP, Action
@@ -110,8 +110,9 @@ class Measurements:
         """For each batch size, nanoseconds of the fastest call of each kind under each action."""
         self.timed: int = before.timed if before else 0
         """Number of timed steps since the last new kind."""
-        self.times: dict[CallName, tuple[int, int, int]] = dict(before.times) if before else {}
-        """Times of calls under `full`, as in `steps.Times`: the shortest over timed steps with the last one's batch
+        self.times: dict[int | None, tuple[int, ...]] = dict(before.times) if before else {}
+        """Kind -> nanoseconds of its calls under `full`: the forward, what runs until the next call, and the backward;
+        None -> nanoseconds of what runs before the first call. The shortest over timed steps with the last one's batch
         size. Plans for batches of any size use them."""
         self._timed_elements = 0
         """Batch size of the last timed step."""
@@ -162,16 +163,21 @@ class Measurements:
         self.timed += 1
         calls = _calls_of(step, tried)
         fastest = self.fastest[batch.elements]
-        for name, (forward, _, backward) in step.times.items():
-            if backward and name in self.kinds:
-                pair = self.kinds[name], calls.get(name, self.actions[-1])
-                fastest[pair] = min(forward + backward, fastest.get(pair, forward + backward))
+        under_full = collections.defaultdict[int | None, list[tuple[int, ...]]](list)
+        under_full[None] = [(step.before.nanoseconds,)]
+        for call in (call for call in step.calls if call.name in self.kinds):
+            back = call.backward.nanoseconds if call.backward else 0
+            times = call.forward.nanoseconds, call.behind.nanoseconds, back
+            pair = self.kinds[call.name], calls.get(call.name, self.actions[-1])
+            if back:
+                fastest[pair] = min(times[0] + back, fastest.get(pair, times[0] + back))
+            if call.name not in calls:
+                under_full[pair[0]].append(times)
         before = self.times if batch.elements == self._timed_elements else {}
         self._timed_elements = batch.elements
-        for name, times in step.times.items():
-            if name not in calls:  # noise only makes calls slower
-                forward, behind, backward = map(min, times, before.get(name, times))
-                self.times[name] = forward, behind, backward
+        for kind, rows in under_full.items():
+            medians = [round(statistics.median(column)) for column in zip(*rows, strict=True)]
+            self.times[kind] = tuple(map(min, medians, before.get(kind, medians)))  # noise only makes calls slower
 
     def _sort(self, step: Step) -> None:
         """Assign a kind to every new call."""
@@ -287,10 +293,10 @@ class Measurements:
                 continue
             share = 0.5 if action.save and "linear" not in action.save else KEPT_AT_MOST.get(action.kind, 1.0)
             more = self.actions[: self.actions.index(action)] if action != FULL_SELECTIVE else ()
-            measured = [
-                changes[pair[0], other].at(call).at_most() for other in more if (pair[0], other) in self.changes
-            ]
-            bound = min((bound_of(call, share), *measured), key=lambda change: change.forward_net)
+            measured = [changes[pair[0], other].at(call) for other in more if (pair[0], other) in self.changes]
+            size = call.backward.peak if call.backward is not None else 0
+            keeps = [max(0, change.forward_net) + max(0, change.later) for change in measured]
+            bound = bound_of(call, min((math.ceil(size * share), *keeps)))
             changes[pair] = bound if pair not in changes else bound.larger(changes[pair])
         return changes
 
@@ -339,9 +345,20 @@ class Measurements:
         return self._costs(reference[1], self._guesses(batch, reference[1], under_keep), batch.tokens)
 
     def _costs(self, full: Step, changes: Mapping[Pair, Change], tokens: int) -> Costs:
-        ratios, changes = self._shares_of_time(), self._with_unlike(changes)
-        maker = StepCosts(full, self.kinds, changes, ratios, self.actions, self.times)
-        return maker.costs([self.blocks[name] for name, _ in full.names], self.model, tokens, self.head, self.mlp)
+        calls = []
+        for call in full.calls:
+            times = self.times.get(self.kinds[call.name], (0, 0, 0))
+            parts = zip((call.forward, call.behind, call.backward), times, strict=True)
+            timed: list[Any] = [part and dataclasses.replace(part, nanoseconds=spent) for part, spent in parts]
+            calls.append(Call(call.name, call.has_input_graph, *timed))
+        before = dataclasses.replace(full.before, nanoseconds=self.times.get(None, (0,))[0])
+        full = dataclasses.replace(full, before=before, calls=tuple(calls))
+        blocks = [self.blocks[name] for name, _ in full.names]
+        changes, ratios = self._with_unlike(changes), self._shares_of_time()
+        costs = costs_of_step(full, blocks, self.kinds, changes, ratios, self.actions)
+        return dataclasses.replace(
+            costs, model=self.model, tokens=tokens, head_tokens=self.head, mlp_tokens=self.mlp, notes=("measured",)
+        )
 
     def _changes_for(self, batch: Batch) -> dict[Pair, Change]:
         """The measured changes for calls with a batch, which may be larger than the measured ones."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_ckpt.costs.costs import StepCosts
+from hf_ckpt.costs.costs import costs_of_step
 from hf_ckpt.costs.steps import Change, changes_of, joined
 from hf_ckpt.costs.timeline import step_nanoseconds, timeline
 from hf_ckpt.measure.levels import Level, step_of
@@ -110,7 +110,7 @@ def test_every_plan_needs_what_three_steps_have_shown(machine, data):
         changes[0, action] = change
     kinds = dict.fromkeys(full.names, 0)
     blocks = [Block(f"b{number}", "decoder", number, "Made") for number in range(depth)]
-    costs = StepCosts(full, kinds, changes, {}, ACTIONS, {}).costs(blocks, "Made", 1)
+    costs = costs_of_step(full, blocks, kinds, changes, {}, ACTIONS)
     plan = [data.draw(st.sampled_from(ACTIONS)) for _ in range(depth)]
     real = step_of(machine.levels(plan)).peak_bytes
     choice = choice_of(costs, {f"b{number}": action for number, action in enumerate(plan)})
@@ -190,7 +190,7 @@ def test_times_are_those_under_full_and_shares_of_them():
     blocks = [Block(f"b{number}", "decoder", number, "Made") for number in range(4)]
     changes = {(0, action): Change() for action in ACTIONS}
     ratios = {(0, action): share for action, share in SHARES.items()}
-    costs = StepCosts(full, kinds, changes, ratios, ACTIONS, full.times).costs(blocks, "Made", 1)
+    costs = costs_of_step(full, blocks, kinds, changes, ratios, ACTIONS)
     chosen = {action: {block.name: action for block in blocks} for action in ACTIONS}
     spent = {action: step_nanoseconds(costs, choice_of(costs, chosen[action])) for action in ACTIONS}
     assert spent[FULL] == sum(level.nanoseconds for level in levels[1:])
