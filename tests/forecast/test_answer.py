@@ -1,251 +1,221 @@
-"""What `hf-ckpt plan` says: whether it fits, what was assumed, what to write, and what would be better or fit."""
+"""What `hf-ckpt plan` and `hf_ckpt.predict` answer: whether it fits, what was assumed, what to write, what fits."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
+import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 import yaml
-from helpers.planned import saved_config
+from helpers.planned import live_peak, model_of, saved_config, without_state
 from helpers.sparing import sparing
-from hypothesis import given
-from hypothesis import strategies as st
+from helpers.steps import assert_same, enable, step
 
 import hf_ckpt
-from hf_ckpt.cli.arguments import asked_of
-from hf_ckpt.cli.main import _parser, main
+from hf_ckpt.cli.main import main
 from hf_ckpt.errors import HfCkptError, InfeasibleError
-from hf_ckpt.forecast.answer import Forecast
-from hf_ckpt.forecast.devices import DEVICES
-from hf_ckpt.forecast.forecast import Forecaster
-from hf_ckpt.forecast.nearest import largest
-from hf_ckpt.forecast.question import Workload, on_device, question
-from hf_ckpt.forecast.words import NONE, assumed, headline, to_write
-from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.forecast.model import load_config
+from hf_ckpt.forecast.presets import presets
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEC = {"policy": "budget", "budget": "20GiB", "head": "auto"}
-CARD, CPU = DEVICES["4090"], DEVICES["cpu"]
-QLORA = {"lora": 8, "load_in_4bit": True}
+FILES = {
+    "axolotl.yaml": "{base_model: ., adapter: lora, lora_r: 8, lora_target_linear: true, micro_batch_size: 4, "
+    "sequence_len: 128, sample_packing: true, optimizer: adafactor, bf16: true}",
+    "factory.yaml": "{model_name_or_path: ., finetuning_type: lora, lora_rank: 8, lora_target: all, cutoff_len: 128, "
+    "per_device_train_batch_size: 4, stage: sft, bf16: true}",
+}
+QLORA = "--lora 8 --load-in-4bit"
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ((21.3, 22, CARD, 4100.0), "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens a second."),
-        ((21.3, 22, CARD, 10.0, 8), "Fits: 21.3 of 23.5 GiB on an RTX 4090, 10 tokens a second on each of 8 ranks."),
-        ((0.25, 0.5, CPU, None), "Fits: 0.250 of 0.500 GiB on this CPU."),
-        ((14, 16, DEVICES["t4"], None), "Fits: 14.0 of 14.6 GiB on a T4."),
-        ((23, 22, CARD, None), "Does not fit: every plan needs 23.0 GiB or more. The budget is 22.0 GiB, and an RTX"),
-        ((24, 90, CARD, None), "Does not fit: the plan needs 24.0 GiB or more. The budget is 90.0 GiB, and an RTX 40"),
-    ],
-)
-def test_the_first_line_says_whether_it_fits(words, line):
-    peak, budget, device, speed, *ranks = words
-    assert headline(int(peak * GIB), int(budget * GIB), device, speed, *(ranks or [1])).startswith(line)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the config of a LLaMA of two blocks, and training files about it."""
+    path = tmp_path_factory.mktemp("asked")
+    tiny_model("llama", layers=2).config.to_json_file(path / "config.json", use_diff=False)
+    for name, text in FILES.items():
+        (path / name).write_text(text)
+    return path
 
 
-@pytest.mark.parametrize(
-    ("workload", "device", "line"),
-    [
-        (
-            Workload("g"),
-            "4090",
-            "every weight, weights bfloat16, no autocast, adamw, batch 1 x 512 tokens, sdpa; RTX 4090",
-        ),
-        (
-            Workload("g", ranks=8, parallel="fsdp2"),  # what is trained is in float32, as accelerate casts it
-            "h100",
-            "every weight, weights float32, autocast bfloat16, adamw, batch 1 x 512 tokens, sdpa, 8 ranks (fsdp2); "
-            "H100 SXM",
-        ),
-        (
-            Workload("g", 2, **QLORA),
-            "4090",
-            "LoRA r=8 on every linear layer, base in 4 bits, the rest in float32, weights bfloat16, autocast bfloat16, "
-            "adamw, batch 2 x 512 tokens, sdpa; RTX 4090",
-        ),
-        (
-            Workload("g", **QLORA, trainer="sft", packing=True, ranks=4, accumulation=2),
-            "t4",
-            "LoRA r=8 on every linear layer, base in 4 bits, weights float16, autocast float16 (a T4 has no bfloat16), "
-            "adamw, batch 1 x 512 tokens x 2 micro-steps, sdpa, SFT of TRL, packed, 4 ranks (ddp); T4",
-        ),
-    ],
-)
-def test_what_is_assumed_is_one_line(workload, device, line):
-    said = assumed(on_device(workload, DEVICES[device]), "AModel", DEVICES[device], 2 * GIB)
-    assert said == f"g (AModel): {line}, budget 2.00 GiB"
+@pytest.fixture
+def plan(folder, monkeypatch, capsys):
+    """A function (options of `hf-ckpt plan`, exit code) -> the answer, which adds up."""
+    monkeypatch.chdir(folder)
 
+    def run(options, code=0):
+        assert main(["plan", *options.split(), "--json"]) == code
+        found = json.loads(capsys.readouterr().out)
+        own, *others = found["rows"]
+        assert sum(found["parts"].values()) == found["peak_bytes"] == found["plan"]["prediction"]["peak_bytes"]
+        assert min(found["parts"].values()) >= 0
+        assert found["floor_bytes"] <= found["peak_bytes"] <= found["budget_bytes"]
+        assert [own[name] for name in ("peak_bytes", "step_seconds")] == [found["peak_bytes"], found["step_seconds"]]
+        assert own["spec"] == found["write"]["spec"]
+        assert {"none", "full", "offload (transformers)"} <= {row["name"] for row in others}
+        faster = [row for row in others if row["options"].startswith(("--head", "--host-budget"))]
+        assert all(row["step_seconds"] < own["step_seconds"] for row in faster)
+        assert json.loads(json.dumps(hf_ckpt.Forecast.from_dict(found).to_dict())) == found
+        return found
 
-@pytest.mark.parametrize(
-    ("workload", "program", "keys", "absent", "last_line"),
-    [
-        (Workload("g", 4), "", {"per_device_train_batch_size": 4}, "max_length", "hf_ckpt.install(model)"),
-        (Workload("g", **QLORA, kbit_preparation=False), "", {"bf16": True}, "prepare_model_for", "hf_ckpt.install"),
-        (Workload("g", packing=True), "Trainer", {"optim": "adamw_torch_fused"}, "packing", "hf_ckpt.install(model)"),
-        (
-            Workload("g", trainer="sft", packing=True),
-            "",
-            {"packing": True, "max_length": 512, "bf16": True},
-            "lora",
-            "hf_",
-        ),
-        (
-            Workload("g", 4, trainer="sft", lora=8, packing=True, optimizer="adafactor"),
-            "axolotl",
-            {"micro_batch_size": 4, "sequence_len": 512, "sample_packing": True, "lora_r": 8, "optimizer": "adafactor"},
-            "per_device_train_batch_size",
-            None,
-        ),
-        (
-            Workload("g", lora=8),
-            "LLaMA-Factory",
-            {"cutoff_len": 512, "lora_rank": 8},
-            "gradient_checkpointing",
-            "python -m",
-        ),
-    ],
-)
-def test_what_to_write_is_in_the_programs_own_keys_and_is_read_back(workload, program, keys, absent, last_line):
-    forecast = Forecast(
-        True, "", "", workload, "t4", 1, 1, 1, {}, write=to_write(workload, SPEC, program), program=program
-    )
-    texts = list(forecast.copies().values())
-    written = yaml.safe_load(texts[0])
-    assert keys.items() <= written.items()
-    assert absent not in written
-    assert (last_line is None) == (len(texts) == 1)
-    assert last_line is None or texts[1].splitlines()[-1].startswith(last_line)
-    if program != "LLaMA-Factory":
-        assert Spec.parse(written["gradient_checkpointing_kwargs"]) == Spec.parse(SPEC)
-        assert to_write(workload, NONE, program)["training_arguments"]["gradient_checkpointing"] is False
-    assert ("DataCollatorWithFlattening" in texts[-1]) == (workload.packing and workload.trainer is None)
-
-
-# --- the record -------------------------------------------------------------------------------------------------------
-
-MINI = {"model": "mini-gpt2", "batch": 8, "tokens": 256, "device": "a10"}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"budget": "400MiB", "frontier": True},
-        {"lora": 4, "lora_targets": ("c_attn",), "accumulation": 3, "ranks": 2},
-        {"model": "mini-llama", "ranks": 2, "parallel": "fsdp2"},
-    ],
-)
-def test_the_record_adds_up_and_is_read_back(fields):
-    asked = question(MINI | fields)
-    found = Forecaster(asked).forecast()
-    assert sum(found.parts.values()) == found.peak_bytes == found.plan.prediction.peak_bytes <= found.budget_bytes
-    assert min(found.parts.values()) >= 0
-    assert Forecast.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    own, *_ = found.rows
-    assert (own.peak_bytes, own.step_seconds, own.spec) == (found.peak_bytes, found.step_seconds, found.write["spec"])
-    assert {"none", "every_n_layers: 2", "full", "offload (transformers)"} <= {row.name for row in found.usual}
-    assert all(row.step_seconds < own.step_seconds for row in found.rows if row.options.startswith("--head"))
-    frontier = [row for row in found.rows if row.is_frontier]
-    assert (len(frontier) > 3) == asked.frontier
-    assert [row.peak_bytes for row in frontier] == sorted(row.peak_bytes for row in frontier)
-
-
-def test_a_faster_plan_is_named_with_its_option():
-    asked = question({"model": "gpt2", "batch": 8, "tokens": 1024, "device": "a10", "budget": "6GiB"})
-    found = Forecaster(asked).forecast()
-    faster = next(row for row in found.rows if row.options == "--head auto")
-    assert found.notes[0].startswith("faster with --h")
-    assert Forecaster(dataclasses.replace(asked, head="auto")).forecast().step_seconds == faster.step_seconds
-
-
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"parallel": "fsdp2"}, r"--parallel fsdp2 shares work between ranks: give their number \(--ranks\)"),
-        ({"parallel": "fsdp2", "ranks": 2, "head": "auto"}, "the head in chunks needs whole weights"),
-        ({"model": "no such model!"}, "cannot read a model's config"),
-        ({"model": "gpt2", "tokens": 2048}, "has positions for 1024 tokens"),
-    ],
-)
-def test_what_cannot_be_answered_is_refused(fields, told):
-    with pytest.raises(HfCkptError, match=told):
-        Forecaster(question(MINI | fields)).forecast()
-
-
-@pytest.mark.skipif(transformers.__version__ < "5", reason="experts are linear layers before transformers 5")
-@pytest.mark.parametrize("prepared", [True, False])
-def test_experts_that_keep_their_bits_are_told(prepared, tmp_path):
-    """A note says that experts are stacked weights, which bitsandbytes does not quantise and PEFT casts to float32."""
-    shape = {"hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-    transformers.MixtralConfig(**shape, num_hidden_layers=2, vocab_size=64).save_pretrained(tmp_path)
-    fields = {"lora": 4, "lora_targets": ("q_proj",), "load_in_4bit": True, "kbit_preparation": prepared}
-    notes = Forecaster(question({"model": str(tmp_path), "device": "t4", "tokens": 64, **fields})).forecast().notes
-    assert any(note.startswith("MixtralForCausalLM is of no known family") for note in notes)
-    experts = next(note for note in notes if " of the weights are experts" in note)
-    assert ("PEFT's preparation casts them to float32" in experts) == prepared
-
-
-# --- what fits --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("batch", "budget", "part"), [(16, "240MiB", "--batch"), (4, "60MiB", "+")])
-def test_what_fits_with_a_change_is_the_plan_of_its_options(batch, budget, part, capsys):
-    """The batch is the largest divisor that fits. Where no change is enough, the fewest that have to come together."""
-    words = ["plan", "mini-gpt2", "--batch", str(batch), "--seq", "128", "--budget", budget, "--device", "a10"]
-    assert main(words) == 2
-    printed = capsys.readouterr().out
-    places = [printed.index(said) for said in ("Does not fit: ", "to lower it: ", "lowest peak: ", "what fits into ")]
-    assert places == sorted(places)
-    asked = question({**MINI, "batch": batch, "tokens": 128, "budget": budget})
-    answer = Forecaster(asked).answer()
-    assert (answer.fits, answer.plan, answer.peak_bytes) == (False, None, answer.floor_bytes)
-    row = next(row for row in answer.rows if part in row.options + row.name)
-    changes = asked_of(_parser().parse_args(["plan", "mini-gpt2", *row.options.split()]))
-    again = Forecaster(dataclasses.replace(asked, **changes)).forecast()
-    assert (again.peak_bytes, again.write["spec"]) == (row.peak_bytes, row.spec)
-    if part == "--batch":
-        twice = {"batch": 2 * changes["batch"], "accumulation": changes["accumulation"] // 2}
-        with pytest.raises(InfeasibleError):
-            Forecaster(dataclasses.replace(asked, **twice)).forecast()
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=80), st.integers(0, 2000), st.integers(1, 100))
-def test_the_largest_is_found(steps, budget, start):
-    """For any increasing function, the search agrees with trying every number, and tries few."""
-    peaks, tried = [sum(steps[: number + 1]) for number in range(len(steps))], []
-    found = largest(lambda number: tried.append(number) or peaks[number - 1], budget, start, len(peaks))
-    assert found == sum(peak <= budget for peak in peaks)
-    assert len(tried) <= 16
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["batch", "tokens"])
-def test_the_largest_size_has_a_row_of_its_own(name):
-    asked = question({**MINI, "batch": 2, "tokens": 64, "budget": "400MiB"})
-    found = Forecaster(dataclasses.replace(asked, **{f"max_{name}": True})).forecast()
-    row = next(row for row in found.rows if row.name.startswith(("largest batch: ", "longest sequences: ")))
-    assert row.peak_bytes <= found.budget_bytes
-    with pytest.raises(InfeasibleError):
-        Forecaster(dataclasses.replace(asked, **{name: int(row.options.split()[1]) + 1})).forecast()
+    return run
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
+ANSWERS = [
+    (
+        ". --device 4090",
+        "Fits: {peak} of 23.5 GiB on an RTX 4090, {speed} tokens a second.",
+        "every weight, weights bfloat16, no autocast, adamw, batch 1 x 512 tokens, sdpa; RTX 4090, budget 21.17 GiB",
+        {"per_device_train_batch_size": 1, "optim": "adamw_torch_fused", "gradient_checkpointing": False},
+        "dtype=torch.bfloat16",
+        "hf_ckpt.install",
+    ),
+    (
+        ". --ranks 8 --parallel fsdp2 --device h100",  # what is trained is in float32, as accelerate casts it
+        "Fits: {peak} of 79.1 GiB on an H100 SXM, {speed} tokens a second on each of 8 ranks.",
+        "every weight, weights float32, autocast bfloat16, adamw, batch 1 x 512 tokens, sdpa, 8 ranks (fsdp2); "
+        "H100 SXM, budget 71.20 GiB",
+        {"bf16": True},
+        "dtype=torch.float32",
+        "max_length",
+    ),
+    (
+        f". --batch 2 {QLORA} --device 4090",
+        "Fits: {peak} of 23.5 GiB on an RTX 4090, {speed} tokens a second.",
+        "LoRA r=8 on every linear layer, base in 4 bits, the rest in float32, weights bfloat16, autocast bfloat16, "
+        "adamw, batch 2 x 512 tokens, sdpa; RTX 4090, budget 21.17 GiB",
+        {"per_device_train_batch_size": 2, "bf16": True},
+        "prepare_model_for_kbit_training(",
+        "fp16",
+    ),
+    (
+        f". {QLORA} --trainer sft --packing --ranks 4 --accum 2 --device t4",
+        "Fits: {peak} of 14.6 GiB on a T4, {speed} tokens a second on each of 4 ranks.",
+        "LoRA r=8 on every linear layer, base in 4 bits, weights float16, autocast float16 (a T4 has no bfloat16), "
+        "adamw, batch 1 x 512 tokens x 2 micro-steps, sdpa, SFT of TRL, packed, 4 ranks (ddp); T4, budget 13.10 GiB",
+        {"packing": True, "max_length": 512, "fp16": True, "gradient_accumulation_steps": 2},
+        "LoraConfig(r=8",
+        "prepare_model_for",
+    ),
+    (
+        ". --batch 4 --seq 128 --packing --head auto --device cpu --budget 3MiB",
+        "Fits: {peak} of 0.003 GiB on this CPU, {speed} tokens a second.",
+        "every weight, weights bfloat16, no autocast, adamw, batch 4 x 128 tokens, sdpa, packed; this CPU, "
+        "budget 3.00 MiB",
+        {"gradient_checkpointing": True},
+        'DataCollatorWithFlattening() hf_ckpt.install(model) "head"',
+        '"packing"',
+    ),
+    (
+        "--config axolotl.yaml --device 4090 --budget 3MiB",
+        "Fits: {peak} of 23.5 GiB on an RTX 4090, {speed} tokens a second.",
+        "LoRA r=8 on every linear layer, weights bfloat16, autocast bfloat16, adafactor, batch 4 x 128 tokens, sdpa, "
+        "packed; RTX 4090, budget 3.00 MiB",
+        {"micro_batch_size": 4, "sequence_len": 128, "sample_packing": True, "lora_r": 8, "optimizer": "adafactor"},
+        "hf_ckpt.integrations.axolotl.HfCkptPlugin",
+        "per_device_train_batch_size",
+    ),
+    (
+        "--config factory.yaml --device 4090 --budget 3MiB",
+        "Fits: {peak} of 23.5 GiB on an RTX 4090, {speed} tokens a second.",
+        "LoRA r=8 on every linear layer, weights bfloat16, autocast bfloat16, adamw_torch_fused, batch 4 x 128 tokens, "
+        "sdpa; RTX 4090, budget 3.00 MiB",
+        {"cutoff_len": 128, "lora_rank": 8, "disable_gradient_checkpointing": True},
+        "python -m hf_ckpt --spec",
+        '"gradient_checkpointing',
+    ),
+    (
+        "mini-llama --batch 64 --seq 4096 --device t4 --budget 90GiB",
+        "Does not fit: the plan needs {peak} GiB or more. The budget is 90.0 GiB, and a T4 has 14.6.",
+        "every weight, weights float32, autocast float16 (a T4 has no bfloat16), adamw, batch 64 x 4096 tokens, "
+        "sdpa; T4, budget 90.00 GiB",
+        {"fp16": True},
+        "dtype=torch.float32",
+        "bf16",
+    ),
+]
+"""Options; the first line; what is assumed; training arguments; what is in the texts to copy, and what is not."""
+
+
+@pytest.mark.parametrize(("options", "answer", "assumed", "arguments", "has", "has_not"), ANSWERS)
+def test_a_question_has_its_answer(options, answer, assumed, arguments, has, has_not, plan):
+    found = plan(options, 2 if "not fit" in answer else 0)
+    peak = f"{found['peak_bytes'] / GIB:.{1 if found['budget_bytes'] >= GIB else 3}f}"
+    assert found["answer"] == answer.format(peak=peak, speed=f"{found['tokens_per_second']:,.0f}")
+    assert found["assumed"].removeprefix("mini-llama").removeprefix(".") == f" (LlamaForCausalLM): {assumed}"
+    spec, written = found["write"]["spec"], found["write"]["training_arguments"]
+    assert arguments.items() <= written.items()
+    texts = list(hf_ckpt.Forecast.from_dict(found).copies().values())
+    assert yaml.safe_load(texts[0]) == written
+    assert all(part in "\n".join(texts) for part in has.split())
+    assert has_not not in json.dumps(found["write"])
+    kwargs = written.get("gradient_checkpointing_kwargs", {"policy": "none"})
+    assert "factory" in options or Spec.parse(kwargs) == Spec.parse(spec)
+
+
+def changed(options, others):
+    """Options with these others in place of the same."""
+    parts = re.findall(r"(--[\w-]+)( [^-]\S*)?", f"{options} {others}")
+    return " ".join([options.split()[0], *(name + value for name, value in dict(parts).items())])
+
+
+@pytest.mark.parametrize(
+    ("options", "part", "headings"),
+    [
+        (
+            ". --batch 4 --seq 128 --packing --lora 8 --optimizer adafactor --device 4090 --budget 3MiB",
+            "--host-budget",
+            ("Fits: ", "faster with --host-budget "),
+        ),
+        (
+            "mini-gpt2 --batch 16 --seq 128 --device a10 --budget 240MiB",
+            "--batch",
+            ("Does not fit: every plan needs ", "to lower it: ", "lowest peak: ", "what fits into 240.00 MiB "),
+        ),
+        (
+            "mini-gpt2 --batch 4 --seq 128 --device a10 --budget 60MiB",
+            " + ",
+            ("Does not fit: every plan needs ", "to lower it: ", "lowest peak: ", "what fits into 60.00 MiB "),
+        ),
+    ],
+)
+def test_options_in_the_table_give_the_plan_of_their_row(options, part, headings, plan, monkeypatch, capsys):
+    """The batch is the largest divisor that fits. If no change is enough, as few as needed come together."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["plan", *options.split()]) == (0 if headings[0] == "Fits: " else 2)
+    printed = capsys.readouterr().out
+    places = [printed.index(heading) for heading in headings]
+    assert places == sorted(places)
+    row = next(line for line in printed.splitlines() if part in line and line.startswith("│"))
+    asked = changed(options, row.split("│")[2])
+    again = plan(asked)
+    assert hf_ckpt.Forecast.from_dict(again).table()[0][2:] == tuple(map(str.strip, row.split("│")[3:7]))
+    assert headings[0] == "Fits: " or json.dumps(again["write"]["spec"]) in printed
+    if part == "--batch":
+        batch, accumulation = (int(re.search(rf"{name} (\d+)", asked)[1]) for name in ("--batch", "--accum"))
+        assert batch * accumulation == 16
+        sizes = {"accumulation": accumulation // 2, "tokens": 128, "device": "a10", "budget": "240MiB"}
+        with pytest.raises(InfeasibleError):
+            hf_ckpt.predict("mini-gpt2", 2 * batch, **sizes)
+
 
 def test_a_saved_plan_is_installed_on_the_model(tmp_path):
     """A plan made from a config fits the model of that config and has its predicted effect."""
-    plan = tmp_path / "plan.yaml"
+    path = tmp_path / "plan.yaml"
     words = f"plan {saved_config(tmp_path)} --seq 128 --batch 4 --dtype float32 --optimizer sgd --device cpu".split()
-    assert main([*words, "--budget", "3500KiB", "--out", str(plan)]) == 0
-    model = tiny_model("llama", layers=6)
-    result = hf_ckpt.verify(model, tiny_batch("llama", batch=4, tokens=128), {"plan": str(plan)})
+    assert main([*words, "--budget", "3500KiB", "--out", str(path)]) == 0
+    result = hf_ckpt.verify(
+        tiny_model("llama", layers=6), tiny_batch("llama", batch=4, tokens=128), {"plan": str(path)}
+    )
     assert result, result
     assert sum(result.recomputed.values()) > 0
 
@@ -268,3 +238,127 @@ def test_answers_of_the_cookbook_are_those_of_the_commands(name, monkeypatch):
     book = cookbook()
     section = book.section(name, QUESTIONS[name], book.answer_of(QUESTIONS[name]))
     assert section.strip() in (ROOT / "docs" / "cookbook.md").read_text()
+
+
+# --- predict ----------------------------------------------------------------------------------------------------------
+
+MINI = {"batch": 4, "tokens": 256, "device": "a10", "budget": "320MiB"}
+TINY = {"device": "cpu", "budget": "30MiB", "optimizer": "sgd"}
+BATCH = {"batch": 4, "tokens": 128}
+
+
+def said(forecast):
+    """Everything in a forecast except the model's name."""
+    found = json.loads(json.dumps(forecast.to_dict()))
+    del found["workload"]["model"]
+    return found | {"assumed": found["assumed"].partition(": ")[2]}
+
+
+def test_a_forecast_plans_for_other_budgets():
+    told = []
+    found = hf_ckpt.predict("mini-llama", on_progress=told.append, **MINI)
+    assert told[0] == "reading the model"
+    assert "measuring steps with 4 x 256 tokens, on fake tensors" in told
+    assert found.plan.active()
+    assert found.floor_bytes < found.peak_bytes <= found.budget_bytes == 320 * 2**20
+    assert found.step_seconds == found.plan.prediction.step_seconds > 0
+    assert {"none", "every_n_layers: 2", "full", "offload (transformers)"} <= {row.name for row in found.usual}
+    other = found.within(found.usual[0].peak_bytes)
+    assert not other.plan.active()
+    assert other.step_seconds < found.step_seconds
+    assert other.within("320MiB") == found.within("320MiB")
+    with pytest.raises(InfeasibleError) as raised:
+        found.within(found.floor_bytes - 1)
+    assert raised.value.floor_bytes == sum(raised.value.parts.values()) == found.floor_bytes
+
+
+@pytest.mark.long
+def test_a_preset_its_config_its_file_and_the_command_have_one_answer(plan):
+    found = hf_ckpt.predict("mini-llama", **MINI)
+    for model in (load_config("mini-llama"), presets()["mini-llama"]):
+        assert said(hf_ckpt.predict(model, **MINI)) == said(found)
+    by_command = plan("mini-llama --batch 4 --seq 256 --device a10 --budget 320MiB")
+    assert by_command == json.loads(json.dumps(found.to_dict()))
+
+
+@pytest.mark.compat
+@sparing(
+    ("family", "lora"), itertools.product(FAMILIES, (None, 4)), ("llama", 4), ("gpt2", 4), ("bert", None), ("t5", None)
+)
+def test_a_live_model_its_config_and_batches_of_tensors_are_one_training(family, lora):
+    model, batch = model_of(family, lora=lora is not None, layers=3), tiny_batch(family, **BATCH)
+    live = hf_ckpt.predict(without_state(model), batch, **TINY)
+    config = hf_ckpt.find_blocks(model).base.config
+    config.architectures = [live.workload.model]
+    sizes = BATCH | ({"target_tokens": 64} if family == "t5" else {})
+    by_config = hf_ckpt.predict(
+        config, dtype="float32", attention=config._attn_implementation, lora=lora, **sizes, **TINY
+    )
+    assert [block for block, _ in live.plan.actions] == [*hf_ckpt.find_blocks(model).blocks]
+    assert live.parts["weights"] == sum(parameter.nbytes for parameter in model.parameters())
+    assert (live.plan, live.peak_bytes, live.parts) == (by_config.plan, by_config.peak_bytes, by_config.parts)
+    assert (live.step_seconds, live.floor_bytes) == (by_config.step_seconds, by_config.floor_bytes)
+
+
+def test_what_a_batch_of_tensors_tells():
+    """Sizes of inputs and targets, and whether anything is masked."""
+    batch = tiny_batch("t5", batch=3, tokens=16)
+    batch["labels"] = batch["labels"][:, :5]
+    batch["attention_mask"][0, :2] = 0
+    workload = hf_ckpt.predict(tiny_model("t5", layers=2), batch, device="a10").workload
+    assert (workload.batch, workload.tokens, workload.target_tokens, workload.padded) == (3, 16, 5, True)
+    ids = torch.ones(3, 16, dtype=torch.long)
+    workload = hf_ckpt.predict(
+        tiny_model("bert", layers=2), {"input_ids": ids, "labels": ids[:, 0]}, device="a10"
+    ).workload
+    assert (workload.batch, workload.tokens, workload.target_tokens, workload.padded) == (3, 16, None, False)
+    for missing in ({}, {"input_ids": None}, {"input_ids": ids[0]}, {"inputs_embeds": torch.ones(3, 16, 8)}):
+        with pytest.raises(HfCkptError, match=r"the batch needs `input_ids` of shape \[batch, tokens\]"):
+            hf_ckpt.predict("gpt2", missing)
+
+
+@pytest.mark.long
+def test_the_plan_does_on_the_model_what_was_predicted():
+    """A plan on the model does not change the forecast, and the forecast's plan has its predicted peak."""
+    model, batch = without_state(model_of()), tiny_batch("llama", **BATCH)
+    plain, expected = hf_ckpt.predict(model, batch, **TINY), step(model, batch)
+    hf_ckpt.install(model, {"layers": "0"})
+    enable(model)
+    step(model, batch)
+    before = hf_ckpt.describe(model)
+    found = hf_ckpt.predict(model, batch, **TINY)
+    assert hf_ckpt.describe(model) == before
+    assert said(found) == said(plain)
+    assert hf_ckpt.install(model, found.plan).enabled
+    assert_same(expected, step(model, batch))
+    counts = hf_ckpt.describe(model).recomputed
+    assert {name for name, times in counts.items() if times} == found.plan.active().keys() != set()
+    peak = live_peak(model, batch)  # of the second step: the watch checks the third forward
+    assert peak == pytest.approx(found.peak_bytes, rel=0.03)
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="experts are linear layers before transformers 5")
+@pytest.mark.parametrize("prepared", [True, False])
+def test_experts_that_keep_their_bits_are_told(prepared):
+    """A note says that experts are stacked weights, which bitsandbytes does not quantise and PEFT casts to float32."""
+    shape = {"hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.MixtralConfig(
+        **shape, num_hidden_layers=2, vocab_size=64, architectures=["MixtralForCausalLM"]
+    )
+    asked = {"lora": 4, "lora_targets": ("q_proj",), "load_in_4bit": True, "kbit_preparation": prepared}
+    notes = hf_ckpt.predict(config, tokens=64, device="t4", **asked).notes
+    assert any(note.startswith("MixtralForCausalLM is of no known family") for note in notes)
+    experts = next(note for note in notes if " of the weights are experts" in note)
+    assert ("PEFT's preparation casts them to float32" in experts) == prepared
+
+
+def test_the_largest_batch_has_a_row_of_its_own(folder):
+    asked = {"tokens": 64, "device": "a10", "budget": "1100KiB"}
+    row = next(
+        row for row in hf_ckpt.predict(folder, 2, max_batch=True, **asked).rows if row.name.startswith("largest")
+    )
+    batch = int(row.name.removeprefix("largest batch: "))
+    assert (row.options, row.fits) == (f"--batch {batch}", True)
+    assert hf_ckpt.predict(folder, batch, **asked).peak_bytes == row.peak_bytes
+    with pytest.raises(InfeasibleError):
+        hf_ckpt.predict(folder, batch + 1, **asked)

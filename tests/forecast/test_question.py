@@ -1,75 +1,73 @@
-"""`Question`: its options, its command, its checks, and the page's fields."""
+"""The options of `hf-ckpt plan`, the fields of its page, and what is refused."""
 
 from __future__ import annotations
 
 import shlex
 
 import pytest
+from helpers.planned import model_of
 from helpers.processes import python
 
+import hf_ckpt
 from hf_ckpt.cli import app, main
 from hf_ckpt.cli.arguments import asked_of
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.forecast.question import FIELDS, Question, Workload, command_of, option_of, question
+from hf_ckpt.forecast.question import Question, command_of, question
 
-OTHER = {
-    "batch": 3,
-    "tokens": 9,
-    "target_tokens": 7,
-    "accumulation": 2,
-    "padded": True,
-    "images": 2,
-    "image_size": 224,
-    "seconds": 4.0,
-    "packing": True,
-    "ranks": 2,
-    "lora": 8,
-    "lora_targets": ("q", "v"),
-    "lora_dropout": 0.05,
-    "double_quant": False,
-    "kbit_preparation": False,
-    "load_in_4bit": True,
-    "load_in_8bit": True,
-    "dtype": "float32",
-    "autocast": "none",
-    "optimizer": "lion",
-    "attention": "eager",
-    "trainer": "dpo",
-    "reference": "model",
-    "parallel": "fsdp2",
-    "architecture": "AClass",
-    "device": "t4",
-    "budget": "5MiB",
-    "host_budget": "8GiB",
-    "head": 64,
-    "mlp": "auto",
-    "frontier": True,
-    "max_batch": True,
-    "max_tokens": True,
-}
-"""A non-default value for each field."""
-BESIDE = {"load_in_4bit": {"lora": 8}, "load_in_8bit": {"lora": 8}, "reference": {"trainer": "dpo"}}
 OPTIONS = """
---accum --architecture --attention --autocast --batch --budget --config --device --dtype --frontier --head --help
---host-budget --html --image-size --images --json --load-in-4bit --load-in-8bit --lora --lora-dropout --lora-targets
---max-batch --max-seq --mlp --no-double-quant --no-kbit-preparation --optimizer --out --packing --padded --parallel
---ranks --reference --seconds --seq --target-seq --trainer -h
+--accum 2
+--architecture AClass
+--attention eager
+--autocast none
+--batch 3
+--budget 5MiB
+--device t4
+--dtype float32
+--head 64
+--host-budget 8GiB
+--image-size 224
+--images 2
+--load-in-4bit --lora 8
+--load-in-8bit --lora 8
+--lora 8
+--lora-dropout 0.05
+--lora-targets q,v
+--max-batch
+--mlp auto
+--no-kbit-preparation
+--optimizer lion
+--packing
+--padded
+--parallel fsdp2
+--ranks 2
+--seconds 4.0
+--seq 9
+--target-seq 7
+--trainer dpo
 """
+"""Every option, with a value that is not its default, and with options that it needs."""
+FILES = {"--config", "--html", "--json", "--out", "--help", "-h"}
+LEAVING = {"--frontier", "--max-seq", "--no-double-quant", "--reference"}
+
+
+def asked(words):
+    """The question of a command."""
+    return question(asked_of(main._parser().parse_args(words)))
 
 
 def test_the_options_of_plan_grow_by_decision_only():
     plan = main._parser()._subparsers._group_actions[0].choices["plan"]
-    assert sorted(plan._option_string_actions) == OPTIONS.split()
-    assert {option_of(field) for field in list(FIELDS.values())[1:]} < {*OPTIONS.split()}
+    assert plan._option_string_actions.keys() - FILES - LEAVING == {
+        line.split()[0] for line in OPTIONS.split("\n")[1:-1]
+    }
 
 
-@pytest.mark.parametrize("name", [None, *OTHER])
-def test_the_command_to_copy_asks_the_same(name):
-    assert FIELDS.keys() == {"model", *OTHER}
-    changed = {} if name is None else {name: OTHER[name], **BESIDE.get(name, {})}
-    asked = Question("a model", **changed)
-    words = main._parser().parse_args(shlex.split(command_of(asked))[1:])
-    assert question(asked_of(words)) == asked == question({"model": "a model", **changed})
+@pytest.mark.parametrize("options", ["", *OPTIONS.split("\n")[1:-1]])
+def test_the_command_to_copy_asks_the_same(options):
+    found = asked(["plan", "a model", *options.split()])
+    changed = [name for name, value in vars(Question("a model")).items() if getattr(found, name) != value]
+    assert len(changed) == options.count("--")
+    assert asked(shlex.split(command_of(found))[1:]) == found
 
 
 @pytest.mark.parametrize(
@@ -86,34 +84,25 @@ def test_the_command_to_copy_asks_the_same(name):
         ({"load_in_4bit": True}, "stays frozen"),
         ({"load_in_4bit": True, "load_in_8bit": True, "lora": 4}, "cannot both"),
         ({"load_in_4bit": True, "lora": 4, "ranks": 2, "parallel": "fsdp2"}, "under fsdp2"),
-        ({"reference": "model"}, "goes with the trainer dpo"),
-        ({"trainer": "dpo", "reference": "adapters-off"}, "needs adapters"),
         ({"batch": 2**24}, "4294967296 tokens at most"),
         ({"device": "abacus"}, "is not a known device"),
         ({"budget": "lots"}, "a size must look like"),
         ({"head": -1}, "must be a whole number of at least 1"),
         ({"tokns": 3}, "'tokns' cannot be asked; did you mean 'tokens'"),
+        ({"parallel": "fsdp2"}, r"--parallel fsdp2 shares work between ranks: give their number \(--ranks\)"),
+        ({"parallel": "fsdp2", "ranks": 2, "head": "auto"}, "the head in chunks needs whole weights"),
+        ({"model": "no such model!"}, "cannot read a model's config"),
+        ({"tokens": 1025}, "gpt2 has positions for 1024 tokens, but 1025 are asked for"),
+        ({"architecture": "BertTokenizer"}, "no model class 'BertTokenizer'"),
+        ({"lora": 4, "lora_targets": ("q_proj",)}, "PEFT puts no adapters on"),
+        ({"model": model_of(), "lora": 4}, "a live model has its own lora"),
+        ({"model": model_of(), "dtype": "bfloat16", "attention": "eager"}, "a live model has its own attention, dtype"),
     ],
     ids=str,
 )
-def test_what_cannot_be_asked_is_refused(fields, told):
+def test_what_cannot_be_asked_or_answered_is_refused(fields, told):
     with pytest.raises(HfCkptError, match=told):
-        question({"model": "gpt2", **fields})
-
-
-@pytest.mark.parametrize(
-    ("fields", "autocast", "reference", "rows"),
-    [
-        ({}, None, None, 3),
-        ({"trainer": "sft"}, "bfloat16", None, 3),
-        ({"lora": 4, "load_in_8bit": True}, "bfloat16", None, 3),
-        ({"trainer": "dpo", "autocast": "none"}, None, "model", 6),
-        ({"trainer": "dpo", "lora": 4}, "bfloat16", "adapters-off", 6),
-    ],
-)
-def test_what_is_usual_is_taken(fields, autocast, reference, rows):
-    workload = Workload("gpt2", 3, **fields)
-    assert (workload.autocast_name, workload.reference_name, workload.rows) == (autocast, reference, rows)
+        hf_ckpt.predict(**{"model": "gpt2", "device": "a10", **fields})
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -125,10 +114,11 @@ def asked_on_page(paths=True, **changes):
 
 
 def test_fields_of_the_page_that_are_left_empty_have_their_defaults():
-    plain = Question("mini-gpt2", frontier=True)
-    assert asked_on_page() == asked_on_page(lora=None, budget="  ", packing=False, device="") == plain
+    assert asked_on_page() == asked_on_page(lora=None, budget="  ", packing=False, device="")
+    assert command_of(asked_on_page()).startswith(command_of(Question("mini-gpt2")))
     typed = asked_on_page(lora="8", load_in_4bit=True, budget=" 20GiB ", trainer="dpo")
-    assert typed == Question("mini-gpt2", lora=8, load_in_4bit=True, budget="20GiB", trainer="dpo", frontier=True)
+    known = {"lora": 8, "load_in_4bit": True, "budget": 20 * 2**30, "trainer": "dpo"}
+    assert {name: getattr(typed, name) for name in known} == known
 
 
 @pytest.mark.parametrize(
