@@ -1,5 +1,8 @@
-"""What the calls of a step cost under every action, in bytes and nanoseconds: from a step under `full`, and what each
-action changes in it."""
+"""What a step costs under every plan: from a step under `full`, and what each action changes in it. Exact integers.
+
+A step consists of what runs before the blocks, the forwards of the calls, the head and the loss with their backward,
+the backwards of the calls in reverse, and the optimizer's step.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from hf_ckpt.costs.steps import CallName, Change, Part, Step
-from hf_ckpt.spec.actions import Action, offloads
+from hf_ckpt.spec.actions import FULL, Action, offloads
 from hf_ckpt.spec.plan import Block
 
 OFFLOADED = offloads()
@@ -36,11 +39,6 @@ class Cost:
         """Bytes kept for the backward."""
         return self.forward.net - self.lent_bytes
 
-    @property
-    def nanoseconds(self) -> int:
-        """Time of forward and backward."""
-        return self.forward.nanoseconds + self.backward.nanoseconds
-
 
 @dataclasses.dataclass(frozen=True)
 class CallCosts:
@@ -48,8 +46,6 @@ class CallCosts:
 
     blocks: tuple[Block, ...]
     """The block; or all blocks of a segment, which counts as one call."""
-    kind: int
-    """Calls of one kind are alike."""
     gradient_bytes: int
     """Bytes that its backward leaves alive, such as gradients."""
     costs: Mapping[Action, Cost]
@@ -172,55 +168,42 @@ def costs_of_step(
         freed: kind -> bytes that a call under `full` frees at the end of the forward; None if only changes are known.
         ends: what is freed at the ends of stacks. The calls do not contain it.
     """
-    last, least = full.calls[-1], actions[-1]
-    lent = dict(freed or {})
-    """Kind -> bytes that a call frees at the end of the forward under `full`, but not under some other action."""
-    possible: list[dict[Action, Change]] = []
-    for call in full.calls:
-        kind = kinds[call.name]
-        if call.backward is None:
-            found = {actions[0]: Change()}
-        else:
-            found = {action: changes[kind, action].at(call) for action in actions[:-1] if (kind, action) in changes}
-            found[least] = Change()
-        if freed is None:
-            lent[kind] = max(lent.get(kind, 0), *(change.later for change in found.values()))
-        possible.append(found)
-    level, levels = full.before.net, []
-    """Bytes after each forward that outlive the model's forward."""
-    under_full = (least,) * len(full.calls)
+    last, level = full.calls[-1], full.before.net
+    levels, costs = [], []
+    """After each forward, the bytes that outlive the model's forward; and what the call costs under each action."""
+    under_full = (actions[-1],) * len(full.calls)
     for place, call in enumerate(full.calls):
-        behind = call.behind if call is not last else Part()  # what runs after the last call is the head
+        kind, back, behind = kinds[call.name], call.backward, call.behind
+        if call is last:
+            behind = Part()  # what runs after the last call is the head
+        own = {action: changes[kind, action].at(call) for action in actions[:-1] if (kind, action) in changes}
+        own = {**own, actions[-1]: Change()} if back else {actions[0]: Change()}
+        # What a call frees at the end of the forward under `full`, but not under some other action.
+        lent = max(change.later for change in own.values()) if freed is None else freed[kind]
+        of_actions = {}
+        for action, change in own.items():
+            net, spent = call.forward.net + change.forward_net, call.forward.nanoseconds
+            forward, backward = Part(max(0, net, call.forward.peak + change.forward_peak), net, spent), Part()
+            if back:
+                end = back.net - change.forward_net - change.later
+                rest = round((spent + back.nanoseconds) * ratios.get((kind, action), 1.0)) - spent
+                backward = Part(max(0, end, back.peak + change.backward_peak), end, max(0, rest))
+            of_actions[action] = Cost(forward.then(behind), backward, lent - change.later)
+        costs.append(of_actions)
         ended = sum(end.freed(under_full) for end in ends if end.last == place)
-        level += call.forward.net + behind.net - lent[kinds[call.name]] - ended
+        level += call.forward.net + behind.net - lent - ended
         levels.append(level)
     # What a backward leaves alive, such as gradients, is the part of the level's change from this backward to the next
     # that forwards do not explain.
-    places = [place for place, call in enumerate(full.calls) if call.backward is not None][::-1]
+    places = [(place, call.backward.net) for place, call in enumerate(full.calls) if call.backward][::-1]
     gradients = [0] * len(full.calls)
-    gradients[-1] += level - levels[places[0]]
-    for place, before in itertools.pairwise(places):
-        back = full.calls[place].backward
-        gradients[place] += (back.net if back else 0) - levels[before] + levels[place]
-    rows = []
-    for call, block, found, left in zip(full.calls, blocks, possible, gradients, strict=True):
-        kind, back = kinds[call.name], call.backward
-        spent = call.forward.nanoseconds + (back.nanoseconds if back else 0)
-        costs = {}
-        for action, change in found.items():
-            net, nanoseconds = call.forward.net + change.forward_net, call.forward.nanoseconds
-            forward = Part(max(0, net, call.forward.peak + change.forward_peak), net, nanoseconds)
-            backward = Part()
-            if back is not None:
-                nanoseconds = round(spent * ratios.get((kind, action), 1.0)) - nanoseconds
-                end = back.net - change.forward_net - change.later
-                backward = Part(max(0, end, back.peak + change.backward_peak), end, max(0, nanoseconds))
-            behind = call.behind if call is not last else Part()
-            costs[action] = Cost(forward.then(behind), backward, lent[kind] - change.later)
-        rows.append(CallCosts((block,), kind, left, costs))
+    gradients[-1] += level - levels[places[0][0]]
+    for (place, net), (before, _) in itertools.pairwise(places):
+        gradients[place] += net - levels[before] + levels[place]
+    calls = (CallCosts((block,), left, found) for block, left, found in zip(blocks, gradients, costs, strict=True))
     return Costs(
         actions=tuple(actions),
-        calls=tuple(rows),
+        calls=tuple(calls),
         before=full.before,
         at_backward_bytes=full.at_backward_bytes - level,
         head=(Part(last.behind.peak, 0, last.behind.nanoseconds), Part()),
@@ -228,3 +211,150 @@ def costs_of_step(
         static=Static(full.start_bytes, step_bytes=max(0, full.outside_peak_bytes - full.start_bytes)),
         ends=ends,
     )
+
+
+def with_offloading(
+    costs: Costs, host_bandwidth: float, launch_nanoseconds: int, host_limit: int | None
+) -> list[Costs]:
+    """For each action that offloads, `costs` with it for as many calls as fit into host memory.
+
+    No plan mixes these actions, so each may use the whole limit. The last call never offloads, because its backward
+    follows at once. If nothing can be offloaded, returns `costs` unchanged.
+
+    Args:
+        costs: with actions that keep their tensors on the device.
+        host_bandwidth: bytes per second of copies to and from pinned host memory; 0 if the device is the host.
+        launch_nanoseconds: time to start an operation.
+        host_limit: bytes of host memory that may be used. Buffers there are rounded up to powers of two. None for no
+            offloading.
+    """
+    if host_limit is None or not host_bandwidth:
+        return [costs]
+    moving = []
+    for base, moved in OFFLOADED.items():
+        places = [place for place, call in enumerate(costs.calls[:-1]) if base in call.costs]
+        keeps = {place: costs.calls[place].costs[base].kept_bytes for place in places}
+        sizes = {place: costs.input_bytes if base == FULL else max(0, kept) for place, kept in keeps.items()}
+        largest = max(sizes.values(), default=0)
+        # Each of several tensors is rounded up by itself, to less than twice its size.
+        buffer = 1 << max(0, largest - 1).bit_length() if base == FULL else 2 * largest
+        calls = list(costs.calls)
+        for place in [place for place in places if place < host_limit // max(1, buffer)]:
+            cost, size = costs.calls[place].costs[base], sizes[place]
+            copying, overhead = round(size / host_bandwidth * 1e9), 2 * launch_nanoseconds
+            # The backward prefetches the tensors of the call before. This assumes that that call moves as much, and
+            # that the calls that move tensors are the first ones of the step. The last of them waits for its own copy;
+            # the first call's cost includes that time. The step's input may be held elsewhere, too, and is not freed.
+            ahead, freed, waits = size, size, overhead
+            if place == 0:
+                ahead, freed, waits = 0, max(0, size - costs.input_bytes), overhead + copying
+            peak = cost.forward.peak + (0 if base == FULL else ahead)  # the previous call's copies end with this one
+            forward = Part(peak, cost.forward.net - freed, max(cost.forward.nanoseconds, copying) + overhead)
+            spent = max(cost.backward.nanoseconds, copying) + waits
+            backward = Part(cost.backward.peak + size + ahead, cost.backward.net + freed, spent)
+            cost = dataclasses.replace(cost, forward=forward, backward=backward)
+            calls[place] = dataclasses.replace(calls[place], costs={**calls[place].costs, moved: cost})
+        if places:
+            moving.append(dataclasses.replace(costs, calls=tuple(calls), actions=(*costs.actions, moved)))
+    return moving or [costs]
+
+
+# --- the memory of a plan, moment by moment ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """One part of a timeline."""
+
+    label: str
+    """What runs, in words: `embedding`, `forward of decoder 3`, `head and loss, backward`."""
+    start_bytes: int
+    """Bytes alive when it begins."""
+    static_bytes: int
+    """How many of these are alive all the time: weights, buffers, optimizer state and batch."""
+    gradient_bytes: int
+    """How many of these are finished gradients."""
+    kept_bytes: int
+    """How many of these are kept for the backward; in the head, those that everything before it keeps."""
+    part: Part
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive while it runs."""
+        return self.start_bytes + self.part.peak
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """The memory of one micro-step under a choice of actions, and of the optimizer's step."""
+
+    moments: tuple[Moment, ...]
+    """In order of time."""
+
+    @property
+    def worst(self) -> Moment:
+        """The moment with the peak."""
+        return max(self.moments, key=lambda moment: moment.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at any moment."""
+        return self.worst.peak_bytes
+
+    @property
+    def is_heads(self) -> bool:
+        """Whether the peak is in the head and its loss, whose own memory no action of a block reduces."""
+        return self.worst.label.startswith("head")
+
+    def parts(self) -> dict[str, int]:
+        """What fills the peak: name -> bytes. The bytes add up to `peak_bytes`."""
+        worst = self.worst
+        work = worst.peak_bytes - worst.static_bytes - worst.gradient_bytes
+        kept = max(0, min(worst.kept_bytes, work))  # some of it may be freed by then
+        return {
+            "weights and optimizer state": worst.static_bytes,
+            "gradients": worst.gradient_bytes,
+            "kept for backward": kept,
+            f"temporary in {worst.label}": work - kept,
+        }
+
+
+def step_nanoseconds(costs: Costs, choice: Choice) -> int:
+    """Predicted nanoseconds of one optimizer step with all its micro-steps."""
+    calls = [call.costs[action] for call, action in zip(costs.calls, choice, strict=True)]
+    parts = costs.before, *costs.head, *(part for cost in calls for part in (cost.forward, cost.backward))
+    return sum(part.nanoseconds for part in parts) * costs.accumulation + costs.optimizer_nanoseconds
+
+
+def timeline(costs: Costs, choice: Choice) -> Timeline:
+    """The timeline of the micro-step with the largest peak, and of the optimizer's step.
+
+    Args:
+        costs: of the step.
+        choice: the action of every call.
+    """
+    static, gradients = costs.static.always, costs.resident_bytes - costs.static.always
+    moments: list[Moment] = []
+
+    def add(label: str, part: Part, kept: int, beside: int = 0) -> None:
+        """Add what runs while calls keep some bytes and others are alive beside them."""
+        moments.append(Moment(label, static + gradients + kept + beside, static, gradients, kept, part))
+
+    add("embedding", costs.before, 0)
+    level, lent, calls = costs.before.net, 0, []
+    for place, (call, action) in enumerate(zip(costs.calls, choice, strict=True)):
+        cost, block = call.costs[action], call.blocks[0]
+        add(f"forward of {block.stack} {block.index}", cost.forward, level)
+        level, lent = level + cost.forward.net, lent + cost.lent_bytes
+        level -= sum(end.freed(choice) for end in costs.ends if end.last == place)
+        calls.append((call, cost, level - lent))
+    forward, backward = costs.head
+    add("head and loss", forward, level)
+    add("head and loss, backward", backward, level - lent, forward.net)
+    for call, cost, level in reversed(calls):
+        block = call.blocks[-1]
+        add(f"backward of {block.stack} {block.index}", cost.backward, level + costs.at_backward_bytes)
+        gradients += call.gradient_bytes
+    gradients = costs.static.gradients
+    add("optimizer step", Part(costs.static.step_bytes, 0, costs.optimizer_nanoseconds), 0)
+    return Timeline(tuple(moments))

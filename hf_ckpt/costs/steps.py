@@ -85,17 +85,13 @@ class Step:
 
     def scaled(self, factor: float) -> Step:
         """A bound for the step of a batch that is larger by this factor. What is alive outside the step stays."""
-        calls = tuple(
-            dataclasses.replace(
-                call,
-                forward=call.forward.scaled(factor),
-                behind=call.behind.scaled(factor),
-                backward=call.backward and call.backward.scaled(factor),
-            )
-            for call in self.calls
-        )
-        begun = _up(self.at_backward_bytes * factor)
-        return dataclasses.replace(self, before=self.before.scaled(factor), calls=calls, at_backward_bytes=begun)
+        calls = []
+        for call in self.calls:
+            backward = call.backward and call.backward.scaled(factor)
+            parts = call.forward.scaled(factor), call.behind.scaled(factor), backward
+            calls.append(Call(call.name, call.has_input_graph, *parts))
+        before, begun = self.before.scaled(factor), _up(self.at_backward_bytes * factor)
+        return dataclasses.replace(self, before=before, calls=tuple(calls), at_backward_bytes=begun)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,27 +136,21 @@ def changes_of(full: Step, seen: Step, tried: Mapping[CallName, Action], alike: 
         tried: calls of blocks, with their actions.
         alike: whether both batches had the same shape.
     """
-    ratio = 1.0
+    before = {call.name: call.backward.peak for call in full.calls if call.backward and call.name not in tried}
+    after = {call.name: call.backward.peak for call in seen.calls if call.backward and call.name in before}
+    ratio = sum(after.values()) / max(1, sum(before[name] for name in after)) if after else 1.0
     """What calls need in `seen`, relative to `full`, measured on those that ran under `full` in both."""
-    if full.names == seen.names:
-        pairs = [
-            (mine.backward.peak, its.backward.peak)
-            for mine, its in zip(full.calls, seen.calls, strict=True)
-            if mine.name not in tried and mine.backward is not None and its.backward is not None
-        ]
-        ratio = sum(its for _, its in pairs) / max(1, sum(mine for mine, _ in pairs)) if pairs else 1.0
     found: dict[CallName, Change] = {}
     for name in tried:
         mine, its = full[name], seen[name]
-        if mine is None or its is None or mine.backward is None or its.backward is None:
-            continue
-        backward_peak = round(mine.backward.peak * ratio)
-        found[name] = Change(
-            forward_peak=its.forward.peak - round(mine.forward.peak * ratio),
-            forward_net=its.forward.net - round(mine.forward.net * ratio),
-            backward_peak=its.backward.peak - backward_peak,
-            scale=backward_peak,
-        )
+        if mine and its and mine.backward and its.backward:
+            backward_peak = round(mine.backward.peak * ratio)
+            found[name] = Change(
+                forward_peak=its.forward.peak - round(mine.forward.peak * ratio),
+                forward_net=its.forward.net - round(mine.forward.net * ratio),
+                backward_peak=its.backward.peak - backward_peak,
+                scale=backward_peak,
+            )
     if alike and found and full.names == seen.names:  # further kept bytes show when the backward begins
         kept = sum(change.forward_net for change in found.values())
         extra = seen.at_backward_bytes - full.at_backward_bytes - kept
@@ -169,16 +159,6 @@ def changes_of(full: Step, seen: Step, tried: Mapping[CallName, Action], alike: 
         for name, weight in weights.items() if whole else ():
             found[name] = dataclasses.replace(found[name], later=_up(extra * weight / whole))
     return found
-
-
-def bound_of(call: Call, kept_bytes: int) -> Change:
-    """A bound for an action that keeps at most this much more than `full`.
-
-    The backward under `full` holds everything that the block keeps under `keep`. So with what the forward keeps, the
-    backward under another action needs no more than that. The forward holds no more than what it keeps in addition.
-    """
-    size = call.backward.peak if call.backward is not None else 0
-    return Change(kept_bytes, kept_bytes, backward_peak=-kept_bytes, scale=size)
 
 
 def joined(full: Step, seen: Step, without: Mapping[CallName, Action], order: Sequence[str]) -> Step:
@@ -193,11 +173,9 @@ def joined(full: Step, seen: Step, without: Mapping[CallName, Action], order: Se
     added = [call for call in seen.calls if full[call.name] is None and call.name not in without]
     if not added:
         return full
-    end = full.calls[-1].behind
-    calls = [dataclasses.replace(call, behind=Part()) for call in added]
-    calls += [*full.calls[:-1], dataclasses.replace(full.calls[-1], behind=Part())]
+    calls = [*full.calls[:-1], *(dataclasses.replace(call, behind=Part()) for call in (full.calls[-1], *added))]
     calls.sort(key=lambda call: (call.name[1], order.index(call.name[0])))
-    calls[-1] = dataclasses.replace(calls[-1], behind=end)
+    calls[-1] = dataclasses.replace(calls[-1], behind=full.calls[-1].behind)
     kept = sum(call.forward.net for call in added)
     return dataclasses.replace(full, calls=tuple(calls), at_backward_bytes=full.at_backward_bytes + kept)
 

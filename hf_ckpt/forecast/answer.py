@@ -14,8 +14,7 @@ from hf_ckpt.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_ckpt.costs.costs import Costs
-    from hf_ckpt.costs.timeline import Timeline
+    from hf_ckpt.costs.costs import Costs, Timeline
 
 Within = Callable[[float | str], "Forecast"]
 HEADS = ("way to train it", "options to set", "peak", "step", "tokens/s", "fits")

@@ -10,9 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_ckpt.costs.costs import Costs
-from hf_ckpt.costs.offload import with_offloading
-from hf_ckpt.costs.timeline import timeline
+from hf_ckpt.costs.costs import Costs, timeline, with_offloading
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast import words
 from hf_ckpt.forecast.answer import Forecast, Row

@@ -6,9 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from hf_ckpt.costs.costs import CallCosts, Costs
+from hf_ckpt.costs.costs import CallCosts, Costs, timeline
 from hf_ckpt.costs.steps import Part
-from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.planner.budgets import peak_of_least, plan_of, plan_within
 from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.spec.plan import Plan

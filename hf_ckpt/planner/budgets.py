@@ -6,8 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from hf_ckpt.costs.costs import ON_DEVICE, Choice, Costs
-from hf_ckpt.costs.timeline import step_nanoseconds, timeline
+from hf_ckpt.costs.costs import ON_DEVICE, Choice, Costs, step_nanoseconds, timeline
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.planner.choose import fastest, lowest_peak
 from hf_ckpt.spec.actions import KEEP, Action
@@ -77,7 +76,7 @@ def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, devic
     course = timeline(costs, choice)
     prediction = Prediction(
         peak_bytes=course.peak_bytes,
-        step_seconds=course.nanoseconds / 1e9,
+        step_seconds=step_nanoseconds(costs, choice) / 1e9,
         tokens=costs.tokens * costs.accumulation,
         parts=tuple(course.parts().items()),
         budget_bytes=budget_bytes,

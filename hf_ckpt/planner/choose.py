@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import numpy
 import numpy.typing
 
-from hf_ckpt.costs.costs import CallCosts, Choice, Cost, Costs
-from hf_ckpt.costs.timeline import timeline
+from hf_ckpt.costs.costs import CallCosts, Choice, Cost, Costs, timeline
 from hf_ckpt.spec.actions import Action
 
 WIDTH = 1000
@@ -147,7 +146,8 @@ def _stages(costs: Costs) -> Iterator[list[_Option]]:
         for action, cost in _least_first(call):
             kept = cost.kept_bytes - ends.get(place, 0)
             needs = alive + cost.forward.peak, behind + kept + cost.backward.peak
-            time = cost.nanoseconds * len(ranks) * len(costs.calls) + ranks[action]
+            spent = cost.forward.nanoseconds + cost.backward.nanoseconds
+            time = spent * len(ranks) * len(costs.calls) + ranks[action]
             options.append(_Option(*needs, kept, cost.lent_bytes, time))
         yield options
     forward, backward = costs.head

@@ -37,19 +37,16 @@ def in_segments(costs: Costs) -> Iterator[Costs]:
 
 def _segment(calls: Sequence[CallCosts]) -> CallCosts:
     """A run of calls as one call: it keeps the first one's input. Its backward first runs all of them under `keep`."""
-    level = peak = 0
-    for call in calls:
-        cost = call.costs[FULL]
-        peak = max(peak, level + cost.forward.peak)
+    alone, again = [call.costs[FULL] for call in calls], [call.costs[KEEP] for call in calls]
+    forward = alone[0].forward
+    for cost in alone[1:]:
         # The output of each further call takes the place of its input, which is freed.
-        level += cost.forward.net - (max(0, cost.kept_bytes) if call is not calls[0] else 0)
-    forward = Part(peak, level, sum(call.costs[FULL].forward.nanoseconds for call in calls))
-    level = peak = 0
-    again = [call.costs[KEEP] for call in calls]
+        net = cost.forward.net - max(0, cost.kept_bytes)
+        forward = forward.then(dataclasses.replace(cost.forward, net=net))
+    backward = Part()
     for part in (*(cost.forward for cost in again), *(cost.backward for cost in reversed(again))):
-        peak = max(peak, level + part.peak)
-        level += part.net
-    backward = Part(peak, level, sum(call.costs[FULL].backward.nanoseconds for call in calls))
-    cost = Cost(forward, backward, sum(call.costs[FULL].lent_bytes for call in calls))
+        backward = backward.then(part)
+    backward = dataclasses.replace(backward, nanoseconds=sum(cost.backward.nanoseconds for cost in alone))
+    cost = Cost(forward, backward, sum(cost.lent_bytes for cost in alone))
     blocks = tuple(block for call in calls for block in call.blocks)
-    return CallCosts(blocks, calls[0].kind, sum(call.gradient_bytes for call in calls), {FULL: cost})
+    return CallCosts(blocks, sum(call.gradient_bytes for call in calls), {FULL: cost})

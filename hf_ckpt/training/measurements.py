@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from hf_ckpt.costs.costs import Choice, Costs, costs_of_step
-from hf_ckpt.costs.steps import Call, CallName, Change, Step, bound_of, changes_of, joined
-from hf_ckpt.costs.timeline import timeline
+from hf_ckpt.costs.costs import Choice, Costs, costs_of_step, timeline
+from hf_ckpt.costs.steps import Call, CallName, Change, Step, changes_of, joined
 from hf_ckpt.spec.actions import COMPILED, FULL, FULL_SELECTIVE, KEEP, Action
 from hf_ckpt.spec.plan import Block
 from hf_ckpt.training.batches import Batch
@@ -296,7 +295,10 @@ class Measurements:
             measured = [changes[pair[0], other].at(call) for other in more if (pair[0], other) in self.changes]
             size = call.backward.peak if call.backward is not None else 0
             keeps = [max(0, change.forward_net) + max(0, change.later) for change in measured]
-            bound = bound_of(call, min((math.ceil(size * share), *keeps)))
+            # The backward under `full` holds all that the block keeps under `keep`. So with what the forward keeps, the
+            # backward under another action needs no more. The forward holds no more than it keeps in addition.
+            most = min((math.ceil(size * share), *keeps))
+            bound = Change(most, most, backward_peak=-most, scale=size)
             changes[pair] = bound if pair not in changes else bound.larger(changes[pair])
         return changes
 

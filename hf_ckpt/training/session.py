@@ -47,8 +47,7 @@ from hf_ckpt import compat
 from hf_ckpt.attach.attach import exchange
 from hf_ckpt.attach.boundaries import Boundaries
 from hf_ckpt.attach.record import Installation
-from hf_ckpt.costs.costs import Costs
-from hf_ckpt.costs.offload import with_offloading
+from hf_ckpt.costs.costs import Costs, with_offloading
 from hf_ckpt.costs.steps import Step
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.devices import this_device

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 import hf_ckpt
 from hf_ckpt.attach.attach import trial
-from hf_ckpt.costs.costs import OFFLOADED, ON_DEVICE
-from hf_ckpt.costs.offload import with_offloading
-from hf_ckpt.costs.timeline import step_nanoseconds, timeline
+from hf_ckpt.costs.costs import OFFLOADED, ON_DEVICE, step_nanoseconds, timeline, with_offloading
 from hf_ckpt.forecast.batches import MicroStep
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.forecast.model import model_of_workload

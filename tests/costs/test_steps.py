@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_ckpt.costs.costs import costs_of_step
+from hf_ckpt.costs.costs import costs_of_step, step_nanoseconds, timeline
 from hf_ckpt.costs.steps import Change, changes_of, joined
-from hf_ckpt.costs.timeline import step_nanoseconds, timeline
 from hf_ckpt.measure.levels import Level, step_of
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.spec.plan import Block

@@ -9,9 +9,8 @@ from helpers.made_up import blocks_of, made_up, some_costs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_ckpt.costs.costs import CallCosts, Cost, Costs, Static
+from hf_ckpt.costs.costs import CallCosts, Cost, Costs, Static, step_nanoseconds, timeline
 from hf_ckpt.costs.steps import Part
-from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.planner.budgets import plan_of
 from hf_ckpt.planner.policies import make_plan
 from hf_ckpt.planner.segments import in_segments
@@ -25,7 +24,7 @@ BY_HAND = Costs(
     family="llama",
     model="SomeModel",
     actions=(KEEP, FULL),
-    calls=tuple(CallCosts((block,), 0, 10, {KEEP: KEPT, FULL: DROPPED}) for block in blocks_of("decoder", 2)),
+    calls=tuple(CallCosts((block,), 10, {KEEP: KEPT, FULL: DROPPED}) for block in blocks_of("decoder", 2)),
     before=Part(8, 4, 10),
     at_backward_bytes=1,
     head=(Part(30, 16, 30), Part(31, 0, 50)),
@@ -54,7 +53,7 @@ def test_a_step_by_hand(accumulation):
     ]
     assert [m.peak_bytes - m.start_bytes for m in course.moments] == [8, 11, 12, 30, 31, 7, 30, 7]
     assert course.worst.label == "head and loss, backward"
-    assert course.nanoseconds == accumulation * (10 + 21 + 60 + 20 + 40 + 30 + 50) + 1000
+    assert step_nanoseconds(costs, (FULL, KEEP)) == accumulation * (10 + 21 + 60 + 20 + 40 + 30 + 50) + 1000
     assert course.parts() == {
         "weights and optimizer state": 148,
         "gradients": resident,
@@ -98,7 +97,7 @@ def test_a_saved_plan_keeps_its_prediction(tmp_path, name, nanoseconds):
 def deep(count):
     """Equal blocks that keep 24 bytes under `keep`, of which 4 are the output, and 4 under `full`."""
     costs = {KEEP: Cost(Part(26, 24, 1), Part(6, -24, 2)), FULL: Cost(Part(29, 4, 1), Part(30, -24, 3))}
-    calls = tuple(CallCosts((block,), 0, 0, costs) for block in blocks_of("decoder", count))
+    calls = tuple(CallCosts((block,), 0, costs) for block in blocks_of("decoder", count))
     return dataclasses.replace(BY_HAND, calls=calls, before=Part(4, 4, 0), static=Static(0), head=(Part(), Part()))
 
 
@@ -110,7 +109,7 @@ def test_a_segment_keeps_its_first_input_and_runs_again_under_keep():
     assert starts["forward of decoder 5"] == 4 + 2 * 4  # the embeddings, and an output of each segment so far
     assert [starts[f"backward of decoder {last}"] for last in (6, 4, 2)] == [4 + 1 + 4 * count for count in (3, 2, 1)]
     assert course.peak_bytes == 4 + 1 + 4 + 3 * 24 + 6  # in the first segment, which has three blocks under `keep`
-    assert course.nanoseconds == 7 * 4 + 1000
+    assert step_nanoseconds(costs, costs.uniform(FULL)) == 7 * 4 + 1000
     plan = plan_of(costs, costs.uniform(FULL))
     assert plan.segments() == make_plan(Spec.parse({"segments": 3}), blocks_of("decoder", 7), "", "").segments()
 

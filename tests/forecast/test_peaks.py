@@ -30,7 +30,7 @@ if __name__ == "__main__":  # one rank, see `counted_on_ranks`
 from helpers.processes import read_ranks, torchrun
 
 import hf_ckpt
-from hf_ckpt.costs.timeline import timeline
+from hf_ckpt.costs.costs import timeline
 from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.question import question
 from hf_ckpt.measure.live import LiveBytes

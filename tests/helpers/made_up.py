@@ -6,9 +6,8 @@ import random
 
 from hypothesis import strategies as st
 
-from hf_ckpt.costs.costs import CallCosts, Cost, Costs, Static
+from hf_ckpt.costs.costs import CallCosts, Cost, Costs, Static, timeline
 from hf_ckpt.costs.steps import Part
-from hf_ckpt.costs.timeline import timeline
 from hf_ckpt.planner.choose import lowest_peak
 from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE, Action
 from hf_ckpt.spec.plan import Block
@@ -59,7 +58,7 @@ def made_up(seed, kinds, *, frozen=0, decoder=0, actions=4, accumulation=1, larg
         model="SomeModel",
         actions=ladder,
         calls=tuple(
-            CallCosts((block,), kind, gradients[kind], still if place < frozen else rows[kind])
+            CallCosts((block,), gradients[kind], still if place < frozen else rows[kind])
             for place, (block, kind) in enumerate(zip(blocks, kinds, strict=True))
         ),
         before=part(),

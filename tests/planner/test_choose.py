@@ -10,9 +10,8 @@ from helpers.made_up import LADDERS, MANY, blocks_of, ends_of, made_up, some_cos
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_ckpt.costs.costs import CallCosts, Cost, Costs, Static
+from hf_ckpt.costs.costs import CallCosts, Cost, Costs, Static, step_nanoseconds, timeline
 from hf_ckpt.costs.steps import Part
-from hf_ckpt.costs.timeline import step_nanoseconds, timeline
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.planner import choose
 from hf_ckpt.planner.alternatives import frontier, usual_options
@@ -87,7 +86,7 @@ def alike(
         family="llama",
         model="SomeModel",
         actions=tuple(actions),
-        calls=tuple(CallCosts((block,), 0, gradient, costs) for block in blocks_of("decoder", count)),
+        calls=tuple(CallCosts((block,), gradient, costs) for block in blocks_of("decoder", count)),
         before=Part(INPUT, INPUT, 30),
         at_backward_bytes=0,
         head=(Part(head, head // 2, 50), Part(head, -head // 2, 100)),

@@ -18,7 +18,7 @@ import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.boundaries import Boundaries, _Boundary
 from hf_ckpt.attach.record import installation
-from hf_ckpt.costs.timeline import timeline
+from hf_ckpt.costs.costs import timeline
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.measure import levels, memory
 from hf_ckpt.measure.live import LiveBytes

@@ -10,7 +10,7 @@ from helpers.steps import assert_near, assert_same, enable, step
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
-from hf_ckpt.costs.timeline import step_nanoseconds
+from hf_ckpt.costs.costs import step_nanoseconds
 from hf_ckpt.forecast.batches import MicroStep
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.forecast.model import model_of_workload
