@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,18 +20,13 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.functions import Functions
 from hf_ckpt.attach.hooks import (
-    CacheHook,
     HeadForward,
-    MissedHead,
     ModelHook,
     PartHook,
+    PassHook,
     SkippedHook,
-    StackHook,
     TiledForward,
-    note_replica,
-    refuse_replica,
-    warn_plain_head,
-    warn_plain_mlp,
+    warn_plain,
 )
 from hf_ckpt.attach.record import (
     FLAG,
@@ -349,20 +343,6 @@ def adopt(found: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> N
     record.heads.last = record.tiles.last = ""
     record.functions = Functions(spec, blocks_of_known_code(found))
     record.regions = record.functions.of(plan)
-    record.functions.active = record.regions
-
-
-def watch_optimizers(base: nn.Module, record: Installation) -> None:
-    """Record every optimizer that steps from now on, until `forget_optimizers` or until the model is gone."""
-    if record.optimizer_watch is None:
-        record.optimizer_watch = weakref.finalize(base, compat.remember_optimizers_that_step().remove)
-
-
-def forget_optimizers(record: Installation) -> None:
-    """Undo `watch_optimizers`."""
-    watch, record.optimizer_watch = record.optimizer_watch, None
-    if watch is not None:
-        watch()
 
 
 def pause_session(record: Installation) -> None:
@@ -380,7 +360,8 @@ def forget_session(record: Installation) -> None:
 def exchange(base: nn.Module, record: Installation, plan: Plan, planned: Any = None) -> None:
     """Switch to another plan of the same spec during training. Existing functions keep their counts.
 
-    If only functions on blocks differ, exchange these and leave the hooks alone.
+    If only functions on blocks differ, exchange these and leave the hooks alone. All plans of a spec run the head and
+    the feed-forwards alike.
 
     Args:
         base: the model.
@@ -393,15 +374,10 @@ def exchange(base: nn.Module, record: Installation, plan: Plan, planned: Any = N
     if record.enabled and plan == record.plan:
         record.plan = plan  # for its predicted costs
         return
-    regions = record.functions.of(plan)
-    chunks = (plan.head, plan.mlp) == (record.plan.head, record.plan.mlp)
-    same = record.enabled and chunks and record.hooked.issuperset(regions.values())
-    if not same:
-        take_off(base, record)  # by the current plan
-    before, record.plan, record.regions = record.regions, plan, regions
+    before, regions = record.regions, record.functions.of(plan)
+    record.plan, record.regions = plan, regions
     record.heads.in_graph = record.tiles.in_graph = False
-    record.functions.active = regions
-    if not same:
+    if not (record.enabled and record.hooked.issuperset(regions.values())):
         put_on(find_blocks(base), record)
         return
     for name, module in record.blocks.items():
@@ -426,55 +402,61 @@ def put_on(found: FoundBlocks, record: Installation) -> None:
     for name, module in carriers(base).items():
         record.before.setdefault(name, read_switches(module))
         _switch(module, record.regions.get(name), record.before[name])
-    made = list(record.functions.made.values())
-    record.blocks, record.hooked = dict(found.modules), set(made)
-    if record.spec.is_planned or record.spec.check_every:
-        _put_on_batch_hooks(found, record)
+    regions = list(record.functions.made.values())
+    record.blocks, record.hooked = dict(found.modules), set(regions)
     if record.plan.head != "full":
         _put_on_head(found, record)
     if record.plan.mlp != "full":
         _put_on_tiles(found, record)
-    _put_on_parts(found)
-    if made or record.spec.is_planned:  # a plan may come after a cache was made
-        _put_on_caches(found, record)
-    if made:
+    blocks = set(found.modules.values())
+    for part in base.modules():  # a model inside this one may be enabled by itself
+        inner = isinstance(part, compat.PreTrainedModel) and part is not base
+        for name in compat.ENABLE_NAMES if inner and not blocks.isdisjoint(part.modules()) else ():
+            vars(part).setdefault(name, PartHook(part, base, name))
+    passes = _pass_hooks(found, record)
+    if regions:
         _drop_input_gradients(base, record)
-        for module, hook, when, with_kwargs in hooks_for(made, found):
-            if when == "before":
+        for module, hook, when, with_kwargs in hooks_for(regions, found):
+            if module in passes and not with_kwargs:
+                (passes[module].starts if when == "before" else passes[module].ends).append(hook)
+            elif when == "before":
                 record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs))
             elif when == "after":
                 record.handles.append(module.register_forward_hook(hook))
             else:
                 record.handles.append(_always_after(module, hook))
+    for module, one in passes.items():
+        record.handles.append(module.register_forward_pre_hook(one, with_kwargs=True))
+        record.handles.append(_always_after(module, one.after))
     record.enabled = True
 
 
-def _put_on_caches(found: FoundBlocks, record: Installation) -> None:
-    """Keep caches away from the modules that run the stacks, and from the models around them, which may make caches."""
-    owners, outermost, functions = set(found.owners), record.outermost, record.functions
-    for module in found.base.modules():
-        hook: CacheHook | None = None
-        if module in owners and functions.made:
-            inside = set(module.modules())
-            blocks = [name for name, block in found.modules.items() if block in inside]
-            hook = StackHook(module, outermost, functions, blocks, record.asked_reentrant)
-        elif isinstance(module, compat.PreTrainedModel) and not owners.isdisjoint(module.modules()):
-            hook = CacheHook(module, outermost, functions)
-        if hook is not None:
-            record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-            record.handles.append(_always_after(module, outermost.leave))
-
-
-def _put_on_batch_hooks(found: FoundBlocks, record: Installation) -> None:
-    """Show every training batch to the session, under `budget` and `auto`, and to the watch.
-
-    The hook is on the model, which sees the inputs of all stacks at once. It is also on each module that runs a stack,
-    because PEFT calls the model's `forward` method directly, past its hooks.
-    """
-    for module, stack in found.runners():
-        hook = BatchHook(found.base, stack)
-        record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        record.handles.append(_always_after(module, hook.after))
+def _pass_hooks(found: FoundBlocks, record: Installation) -> dict[nn.Module, PassHook]:
+    """Make the hooks on forwards: for the model, models inside it that hold stacks, and modules that run stacks."""
+    stacks = dict.fromkeys(block.stack for block in found.blocks)
+    owned: dict[nn.Module, str] = {}
+    """Module that runs stacks -> the name of the first."""
+    for stack, owner in zip(stacks, found.owners, strict=True):
+        owned.setdefault(owner, stack)
+    drops_caches = bool(record.functions.made) or record.spec.is_planned  # a plan may come after a cache was made
+    sees_batches = record.spec.is_planned or bool(record.spec.check_every)
+    passes: dict[nn.Module, PassHook] = {}
+    for name, module in found.base.named_modules():
+        around = isinstance(module, compat.PreTrainedModel) and not owned.keys().isdisjoint(module.modules())
+        if (module not in owned and not around) or not (drops_caches or sees_batches or record.plan.head != "full"):
+            continue
+        inside = set(module.modules()) if module in owned else ()
+        passes[module] = PassHook(
+            found.base,
+            None if module is found.base else owned.get(module, name),
+            compat.forward_parameters(module),
+            frozenset(block for block, its in found.modules.items() if its in inside),
+            drops_caches,
+            module is found.owners[-1],
+            [],
+            [],
+        )
+    return passes
 
 
 def _always_after(module: nn.Module, hook: Callable[..., Any]) -> Any:
@@ -501,18 +483,8 @@ def take_off(base: compat.PreTrainedModel, record: Installation) -> None:
             del vars(base)[name]
     for _ in range(record.input_gradient_hooks):
         base.enable_input_require_grads()
-    forget_optimizers(record)
     record.input_gradient_hooks = 0
     record.enabled, record.blocks, record.hooked = False, {}, set()
-
-
-def _put_on_parts(found: FoundBlocks) -> None:
-    """Protect the plan when models inside this one, which hold some of its blocks, are enabled by themselves."""
-    blocks = set(found.modules.values())
-    for part in found.base.modules():
-        inner = isinstance(part, compat.PreTrainedModel) and part is not found.base
-        for name in compat.ENABLE_NAMES if inner and not blocks.isdisjoint(part.modules()) else ():
-            vars(part).setdefault(name, PartHook(part, found.base, name))
 
 
 def _put_on_head(found: FoundBlocks, record: Installation) -> None:
@@ -520,13 +492,11 @@ def _put_on_head(found: FoundBlocks, record: Installation) -> None:
     base = found.base
     head = vocabulary_head(base)
     if head is None:
-        warn_plain_head(type(base).__name__, "it has no projection onto a vocabulary")
+        warn_plain(f"the head of {type(base).__name__}", "it has no projection onto a vocabulary")
     elif "forward" in vars(head):
-        warn_plain_head(type(base).__name__, "something else has replaced its forward")
+        warn_plain(f"the head of {type(base).__name__}", "something else has replaced its forward")
     else:
         vars(head)["forward"] = HeadForward(base, head, record.plan.head, record.heads)
-        record.handles.append(head.register_forward_pre_hook(note_replica))
-        record.handles.append(found.owners[-1].register_forward_pre_hook(MissedHead(base, record.heads)))
 
 
 def _put_on_tiles(found: FoundBlocks, record: Installation) -> None:
@@ -535,11 +505,10 @@ def _put_on_tiles(found: FoundBlocks, record: Installation) -> None:
     for found_one in feed_forwards(found):
         owner, (name, method, _) = found_one.owner, found_one.where
         if method in vars(owner):
-            warn_plain_mlp(name, f"something else has replaced its {method}")
-            continue
-        made = TiledForward(found.base, owner, found_one.where, record.plan.mlp, record.tiles, keeps_draws)
-        vars(owner)[method] = made
-        record.handles.append(owner.register_forward_pre_hook(refuse_replica))
+            warn_plain(f"the feed-forward {name}", f"something else has replaced its {method}")
+        else:
+            forward = TiledForward(found.base, owner, found_one.where, record.plan.mlp, record.tiles, keeps_draws)
+            vars(owner)[method] = forward
 
 
 def _drop_input_gradients(base: compat.PreTrainedModel, record: Installation) -> None:
@@ -624,61 +593,3 @@ class DisableHook(ModelHook):
         assert record is not None, "the hook outlived its record"
         pause_session(record)
         take_off(self.base, record)
-
-
-class BatchHook(ModelHook):
-    """Forward pre-hook on the model and on the modules that run its stacks, for the session and the watch.
-
-    Both see every training batch before it runs. The session (under `budget` and `auto`) may switch to another plan for
-    it; the watch may check a block. Of nested forwards they see only the outermost.
-    """
-
-    def __init__(self, base: nn.Module, stack: str | None) -> None:
-        super().__init__(base, stack)
-        self.stack = stack
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Report a training forward to the session and the watch.
-
-        Returns the inputs as changed by the hooks of the new plan, or None if the hooks on the model are the same.
-        """
-        if compat.is_compiling():
-            return None
-        base = self.base
-        record = installation(base)
-        if record is None or not record.enabled or record.decider is None:
-            return None
-        if not (torch.is_grad_enabled() and module.training):
-            record.passes += 1
-            return None
-        if not record.running.enter(module):
-            return None
-        handles = record.handles
-        if record.spec.is_planned:
-            if record.session is None:
-                record.session = record.decider.session(base, record)
-            record.session.on_batch(record, self.stack, args, kwargs)
-            watch_optimizers(base, record)
-        if record.spec.check_every and not record.unchecked:
-            if record.watch is None:
-                record.watch = record.decider.watch(record)
-            record.watch.on_forward(base, record, module)
-        if record.handles is handles:
-            return None
-        # torch continues with the hooks that this module had when its forward began, which are now removed.
-        for hook in list(module._forward_pre_hooks.values()):
-            if isinstance(hook, CacheHook):
-                args, kwargs = hook(module, args, kwargs) or (args, kwargs)
-        return args, kwargs
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook, called even after an error; then `output` is None."""
-        if compat.is_compiling():
-            return
-        base = self._arguments()[0]
-        record = None if base is None else installation(base)
-        if record is None or record.running.module is None or record.running.module() is not module:
-            return
-        record.running.leave(module, args, output)
-        if record.session is not None:
-            record.session.after_forward(failed=output is None)

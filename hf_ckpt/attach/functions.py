@@ -33,8 +33,6 @@ class Functions:
 
     def __init__(self, spec: Spec, known: Collection[str] = ()) -> None:
         self.spec, self.known = spec, known
-        self.active: Regions = {}
-        """The functions of the current plan."""
         self.made: dict[_Key, Region] = {}
         """The functions of all plans, until `keep_only`."""
         self._before: dict[str, collections.Counter[str]] = {what: collections.Counter() for what in COUNTS}

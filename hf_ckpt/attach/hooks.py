@@ -10,17 +10,15 @@ import copy
 import functools
 import inspect
 import logging
-import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.functions import Functions
-from hf_ckpt.attach.record import ChunkCalls, Outermost, function_of, installation
+from hf_ckpt.attach.record import RECORD, ChunkCalls, Installation, function_of
 from hf_ckpt.engines.head.chunked import chunked, has_computed_weights, has_dropout
 from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.engines.region import Region
@@ -35,139 +33,191 @@ from hf_ckpt.versions import LAST_DEEPSPEED_WITH_EMPTY_SHAPES
 log = logging.getLogger(__name__)
 
 
-def hook_calls(
-    module: nn.Module, *, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
-) -> list[Any]:
-    """Call `before(module, args, kwargs)` and `after(module, args, output)` around every forward of a module.
-
-    Returns handles; each has a method `remove`.
-    """
-    handles: list[Any] = []
-    if before is not None:
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-    if after is not None:
-        handles.append(module.register_forward_hook(after))
-    return handles
+def is_trained(module: nn.Module) -> bool:
+    """Return whether any parameter of a module requires gradients."""
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def warn_plain_head(model: str, reason: str) -> None:
-    """Warn once that the head of a model (by class name) runs as a whole, although the plan says chunks."""
-    warn_once(log, "hf_ckpt: the head of %s is not run in chunks, because %s.", model, reason)
+def warn_plain(part: str, reason: str) -> None:
+    """Warn once that the head or a feed-forward runs as a whole, although the plan says chunks."""
+    warn_once(log, "hf_ckpt: %s is not run in chunks, because %s.", part, reason)
 
 
-class CacheHook:
-    """Forward pre-hook of a model that holds stacks: its training forwards build no cache.
+class ModelHook:
+    """Base of the callables that are attributes or hooks of a model.
 
-    A recomputed block would write into a cache twice. The hook changes the call, not the user's config.
+    It refers to modules weakly, so that the model can be freed. A copied or unpickled model gets a copy of the hook
+    that refers to the new model.
 
     Args:
-        owner: the module.
-        outermost: shared by all such hooks of a model.
-        functions: of the installation. If they recompute blocks, a caller's cache that holds tokens is an error.
+        arguments: arguments of the hook. The first one is the model.
     """
 
-    def __init__(self, owner: nn.Module, outermost: Outermost, functions: Functions) -> None:
-        self.parameters = compat.forward_parameters(owner)
-        self.outermost = outermost
-        self.functions = functions
+    def __init__(self, *arguments: Any) -> None:
+        self._held = tuple(weakref.ref(value) if isinstance(value, nn.Module) else value for value in arguments)
 
-    def __call__(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        """Return the arguments without a cache; None to leave them unchanged.
+    def _arguments(self) -> list[Any]:
+        return [value() if isinstance(value, weakref.ref) else value for value in self._held]
 
-        Raises `HfCkptError` if the caller passes a cache that is not empty.
+    @property
+    def base(self) -> Any:
+        """The model. Raises `HfCkptError` if it no longer exists."""
+        base = self._held[0]()
+        if base is None:
+            raise HfCkptError("the model this hook belonged to no longer exists.")
+        return base
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return type(self)(
+            *(memo.get(id(v), v) if isinstance(v, nn.Module) else copy.deepcopy(v, memo) for v in self._arguments())
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(self._arguments())
+
+
+class PassHook(ModelHook):
+    """The forward hooks of a module that runs a stack, or of a model around such modules: one before, one after.
+
+    The one before shows each training batch to the session and the watch, refuses what blocks cannot be recomputed
+    under, and keeps caches away from blocks: a recomputed block would write into a cache twice. It changes the call,
+    not the user's config. PEFT calls a model's `forward` past its hooks, so models inside and the modules that run
+    the stacks have hooks, too. Of nested forwards only the outermost has the caller's arguments.
+
+    Args:
+        base: the model.
+        place: what the module is to the session: None for the model itself, or else the name of the stack or module.
+        parameters: names of the parameters of the module's forward, in order.
+        blocks: names of the blocks that it runs; none for a model around.
+        drops_caches: whether its training forwards build no cache.
+        runs_last: whether the head comes after it.
+        starts: further hooks that engines need before the forward.
+        ends: and after it, even after an error.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        place: str | None,
+        parameters: list[str],
+        blocks: frozenset[str],
+        drops_caches: bool,
+        runs_last: bool,
+        starts: list[Callable[..., Any]],
+        ends: list[Callable[..., Any]],
+    ) -> None:
+        super().__init__(base, place, parameters, blocks, drops_caches, runs_last, starts, ends)
+        self.place, self.parameters, self.blocks = place, parameters, blocks
+        self.drops_caches, self.runs_last, self.starts, self.ends = drops_caches, runs_last, starts, ends
+        self._checked: weakref.ref[nn.Module] | None = None
+        """The module of the last training forward. accelerate makes a second one, which has the hooks of the first."""
+
+    def _record(self) -> Installation | None:
+        base = self._held[0]()
+        return None if base is None else vars(base).get(RECORD)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        """Forward pre-hook. Returns the arguments without a cache; None to leave them unchanged.
+
+        Raises `HfCkptError` for a forward that cannot be recomputed, and what planning for the batch raises.
         """
-        # Without keywords torch calls a hook that was removed after this forward began: see `BatchHook`.
-        if kwargs is None or not torch.is_grad_enabled():
+        if kwargs is None:  # how torch calls a hook that another hook of this forward removed
             return None
-        given = compat.caches_among(self.parameters, args, kwargs)
-        if not compat.is_compiling() and self._check(owner, given):
-            args = tuple(None if any(arg is cache for cache in given.values()) else arg for arg in args)
-            kwargs, given = {name: value for name, value in kwargs.items() if name not in given}, {}
-        if not owner.training or given or "use_cache" not in self.parameters:
+        if compat.is_compiling():
+            return self._without_cache(module, args, kwargs) if torch.is_grad_enabled() else None
+        for start in self.starts:
+            start(module, args)
+        record = self._record()
+        if record is None or not record.enabled:
             return None
+        if not (torch.is_grad_enabled() and module.training):
+            record.passes += 1
+            if self.blocks and torch.is_grad_enabled() and record.regions and is_trained(module):
+                warn_once(
+                    log,
+                    "%s runs in eval mode with gradients on: blocks are checkpointed in train mode only, so every "
+                    "activation is kept. Call model.train() to train, or use torch.no_grad() to evaluate.",
+                    type(module).__name__,
+                )
+            return None
+        outermost = record.outermost.enter(module)
+        if outermost:
+            record.before_batch(self.base, module, self.place, args, kwargs)
+        if outermost and record.regions and self.drops_caches:
+            caches = compat.caches_among(self.parameters, args, kwargs)
+            filled = next((name for name, cache in caches.items() if compat.is_filled(cache)), None)
+            if filled is None:
+                # Planned blocks would not write into them, but others would, for the next forward to find them.
+                args = tuple(None if any(arg is cache for cache in caches.values()) else arg for arg in args)
+                kwargs = {name: value for name, value in kwargs.items() if name not in caches}
+            elif not all(region.takes_caches for region in record.regions.values()):
+                record.outermost.leave(module)
+                raise HfCkptError(
+                    f"the training forward of {type(module).__name__} was given "
+                    f"{filled}={type(caches[filled]).__name__}, a cache that is not empty, which blocks that are "
+                    'recomputed cannot see (prefix tuning works this way). Use "policy": "selective", which runs no '
+                    "block of a known family twice, or another adapter. `with hf_ckpt.paused(model)` turns the plan "
+                    "off for a while."
+                )
+        if self.blocks:
+            self._check(module, record)
+        return self._without_cache(module, args, kwargs)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook, called even after an error; then `output` is None."""
+        if compat.is_compiling():
+            return
+        for end in self.ends:
+            end(module, args, output)
+        record = self._record()
+        if record is not None and record.outermost.leave(module) and record.session is not None:
+            record.session.after_forward(failed=output is None)
+
+    def _without_cache(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments with `use_cache=False`; None if that is not needed, or if they contain a cache."""
+        if not (self.drops_caches and module.training) or compat.caches_among(self.parameters, args, kwargs):
+            return None
+        if "use_cache" not in self.parameters:
+            return args, kwargs
         place = self.parameters.index("use_cache")
         if place < len(args):
             return (*args[:place], False, *args[place + 1 :]), kwargs
         return args, {**kwargs, "use_cache": False}
 
-    def _check(self, owner: nn.Module, caches: dict[str, Any]) -> bool:
-        """Return whether to leave out the caches of a training forward, all of which are empty.
+    def _check(self, module: nn.Module, record: Installation) -> None:
+        """Refuse what blocks of a stack cannot be recomputed under, and tell their functions where parameters are.
 
-        Planned blocks would not write into them, but others would, so that the next forward would get a partly filled
-        cache. Raises `HfCkptError` for a cache that is not empty.
+        Another owner of checkpointing that came after the plan was enabled, a DeepSpeed that cannot recompute and
+        another compiler of blocks are looked for in the first forward of a module only.
         """
-        if not owner.training or not self.outermost.enter(owner) or not self.functions.active or not caches:
-            return False
-        filled = next((name for name, cache in caches.items() if compat.is_filled(cache)), None)
-        if filled is None:
-            return True
-        if all(region.takes_caches for region in self.functions.active.values()):
-            return False
-        self.outermost.leave(owner, (), None)
-        raise HfCkptError(
-            f"the training forward of {type(owner).__name__} was given {filled}={type(caches[filled]).__name__}, a "
-            "cache that is not empty, which blocks that are recomputed cannot see (prefix tuning works this way). "
-            'Use "policy": "selective", which runs no block of a known family twice, or another adapter. `with '
-            "hf_ckpt.paused(model)` turns the plan off for a while."
-        )
-
-
-class StackHook(CacheHook):
-    """Forward pre-hook of a module that runs a stack.
-
-    Like a `CacheHook`, and it warns if the plan has no effect because the module is in eval mode. At the first training
-    forward of a module it also tells all functions of the stack where parameters are, and raises an error for another
-    owner of checkpointing that came after the plan was enabled, a DeepSpeed that cannot recompute, or another compiler
-    of blocks.
-
-    Args:
-        owner: the module.
-        outermost: as for `CacheHook`.
-        functions: as for `CacheHook`.
-        blocks: names of the blocks in the stack.
-        asked_reentrant: whether the user asked for reentrant checkpointing.
-    """
-
-    def __init__(
-        self,
-        owner: nn.Module,
-        outermost: Outermost,
-        functions: Functions,
-        blocks: Collection[str],
-        asked_reentrant: bool = False,
-    ) -> None:
-        super().__init__(owner, outermost, functions)
-        self.asked_reentrant = asked_reentrant
-        self.blocks = frozenset(blocks)
-        self._checked: weakref.ref[nn.Module] | None = None
-        """The module of the last training forward. accelerate makes a second one, which has the hooks of the first."""
-
-    def _check(self, owner: nn.Module, caches: dict[str, Any]) -> bool:
-        """Also raise `HfCkptError` for a training forward that cannot be recomputed, and warn about eval mode."""
-        if not owner.training:
-            if self.functions.active and is_trained(owner):
-                _warn_eval_mode(type(owner).__name__)
-            return False
-        leave_out = super()._check(owner, caches)
         active = compat.transforms()
-        if active:
-            _refuse_transforms(owner, active)
-        if self._checked is None or self._checked() is not owner:
-            refuse_other_owner(owner)
-            stay = compat.parameters_stay(owner)
-            empty = None if stay else compat.deepspeed_with_empty_shapes(owner)
-            for region in self.functions.made.values():  # also those of alternating plans
-                if region.block not in self.blocks:
-                    continue
-                if empty is not None and region.runs_block_again:
-                    _refuse_deepspeed(empty, self.asked_reentrant)
-                region.told_of_parameters(stay, type(owner).__name__)
-            _refuse_other_compiler(owner)
-            self._checked = weakref.ref(owner)
-        return leave_out
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_checked": None}
+        for name in self.blocks if active else ():
+            region = record.regions.get(name)
+            if region is not None and not active <= region.transforms:
+                raise TransformError(name, sorted(active - region.transforms))
+        if compat.is_replica(module) and (record.plan.head, record.plan.mlp) != ("full", "full"):
+            raise HfCkptError(
+                "neither the head nor feed-forwards can run in chunks in copies of a model, whose weights are no "
+                "parameters, as nn.DataParallel makes them. Use DistributedDataParallel (torchrun or accelerate "
+                "launch), or leave `head` and `mlp` out."
+            )
+        if self.runs_last and record.plan.head != "full":
+            if record.heads.missed == 2:  # not the first: a forward may have failed on its way to the head
+                why = "nobody calls it: the loss is computed from its weight somewhere else (TRL does, in own tiles)"
+                warn_plain(f"the head of {type(self.base).__name__}", why)
+            record.heads.missed += 1
+        if not record.functions.made or (self._checked is not None and self._checked() is module):
+            return
+        refuse_other_owner(module)
+        stay = compat.parameters_stay(module)
+        empty_shapes = None if stay else compat.deepspeed_with_empty_shapes(module)
+        for region in record.functions.made.values():  # also those of alternating plans
+            if region.block in self.blocks:
+                if empty_shapes is not None and region.runs_block_again:
+                    _refuse_deepspeed(empty_shapes, record.asked_reentrant)
+                region.told_of_parameters(stay, type(module).__name__)
+        _refuse_other_compiler(module)
+        self._checked = weakref.ref(module)
 
 
 def _refuse_deepspeed(version: str, asked_reentrant: bool) -> None:
@@ -194,61 +244,6 @@ def _refuse_other_compiler(owner: nn.Module) -> None:
             )
 
 
-def _refuse_transforms(owner: nn.Module, active: set[str]) -> None:
-    """Raise `TransformError` for a block in `owner` that does not work under one of these transforms."""
-    for module in owner.modules():
-        region = function_of(module)
-        if isinstance(region, Region) and not active <= region.transforms:
-            raise TransformError(region.block, sorted(active - region.transforms))
-
-
-def is_trained(owner: nn.Module) -> bool:
-    """Return whether any parameter of a module requires gradients."""
-    return any(parameter.requires_grad for parameter in owner.parameters())
-
-
-def _warn_eval_mode(owner: str) -> None:
-    warn_once(
-        log,
-        "%s runs in eval mode with gradients on: blocks are checkpointed in train mode only, so every activation is "
-        "kept. Call model.train() to train, or use torch.no_grad() to evaluate.",
-        owner,
-    )
-
-
-class ModelHook:
-    """Base of the callables that are attributes or hooks of a model.
-
-    It refers to modules weakly, so that the model can be freed. A copied or unpickled model gets a copy of the hook
-    that refers to the new model.
-
-    Args:
-        arguments: arguments of the hook. The first one is the model.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        self._held = tuple(weakref.ref(value) if isinstance(value, nn.Module) else value for value in arguments)
-
-    def _arguments(self) -> list[Any]:
-        return [value() if isinstance(value, weakref.ref) else value for value in self._held]
-
-    @property
-    def base(self) -> Any:
-        """The model. Raises `HfCkptError` if it no longer exists."""
-        base = self._arguments()[0]
-        if base is None:
-            raise HfCkptError("the model this hook belonged to no longer exists.")
-        return base
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return type(self)(
-            *(memo.get(id(v), v) if isinstance(v, nn.Module) else copy.deepcopy(v, memo) for v in self._arguments())
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(self._arguments())
-
-
 class PartHook(ModelHook):
     """The enable methods of a model that is part of another one, whose plan is enabled.
 
@@ -262,7 +257,7 @@ class PartHook(ModelHook):
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         part, whole, _ = self._arguments()
-        record = None if whole is None else installation(whole)
+        record = None if whole is None else vars(whole).get(RECORD)
         if whole is not None and record is not None and record.enabled and part in set(whole.modules()):
             say_part(part)
             return
@@ -284,22 +279,6 @@ def say_part(part: nn.Module) -> None:
     log.info("%s is part of a model whose plan is enabled already; that plan stays.", type(part).__name__)
 
 
-class _Replica(threading.local):
-    """The copy of a head by `nn.DataParallel` that this thread is calling, if any."""
-
-    head: nn.Module | None = None
-
-
-_replica = _Replica()
-
-
-def note_replica(head: nn.Module, args: tuple[Any, ...]) -> None:
-    """Forward pre-hook of the head: record a copy by `nn.DataParallel`. The copy has the `HeadForward` of the original,
-    which does not know that it is called for the copy."""
-    if compat.is_replica(head):
-        _replica.head = head
-
-
 class HeadForward(ModelHook):
     """The `forward` of the head while a plan that chunks it is enabled.
 
@@ -316,10 +295,6 @@ class HeadForward(ModelHook):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the logits [..., vocabulary] of hidden states [..., hidden size]."""
         head: Any = self._arguments()[1]
-        if _replica.head is not None:
-            head, _replica.head = _replica.head, None
-            warn_plain_head(type(head).__name__, "it is a copy by nn.DataParallel, whose weights are no parameters")
-            return type(head).forward(head, *args, **kwargs)
         run = functools.partial(type(head).forward, head)
         if not (torch.is_grad_enabled() and head.training) or kwargs or len(args) != 1:
             return run(*args, **kwargs)
@@ -334,7 +309,7 @@ class HeadForward(ModelHook):
         plain = self.plain or ("it has an active dropout, whose draws would be others" if has_dropout(head) else None)
         plain = plain or ("a transform of torch.func or forward-mode AD is active" if compat.transforms() else None)
         if plain is not None:
-            warn_plain_head(type(self.base).__name__, plain)
+            warn_plain(f"the head of {type(self.base).__name__}", plain)
             return run(*args)
         result = chunked(head, run, *args, self.asked, self.counter.take_report())
         self.counter.calls += isinstance(result, Logits)
@@ -345,45 +320,6 @@ class HeadForward(ModelHook):
             why = "its weights are computed" if has_computed_weights(head) else "they are one chunk"
             self.counter.last = f"as a whole, with {size} of logits ({tokens} tokens), because {why}"
         return result
-
-
-class MissedHead(ModelHook):
-    """Forward pre-hook of the module that runs the last stack.
-
-    It warns if the head is planned to run in chunks, but training forwards do not call it.
-    """
-
-    def __init__(self, base: nn.Module, counter: ChunkCalls) -> None:
-        super().__init__(base, counter)
-        self.counter = counter
-
-    def __call__(self, owner: nn.Module, args: tuple[Any, ...]) -> None:
-        if compat.is_compiling() or not (torch.is_grad_enabled() and owner.training) or compat.is_replica(owner):
-            return
-        if self.counter.missed == 2:  # not the first: a forward may have failed on its way to the head
-            warn_plain_head(
-                type(self.base).__name__,
-                "nobody calls it: the loss is computed from its weight somewhere else (TRL does, in tiles of its own)",
-            )
-        self.counter.missed += 1
-
-
-def warn_plain_mlp(name: str, reason: str) -> None:
-    """Warn once that a feed-forward runs as a whole, although the plan says chunks."""
-    warn_once(log, "hf_ckpt: the feed-forward %s is not run in chunks, because %s.", name, reason)
-
-
-def refuse_replica(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Forward pre-hook of a module with a `TiledForward`, which would run the original instead of a copy.
-
-    Raises `HfCkptError` in a copy by `nn.DataParallel`.
-    """
-    if compat.is_replica(module):
-        raise HfCkptError(
-            "the feed-forward cannot run in chunks in copies of a model, whose weights are no parameters, as "
-            "nn.DataParallel makes them. Use DistributedDataParallel (torchrun or accelerate launch), or leave `mlp` "
-            "out."
-        )
 
 
 class TiledForward(ModelHook):
@@ -432,7 +368,7 @@ class TiledForward(ModelHook):
         parts = [owner.get_submodule(part) for part in inside]
         plain = self._reason(owner, parts)
         if plain is not None:
-            warn_plain_mlp(name, plain)
+            warn_plain(f"the feed-forward {name}", plain)
             return run(*args)
         if self.whole is None:
             self.whole = compat.parameters_stay(self.base)

@@ -17,12 +17,10 @@ import torch
 from torch import nn
 
 from hf_ckpt.attach.functions import Functions, Regions
-from hf_ckpt.engines.differences import Difference
 from hf_ckpt.engines.region import Region
 from hf_ckpt.engines.rerun import Report
 from hf_ckpt.engines.watch import Check
 from hf_ckpt.models.blocks import FoundBlocks, base_model, plain_modules
-from hf_ckpt.spec.description import Watched
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 
@@ -68,46 +66,6 @@ def spec_of(plan: Plan, options: Spec) -> Spec:
     return Spec(plan=GIVEN_PLAN, head=plan.head, mlp=plan.mlp, **{key: getattr(options, key) for key in keys})
 
 
-class Session(Protocol):
-    """Measures the batches of one run under `budget` and `auto`, and plans for them."""
-
-    def on_batch(self, record: Installation, stack: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Apply the plan for the batch of a forward, unless the current plan fits.
-
-        `stack` names the stack whose forward is called with `args` and `kwargs`; it is None for the forward of the
-        whole model.
-        """
-
-    def after_forward(self, failed: bool) -> None:
-        """Note that a training forward has ended. `failed` says whether it raised an error."""
-
-    @property
-    def is_measuring(self) -> bool:
-        """Whether the running step is measured."""
-
-    def stop(self, record: Installation) -> None:
-        """End the current measurement, if any."""
-
-    def lower(self, record: Installation) -> str | None:
-        """Plan for less memory after a step has run out of it. Returns what was changed; None if nothing can be."""
-
-
-class Watch(Protocol):
-    """Checks one block at a time while a model trains; see `training.watch`."""
-
-    differences: list[Difference]
-    """The first difference of each check that found any."""
-
-    def on_forward(self, base: nn.Module, record: Installation | None, running: nn.Module | None = None) -> None:
-        """Check a block in the training forward of `running` that is about to begin, if a check is due."""
-
-    def stop(self) -> None:
-        """Remove a check that no forward has reached."""
-
-    def report(self) -> Watched:
-        """Return what has been checked so far."""
-
-
 class Decider(Protocol):
     """Decides which plan a model gets. The hooks on the model call it, and it is pickled with them.
 
@@ -117,17 +75,17 @@ class Decider(Protocol):
     def asked(self, found: FoundBlocks, record: Installation, asked: Mapping[str, Any]) -> tuple[Spec, Plan] | None:
         """Return the spec and the plan after an enable call with the arguments `asked`; None to keep both."""
 
-    def session(self, base: nn.Module, record: Installation) -> Session:
-        """Begin a session, at the first training batch under `budget` and `auto`."""
+    def session(self, base: nn.Module, record: Installation) -> Any:
+        """Begin a `training.session.Session`, at the first training batch under `budget` and `auto`."""
 
-    def watch(self, record: Installation) -> Watch:
-        """Begin to watch, at the first training batch under a spec with `check_every`."""
+    def watch(self, record: Installation) -> Any:
+        """Begin a `training.watch.Watch`, at the first training batch under a spec with `check_every`."""
 
 
 class Outermost(threading.local):
-    """The outermost module with a `CacheHook` whose training forward this thread runs.
+    """The outermost module with a `PassHook` whose training forward this thread runs.
 
-    Only its arguments come from the caller. Caches that inner modules get may be the model's own.
+    Only its arguments come from the caller: caches that inner modules get may be the model's own.
     """
 
     module: weakref.ref[nn.Module] | None = None
@@ -140,10 +98,12 @@ class Outermost(threading.local):
             return True
         return False
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook, called even after an error: record that the forward of `module` has ended."""
-        if self.module is not None and self.module() is module:
-            self.module = None
+    def leave(self, module: nn.Module) -> bool:
+        """Record that the forward of `module` has ended. Returns whether it was the outermost."""
+        if self.module is None or self.module() is not module:
+            return False
+        self.module = None
+        return True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
@@ -206,27 +166,52 @@ class Installation:
     `measures`, `phase` and `steps_left`, see `training.session.Planned`;
     `plans`, every plan by a description of its batch; `costs`, the cost of each action; and `measured_bytes`, the real
     peak of a step under the plan."""
-    optimizer_watch: Any = None
-    """Call it to stop recording optimizers that step, which plans for batches need; None while nothing is recorded."""
-    session: Session | None = None
-    """Measures and plans for the batches of this run under `budget` and `auto`; None before the first batch."""
-    watch: Watch | None = None
-    """Checks blocks while they train; None before the first batch, and if nothing is checked."""
+    session: Any = None
+    """The decider's `training.session.Session`, which measures and plans for the batches of this run under `budget` and
+    `auto`; None before the first batch."""
+    watch: Any = None
+    """The decider's `training.watch.Watch`, which checks blocks while they train; None before the first batch, and if
+    nothing is checked."""
     unchecked: bool = False
     """Whether blocks are not checked: while a plan is enabled only for a comparison, and once memory has run out."""
-    running: Outermost = dataclasses.field(default_factory=Outermost)
-    """The running forward that the session and the watch have seen."""
+    outermost: Outermost = dataclasses.field(default_factory=Outermost)
+    """The running training forward. The plan may change in the middle of it."""
     passes: int = 0
     """How many forwards the model has run outside training."""
     heads: ChunkCalls = dataclasses.field(default_factory=ChunkCalls)
     """How the head ran, if it is planned to run in chunks."""
     tiles: ChunkCalls = dataclasses.field(default_factory=ChunkCalls)
     """How the feed-forwards ran, if they are planned to run in chunks."""
-    outermost: Outermost = dataclasses.field(default_factory=Outermost)
-    """The running forward. The plan may change in the middle of it."""
-
     told: tuple[Spec, Plan] | None = None
     """The spec and the plan that were last logged."""
+
+    def before_batch(
+        self,
+        base: nn.Module,
+        running: nn.Module,
+        place: str | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Let the session plan for a training batch under `budget` and `auto`, and the watch check a block in it.
+
+        Args:
+            base: the model.
+            running: the module in it whose forward is called.
+            place: name of its stack, or of the module; None for the model itself.
+            args: positional arguments of the forward.
+            kwargs: keyword arguments of the forward.
+        """
+        if self.decider is None:
+            return
+        if self.spec.is_planned:
+            if self.session is None:
+                self.session = self.decider.session(base, self)
+            self.session.on_batch(self, running, place, args, kwargs)
+        if self.spec.check_every and not self.unchecked:
+            if self.watch is None:
+                self.watch = self.decider.watch(self)
+            self.watch.on_forward(base, self, running)
 
     @property
     def measuring(self) -> str | None:
@@ -245,7 +230,7 @@ class Installation:
 
     def __getstate__(self) -> dict[str, Any]:
         # What was planned for a batch depends on this process and its memory.
-        process = dict.fromkeys(("planned", "optimizer_watch", "session", "watch"))
+        process = dict.fromkeys(("planned", "session", "watch"))
         return {**vars(self), **process}
 
 

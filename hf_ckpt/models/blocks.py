@@ -40,14 +40,6 @@ class FoundBlocks:
         """Class name of the base model."""
         return compat.plain_class(self.base).__name__
 
-    def runners(self) -> Iterator[tuple[nn.Module, str | None]]:
-        """Yield the base model with None, and then every other module that runs a stack, with the stack's name."""
-        yield self.base, None
-        stacks = dict.fromkeys(block.stack for block in self.blocks)
-        for stack, owner in zip(stacks, self.owners, strict=True):
-            if owner is not self.base:
-                yield owner, stack
-
 
 def base_model(model: nn.Module) -> compat.PreTrainedModel:
     """Return the PreTrainedModel inside PEFT, DDP, FSDP, DeepSpeed and torch.compile wrappers.

@@ -34,7 +34,6 @@ from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
-from hf_ckpt.attach.hooks import hook_calls
 from hf_ckpt.attach.record import Installation, installation
 from hf_ckpt.console import make_console, print_beside_bars
 from hf_ckpt.engines.head.logits import Logits
@@ -124,10 +123,10 @@ class MemoryTimeCallback(TrainerCallback):
         model: nn.Module = kwargs["model"]
         devices = compat.devices_of_model(model)
         self._clock, self._meter = TrainingClock(devices), peak_meter(devices)
-        self._handles += hook_calls(model, before=self._counts.see_model)
+        self._handles.append(model.register_forward_pre_hook(self._counts.see_model, with_kwargs=True))
         head = _head(model)
         if head is not None:
-            self._handles += hook_calls(head, after=self._counts.see_head)
+            self._handles.append(head.register_forward_hook(self._counts.see_head))
         record = _record(model)
         if record is not None and not record.enabled and record.plan.active():
             log.warning(

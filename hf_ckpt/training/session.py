@@ -234,6 +234,8 @@ class Session:
         self._failures = self._rested = 0
         """Failed measurements in a row, and how many steps ago the last was tried after too many of them."""
         self._said: set[str] = set()
+        self._forget_optimizers: Any = None
+        """Call it to stop recording the optimizers that step."""
         self._optimizers = compat.optimizer_changes()
         self._known_optimizers = weakref.WeakSet(compat.optimizers_of(base))
         self._state_bytes = self._bytes_of(self._known_optimizers)
@@ -313,10 +315,19 @@ class Session:
         """Whether the current step is measured."""
         return self._recorder is not None
 
-    def on_batch(self, record: Installation, stack: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Choose and enable the plan for a training forward that is about to begin."""
+    def on_batch(
+        self,
+        record: Installation,
+        running: nn.Module,
+        stack: str | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Choose and enable the plan for a training forward of `running` that is about to begin."""
         base = self._base()
         assert base is not None
+        if self._forget_optimizers is None:  # of the whole process: a model does not refer to its optimizer
+            self._forget_optimizers = weakref.finalize(base, compat.remember_optimizers_that_step().remove)
         forward = forward_of(stack, args, kwargs, self._padded)
         self._padded |= forward.padded
         if self._goes_on(forward):
@@ -343,8 +354,7 @@ class Session:
             plans = (held.plan for state in self._states.values() for held in state.plans.values())
             record.functions.keep_only([record.plan, *plans])
         if measured is not None:
-            running = None if record.running.module is None else record.running.module()
-            self._begin(base, running or base, measured, args, kwargs)
+            self._begin(base, running, measured, args, kwargs)
 
     def after_forward(self, failed: bool) -> None:
         """A training forward has ended, or has raised an error."""
@@ -358,6 +368,9 @@ class Session:
         if self._recorder is not None and self._recorder.levels.last == "end":
             self._finish(record)
         self._drop()
+        if self._forget_optimizers is not None:
+            self._forget_optimizers()
+            self._forget_optimizers = None
 
     def lower(self, record: Installation) -> str | None:
         """After a step has run out of memory, enable a plan that needs a tenth less.

@@ -148,7 +148,7 @@ class Watching:
     def __init__(self, decider, base):
         self.decider, self.base = decider, weakref.ref(base)
 
-    def on_batch(self, record, stack, args, kwargs):
+    def on_batch(self, record, running, stack, args, kwargs):
         self.decider.batches.append((stack, tuple(kwargs["input_ids"].shape)))
         if self.decider.on_batch is not None:
             exchange(self.base(), record, self.decider.on_batch, self.decider)

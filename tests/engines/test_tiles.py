@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.adapters import with_lora
 from helpers.experts import experts
+from helpers.heads import copy_for_a_thread
 from helpers.others import other_model
 from helpers.snapshots import snapshot
 from helpers.sparing import sparing
@@ -318,11 +319,8 @@ def test_it_runs_as_a_whole_where_chunks_would_show(change, caplog):
 
 def test_a_copy_of_data_parallel_is_an_error():
     model = on(model_of("bert"))
-    copied = model._replicate_for_data_parallel()
-    layer = model.bert.encoder.layer[0]._replicate_for_data_parallel()
-    assert copied is not model
-    with pytest.raises(HfCkptError, match="DistributedDataParallel"):
-        layer(torch.randn(1, 4, 32))
+    with pytest.raises(HfCkptError, match="Use DistributedDataParallel"):
+        copy_for_a_thread(model)(**batch_of("bert"))
 
 
 def test_under_torch_compile_it_runs_as_a_whole():

@@ -187,7 +187,7 @@ TRAPS = {
         training/test_verify.py::test_buffers_are_compared_and_put_back
     """,
     41: """nn.DataParallel: a replica uses the weights of another device
-        engines/test_head_models.py::test_a_copy_of_data_parallel_uses_its_own_weights
+        engines/test_head_models.py::test_a_copy_of_data_parallel_is_an_error
     """,
     42: """a full disk or a read-only folder ends the training, and leaves half of a file
         training/test_callback_files.py::test_a_file_that_cannot_be_written_is_warned_of_once
