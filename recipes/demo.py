@@ -184,7 +184,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         highest, lowest = trainings[0].run.live_peak_bytes, trainings[-1].run.live_peak_bytes
         mebibytes = round((lowest + BUDGET_SHARE * (highest - lowest)) / 2**20)
         tell("planning")
-        plan = hf_ckpt.predict(model, batches[0], optimizer="adamw", budget=f"{mebibytes}MiB").plan
+        batch, tokens = pieces[0].shape
+        plan = hf_ckpt.predict(model, batch, tokens=tokens, optimizer="adamw", budget=f"{mebibytes}MiB").plan
         trainings.append(Training(f"budget: {mebibytes}MiB", plan, model, trainings[0]))
         guarded = Training(f"guard: {mebibytes}MiB", SPECS["none"], model, trainings[0], mebibytes << 20)
         steps([trainings[-1], guarded], 2)

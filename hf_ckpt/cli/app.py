@@ -13,7 +13,7 @@ from hf_ckpt.cli.arguments import importing, positive, quiet_libraries
 from hf_ckpt.errors import HfCkptError, MissingDependencyError, shown
 from hf_ckpt.forecast.answer import HEADS, Forecast
 from hf_ckpt.forecast.devices import DEVICES
-from hf_ckpt.forecast.presets import presets, refuse_missing_model
+from hf_ckpt.forecast.presets import presets
 from hf_ckpt.forecast.question import FIELDS, Question, about, command_of, question
 from hf_ckpt.forecast.report import budgets_of, figure_of, import_plotly
 from hf_ckpt.units import GIB
@@ -65,10 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_model(name: str, paths: bool) -> None:
-    """Raise `HfCkptError` if there is no such model, or without `paths` if its name may be a path on this machine."""
+    """Raise `HfCkptError` without `paths` for a name that may be a path on this machine."""
     if not paths and name not in presets() and (name[:1] in (*"./~\\",) or Path(name).exists()):
         raise HfCkptError(f"{shown(name)} is no preset and no hub id, and files of this machine are not read here.")
-    refuse_missing_model(name)
 
 
 def question_of(*values: Any, paths: bool = True) -> Question:
@@ -76,13 +75,13 @@ def question_of(*values: Any, paths: bool = True) -> Question:
 
     Raises `HfCkptError` for invalid values, and for a path without `paths`.
     """
-    fields: dict[str, Any] = {"frontier": True}
+    fields: dict[str, Any] = {}
     for (name, known), value in zip(ASKED.items(), values, strict=True):
         value = value.strip() if isinstance(value, str) else value
         if value not in ("", None, False):
             try:
                 fields[name] = value if value is True or known.choices else known.read(value)
-            except HfCkptError as error:
+            except (HfCkptError, ValueError) as error:
                 raise HfCkptError(f"{known.label}: {error}") from None
     asked = question(fields)
     _refuse_model(asked.model, paths)
@@ -118,9 +117,8 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
         def parts_of(forecast: Forecast, asked: Question) -> list[Any]:
             text = "\n\n".join([f"## {forecast.answer}", forecast.assumed, *forecast.notes])
             drawn = gradio.update(value=figure_of(forecast) if forecast.plan else None, visible=bool(forecast.plan))
-            arguments, lines, *_ = [*forecast.copies().values(), "", ""]
-            command = command_of(dataclasses.replace(asked, frontier=False))
-            return [text, drawn, arguments, lines, command, forecast.without_frontier().table()]
+            arguments, lines, *_ = [*forecast.write.values(), "", ""]
+            return [text, drawn, arguments, lines, command_of(asked), forecast.table()]
 
         def plan(*values: Any) -> list[Any]:
             try:
@@ -128,7 +126,7 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
                 with _measuring:
                     from hf_ckpt.forecast.forecast import Forecaster
 
-                    forecast = Forecaster(asked).answer()
+                    forecast = Forecaster(asked, frontier=True).answer()
             except HfCkptError as error:
                 raise gradio.Error(str(error), duration=None) from error
             gib = [size / GIB for size in budgets_of(forecast)] or [0.0]

@@ -18,12 +18,12 @@ from hf_ckpt.units import parse_count
 
 
 def refused_in_words(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return `read` as an argparse type: an `HfCkptError` becomes an error of the option."""
+    """Return `read` as an argparse type: an `HfCkptError` or `ValueError` becomes an error of the option."""
 
     def reader(text: str) -> Any:
         try:
             return read(text)
-        except HfCkptError as error:
+        except (HfCkptError, ValueError) as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return reader

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import shlex
@@ -13,8 +12,7 @@ from typing import Any
 
 from hf_ckpt.cli.arguments import add_options, asked_of, importing, quiet_libraries
 from hf_ckpt.console import make_console, progress
-from hf_ckpt.forecast.answer import print_forecast, print_rows
-from hf_ckpt.forecast.presets import refuse_missing_model
+from hf_ckpt.forecast.answer import print_forecast
 from hf_ckpt.forecast.question import FIELDS, Question, about, question
 from hf_ckpt.forecast.report import SUFFIXES as REPORTS
 from hf_ckpt.forecast.report import import_plotly, save_report
@@ -52,22 +50,19 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_unwritable(arguments.html, REPORTS)
     quiet_libraries()
     asked, program = _read_config(arguments)
-    refuse_missing_model(asked.model)
     if arguments.html is not None:
         import_plotly("a report in HTML")
     console = make_console(stderr=arguments.json)
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    whole = dataclasses.replace(asked, frontier=asked.frontier or arguments.html is not None)
     with progress(f"{asked.model}: loading torch and transformers") as tell:
         with importing(to_plan=True):
             from hf_ckpt.forecast.forecast import Forecaster
-        early = (lambda misfit: None) if arguments.json else (lambda misfit: print_forecast(misfit, console))
-        forecast = Forecaster(whole, tell, program=program).answer(early)
-    shown = forecast if asked.frontier else forecast.without_frontier()
+        several = arguments.json or arguments.html is not None
+        forecast = Forecaster(asked, tell, program=program, frontier=several).answer()
     if arguments.json:
-        print(json.dumps(shown.to_dict(), indent=1))
+        print(json.dumps(forecast.to_dict(), indent=1))
     else:
-        (print_forecast if forecast.plan else print_rows)(shown, console)
+        print_forecast(forecast, console)
     if forecast.plan is None:
         return 2
     if arguments.out is not None:

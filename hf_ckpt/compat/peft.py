@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,14 +61,8 @@ def add_same_adapters(model: nn.Module, live: nn.Module) -> nn.Module:
     return model
 
 
-def like_bitsandbytes(model: nn.Module, is_quantised: Callable[[Any], bool], *, copies: bool) -> None:
-    """Make adapters on quantised layers run like PEFT's own for bitsandbytes (`peft/tuners/lora/bnb.py`).
-
-    Args:
-        model: with adapters.
-        is_quantised: whether a layer stands in for one of bitsandbytes.
-        copies: whether the layer's result is copied before the adapter's is added, as for 4 bits.
-    """
+def like_bitsandbytes(model: nn.Module, layer_class: type[nn.Module]) -> None:
+    """Make adapters on layers of a class run like PEFT's own for 4 bits (`peft/tuners/lora/bnb.py`)."""
     from peft.tuners.lora.layer import Linear
 
     class Adapted(Linear):
@@ -76,7 +70,7 @@ def like_bitsandbytes(model: nn.Module, is_quantised: Callable[[Any], bool], *, 
             result: torch.Tensor = self.base_layer(x, *args, **kwargs)
             if self.disable_adapters:
                 return result
-            result = result.clone() if copies else result
+            result = result.clone()
             for name in self.active_adapters:
                 if torch.is_autocast_enabled():
                     output = self.lora_B[name](self.lora_A[name](self.lora_dropout[name](x))) * self.scaling[name]
@@ -88,7 +82,7 @@ def like_bitsandbytes(model: nn.Module, is_quantised: Callable[[Any], bool], *, 
             return result
 
     for module in model.modules():
-        if type(module) is Linear and is_quantised(module.base_layer):
+        if type(module) is Linear and isinstance(module.base_layer, layer_class):
             module.__class__ = Adapted
 
 

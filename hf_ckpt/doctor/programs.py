@@ -23,7 +23,6 @@ KEYS = {
     "lora_targets": ("lora_target_modules", "lora_target_modules", "lora_target"),
     "lora_dropout": ("lora_dropout", "lora_dropout", "lora_dropout"),
     "load_in_4bit": ("load_in_4bit", "load_in_4bit", ""),
-    "load_in_8bit": ("load_in_8bit", "load_in_8bit", ""),
     "double_quant": ("use_bnb_nested_quant", "", "double_quantization"),
     "dtype": ("dtype torch_dtype", "", ""),
 }
@@ -79,6 +78,7 @@ PROGRAMS = (
         {
             "config": {f"{trainer}config": {"trainer": trainer} for trainer in ("sft", "dpo", "grpo")},
             "use_peft": {"true": {}, "false": {"lora": None}},
+            "load_in_8bit": {"none": {}, "false": {}},
         },
         configs=("SFTConfig", "DPOConfig", "GRPOConfig", "RewardConfig", "KTOConfig", "RLOOConfig"),
         library="trl",
@@ -93,9 +93,11 @@ PROGRAMS = (
             "adapter": {"none": {"lora": None}, "lora": {}, "qlora": {}},
             "rl": {"none": {"kbit_preparation": False}, "dpo": {"trainer": "dpo"}, "grpo": {"trainer": "grpo"}},
             "lora_target_linear": {"none": {}, "false": {}, "true": {"lora_targets": "all-linear"}},
+            "load_in_8bit": {"none": {}, "false": {}},
         },
-        "adapter rl lora_target_linear fp16 bfloat16 float16 gradient_checkpointing gradient_checkpointing_kwargs "
-        "activation_offloading fsdp fsdp_config fsdp_version deepspeed torch_compile flash_attention sdp_attention",
+        "adapter rl lora_target_linear load_in_8bit fp16 bfloat16 float16 gradient_checkpointing "
+        "gradient_checkpointing_kwargs activation_offloading fsdp fsdp_config fsdp_version deepspeed torch_compile "
+        "flash_attention sdp_attention",
         configs=(),
     ),
     Program(
@@ -107,7 +109,7 @@ PROGRAMS = (
         {
             "stage": {**{stage: {"kbit_preparation": False} for stage in ("sft", "pt")}, "dpo": {"trainer": "dpo"}},
             "finetuning_type": {"lora": {}, "full": {"lora": None}},
-            "quantization_bit": {"none": {}, "4": {"load_in_4bit": True}, "8": {"load_in_8bit": True}},
+            "quantization_bit": {"none": {}, "4": {"load_in_4bit": True}},
         },
         "quantization_bit pure_bf16 use_unsloth_gc packing",
     ),

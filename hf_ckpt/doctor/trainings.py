@@ -138,7 +138,7 @@ def _read_value(name: str, value: Any, where: str) -> Any:
         return "all-linear" if names[0] in ("all", "all-linear") else tuple(name.strip() for name in names)
     try:
         return about(FIELDS[name]).read(_SHORT.get(str(value), str(value).removeprefix("torch.")))
-    except HfCkptError as error:
+    except (HfCkptError, ValueError) as error:
         raise HfCkptError(f"{where} {error}.") from None
 
 
@@ -175,8 +175,11 @@ def _of_model(fields: Mapping[str, Any]) -> dict[str, Any]:
     if fields.get("parallel") == "fsdp2" and fields["autocast"] != "none" and "lora" not in fields:
         found["dtype"] = "float32"  # accelerate casts what is trained
     elif "dtype" not in fields:  # since transformers 5
-        half = fields.get("load_in_4bit") or fields.get("load_in_8bit")
-        dtype = "bfloat16" if half else getattr(load_config(fields["model"]), "dtype", None) or "float32"
+        dtype = (
+            "bfloat16"
+            if fields.get("load_in_4bit")
+            else getattr(load_config(fields["model"]), "dtype", None) or "float32"
+        )
         found["dtype"] = str(dtype).removeprefix("torch.")
     if "lora" in fields and "lora_targets" not in fields:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.forecast.question import Workload
+from hf_ckpt.forecast.question import Question
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import format_bytes, format_seconds
 
@@ -40,11 +40,6 @@ class Row:
     spec: Mapping[str, Any] | None = None
     """The checkpointing kwargs of a plan; None for ways of transformers."""
 
-    @property
-    def is_frontier(self) -> bool:
-        """Whether it is the fastest plan for another budget."""
-        return self.options.startswith("--budget")
-
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
@@ -62,8 +57,8 @@ class Forecast:
     """That in words."""
     assumed: str
     """What was assumed about the training, in one line."""
-    workload: Workload
-    """The training. Types that the device cannot compute in are replaced."""
+    workload: Question
+    """The training, without what concerns the plan. Types that the device cannot compute in are replaced."""
     device: str
     """Name of the device whose memory and speed are assumed."""
     budget_bytes: int
@@ -82,10 +77,10 @@ class Forecast:
     """What else to know."""
     rows: tuple[Row, ...] = ()
     """The plan and other ways to train; without a plan, what fits with a change."""
-    write: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What to copy, see `words.to_write`; empty without a plan."""
-    program: str = ""
-    """The program whose files have these arguments; empty for Trainer and TRL."""
+    frontier: tuple[Row, ...] = ()
+    """The fastest plans for other budgets, if they were asked for; the lowest peak comes first."""
+    write: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What to copy: where it goes -> its lines; empty without a plan."""
     plan: Plan = None  # type: ignore[assignment]
     """The plan; None if nothing fits, where `predict` raises an error."""
     costs: Costs = dataclasses.field(default=None, repr=False, compare=False)  # type: ignore[assignment]
@@ -101,34 +96,12 @@ class Forecast:
         """The ways of transformers; `none` comes first."""
         return tuple(row for row in self.rows if row.spec is None and not row.options)
 
-    def without_frontier(self) -> Forecast:
-        """Return the forecast without rows for other budgets."""
-        return dataclasses.replace(self, rows=tuple(row for row in self.rows if not row.is_frontier))
-
     def to_dict(self) -> dict[str, Any]:
         """Return a dict that can be written as JSON."""
         left_out = dict.fromkeys(("plan", "costs", "timeline", "within"))
         saved = dataclasses.asdict(dataclasses.replace(self, **left_out))  # type: ignore[arg-type]
         kept = {key: value for key, value in saved.items() if key not in left_out}
         return {**kept, "plan": self.plan and self.plan.to_dict()}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Forecast:
-        """Read the dict that `to_dict` returns. Such a forecast cannot plan for other budgets."""
-        rows, notes = tuple(Row(**row) for row in data["rows"]), tuple(data["notes"])
-        workload: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in data["workload"].items()}
-        plan = data["plan"] and Plan.from_dict(data["plan"])
-        return cls(**{**data, "workload": Workload(**workload), "plan": plan, "rows": rows, "notes": notes})
-
-    def copies(self) -> dict[str, str]:
-        """What to copy: where it goes -> its lines. Nested values are written as JSON, which YAML includes."""
-        arguments = self.write.get("training_arguments", {}).items()
-        shown = [f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in arguments]
-        yaml, code = "Training arguments (YAML)", "With the model (Python)"
-        if self.program:
-            yaml, code = f"File of {self.program} (YAML)", "To start it"
-        texts = {yaml: "\n".join(shown), code: "\n".join(self.write.get("model", []))}
-        return {title: text for title, text in texts.items() if text}
 
     def table(self) -> list[tuple[str, ...]]:
         """The rows as texts, in the columns of `HEADS`."""
@@ -143,23 +116,19 @@ class Forecast:
 
 def print_forecast(forecast: Forecast, console: Console) -> None:
     """Print whether it fits, what to copy, the plan, what fills its peak, and the rows. Long lines are not wrapped."""
+    lines = [forecast.assumed, *(f"note: {note}" for note in forecast.notes)]
+    for title, text in forecast.write.items():
+        lines += ["", f"{title}:", *(f"  {line}" for line in text.splitlines())]
+    lines += ["", str(forecast.plan)] if forecast.plan else []
     _say(console, [forecast.answer], style="bold")
-    _say(console, [forecast.assumed, *(f"note: {note}" for note in forecast.notes)])
-    for title, text in forecast.copies().items():
-        _say(console, ["", f"{title}:", *(f"  {line}" for line in text.splitlines())])
-    _say(console, ["", str(forecast.plan)] if forecast.plan else [])
-    lowest = "" if forecast.plan else "lowest "
+    _say(console, lines)
     parts = [(name, format_bytes(size)) for name, size in forecast.parts.items() if size]
+    lowest, title = "", "ways to train it; all figures are predicted"
+    if not forecast.plan:
+        lowest = "lowest "
+        title = f"what fits into {format_bytes(forecast.budget_bytes)} with a change; each row is the fastest plan"
     _print_table(console, f"{lowest}peak: {format_bytes(forecast.peak_bytes)}", ("part", "bytes"), parts)
     if forecast.rows:
-        print_rows(forecast, console)
-
-
-def print_rows(forecast: Forecast, console: Console) -> None:
-    """Print the rows of a forecast as a table."""
-    changed = f"what fits into {format_bytes(forecast.budget_bytes)} with a change; each row is the fastest plan"
-    if forecast.rows:
-        title = "ways to train it; all figures are predicted" if forecast.plan else changed
         _print_table(console, title, HEADS, forecast.table())
     if not forecast.plan:
         first = [f"gradient_checkpointing_kwargs for the first: {json.dumps(row.spec)}" for row in forecast.rows[:1]]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from hf_ckpt.errors import HfCkptError, shown
 from hf_ckpt.logs import warn_once
-from hf_ckpt.units import GIB, UnitError, parse_bytes
+from hf_ckpt.units import GIB
 
 if TYPE_CHECKING:
     import torch
@@ -92,25 +92,17 @@ with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as _file:
 def device_named(name: str) -> Device:
     """The row of a device, by its name in the table or in common spelling: `RTX 4090`, `a100-80gb`, `nvidia-t4`.
 
-    Raises `HfCkptError` for unknown names, with near matches, and for a size in bytes, which is a budget.
+    Raises `HfCkptError` for unknown names, with near matches.
     """
     plain, rows = _plain(name), {_plain(known): device for known, device in DEVICES.items()}
     if plain in rows:
         return rows[plain]
-    try:
-        size = parse_bytes(name)
-    except UnitError:
-        size = 0
-    if size >= GIB:
-        cards = ", ".join(card for card, row in DEVICES.items() if 0.9 < (row.memory_bytes or 0) / size < 1.02)
-        or_card = f", or a card with about as much: {cards}" if cards else ""
-        raise HfCkptError(f"{shown(name)} is a size and no device: give --budget {name.replace(' ', '')}{or_card}.")
-    near = [row for row in rows if (len(plain) > 1 and row.startswith(plain)) or (len(plain) > 2 and plain in row)]
+    near = [row for row in rows if len(plain) > 1 and plain in row]
     near = near or difflib.get_close_matches(plain, rows, n=3, cutoff=0.6)
-    listed = (
+    meant = (
         f"did you mean {' or '.join(rows[row].name for row in near)}?" if near else f"known are {', '.join(DEVICES)}."
     )
-    raise HfCkptError(f"{shown(name)} is not a known device; {listed} Or give its memory by --budget, such as 24GiB.")
+    raise HfCkptError(f"{shown(name)} is not a known device; {meant} Or give its memory by --budget, such as 24GiB.")
 
 
 def _plain(name: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
+import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,11 +22,11 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.compat.peft import add_lora, add_same_adapters, like_bitsandbytes
-from hf_ckpt.errors import HfCkptError, reason_of
+from hf_ckpt.errors import HfCkptError, reason_of, shown
 from hf_ckpt.forecast.batches import DTYPES
-from hf_ckpt.forecast.presets import no_model, presets
+from hf_ckpt.forecast.presets import presets
 from hf_ckpt.forecast.quantised import QuantisedLinear, prepare_for_kbit_training, quantise
-from hf_ckpt.forecast.question import Workload
+from hf_ckpt.forecast.question import Question
 from hf_ckpt.models.blocks import base_model, find_blocks, frozen_prefix, plain_modules, plain_name
 from hf_ckpt.models.families import depth_keys, learned_positions
 from hf_ckpt.spec.files import read_values
@@ -90,35 +90,21 @@ class ShallowModel:
         return tuple(tensor for part in (self.outside, *self.inside) for tensor in part)
 
 
-def nbytes(tensors: Tensors) -> int:
+def nbytes(tensors: Iterable[tuple[tuple[int, ...], int, bool]]) -> int:
     """Bytes of parameters."""
     return sum(math.prod(shape) * size for shape, size, _ in tensors)
-
-
-def trainable(tensors: Tensors) -> Tensors:
-    """The trainable ones among parameters."""
-    return tuple(tensor for tensor in tensors if tensor[2])
 
 
 # --- from a config or a live model ------------------------------------------------------------------------------------
 
 
-def model_of_workload(
-    workload: Workload,
-    config: Any = None,
-    *,
-    live: nn.Module | None = None,
-    on_cpu: bool = False,
-    whole: bool = False,
-) -> ShallowModel:
+def model_of_workload(workload: Question, config: Any = None, live: nn.Module | None = None) -> ShallowModel:
     """The shallow model of a workload, with its adapters.
 
     Args:
         workload: what is trained.
         config: of the model, instead of the one that the workload names.
         live: a model, plain or wrapped, whose class, config, adapters and types count, and what is frozen in it.
-        on_cpu: whether it is trained on a CPU.
-        whole: whether it has all blocks of the real model.
 
     Raises `HfCkptError` if there is no such config or class, if sequences exceed the model's positions, if the
     parameters of `live` are not those of its config and adapters, or if its weights are in host memory or on a disk.
@@ -127,36 +113,32 @@ def model_of_workload(
     if base is not None:
         config = base.config
     config = load_config(workload.model) if config is None else config
-    _refuse_too_long(config, workload)
+    if live is None:
+        _refuse(config, workload)
     with torch.device("meta"), compat.uninitialised():
         model = _make(config, workload, None if base is None else compat.plain_class(base))
-        if live is None:
-            _refuse_quantised(config, workload)
-        else:
-            model = _like_live(model, live, base, on_cpu=on_cpu)
-        stacks = _stacks(model, whole=whole)
+        if live is not None:
+            model = _like_live(model, live, base)
+        stacks = _stacks(model)
         _cut(model, stacks)  # before adapters, which are slow to add
         if live is None:
-            model = _prepared(model, workload, on_cpu=on_cpu)
+            model = _prepared(model, workload)
     return _on_fakes(model, stacks)
 
 
-def _like_live(made: nn.Module, live: nn.Module, base: Any, *, on_cpu: bool) -> nn.Module:
+def _like_live(made: nn.Module, live: nn.Module, base: Any) -> nn.Module:
     """Give a new model the quantised layers, adapters and types of a live one, and freeze what is frozen in it."""
     places = getattr(base, "hf_device_map", None) or {}
     away = [name for name, place in places.items() if str(place) in ("cpu", "disk")]
     if away and len(away) < len(places):
         raise HfCkptError(
-            f"`device_map` keeps weights of {', '.join(away[:3])}{' ...' if away[3:] else ''} in host memory or on a "
-            "disk, from where they are copied for every forward. Such a training cannot be planned for. Use fewer bits "
-            '(load_in_4bit), more devices, or a smaller model, and `device_map={"": 0}`.'
+            f"`device_map` keeps weights of {away[0]} in host memory or on a disk, and copies them for every forward. "
+            'That cannot be planned for. Use `device_map={"": 0}`, with fewer bits or a smaller model.'
         )
-    bits = 4 * getattr(base, "is_loaded_in_4bit", False) or 8 * getattr(base, "is_loaded_in_8bit", False)
-    if bits:
-        quantise(made, bits, base.dtype, double=True, on_cpu=on_cpu)
+    if getattr(base, "is_loaded_in_4bit", False):
+        quantise(made, base.dtype, double=True)
     made = add_same_adapters(made, live)
-    if bits:
-        like_bitsandbytes(made, lambda layer: isinstance(layer, QuantisedLinear), copies=bits == 4)
+    like_bitsandbytes(made, QuantisedLinear)
     inner = base_model(made)
     ours = dict((*inner.named_parameters(), *inner.named_buffers()))
     for name, value in (*base.named_parameters(), *base.named_buffers()):
@@ -171,7 +153,7 @@ def _like_live(made: nn.Module, live: nn.Module, base: Any, *, on_cpu: bool) -> 
     return made
 
 
-def _stacks(model: nn.Module, *, whole: bool) -> tuple[Stack, ...]:
+def _stacks(model: nn.Module) -> tuple[Stack, ...]:
     """The stacks of a model with all its blocks. Blocks of one kind need the same memory and time."""
     found = find_blocks(model)
     frozen = set(frozen_prefix(model, found))
@@ -192,7 +174,7 @@ def _stacks(model: nn.Module, *, whole: bool) -> tuple[Stack, ...]:
             (_look_of(module), layer, block.name in frozen, block.index if _has_strides(module) else None)
             for block, layer, module in zip(blocks, types, modules, strict=True)
         ]
-        places, like = _representatives(kinds, whole=whole)
+        places, like = _representatives(kinds)
         chosen = tuple(types[place] for place in places)
         stacks.append(Stack(container, names[id(owner)], blocks, places, like, chosen))
     return tuple(stacks)
@@ -208,7 +190,7 @@ def _has_strides(block: nn.Module) -> bool:
     return any(max(module.stride) > 1 for module in block.modules() if isinstance(module, (nn.Conv1d, nn.Conv2d)))
 
 
-def _representatives(kinds: Sequence[object], *, whole: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _representatives(kinds: Sequence[object]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Choose the blocks of the shallow model: (`Stack.places`, `Stack.like`).
 
     The first and the last block differ from those between them, whatever their kinds. Of each kind between them there
@@ -217,7 +199,7 @@ def _representatives(kinds: Sequence[object], *, whole: bool) -> tuple[tuple[int
     members: dict[object, list[int]] = {}
     for place, kind in list(enumerate(kinds))[1:-1]:
         members.setdefault(kind, []).append(place)
-    if whole or not members:
+    if not members:
         return tuple(range(len(kinds))), tuple(range(len(kinds)))
     places = [0, *(place for group in members.values() for place in group[:2]), len(kinds) - 1]
     like = [places.index(place if place in places else members[kinds[place]][1]) for place in range(len(kinds))]
@@ -292,28 +274,23 @@ def load_config(name: str) -> Any:
         if path.is_dir() and not (path / "config.json").exists():
             path = min(path.glob("*.gguf"), default=path)
         if path.suffix == ".gguf" and path.is_file():
-            return copy.deepcopy(_gguf_config(path, path.stat().st_mtime))
+            return compat.gguf_config(path)
         if path.exists() and not path.is_dir():
             keys = read_values(path)
-            if not isinstance(keys, dict):
-                raise ValueError(f"it is no mapping of keys, but {type(keys).__name__}")
-            if not isinstance(keys.get("model_type"), str):
-                raise ValueError("it names no `model_type`")
             return transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
         return transformers.AutoConfig.from_pretrained(name)
     except HfCkptError:
         raise
     except Exception as error:  # configs validate themselves, with errors of all kinds
-        raise no_model(name, error) from error
+        near = difflib.get_close_matches(name.lower().rpartition("/")[2], presets(), n=2)
+        hint, known = f"Did you mean {' or '.join(near)}? Else give" if near else "Give", ", ".join(presets())
+        raise HfCkptError(
+            f"cannot read a model's config from {shown(name)}: {reason_of(error)}.\n{hint} a folder, a config.json, a "
+            f"hub id, or {'a preset' if near else f'one of {known}'}."
+        ) from error
 
 
-@functools.lru_cache(maxsize=4)
-def _gguf_config(path: Path, changed: float) -> Any:
-    """The config in a GGUF file. Its list of tokens takes seconds to read; `changed`, its mtime, is a cache key."""
-    return compat.gguf_config(path)
-
-
-def _make(config: Any, workload: Workload, kind: Any = None) -> nn.Module:
+def _make(config: Any, workload: Question, kind: Any = None) -> nn.Module:
     """A model of a class, by default the workload's, whose blocks are not changed yet."""
     names = [workload.architecture] if workload.architecture else getattr(config, "architectures", None)
     names = names if isinstance(names, (list, tuple)) else ()
@@ -338,55 +315,48 @@ def _make(config: Any, workload: Workload, kind: Any = None) -> nn.Module:
                 raise
             model = build(copy.deepcopy(config), dtype=dtype)  # T5 has only its own attention before transformers 5
     except Exception as error:  # models do not validate configs: any error may follow
-        if compat.is_out_of_memory(error):
-            raise
         made_as = f" as {workload.architecture}" if workload.architecture else ""
         raise HfCkptError(f"{workload.model} cannot be made{made_as} from its config: {reason_of(error)}.") from error
     base_model(model).tie_weights()  # transformers skips this together with weight initialisation
     return model
 
 
-def _prepared(model: nn.Module, workload: Workload, *, on_cpu: bool = False) -> nn.Module:
+def _prepared(model: nn.Module, workload: Question) -> nn.Module:
     """Quantise the base of a model and add adapters, as the workload says."""
     if workload.lora is None:
         return model
-    if workload.bits is not None:
-        quantise(model, workload.bits, DTYPES[workload.dtype], double=workload.double_quant, on_cpu=on_cpu)
-        if workload.prepared:
-            prepare_for_kbit_training(model)
+    if workload.load_in_4bit:
+        quantise(model, DTYPES[workload.dtype], double=workload.double_quant)
+    if workload.prepared:
+        prepare_for_kbit_training(model)
     dropout = 0.0 if workload.trainer == "dpo" else workload.lora_dropout
     model = add_lora(model, rank=workload.lora, targets=workload.lora_targets, lora_dropout=dropout)
-    if workload.bits is not None:
-        like_bitsandbytes(model, lambda layer: isinstance(layer, QuantisedLinear), copies=workload.bits == 4)
-        if workload.trainer is not None:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(torch.bfloat16) if parameter.requires_grad else parameter.data
+    like_bitsandbytes(model, QuantisedLinear)
+    for parameter in model.parameters():
+        if workload.load_in_4bit and workload.trainer is not None and parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
     return model
 
 
-def _refuse_too_long(config: Any, workload: Workload) -> None:
-    most = learned_positions(config)
-    if most is not None and workload.tokens > most:
-        raise HfCkptError(f"{workload.model} has positions for {most} tokens, but {workload.tokens} are asked for.")
-
-
-def quantisation_of(config: Any) -> tuple[str, int]:
-    """(method by which a checkpoint's weights are quantised, empty for none; bits if that is `bitsandbytes`)."""
+def quantisation_of(config: Any) -> str:
+    """How a checkpoint's weights are quantised: `4 bits` by bitsandbytes, the name of another method, or empty."""
     stored = getattr(config, "quantization_config", None) or {}
     keys = stored if isinstance(stored, Mapping) else stored.to_dict()
     method = keys.get("quant_method", "")
-    return str(getattr(method, "value", method)), 4 if keys.get("load_in_4bit") else 8
+    return "4 bits" if keys.get("load_in_4bit") else str(getattr(method, "value", method))
 
 
-def _refuse_quantised(config: Any, workload: Workload) -> None:
-    """Raise `HfCkptError` if the checkpoint's weights are quantised in another way than the workload says."""
-    method, bits = quantisation_of(config)
-    if method == "bitsandbytes" and workload.bits != bits:
+def _refuse(config: Any, workload: Question) -> None:
+    """Raise `HfCkptError` for too long sequences, and for weights that are quantised in another way than is said."""
+    most, method = learned_positions(config), quantisation_of(config)
+    if most is not None and workload.tokens > most:
+        raise HfCkptError(f"{workload.model} has positions for {most} tokens, but {workload.tokens} are asked for.")
+    if method == "4 bits" and not workload.load_in_4bit:
         raise HfCkptError(
-            f"the weights of {workload.model} are quantised by bitsandbytes in {bits} bits: give load_in_{bits}bit and "
-            "the rank of adapters to train (lora)."
+            f"the weights of {workload.model} are quantised by bitsandbytes in 4 bits: give load_in_4bit and the rank "
+            "of adapters to train (lora)."
         )
-    if method not in ("", "bitsandbytes", "mxfp4"):
+    if method not in ("", "4 bits", "mxfp4"):
         raise HfCkptError(
             f"the weights of {workload.model} are quantised by {method}, which cannot be planned for before a run. A "
             "budget that is measured in the run works."

@@ -11,75 +11,51 @@ device. `tests/forecast/test_optimizers.py` compares the rows with real optimize
 from __future__ import annotations
 
 import csv
-import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_ckpt.errors import HfCkptError
-
 _BLOCK_8BIT, _SMALL_8BIT = 256, 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerBytes:
-    """What an optimizer needs in addition to weights and gradients, in bytes."""
-
-    state: int = 0
-    """The tensors that it keeps from step to step."""
-    step: int = 0
-    """Most temporary bytes of a step, in addition to the state."""
-
-
 with (Path(__file__).parent / "optimizers.csv").open(encoding="utf-8", newline="") as _file:
     OPTIMIZERS = {row["name"]: row for row in csv.DictReader(_file)}
 """Name -> its row."""
 
 
-def optimizer_bytes(tensors: Sequence[tuple[tuple[int, ...], int, bool]], name: str, *, on_cpu: bool) -> OptimizerBytes:
-    """What an optimizer needs.
+def optimizer_bytes(
+    tensors: Sequence[tuple[tuple[int, ...], int, bool]], name: str, *, on_cpu: bool
+) -> tuple[int, int]:
+    """(bytes that an optimizer keeps from step to step, most temporary bytes of a step).
 
     Args:
         tensors: the parameters: (shape, bytes per element, whether it is trainable).
         name: of the optimizer, a row of the table.
         on_cpu: whether it steps on a CPU.
-
-    Raises `HfCkptError` for an unknown name.
     """
-    if name not in OPTIMIZERS:
-        raise HfCkptError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, but is {name!r} instead.")
     row = OPTIMIZERS[name]
     trained = [(shape, size) for shape, size, trainable in tensors if trainable]
     if row["states"] == "factored":  # Adafactor: float32 means of rows and of columns, and one parameter in float32
         means = [4 * _means(shape) for shape, _ in trained]
-        copies = [4 * math.prod(shape) for shape, _ in trained]
-        needed = [
-            (2 if size == 4 else 4) * copy + mean for copy, mean, (_, size) in zip(copies, means, trained, strict=True)
+        left = [4 * math.prod(shape) for shape, _ in trained]
+        needs = [
+            (2 if size == 4 else 4) * copy + mean for (_, size), copy, mean in zip(trained, left, means, strict=True)
         ]
-        return OptimizerBytes(sum(means), _largest(needed, copies))
-    states, each = int(row["states"]), int(row["state_bytes"] or 0)
+        return sum(means), _of_one_by_one(needs, left)
+    states, each, loop = int(row["states"]), int(row["state_bytes"] or 0), int(row["loop"])
     state = sum(states * _bytes_of(math.prod(shape), each or size) for shape, size in trained)
-    sizes = [math.prod(shape) * size for shape, size in trained]
+    left = [math.prod(shape) * size for shape, size in trained]
     if not on_cpu:
-        return OptimizerBytes(state, int(row["foreach"]) * sum(sizes))
-    loop = int(row["loop"])
-    return OptimizerBytes(state, _largest([loop * size for size in sizes], sizes) if loop else 0)
+        return state, int(row["foreach"]) * sum(left)
+    return state, _of_one_by_one([loop * size for size in left], left) if loop else 0
 
 
-def _largest(needed: Sequence[int], left: Sequence[int]) -> int:
-    """Most temporary bytes of a step that updates one parameter after the other.
-
-    Variables still hold one tensor of the parameter before.
-
-    Args:
-        needed: for each parameter, the bytes that its update needs.
-        left: for each parameter, the bytes that are held until the next one's update.
-    """
-    return max((now + before for now, before in zip(needed, [0, *left], strict=False)), default=0)
+def _of_one_by_one(needs: Sequence[int], left: Sequence[int]) -> int:
+    """Most temporary bytes if parameters are updated one after the other: each update needs some, and variables still
+    hold one tensor of the parameter before."""
+    return max((now + before for now, before in zip(needs, [0, *left], strict=False)), default=0)
 
 
 def _bytes_of(elements: int, each: int) -> int:
-    """Bytes of one tensor of the state."""
+    """Bytes of one tensor of the state; 8-bit blocks have scales."""
     if each != 1:
         return elements * each
     return 4 * elements if elements < _SMALL_8BIT else elements + 4 * -(-elements // _BLOCK_8BIT)
@@ -87,6 +63,5 @@ def _bytes_of(elements: int, each: int) -> int:
 
 def _means(shape: tuple[int, ...]) -> int:
     """Elements of the means of a parameter's rows and columns; a vector has one for each element."""
-    if len(shape) < 2:
-        return math.prod(shape)
-    return math.prod(shape) // shape[-1] + math.prod(shape) // shape[-2]
+    size = math.prod(shape)
+    return size if len(shape) < 2 else size // shape[-1] + size // shape[-2]

@@ -1,7 +1,7 @@
 """What can be asked about a training run in advance. Does not import torch, so wrong values are refused at once.
 
 The fields of `Question` are defined here once. They give the options of `hf-ckpt plan`, the fields of `hf-ckpt app`,
-the keywords of `hf_ckpt.predict`, the command that a report shows, and the keys that are read from training files.
+the keywords of `hf_ckpt.predict`, and the command that a page shows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_ckpt.errors import HfCkptError, shown
+from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.devices import DEVICES, Device, device_named
 from hf_ckpt.forecast.optimizers import OPTIMIZERS
 from hf_ckpt.units import DEFAULT_SHARE, exact_size, parse_budget, parse_bytes, parse_count
@@ -21,7 +21,6 @@ DTYPE_NAMES = ("float32", "bfloat16", "float16")
 """Types that weights and autocast may have, as torch names them."""
 MOST_TOKENS = 2**32
 """Most tokens of one micro-step. Beyond that, byte counts no longer fit the planner's integers."""
-_ATTENTIONS = ("sdpa", "eager", "flex_attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +30,7 @@ class About:
     help: str
     """What it means, as the command line prints it."""
     read: Callable[[str], Any] = str
-    """Parses the value. Raises `HfCkptError` for invalid text."""
+    """Parses the value. Raises `HfCkptError` or `ValueError` for invalid text."""
     choices: tuple[str, ...] = ()
     """All valid values, apart from the default; empty if there is no list of them."""
     option: str = ""
@@ -40,8 +39,6 @@ class About:
     """The value's name in the command line's help."""
     label: str = ""
     """The field's label in `hf-ckpt app`; empty if the page does not ask for it."""
-    keys: tuple[str, ...] = ()
-    """Keys of training files (Trainer, TRL, axolotl, LLaMA-Factory) that set it."""
 
 
 def about(field: dataclasses.Field[Any]) -> About:
@@ -60,14 +57,8 @@ def _field(default: Any, help: str, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata={"about": About(help, **more)})
 
 
-def _attention(text: str) -> str:
-    """An attention implementation of transformers, a version of flash attention, or a kernel of the hub."""
-    if text in _ATTENTIONS or text.startswith("flash_attention_") or "/" in text:
-        return text
-    raise HfCkptError(
-        "must be sdpa, eager, flex_attention, a version of flash attention (flash_attention_2), or a kernel of the hub "
-        f"(owner/name), but is {shown(text)} instead"
-    )
+def _number(default: int | None, help: str, **more: Any) -> Any:
+    return _field(default, help, read=parse_count, **more)
 
 
 def _layers(text: str) -> str | tuple[str, ...]:
@@ -78,138 +69,81 @@ def _layers(text: str) -> str | tuple[str, ...]:
     return "all-linear" if names == ("all-linear",) else names
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise HfCkptError(f"must be a number, but is {shown(text)} instead") from None
-
-
 def _tokens(text: str | int) -> int | str:
     """`auto`, `full`, or a number of tokens."""
     return text if text in ("auto", "full") else parse_count(str(text))
 
 
-def _device(text: str) -> str:
-    return device_named(text).name
+_CHUNKS = "auto: the plan may run it in chunks of tokens; or tokens a chunk"
 
 
 @dataclasses.dataclass(frozen=True)
-class Workload:
-    """What is trained: a model, its batch, adapters, types and optimizer.
+class Question:
+    """A training, and the device and the budget that it is planned for.
 
     Raises `HfCkptError` for a number below 1, for a value that is not one of a field's choices, for incompatible
-    values, and for more than `MOST_TOKENS` in a micro-step.
+    values, for more than `MOST_TOKENS` in a micro-step, and for an invalid device, budget, size or number of tokens.
     """
 
-    model: str = dataclasses.field(
-        metadata={
-            "about": About(
-                "preset (llama-3.1-8b, gpt2-xl, bert-large, t5-3b, ...), folder, hub id or config.json",
-                label="Model",
-                keys=("model_name_or_path", "base_model", "model_name"),
-            )
-        }
+    model: str = _field(
+        "", "preset (llama-3.1-8b, gpt2-xl, bert-large, t5-3b, ...), folder, hub id or config.json", label="Model"
     )
-    batch: int = _field(
-        1,
-        "sequences a micro-step",
-        read=parse_count,
-        label="Batch",
-        keys=("per_device_train_batch_size", "micro_batch_size"),
-    )
-    tokens: int = _field(
-        512,
-        "tokens a sequence",
-        read=parse_count,
-        option="seq",
-        label="Length",
-        keys=("max_length", "max_seq_length", "block_size", "sequence_len", "cutoff_len", "model_max_length"),
-    )
-    target_tokens: int | None = _field(
-        None,
-        "tokens a target sequence, for T5 (default: as --seq)",
-        read=parse_count,
-        option="target_seq",
-        keys=("max_target_length",),
-    )
-    images: int = _field(
-        0, "images a sequence, whose tokens --seq includes; vision models take one without it", read=parse_count
-    )
-    image_size: int | None = _field(
-        None, "height and width of images in pixels (default: the config's)", read=parse_count
-    )
-    seconds: float = _field(10.0, "seconds of speech a sequence, for models that take samples", read=_number)
-    lora: int | None = _field(
-        None,
-        "rank of LoRA adapters; without it, every weight is trained",
-        read=parse_count,
-        metavar="R",
-        label="LoRA rank",
-        keys=("lora_r", "lora_rank", "r"),
+    batch: int = _number(1, "sequences a micro-step", label="Batch")
+    tokens: int = _number(512, "tokens a sequence", option="seq", label="Length")
+    target_tokens: int | None = _number(None, "tokens a target sequence (T5; default: as --seq)", option="target_seq")
+    images: int = _number(0, "images a sequence, whose tokens --seq includes; vision models take one without it")
+    image_size: int | None = _number(None, "height and width of images in pixels (default: the config's)")
+    seconds: float = _field(10.0, "seconds of speech a sequence, for models that take samples", read=float)
+    lora: int | None = _number(
+        None, "rank of LoRA adapters; without it, every weight is trained", metavar="R", label="LoRA rank"
     )
     lora_targets: str | tuple[str, ...] = _field(
-        "all-linear",
-        "layers with adapters, as q_proj,v_proj",
-        read=_layers,
-        metavar="NAMES",
-        keys=("lora_target_modules", "lora_target", "target_modules"),
+        "all-linear", "layers with adapters, as q_proj,v_proj", read=_layers, metavar="NAMES"
     )
-    lora_dropout: float = _field(
-        0.0, "dropout of adapters", read=_number, metavar="P", label="LoRA dropout", keys=("lora_dropout",)
-    )
-    load_in_4bit: bool = _field(
-        False, "base in 4 bits (nf4) by bitsandbytes, as QLoRA", label="Base in 4 bits", keys=("load_in_4bit",)
-    )
-    load_in_8bit: bool = _field(False, "base in 8 bits by bitsandbytes", label="Base in 8 bits", keys=("load_in_8bit",))
-    double_quant: bool = _field(
-        True,
-        "scales of 4 bits stay in float32",
-        keys=("double_quantization", "use_bnb_nested_quant", "bnb_4bit_use_double_quant"),
-    )
-    kbit_preparation: bool = _field(
-        True, "embeddings, head and norms keep their type, without PEFT's prepare_model_for_kbit_training"
-    )
-    dtype: str = _field(
-        "bfloat16", "of the weights", choices=DTYPE_NAMES, label="Type of the weights", keys=("torch_dtype", "dtype")
-    )
+    lora_dropout: float = _field(0.0, "dropout of adapters", read=float, metavar="P", label="LoRA dropout")
+    load_in_4bit: bool = _field(False, "base in 4 bits (nf4) by bitsandbytes, as QLoRA", label="Base in 4 bits")
+    double_quant: bool = _field(True, "scales of 4 bits stay in float32")
+    kbit_preparation: bool = _field(True, "embeddings, head and norms stay as they are, without PEFT's preparation")
+    dtype: str = _field("bfloat16", "of the weights", choices=DTYPE_NAMES, label="Type of the weights")
     autocast: str | None = _field(
         None,
-        "type that autocast computes in (default: bfloat16 with --trainer or a quantised base, else none)",
+        "type that autocast computes in (default: bfloat16 with --trainer or --load-in-4bit, else none)",
         choices=(*DTYPE_NAMES, "none"),
     )
-    optimizer: str = _field("adamw", "", choices=tuple(OPTIMIZERS), label="Optimizer", keys=("optim", "optimizer"))
-    accumulation: int = _field(
-        1,
-        "micro-steps a step",
-        read=parse_count,
-        option="accum",
-        label="Micro-steps of a step",
-        keys=("gradient_accumulation_steps",),
-    )
-    attention: str = _field(
-        "sdpa", "attention implementation", read=_attention, keys=("attn_implementation", "flash_attn")
-    )
+    optimizer: str = _field("adamw", "", choices=tuple(OPTIMIZERS), label="Optimizer")
+    accumulation: int = _number(1, "micro-steps a step", option="accum", label="Micro-steps of a step")
+    attention: str = _field("sdpa", "attention implementation, as transformers names it")
     padded: bool = _field(False, "sequences are padded, so attention gets a mask")
     trainer: str | None = _field(
         None, "of TRL, in place of transformers' own", choices=("sft", "dpo", "grpo"), label="Trainer of TRL"
     )
-    reference: str | None = _field(
-        None,
-        "of dpo (default adapters-off, or model without adapters)",
-        choices=("adapters-off", "model", "precomputed"),
-    )
-    packing: bool = _field(
-        False,
-        "a micro-step is one row of packed sequences",
-        label="Packed",
-        keys=("packing", "sample_packing", "neat_packing"),
-    )
-    ranks: int = _field(1, "processes, with a device each", read=parse_count, label="Ranks")
+    packing: bool = _field(False, "a micro-step is one row of packed sequences", label="Packed")
+    ranks: int = _number(1, "processes, with a device each", label="Ranks")
     parallel: str = _field("ddp", "how ranks share the work", choices=("ddp", "fsdp2"), label="Shared by")
     architecture: str | None = _field(None, "class of the model, in place of its config's")
+    head: int | str = _field("full", f"head: {_CHUNKS}", read=_tokens, label="Head")
+    mlp: int | str = _field("full", f"feed-forwards: {_CHUNKS}", read=_tokens, label="Feed-forwards")
+    device: str | None = _field(
+        None,
+        f"assumed in place of this machine's: {', '.join(DEVICES)}",
+        read=lambda text: device_named(text).name,
+        metavar="NAME",
+        label="Card",
+    )
+    budget: float | None = _field(
+        None,
+        f"peak allowed: 20GiB, or 80% or 0.8 of the device (default: {DEFAULT_SHARE:.0%} of the device)",
+        read=parse_budget,
+        label="Budget",
+    )
+    host_budget: int | None = _field(None, "host memory that the plan may offload to (default: none)", read=parse_bytes)
+    max_batch: bool = _field(False, "the largest batch that fits into the budget")
 
     def __post_init__(self) -> None:
+        for name in ("device", "budget", "host_budget", "head", "mlp"):
+            value = getattr(self, name)
+            if isinstance(value, (str, float)) or name in ("head", "mlp"):  # other numbers are bytes already
+                object.__setattr__(self, name, about(FIELDS[name]).read(value))
         for field in dataclasses.fields(self):
             known, value = about(field), getattr(self, field.name)
             if value == field.default:
@@ -221,24 +155,17 @@ class Workload:
                 raise HfCkptError(f"{field.name} must be at least 1, but is {value} instead.")
         if not 0 <= self.lora_dropout <= 1:
             raise HfCkptError(f"lora_dropout must be between 0 and 1, but is {self.lora_dropout} instead.")
-        if self.load_in_4bit and self.load_in_8bit:
-            raise HfCkptError("load_in_4bit and load_in_8bit cannot both be set.")
-        if self.bits is not None and self.lora is None:
-            raise HfCkptError(f"a base in {self.bits} bits stays frozen: give the rank of adapters to train (lora).")
-        if self.bits is not None and self.sharded:
-            raise HfCkptError("a base in 4 or 8 bits cannot be planned for under fsdp2. Use ddp, or 16 bits.")
-        if self.reference is not None and self.trainer != "dpo":
-            raise HfCkptError("a reference goes with the trainer dpo.")
-        if self.reference == "adapters-off" and self.lora is None:
-            raise HfCkptError("the reference `adapters-off` needs adapters (lora).")
+        if self.load_in_4bit and self.lora is None:
+            raise HfCkptError("a base in 4 bits stays frozen: give the rank of adapters to train (lora).")
+        if self.load_in_4bit and self.sharded:
+            raise HfCkptError("a base in 4 bits cannot be planned for under fsdp2. Use ddp, or 16 bits.")
+        if self.parallel != "ddp" and self.ranks == 1:
+            raise HfCkptError(f"parallel {self.parallel} shares work between ranks: give their number (ranks).")
+        if self.sharded and self.head != "full":
+            raise HfCkptError("the head in chunks needs whole weights, which fsdp2 shards: leave head out.")
         tokens = self.rows * max(self.tokens, self.target_tokens or 0)
         if tokens > MOST_TOKENS:
             raise HfCkptError(f"a micro-step may have {MOST_TOKENS} tokens at most, but has {tokens}.")
-
-    @property
-    def bits(self) -> int | None:
-        """4 or 8 for a base that bitsandbytes quantises; None for an unquantised one."""
-        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
 
     @property
     def prepared(self) -> bool:
@@ -246,13 +173,13 @@ class Workload:
 
         Custom scripts usually call it. The trainers of TRL, axolotl and LLaMA-Factory do not.
         """
-        return self.bits is not None and self.trainer is None and self.kbit_preparation
+        return self.load_in_4bit and self.trainer is None and self.kbit_preparation
 
     @property
     def autocast_name(self) -> str | None:
         """The type that autocast computes in, by default the usual one; None without autocast."""
         if self.autocast is None:
-            return "bfloat16" if self.trainer is not None or self.bits is not None else None
+            return "bfloat16" if self.trainer is not None or self.load_in_4bit else None
         return None if self.autocast == "none" else self.autocast
 
     @property
@@ -266,55 +193,11 @@ class Workload:
         return 2 * self.batch if self.trainer == "dpo" else self.batch
 
     @property
-    def reference_name(self) -> str | None:
-        """The source of DPO's reference; None for other trainers."""
+    def reference(self) -> str | None:
+        """What DPO's reference is, `adapters-off` or a second `model`; None for other trainers."""
         if self.trainer != "dpo":
             return None
-        return self.reference or ("model" if self.lora is None else "adapters-off")
-
-
-@dataclasses.dataclass(frozen=True)
-class Question(Workload):
-    """A training, the device and the budget that it is planned for, and further questions about it.
-
-    Raises `HfCkptError` like `Workload`, and for an invalid device, budget, size or number of tokens.
-    """
-
-    device: str | None = _field(
-        None,
-        f"assumed in place of this machine's: {', '.join(DEVICES)}",
-        read=_device,
-        metavar="NAME",
-        label="Card",
-    )
-    budget: float | None = _field(
-        None,
-        f"peak allowed: 20GiB, or 80% or 0.8 of the device (default: {DEFAULT_SHARE:.0%} of the device)",
-        read=parse_budget,
-        label="Budget",
-    )
-    host_budget: int | None = _field(None, "host memory that the plan may offload to (default: none)", read=parse_bytes)
-    head: int | str = _field(
-        "full", "auto: the plan may run the head in chunks; or tokens a chunk", read=_tokens, label="Head"
-    )
-    mlp: int | str = _field(
-        "full", "auto: the plan may run feed-forwards in chunks; or tokens a chunk", read=_tokens, label="Feed-forwards"
-    )
-    frontier: bool = _field(False, "also show the fastest plan for every budget")
-    max_batch: bool = _field(False, "the largest batch that fits into the budget")
-    max_tokens: bool = _field(False, "the longest sequences that fit into the budget", option="max_seq")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("device", "budget", "host_budget", "head", "mlp"):
-            value = getattr(self, name)
-            if isinstance(value, (str, float)) or name in ("head", "mlp"):  # other numbers are bytes already
-                object.__setattr__(self, name, about(FIELDS[name]).read(value))
-
-    @property
-    def workload(self) -> Workload:
-        """What is trained, without the questions about it."""
-        return Workload(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Workload)})
+        return "model" if self.lora is None else "adapters-off"
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Question)}
@@ -326,10 +209,8 @@ def question(fields: Mapping[str, Any]) -> Question:
     for name in fields:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=1)
-            raise HfCkptError(
-                f"{name!r} cannot be asked"
-                + (f"; did you mean {near[0]!r}?" if near else f": use {', '.join(FIELDS)}.")
-            )
+            hint = f"; did you mean {near[0]!r}?" if near else f": use {', '.join(FIELDS)}."
+            raise HfCkptError(f"{name!r} cannot be asked{hint}")
     if not fields.get("model"):
         raise HfCkptError("a model is needed: a preset, a folder, a hub id, or a --config with `model_name_or_path`.")
     for name in ("budget", "host_budget"):

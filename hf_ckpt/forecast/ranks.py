@@ -34,8 +34,10 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.costs.costs import Static
-from hf_ckpt.costs.steps import Call, Part, Step
+from hf_ckpt.costs.steps import Part, Step
+from hf_ckpt.forecast.batches import DTYPES
 from hf_ckpt.forecast.model import ShallowModel, Tensors
+from hf_ckpt.forecast.question import Question
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,17 +57,17 @@ class _Gathered:
 
 
 class Sharding:
-    """How FSDP2 splits a model.
+    """How FSDP2 splits a model, which is in its compute type. Shards have the type of the weights.
 
     Args:
-        model: the unsharded model, in its compute type.
-        ranks: how many ranks share it.
-        element_bytes: bytes per element of the shards, which have the type of the weights.
-        accumulated: whether a micro-step adds to gradients of earlier ones.
+        model: the unsharded model.
+        asked: the training, with the number of ranks.
     """
 
-    def __init__(self, model: ShallowModel, ranks: int, element_bytes: int, *, accumulated: bool) -> None:
-        self.ranks, self.element_bytes, self._accumulated = ranks, element_bytes, accumulated
+    def __init__(self, model: ShallowModel, asked: Question) -> None:
+        self.ranks, self.element_bytes = asked.ranks, DTYPES[asked.dtype].itemsize
+        """Bytes of an element of the shards."""
+        self._accumulated = asked.accumulation > 1
         names = [block.name for stack in model.stacks for block in stack.blocks]
         self._blocks = dict(zip(names, map(self._gathered, model.inside), strict=True))
         self._outside = self._gathered(model.outside)
@@ -95,45 +97,36 @@ class Sharding:
 
     def step(self, step: Step) -> Step:
         """The step on a rank, from that of the unsharded model."""
-        above, first = self._above, self._blocks[step.names[0][0]].whole
+        outside, above, first = self._outside, self._above, self._blocks[step.names[0][0]].whole
         before = step.before
-        peak = max(above + self._outside.cast, before.peak + above, before.net + above + 2 * first)
-        calls = [self._call(call) for call in step.calls]
-        trained = next(place for place, call in enumerate(calls) if call.backward is not None)
-        calls[trained] = self._with_embedding(calls[trained])
+        peak = max(above + outside.cast, before.peak + above, before.net + above + 2 * first)
+        calls, is_first = [], True
+        for call in step.calls:
+            block = self._blocks[call.name[0]]
+            peak_of_forward = max(2 * block.whole, call.forward.peak + block.whole)
+            forward = dataclasses.replace(call.forward, peak=peak_of_forward)
+            backward = call.backward and self._backward(call.backward, block)
+            if backward is not None and is_first:  # after which the gradients outside the blocks are reduced
+                left, is_first = backward.net, False
+                most = max(left + 2 * outside.sent, left + outside.sent + outside.kept + outside.summed)
+                backward = dataclasses.replace(backward, peak=max(backward.peak, most))
+            calls.append(dataclasses.replace(call, forward=forward, backward=backward))
         return dataclasses.replace(step, before=dataclasses.replace(before, peak=peak), calls=tuple(calls))
 
-    def head(self, backward: Part) -> Part:
-        """The head's backward, before which parameters outside the blocks are gathered again if they were freed."""
-        return dataclasses.replace(backward, peak=max(self._above + self._outside.cast, backward.peak))
-
-    def _call(self, call: Call) -> Call:
-        block = self._blocks[call.name[0]]
-        peak = max(2 * block.whole, call.forward.peak + block.whole)
-        forward = dataclasses.replace(call.forward, peak=peak)
-        return dataclasses.replace(call, forward=forward, backward=self._backward(call.backward, block))
-
-    def _backward(self, part: Part | None, block: _Gathered) -> Part | None:
-        if part is None:
-            return None
-        gradients = 0 if self._accumulated else block.sent
+    def _backward(self, part: Part, block: _Gathered) -> Part:
+        gradients, kept = (0, 0) if self._accumulated else (block.sent, block.kept)
         left = part.net - gradients
-        kept = 0 if self._accumulated else block.kept
         peak = max(
             block.whole + self._sent + block.cast,
-            part.peak + block.whole + self._sent + (block.sent if self._accumulated else 0),
+            part.peak + block.whole + self._sent + block.sent - gradients,
             left + 2 * block.sent,
             left + block.sent + block.kept + block.summed,
         )
         return Part(peak, left + kept, part.nanoseconds)
 
-    def _with_embedding(self, call: Call) -> Call:
-        """The first trained block's backward, after which the gradients outside the blocks are reduced."""
-        part, outside = call.backward, self._outside
-        assert part is not None
-        left = part.net
-        peak = max(part.peak, left + 2 * outside.sent, left + outside.sent + outside.kept + outside.summed)
-        return dataclasses.replace(call, backward=dataclasses.replace(part, peak=peak))
+    def head(self, part: Part) -> Part:
+        """The head's backward, before which parameters outside the blocks are gathered again if they were freed."""
+        return dataclasses.replace(part, peak=max(self._above + self._outside.cast, part.peak))
 
 
 class _Passed(torch.autograd.Function):

@@ -37,7 +37,7 @@ def import_plotly(purpose: str) -> Any:
 
 def budgets_of(forecast: Forecast) -> list[int]:
     """The budgets of the frontier in bytes: the lowest that a plan fits, and larger ones that have a faster plan."""
-    return [-(-row.peak_bytes // 2**20) * 2**20 for row in forecast.rows if row.is_frontier]
+    return [-(-row.peak_bytes // 2**20) * 2**20 for row in forecast.frontier]
 
 
 def save_report(forecast: Forecast, path: Path) -> None:
@@ -57,7 +57,7 @@ def save_report(forecast: Forecast, path: Path) -> None:
         step = {"label": f"{stop.budget_bytes / GIB:.4g} GiB", "value": str(number), "method": "animate"}
         steps.append({**step, "args": [[str(number)], instantly]})
         console = Console(file=io.StringIO(), width=140, record=True)
-        print_forecast(stop.without_frontier(), console)
+        print_forecast(stop, console)
         texts += f'<pre id="at-{number}"{"" if stop is forecast else " hidden"}>{escape(console.export_text())}</pre>'
     figure.frames = frames
     slider = {"active": stops.index(forecast), "steps": steps, "currentvalue": {"prefix": "budget: "}}
@@ -79,10 +79,11 @@ def figure_of(forecast: Forecast) -> Any:
     seconds, levels = _levels(none)
     ys = list(map(sum, levels))
     dotted = {"name": "no checkpointing", "x": seconds, "y": ys, "line": {"color": "#7f8690", "dash": "dot"}}
-    frontier = [row for row in forecast.rows if row.is_frontier]
     figure.add_traces(_of_plan(forecast))
     figure.add_traces([{"type": "scatter", "mode": "lines", "hoverinfo": "skip", **dotted}])
-    figure.add_traces([_points("plans for budgets", frontier, mode="lines+markers", marker={"color": PLANNED})])
+    figure.add_traces(
+        [_points("plans for budgets", forecast.frontier, mode="lines+markers", marker={"color": PLANNED})]
+    )
     blue = {"size": 9, "color": "#4c72b0"}
     figure.add_traces([_points("without hf_ckpt", forecast.usual, mode="markers", marker=blue)])
     memory = {"title": "GiB", "range": [0, 1.06 * max(ys)]}

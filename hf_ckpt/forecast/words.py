@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_ckpt.forecast.devices import Device
-from hf_ckpt.forecast.question import Workload
+from hf_ckpt.forecast.question import Question
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import GIB, exact_size, format_bytes
 
@@ -27,7 +27,7 @@ OWN_KEYS = {"axolotl": _AXOLOTL, "LLaMA-Factory": {"max_length": "cutoff_len", "
 """Program with files of its own -> its names for keys of Trainer and TRL, where they differ."""
 
 
-def assumed(workload: Workload, model: str, device: Device, budget_bytes: int) -> str:
+def assumed(workload: Question, model: str, device: Device, budget_bytes: int) -> str:
     """The assumptions in one line: what is trained (and its class `model`), types, optimizer, batch, device, budget."""
     layers = workload.lora_targets
     where = "every linear layer" if layers == "all-linear" else layers if isinstance(layers, str) else ", ".join(layers)
@@ -37,7 +37,7 @@ def assumed(workload: Workload, model: str, device: Device, budget_bytes: int) -
     accumulated = f" x {workload.accumulation} micro-steps" if workload.accumulation > 1 else ""
     parts = (
         "every weight" if workload.lora is None else f"LoRA r={workload.lora} on {where}",
-        f"base in {workload.bits} bits" if workload.bits else "",
+        "base in 4 bits" if workload.load_in_4bit else "",
         "the rest in float32" if workload.prepared else "",
         f"weights {workload.dtype}",
         computing,
@@ -91,21 +91,25 @@ def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str,
     return found | ({"host_budget": exact_size(host_budget)} if moved and host_budget else {})
 
 
-def to_write(workload: Workload, spec: Mapping[str, Any], program: str = "") -> dict[str, Any]:
-    """What to copy, as a dict for JSON: `training_arguments` (name -> value), `model` (lines) and `spec`.
+def to_write(workload: Question, spec: Mapping[str, Any], program: str = "") -> dict[str, str]:
+    """What to copy: where it goes -> its lines. Nested values are written as JSON, which YAML includes.
 
     For a `program` of `OWN_KEYS`, these are keys of its files and the command that starts it; otherwise fields of
     `TrainingArguments` or of a config of TRL, and Python.
     """
-    own = OWN_KEYS.get(program)
-    lines = _model_lines(workload, spec) if own is None else []
+    own, arguments = OWN_KEYS.get(program, {}), _arguments(workload, spec, program)
+    named = {own.get(key, key): value for key, value in arguments.items()}
+    yaml = "\n".join(f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in named.items())
+    if program not in OWN_KEYS:
+        return {"Training arguments (YAML)": yaml, "With the model (Python)": "\n".join(_model_lines(workload, spec))}
+    found = {f"File of {program} (YAML)": yaml}
     if program == "LLaMA-Factory" and spec != NONE:
-        lines = [f"python -m hf_ckpt --spec {shlex.quote(json.dumps(spec))} -m llamafactory.launcher train.yaml"]
-    arguments = {(own or {}).get(key, key): value for key, value in _arguments(workload, spec, program).items()}
-    return {"training_arguments": arguments, "model": lines, "spec": dict(spec)}
+        start = f"python -m hf_ckpt --spec {shlex.quote(json.dumps(spec))} -m llamafactory.launcher train.yaml"
+        found["To start it"] = start
+    return found
 
 
-def _arguments(workload: Workload, spec: Mapping[str, Any], program: str) -> dict[str, Any]:
+def _arguments(workload: Question, spec: Mapping[str, Any], program: str) -> dict[str, Any]:
     own, computing = program in OWN_KEYS, workload.autocast_name
     found: dict[str, Any] = {"per_device_train_batch_size": workload.batch}
     if workload.accumulation > 1:
@@ -114,8 +118,6 @@ def _arguments(workload: Workload, spec: Mapping[str, Any], program: str) -> dic
         found["max_length"] = workload.tokens
     if workload.packing and (own or workload.trainer == "sft"):
         found["packing"] = True
-    if workload.reference == "precomputed":
-        found["precompute_ref_log_probs"] = True
     if own and workload.lora is not None:
         found["lora"] = workload.lora
     found["optim"] = _OPTIM.get(workload.optimizer, workload.optimizer)
@@ -131,15 +133,13 @@ def _arguments(workload: Workload, spec: Mapping[str, Any], program: str) -> dic
     return {**found, **plugins, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": dict(spec)}
 
 
-def _model_lines(workload: Workload, spec: Mapping[str, Any]) -> list[str]:
+def _model_lines(workload: Question, spec: Mapping[str, Any]) -> list[str]:
     """Lines of Python for the model: its type, its bits, its adapters, and hf_ckpt if the spec needs it."""
     lines = [f"dtype=torch.{workload.dtype}"]
     if workload.load_in_4bit:
         double = ", bnb_4bit_use_double_quant=True" if workload.double_quant else ""
         nf4 = f'load_in_4bit=True, bnb_4bit_quant_type="nf4"{double}, bnb_4bit_compute_dtype=torch.{workload.dtype}'
         lines.append(f"quantization_config=BitsAndBytesConfig({nf4})")
-    elif workload.load_in_8bit:
-        lines.append("quantization_config=BitsAndBytesConfig(load_in_8bit=True)")
     if workload.prepared:
         prepared = "model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)"
         lines.append(f"{prepared}  # of peft, as assumed here; without it: --no-kbit-preparation")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from hf_ckpt.costs.costs import ON_DEVICE, Choice, Costs, step_nanoseconds, timeline
@@ -58,6 +59,27 @@ def plan_of_least(ways: Costs | Sequence[Costs], budget_bytes: int | None = None
 def peak_of_least(ways: Costs | Sequence[Costs]) -> int:
     """The lowest peak of any plan, in bytes."""
     return min(map(lowest_peak, _several(ways)))
+
+
+def frontier(ways: Sequence[Costs], points: int = 24) -> dict[int, Plan]:
+    """Peak in bytes -> the fastest plan for it, for budgets from the lowest peak to that of no checkpointing, in even
+    steps.
+
+    Args:
+        ways: the candidates to plan with.
+        points: how many budgets; plans that are not faster than the previous one are left out.
+    """
+    low = peak_of_least(ways)
+    high = max(low, timeline(ways[0], ways[0].uniform(KEEP)).peak_bytes)
+    plans: dict[int, Plan] = {}
+    seconds = math.inf
+    for number in range(points):
+        plan = plan_within(ways, low + (high - low) * number // max(points - 1, 1))
+        assert plan.prediction is not None
+        if plan.prediction.step_seconds < seconds:
+            seconds = plan.prediction.step_seconds
+            plans[plan.prediction.peak_bytes] = plan
+    return plans
 
 
 def _several(ways: Costs | Sequence[Costs]) -> Sequence[Costs]:

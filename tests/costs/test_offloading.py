@@ -17,7 +17,7 @@ from hf_ckpt.costs.costs import OFFLOADED, ON_DEVICE, step_nanoseconds, timeline
 from hf_ckpt.forecast.batches import MicroStep
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.forecast.model import model_of_workload
-from hf_ckpt.forecast.question import Workload
+from hf_ckpt.forecast.question import Question
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.planner.budgets import choice_within, peak_of_least, plan_of, plan_of_least, plan_within
@@ -106,7 +106,9 @@ def test_peaks_are_those_that_are_reached(action, too_high):
     model = tiny_model("llama", layers=6, hidden=64, attention="sdpa").to(torch.bfloat16)
     batch = tiny_batch("llama", batch=4, tokens=128)
     costs = costs_of_model(
-        model_of_workload(Workload("tiny"), live=model), MicroStep(batch, optimizer="sgd"), DEVICES["h100"]
+        model_of_workload(Question("tiny"), live=model),
+        MicroStep(Question("tiny", optimizer="sgd"), batch),
+        DEVICES["h100"],
     )
     (moving,) = (ways for ways in with_offloading(costs, GIGA, 1, 2**40) if action in ways.actions)
     choice = moving.uniform(action)

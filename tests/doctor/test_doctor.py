@@ -13,7 +13,7 @@ from hf_ckpt.cli.main import _parser, main
 from hf_ckpt.doctor.rules import RULES, diagnose
 from hf_ckpt.doctor.trainings import fields_of, read_training
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.forecast.question import Workload, question
+from hf_ckpt.forecast.question import Question, question
 
 ROOT = Path(__file__).parent.parent.parent
 TRL = """
@@ -35,7 +35,7 @@ per_device_train_batch_size: 2, gradient_accumulation_steps: 4, optim: adamw_tor
 """
 TRAINER = "{model_name_or_path: mini-gpt2, output_dir: out, bf16: true}"
 FILES = {"TRL": TRL, "axolotl": AXOLOTL, "LLaMA-Factory": LLAMA_FACTORY, "Trainer": TRAINER}
-QLORA = Workload(
+QLORA = Question(
     "mini-llama",
     2,
     512,
@@ -76,7 +76,7 @@ def test_the_same_qlora_is_the_same_training_in_each_program(program, reading):
     fields = fields_of(training, {})
     assert fields.pop("trainer", None) == ("sft" if program == "TRL" else None)
     assert fields.pop("kbit_preparation", True) == (program == "TRL")
-    assert Workload(**fields) == QLORA
+    assert Question(**fields) == QLORA
     assert {finding.code for finding in diagnose(training)} <= {"unknown-keys"}
 
 
@@ -94,7 +94,7 @@ def test_the_same_qlora_is_the_same_training_in_each_program(program, reading):
         ("axolotl", {"adapter": None, "load_in_4bit": False}, {"lora": None, "dtype": "bfloat16"}),
         ("axolotl", {"sample_packing": True, "micro_batch_size": "left out"}, {"packing": True, "batch": 1}),
         ("LLaMA-Factory", {"stage": "dpo"}, {"trainer": "dpo"}),
-        ("LLaMA-Factory", {"quantization_bit": 8, "flash_attn": "fa2"}, {"load_in_8bit": True}),
+        ("LLaMA-Factory", {"quantization_bit": 4, "flash_attn": "fa2"}, {"load_in_4bit": True}),
         ("LLaMA-Factory", {"quantization_bit": None, "finetuning_type": "full"}, {"lora": None, "dtype": "float32"}),
         ("LLaMA-Factory", {"bf16": None, "pure_bf16": True}, {"dtype": "bfloat16", "autocast": "none"}),
     ],
@@ -111,6 +111,8 @@ def test_keys_and_defaults_are_those_of_the_program(program, changed, expected, 
     [
         ("LLaMA-Factory", None, {"stage": "rm"}, "`stage: rm` cannot be planned for, only sft, pt, dpo"),
         ("LLaMA-Factory", None, {"finetuning_type": "freeze"}, "`finetuning_type: freeze` cannot"),
+        ("LLaMA-Factory", None, {"quantization_bit": 8}, "`quantization_bit: 8` cannot be planned for, only none, 4"),
+        ("axolotl", None, {"load_in_8bit": True}, "`load_in_8bit: True` cannot be planned for"),
         ("axolotl", None, {"optimizer": "muon"}, "optimizer must be one of .* but is 'muon'"),
         ("TRL", None, {"center_rewards_coefficient": 0.1}, "RewardConfig` cannot"),
         ("Trainer", None, {"per_device_train_batch_size": "many"}, "train_batch_size must be a whole number"),

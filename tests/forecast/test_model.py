@@ -20,9 +20,9 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import HfCkptError, MissingDependencyError
 from hf_ckpt.forecast import presets as presets_module
 from hf_ckpt.forecast.batches import micro_step
-from hf_ckpt.forecast.model import load_config, model_of_workload, nbytes, trainable
+from hf_ckpt.forecast.model import load_config, model_of_workload, nbytes
 from hf_ckpt.forecast.presets import presets
-from hf_ckpt.forecast.question import Workload
+from hf_ckpt.forecast.question import Question
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
@@ -50,7 +50,7 @@ def elements(tensors):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_their_known_sizes(name):
-    model, (millions, depths) = model_of_workload(Workload(name)), PRESETS[name]
+    model, (millions, depths) = model_of_workload(Question(name)), PRESETS[name]
     assert [model.name] == load_config(name).architectures
     assert elements(model.tensors) == pytest.approx(millions * 1e6, rel=0.01)
     assert nbytes(model.tensors) == 2 * elements(model.tensors)  # bfloat16
@@ -73,15 +73,15 @@ def test_presets_are_packed_where_they_are_looked_for():
     [("llama-3.1-8b", 16, 41_943_040), ("llama-3.1-8b", 8, 20_971_520), ("llama-2-7b", 16, 39_976_960)],
 )
 def test_adapters_have_as_many_parameters_as_peft_prints(name, rank, count):
-    adapted = model_of_workload(Workload(name, lora=rank))
-    assert elements(trainable(adapted.tensors)) == count
-    assert elements(adapted.tensors) - count == elements(model_of_workload(Workload(name)).tensors)
-    assert not trainable(adapted.outside)
+    adapted = model_of_workload(Question(name, lora=rank))
+    assert elements(tensor for tensor in adapted.tensors if tensor[2]) == count
+    assert elements(adapted.tensors) - count == elements(model_of_workload(Question(name)).tensors)
+    assert not any(trained for *_, trained in adapted.outside)
 
 
 def test_a_model_of_70_billion_parameters_needs_no_memory():
     with LiveBytes(device="cpu") as live:
-        model_of_workload(Workload("llama-3.1-70b"))
+        model_of_workload(Question("llama-3.1-70b"))
     assert live.peak_bytes <= 2**20
 
 
@@ -107,7 +107,11 @@ def test_a_gguf_file_without_its_package_says_what_to_install(tmp_path, monkeypa
     [
         ({"quant_method": "gptq", "bits": 4}, {}, "are quantised by gptq, which cannot be planned for"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {}, "in 4 bits: give load_in_4bit"),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {"load_in_4bit": True, "lora": 2}, "load_in_8bit"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_8bit": True},
+            {"load_in_4bit": True, "lora": 2},
+            "by bitsandbytes, which",
+        ),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {"load_in_4bit": True, "lora": 2}, None),
         (
             types.SimpleNamespace(to_dict=lambda: {"quant_method": "bitsandbytes", "load_in_4bit": True}),
@@ -120,7 +124,7 @@ def test_a_gguf_file_without_its_package_says_what_to_install(tmp_path, monkeypa
 def test_a_checkpoint_that_is_quantised_is_planned_as_it_is_or_refused(stored, fields, said):
     config = tiny_model("llama").config
     config.quantization_config = stored
-    workload = Workload("a checkpoint", **fields)
+    workload = Question("a checkpoint", **fields)
     if said is None:
         assert model_of_workload(workload, config).name == "LlamaForCausalLM"
         return
@@ -150,7 +154,7 @@ def test_every_task_gets_its_batch_and_runs(family, architecture, shapes):
     config = tiny_model(family, layers=3).config
     config.architectures = [architecture or type(tiny_model(family)).__name__]
     sizes = {"tokens": 16, "target_tokens": 5}
-    workload = Workload(config.model_type, 3, **sizes)
+    workload = Question(config.model_type, 3, **sizes)
     batch = micro_step(workload, model_of_workload(workload, config).base)
     expected = {"input_ids": (3, 16), "attention_mask": (3, 16), **shapes}
     assert {name: tuple(value.shape) for name, value in batch.batch.items()} == expected
@@ -165,7 +169,7 @@ def test_every_task_gets_its_batch_and_runs(family, architecture, shapes):
 
 def kinds_of(model):
     """For each block of the real model, which block of the shallow one stands for it."""
-    (stack,) = model_of_workload(Workload("tiny"), live=model).stacks
+    (stack,) = model_of_workload(Question("tiny"), live=model).stacks
     return [stack.places[position] for position in stack.like]
 
 
@@ -209,7 +213,7 @@ def test_a_forecast_changes_nothing_of_a_live_model(family):
     for module in find_blocks(model).modules.values():
         module.register_forward_hook(lambda *_: calls.append("forward"))
     before = everything_about(model)
-    hf_ckpt.predict(model, tiny_batch(family), device="h100")
+    hf_ckpt.predict(model, 2, tokens=16, device="h100")
     assert everything_about(model) == before
     assert not calls
     assert installation(model).enabled

@@ -22,13 +22,13 @@ from hf_ckpt.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 SPACE = ROOT / "recipes" / "space"
-ASKED = Question("mini-gpt2", batch=8, tokens=512, device="t4", budget="700MiB", frontier=True)
+ASKED = Question("mini-gpt2", batch=8, tokens=512, device="t4", budget="700MiB")
 
 
 @pytest.fixture(scope="module")
 def forecast():
     pytest.importorskip("plotly")
-    return Forecaster(ASKED).forecast()
+    return Forecaster(ASKED, frontier=True).forecast()
 
 
 def test_the_report_has_the_answer_for_every_budget(forecast, tmp_path):
@@ -43,7 +43,7 @@ def test_the_report_has_the_answer_for_every_budget(forecast, tmp_path):
         assert within.answer in text
         assert str(within.plan) in text
         spec = re.search(r"gradient_checkpointing_kwargs: (.*)", text)
-        assert Spec.parse(spec[1] if spec else '{"policy": "none"}') == Spec.parse(within.write["spec"])
+        assert Spec.parse(spec[1] if spec else '{"policy": "none"}') == Spec.parse(within.rows[0].spec)
     shown = re.findall(r'<pre id="at-(\d+)">', page)
     assert [budgets[int(number)] for number in shown] == [forecast.budget_bytes]
     assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=.https?:", page)  # nothing of other places
@@ -67,7 +67,7 @@ def test_the_page_answers_moves_and_refuses():
     page = app.build("mini-gpt2")
     plan, _, move = (function for function in page.fns.values())
     values = [page.blocks[field._id].value for field in plan.inputs]
-    assert app.question_of(*values) == Question("mini-gpt2", 16, 1024, device="4080", frontier=True)
+    assert app.question_of(*values) == Question("mini-gpt2", 16, 1024, device="4080")
 
     def parts(function, *inputs):
         return dict(

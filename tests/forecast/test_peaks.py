@@ -93,7 +93,7 @@ class Training:
     @property
     def autocast(self) -> torch.dtype | None:
         """The type that autocast computes in; TRL's trainers and quantised bases have it by default."""
-        by_default = {"trainer", "load_in_4bit", "load_in_8bit"} & self.fields.keys()
+        by_default = {"trainer", "load_in_4bit"} & self.fields.keys()
         name = self.fields.get("autocast", "bfloat16" if by_default else None)
         return None if name in (None, "none") else getattr(torch, name)
 
@@ -173,7 +173,6 @@ ROWS = {
     "lora": llama(marks=(), **LORA),
     "t5, lora": Training("t5", "T5ForConditionalGeneration", T5, {**LORA, "target_tokens": 96}, LONG),
     "4 bits": llama(load_in_4bit=True, **LORA),
-    "8 bits": llama(load_in_8bit=True, **LORA),
     "autocast": llama(marks=(), **AUTOCAST),
     "bert, autocast": Training("bert", "BertForMaskedLM", TEXT, AUTOCAST, LONG),
     "accumulation": Training("gpt2", "GPT2LMHeadModel", GPT2, {"accumulation": 2}, LONG),
@@ -235,10 +234,10 @@ def real_model(training: Training, folder: Path) -> Any:
     config = training.made_config()
     attention = "sdpa" if model_class._supports_sdpa else "eager"
     model = model_class._from_config(config, dtype=training.dtype, attn_implementation=attention)
-    if quantised := {"load_in_4bit", "load_in_8bit"} & fields.keys():
+    if "load_in_4bit" in fields:
         model.save_pretrained(folder)
         four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": training.dtype}
-        bits = transformers.BitsAndBytesConfig(**dict.fromkeys(quantised, True), **four, bnb_4bit_use_double_quant=True)
+        bits = transformers.BitsAndBytesConfig(load_in_4bit=True, **four, bnb_4bit_use_double_quant=True)
         model = model_class.from_pretrained(folder, dtype=training.dtype, quantization_config=bits)
         peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if "trainer" in fields:

@@ -28,17 +28,17 @@ OPTIONS = """
 --image-size 224
 --images 2
 --load-in-4bit --lora 8
---load-in-8bit --lora 8
 --lora 8
 --lora-dropout 0.05
 --lora-targets q,v
 --max-batch
 --mlp auto
+--no-double-quant
 --no-kbit-preparation
 --optimizer lion
 --packing
 --padded
---parallel fsdp2
+--parallel fsdp2 --ranks 2
 --ranks 2
 --seconds 4.0
 --seq 9
@@ -47,7 +47,6 @@ OPTIONS = """
 """
 """Every option, with a value that is not its default, and with options that it needs."""
 FILES = {"--config", "--html", "--json", "--out", "--help", "-h"}
-LEAVING = {"--frontier", "--max-seq", "--no-double-quant", "--reference"}
 
 
 def asked(words):
@@ -57,9 +56,7 @@ def asked(words):
 
 def test_the_options_of_plan_grow_by_decision_only():
     plan = main._parser()._subparsers._group_actions[0].choices["plan"]
-    assert plan._option_string_actions.keys() - FILES - LEAVING == {
-        line.split()[0] for line in OPTIONS.split("\n")[1:-1]
-    }
+    assert plan._option_string_actions.keys() - FILES == {line.split()[0] for line in OPTIONS.split("\n")[1:-1]}
 
 
 @pytest.mark.parametrize("options", ["", *OPTIONS.split("\n")[1:-1]])
@@ -82,16 +79,15 @@ def test_the_command_to_copy_asks_the_same(options):
         ({"trainer": "ppo"}, "trainer must be one of sft, dpo, grpo"),
         ({"optimizer": "magic"}, "optimizer must be one of adamw, "),
         ({"load_in_4bit": True}, "stays frozen"),
-        ({"load_in_4bit": True, "load_in_8bit": True, "lora": 4}, "cannot both"),
         ({"load_in_4bit": True, "lora": 4, "ranks": 2, "parallel": "fsdp2"}, "under fsdp2"),
         ({"batch": 2**24}, "4294967296 tokens at most"),
         ({"device": "abacus"}, "is not a known device"),
         ({"budget": "lots"}, "a size must look like"),
         ({"head": -1}, "must be a whole number of at least 1"),
         ({"tokns": 3}, "'tokns' cannot be asked; did you mean 'tokens'"),
-        ({"parallel": "fsdp2"}, r"--parallel fsdp2 shares work between ranks: give their number \(--ranks\)"),
+        ({"parallel": "fsdp2"}, "parallel fsdp2 shares work between ranks: give their number"),
         ({"parallel": "fsdp2", "ranks": 2, "head": "auto"}, "the head in chunks needs whole weights"),
-        ({"model": "no such model!"}, "cannot read a model's config"),
+        ({"model": "lama-3.1-8b"}, r"cannot read a model's config from 'lama-3.1-8b'.*\nDid you mean llama-3.1-8b"),
         ({"tokens": 1025}, "gpt2 has positions for 1024 tokens, but 1025 are asked for"),
         ({"architecture": "BertTokenizer"}, "no model class 'BertTokenizer'"),
         ({"lora": 4, "lora_targets": ("q_proj",)}, "PEFT puts no adapters on"),
@@ -126,7 +122,6 @@ def test_fields_of_the_page_that_are_left_empty_have_their_defaults():
     [
         ({"batch": "0"}, "Batch: must be a whole number of at least 1"),
         ({"load_in_4bit": True}, "a base in 4 bits stays frozen"),
-        ({"model": "no such model"}, "cannot read a model's config from 'no such model'"),
         ({"model": " "}, "a model is needed"),
         ({"model": __file__, "paths": False}, "files of this machine are not read"),
         ({"model": "../secret", "paths": False}, "files of this machine are not read"),

@@ -14,8 +14,7 @@ from hf_ckpt.costs.costs import CallCosts, Cost, Costs, Static, step_nanoseconds
 from hf_ckpt.costs.steps import Part
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.planner import choose
-from hf_ckpt.planner.alternatives import frontier, usual_options
-from hf_ckpt.planner.budgets import peak_of_least, plan_of, plan_of_least, plan_within
+from hf_ckpt.planner.budgets import frontier, peak_of_least, plan_of, plan_of_least, plan_within
 from hf_ckpt.planner.choose import fastest, lowest_peak
 from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.units import format_bytes
@@ -227,7 +226,7 @@ def test_an_error_names_what_fills_the_lowest_peak_and_what_would_lower_it(chang
     assert [text for text in unsaid if text in "".join(error.hints)] == []
 
 
-# --- options to compare with ----------------------------------------------------------------------------------------
+# --- the frontier ----------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
@@ -244,40 +243,3 @@ def test_the_frontier_trades_time_for_bytes(costs, points):
     assert len(found) <= points
     assert [plan_within(costs, peak).prediction.step_seconds for peak in peaks] == seconds
     assert points == 1 or seconds[-1] == step_nanoseconds(costs, fastest(costs, high)) / 1e9
-
-
-@settings(max_examples=40)
-@given(costs=some_costs(most=6))
-def test_nothing_usual_is_faster_than_the_plan_for_its_peak(costs):
-    options = usual_options(costs, host_bandwidth=1e9)
-    del options["offload (transformers)"]
-    assert next(iter(options)) == "none"
-    for option in options.values():
-        best = plan_within(costs, option.prediction.peak_bytes).prediction
-        assert best.step_seconds <= option.prediction.step_seconds
-
-
-def test_usual_options_by_hand():
-    """As in transformers, one counter covers both stacks; blocks without a choice are kept."""
-    options = usual_options(made_up(2, [0, 1, 1, 0, 0], frozen=1, decoder=2, actions=2), 1e9)
-    assert {name: [action.kind for _, action in plan.actions] for name, plan in options.items()} == {
-        "none": ["keep"] * 5,
-        "every_n_layers: 4": ["keep", "keep", "keep", "keep", "full"],
-        "every_n_layers: 3": ["keep", "keep", "keep", "full", "keep"],
-        "every_n_layers: 2": ["keep", "keep", "full", "keep", "full"],
-        "full": ["keep", "full", "full", "full", "full"],
-        "offload (transformers)": ["keep", "full", "full", "full", "full"],
-    }
-
-
-def test_offload_takes_the_inputs_away_and_time_for_it():
-    """Blocks' inputs are away between forward and backward; that of a single block is back for its backward."""
-    predictions = {
-        count: {name: plan.prediction for name, plan in usual_options(alike(count, head=2), 1e9).items()}
-        for count in (1, 8)
-    }
-    none, full, offload = (predictions[8][name] for name in ("none", "full", "offload (transformers)"))
-    assert none.peak_bytes > full.peak_bytes > offload.peak_bytes
-    assert offload.step_seconds == pytest.approx(full.step_seconds + 8 * 2 * INPUT / 1e9, abs=1e-12)
-    alone = predictions[1]
-    assert alone["full"].peak_bytes == alone["offload (transformers)"].peak_bytes == 100 + 2 * INPUT + 60 + 12

@@ -43,8 +43,7 @@ QUESTIONS = {
 REMARKS = {
     "QLoRA of a mixture of experts, 8x7B, on 80 GB": "Only attention gets 4 bits here, and no setting near it fits.",
     "DPO of a 7B model on 48 GB": (
-        "A batch of 2 pairs is 4 sequences. The reference is the model without its adapters. `--reference model` plans "
-        "for a second model, and `--reference precomputed` for none."
+        "A batch of 2 pairs is 4 sequences. The reference is the model without its adapters."
     ),
 }
 INTRODUCTION = """# Cookbook

@@ -14,7 +14,7 @@ from hf_ckpt.costs.costs import step_nanoseconds
 from hf_ckpt.forecast.batches import MicroStep
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.forecast.model import model_of_workload
-from hf_ckpt.forecast.question import Workload
+from hf_ckpt.forecast.question import Question
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.actions import FULL, KEEP
@@ -40,7 +40,10 @@ def test_times_count_what_runs_again():
     device = dataclasses.replace(H100, **rates)  # a floating-point operation takes a nanosecond, all else nothing
     for mlp in ("full", 100):
         costs = costs_of_model(
-            model_of_workload(Workload("tiny"), live=model_of()), MicroStep(batch, optimizer="sgd"), device, mlp=mlp
+            model_of_workload(Question("tiny"), live=model_of()),
+            MicroStep(Question("tiny", optimizer="sgd"), batch),
+            device,
+            mlp=mlp,
         )
         flops[mlp] = [step_nanoseconds(costs, costs.uniform(action)) for action in (KEEP, FULL)]
     feed_forward = 2 * 3 * 32 * 512 * 512
