@@ -47,8 +47,8 @@ from hf_ckpt.attach.record import (
     switch_off,
     write_switches,
 )
+from hf_ckpt.engines.check import Check
 from hf_ckpt.engines.region import Region, hooks_for
-from hf_ckpt.engines.watch import Check
 from hf_ckpt.errors import HfCkptError, OwnerConflictError, SpecError
 from hf_ckpt.logs import PLANS
 from hf_ckpt.models.blocks import (
@@ -200,7 +200,7 @@ def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def put_check(kind: type[Check], module: nn.Module, block: str, **options: Any) -> Check:
-    """Check the next forward of a block with a kind of `engines.watch.Check`, made with these options.
+    """Check the next forward of a block with a kind of `engines.check.Check`, made with these options.
 
     The block must have a checkpointing function, of hf_ckpt or of anything else. The check restores it when that
     forward begins.

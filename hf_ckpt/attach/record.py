@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from hf_ckpt.attach.functions import Functions, Regions
+from hf_ckpt.engines.check import Check, Report
 from hf_ckpt.engines.region import Region
-from hf_ckpt.engines.rerun import Report
-from hf_ckpt.engines.watch import Check
 from hf_ckpt.models.blocks import FoundBlocks, base_model, plain_modules
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.engines.check import Report, across_chunks
 from hf_ckpt.engines.head.chunks import autocast, differentiable_once
-from hf_ckpt.engines.rerun import Report, across_chunks
 from hf_ckpt.engines.state import ForwardState, lend
 
 AUTO_PIECES = 8

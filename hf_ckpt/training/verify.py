@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import describe, paused
 from hf_ckpt.attach.record import Installation, installation
+from hf_ckpt.engines.check import share_of_difference
+from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import base_model
 from hf_ckpt.spec.actions import ACTIONS, KEEP
@@ -26,11 +29,9 @@ from hf_ckpt.training.install import trial
 MOST_STEPS = 64
 """The most steps in which `budget` or `auto` may measure before there is a plan to verify."""
 ROUNDING, ROUNDING_16 = 1e-5, 5e-2
-"""Largest allowed difference of a gradient, in float32 and in 16-bit types, if head or feed-forwards run in chunks or
-blocks are compiled.
-
-It is the norm of the difference over the norm of the gradient. Sums are computed in another order. In 16 bits, both
-gradients are equally far from the exact one."""
+"""Largest allowed difference of a gradient, in float32 and in 16-bit types, if sums are computed in another order: head
+or feed-forwards run in chunks, or blocks are compiled. It is the norm of the difference over the norm of the gradient.
+In 16 bits, both gradients are equally far from the exact one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,42 +106,29 @@ class Verification:
 
     def __str__(self) -> str:
         early = f"; not yet the plan of the run: {self.measuring}" if self.measuring else ""
-        lines = [
-            f"plan: {self.plan.summary()}{early}",
+        lines = {
+            f"plan: {self.plan.summary()}{early}": True,
             f"loss {self.loss:.6f}, "
-            + ("equal" if not self.loss_difference else f"differs by {self.loss_difference:.3g}"),
+            + ("equal" if not self.loss_difference else f"differs by {self.loss_difference:.3g}"): True,
             f"{self.parameters - self.different} of {self.parameters} gradients bit-equal"
-            + (f"; first difference: {self.first_difference}" if self.first_difference else ""),
-            f"{sum(self.recomputed.values())} recomputations of {len(self.plan.active())} planned blocks",
-        ]
-        if self.different_buffers:
-            lines.append(f"buffers that differ: {', '.join(self.different_buffers)}")
-        if self.plan.head != "full":
-            lines.append(f"head: {self.chunked_heads} calls in chunks; last call: {self.head_ran or 'none'}")
-        if self.plan.mlp != "full":
-            lines.append(f"feed-forwards: {self.chunked_mlps} calls in chunks; last call: {self.mlp_ran or 'none'}")
-        if self.compiled:
-            lines.append(f"{len(self.compiled)} blocks compiled, compared with the same blocks at share 1")
-        if self.allowed_difference:
-            lines.append(
-                f"largest difference {self.largest_difference:.2g} of a gradient's norm, allowed "
-                f"{self.allowed_difference:g}"
-            )
-        if self.not_recomputed:
-            lines.append(f"planned but not recomputed: {', '.join(self.not_recomputed)}")
-        if self.not_moved:
-            lines.append(
-                f"planned, but moved nothing to host memory: {', '.join(self.not_moved)} (the device has no streams, "
-                "`host_budget` is too small, or all tensors are small)"
-            )
-        if set(self.in_graphs) - set(self.compiled):
-            lines.append(
-                "torch.compile hides what is recomputed in its graphs: verify the model before it is compiled, or in "
-                "`with torch.compiler.set_stance('force_eager')`"
-            )
-        if not self.parameters:
-            lines.append("no parameter got a gradient: nothing was compared")
-        return "\n".join(lines)
+            + (f"; first difference: {self.first_difference}" if self.first_difference else ""): True,
+            f"{sum(self.recomputed.values())} recomputations of {len(self.plan.active())} planned blocks": True,
+            f"buffers that differ: {', '.join(self.different_buffers)}": self.different_buffers,
+            f"head: {self.chunked_heads} calls in chunks; last call: {self.head_ran or 'none'}": self.plan.head
+            != "full",
+            f"feed-forwards: {self.chunked_mlps} calls in chunks; last call: {self.mlp_ran or 'none'}": self.plan.mlp
+            != "full",
+            f"{len(self.compiled)} blocks compiled, compared with the same blocks at share 1": self.compiled,
+            f"largest difference {self.largest_difference:.2g} of a gradient's norm, allowed "
+            f"{self.allowed_difference:g}": self.allowed_difference,
+            f"planned but not recomputed: {', '.join(self.not_recomputed)}": self.not_recomputed,
+            f"planned, but moved nothing to host memory: {', '.join(self.not_moved)} (the device has no streams, "
+            "`host_budget` is too small, or all tensors are small)": self.not_moved,
+            "torch.compile hides what is recomputed in its graphs: verify the model before it is compiled, or in "
+            "`with torch.compiler.set_stance('force_eager')`": set(self.in_graphs) - set(self.compiled),
+            "no parameter got a gradient: nothing was compared": not self.parameters,
+        }
+        return "\n".join(line for line, is_shown in lines.items() if is_shown)
 
 
 class _Step(NamedTuple):
@@ -150,6 +138,8 @@ class _Step(NamedTuple):
     gradients: dict[str, torch.Tensor | None]
     """Name of a trainable parameter -> its gradient, or None if it has none."""
     buffers: dict[str, torch.Tensor]
+    draws: bool
+    """Whether the forward drew random numbers."""
 
 
 def verify(
@@ -191,13 +181,8 @@ def verify(
         batch = {**batch, "use_cache": False}
     record = installation(model)
     measuring = record.measuring if record is not None and spec is None else None
-    with contextlib.ExitStack() as stack:
-        buffers = stack.enter_context(_all_kept(model))
-        stack.enter_context(trial(model, spec))
-
-        def step(seed: int = seed) -> _Step:
-            return _run(model, batch, loss_fn, seed, buffers)
-
+    with _kept(model) as before, trial(model, spec), contextlib.ExitStack() as stack:
+        step = functools.partial(_run, model, batch, loss_fn, seed, before)
         tried = installation(model)
         assert tried is not None
         if tried.spec.is_planned:
@@ -208,41 +193,47 @@ def verify(
         planned = step()
         after = describe(model)
         plan = after.plan
-        idle = () if after.moved else _moving(model)
+        own_memory = not all(compat.shares_host_memory(device.type) for device in compat.devices_of_model(model))
+        # The last block of a stack moves nothing, nor do blocks below the first trainable parameter.
+        now = installation(model)
+        assert now is not None
+        moving = [name for name, region in now.regions.items() if getattr(region, "mover", None) is not None]
         compiled = tuple(name for name, action in plan.active().items() if ACTIONS[action.kind].compiles)
-        again = bool(compiled)
-        if plan.mlp != "full":
-            with paused(model):  # whether the model draws random numbers
-                again = again or not torch.equal(plain.loss, step(seed + 1).loss)
-        if again:
+        if compiled or (plan.mlp != "full" and plain.draws):
             with trial(model, _keeping(plan)):
                 plain = step()
-    recomputed = after.recomputed
-    hidden = {*after.frozen, *(set(compiled) & set(after.in_graphs))}
     rounded = plan.head != "full" or plan.mlp != "full" or bool(compiled)
-    unequal = [name for name, found in plain.gradients.items() if not _equal(found, planned.gradients[name])]
+    small = any(gradient.dtype.itemsize < 4 for gradient in plain.gradients.values() if gradient is not None)
+    hidden = {*after.frozen, *(set(compiled) & set(after.in_graphs))}
     # A gradient that is 0 except for rounding, such as that of a key bias, shares no digit with that of another run.
-    least = 0.01 * max((_norm(found) for found in plain.gradients.values() if found is not None), default=0.0)
-    gaps = {name: _gap(plain.gradients[name], planned.gradients[name], least) for name in unequal}
+    least = 0.01 * max((float(g.double().norm()) for g in plain.gradients.values() if g is not None), default=0.0)
+    gaps = {
+        name: gap
+        for name, gradient in plain.gradients.items()
+        if (gap := _gap(gradient, planned.gradients[name], least)) is not None
+    }
+    loss_gap = _gap(plain.loss, planned.loss) or 0.0
     return Verification(
         plan=plan,
         measuring=measuring,
         loss=float(plain.loss),
-        loss_difference=0.0 if torch.equal(plain.loss, planned.loss) else abs(float(plain.loss) - float(planned.loss)),
+        loss_difference=abs(float(plain.loss) - float(planned.loss)) if loss_gap else 0.0,
         parameters=sum(gradient is not None for gradient in plain.gradients.values()),
-        different=len(unequal),
+        different=len(gaps),
         first_difference=next((f"{name} by {gap:.2g} of its norm" for name, gap in gaps.items()), None),
-        recomputed=recomputed,
-        not_recomputed=tuple(name for name, count in recomputed.items() if not count and name not in hidden),
-        largest_difference=max([_gap(plain.loss, planned.loss), *gaps.values()]),
-        allowed_difference=_rounding(plain.gradients.values()) if rounded else 0.0,
+        recomputed=after.recomputed,
+        not_recomputed=tuple(name for name, count in after.recomputed.items() if not count and name not in hidden),
+        largest_difference=max([loss_gap, *gaps.values()]),
+        allowed_difference=(ROUNDING_16 if small or compat.autocast_is_on() else ROUNDING) if rounded else 0.0,
         chunked_heads=after.chunked_heads,
         chunked_mlps=after.chunked_mlps,
         head_ran=after.head_ran,
         mlp_ran=after.mlp_ran,
         in_graphs=after.in_graphs,
-        different_buffers=tuple(n for n, buffer in plain.buffers.items() if not _equal(buffer, planned.buffers.get(n))),
-        not_moved=idle,
+        different_buffers=tuple(
+            name for name, buffer in plain.buffers.items() if _gap(buffer, planned.buffers[name]) is not None
+        ),
+        not_moved=tuple(name for name in moving if name not in after.frozen) if own_memory and not after.moved else (),
         compiled=compiled,
     )
 
@@ -260,20 +251,6 @@ def _measure(record: Installation, step: Callable[[], _Step]) -> None:
         )
 
 
-def _moving(model: nn.Module) -> tuple[str, ...]:
-    """Return the blocks whose action moves tensors to host memory, if the model's devices have memory of their own."""
-    record = installation(model)
-    if record is None or all(compat.shares_host_memory(device.type) for device in compat.devices_of_model(model)):
-        return ()
-    # The last block of a stack moves nothing, nor do blocks below the first trainable parameter.
-    frozen = describe(model).frozen
-    return tuple(
-        name
-        for name, region in record.regions.items()
-        if getattr(region, "mover", None) is not None and name not in frozen
-    )
-
-
 def _keeping(plan: Plan) -> Plan:
     """Return the plan with `keep` for plain blocks and share 1 for compiled blocks.
 
@@ -286,22 +263,11 @@ def _keeping(plan: Plan) -> Plan:
     return dataclasses.replace(plan, actions=tuple(actions), prediction=None)
 
 
-def _norm(tensor: torch.Tensor) -> float:
-    return float(tensor.double().norm())
-
-
-def _gap(one: torch.Tensor | None, other: torch.Tensor | None, least: float = 0.0) -> float:
-    """Return the norm of the difference over the norm of `one`, or over `least` if that is larger."""
+def _gap(one: torch.Tensor | None, other: torch.Tensor | None, least: float = 0.0) -> float | None:
+    """Return the norm of the difference over the norm of `one`, or over `least` if larger; None if they are equal."""
     if one is None or other is None:
-        return float("inf")
-    gap, norm = _norm(one.double() - other.double()), max(least, _norm(one))
-    return gap / norm if norm else (float("inf") if gap else 0.0)
-
-
-def _rounding(gradients: Iterable[torch.Tensor | None]) -> float:
-    """Return the largest difference that rounding may cause in gradients of these types."""
-    small = any(gradient.dtype.itemsize < 4 for gradient in gradients if gradient is not None)
-    return ROUNDING_16 if small or compat.autocast_is_on() else ROUNDING
+        return None if one is other else float("inf")
+    return None if torch.equal(one, other) else share_of_difference(one, other, least)
 
 
 def _run(
@@ -309,47 +275,31 @@ def _run(
     batch: Mapping[str, Any],
     loss_fn: Callable[[Any], torch.Tensor] | None,
     seed: int,
-    buffers: Mapping[str, torch.Tensor],
+    before: StepState,
 ) -> _Step:
-    """Run a forward and backward that begins with these buffers. Raises `HfCkptError` if there is no loss."""
-    _put_back(model, buffers)
+    """Run a forward and backward from the buffers in `before`. Raises `HfCkptError` if there is no loss."""
+    before.restore()
     torch.manual_seed(seed)
+    random = compat.RandomState(compat.all_devices())
     model.zero_grad(set_to_none=True)
     outputs = model(**batch)
     loss = loss_fn(outputs) if loss_fn else getattr(outputs, "loss", None)
     if loss is None:
         raise HfCkptError("the model returned no loss; put `labels` into the batch or pass loss_fn=.")
+    draws = random.of_torch_has_moved()
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return _Step(loss.detach(), gradients, {name: buffer.clone() for name, buffer in model.named_buffers()})
-
-
-def _put_back(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
-    """Restore the values of a model's buffers."""
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in before and not _equal(buffer, before[name]):
-                buffer.copy_(before[name])
+    return _Step(loss.detach(), gradients, {name: buffer.clone() for name, buffer in model.named_buffers()}, draws)
 
 
 @contextlib.contextmanager
-def _all_kept(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Restore a model's gradients and buffers, and the random state, after the `with` block.
-
-    Yields copies of the buffers.
-    """
-    kept = {name: parameter.grad for name, parameter in model.named_parameters()}
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+def _kept(model: nn.Module) -> Iterator[StepState]:
+    """Restore a model's gradients and buffers, and the random state, after the `with` block."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    before = StepState(model, compat.all_devices())
     try:
-        with compat.RandomState(compat.all_devices()).kept():
-            yield buffers
+        with before.kept():
+            yield before
     finally:
         for name, parameter in model.named_parameters():
-            parameter.grad = kept[name]
-        _put_back(model, buffers)
-
-
-def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other)
+            parameter.grad = gradients[name]

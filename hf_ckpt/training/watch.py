@@ -1,6 +1,6 @@
 """The watch of a training run: which block is checked when, and what happens if a check finds a difference.
 
-For one block and one step, `engines.watch.Check` compares the tensors that backward gets with those that the forward
+For one block and one step, `engines.check.Check` compares the tensors that backward gets with those that the forward
 saved. The watch checks the blocks in turn, in the third forward under every plan and in every n-th training forward. A
 check holds what the block would save without checkpointing. It uses only free memory: the budget minus the plan's peak,
 or what the device has left.
@@ -22,9 +22,7 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import exchange, put_check
 from hf_ckpt.attach.record import FUNCTION, Installation, is_on
-from hf_ckpt.engines.differences import Difference
-from hf_ckpt.engines.rerun import Rerun, beyond_rounding
-from hf_ckpt.engines.watch import Check
+from hf_ckpt.engines.check import Check, Difference, Rerun, beyond_rounding
 from hf_ckpt.errors import MismatchError
 from hf_ckpt.measure.machine import spare_bytes
 from hf_ckpt.models.blocks import find_blocks

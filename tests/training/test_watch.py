@@ -19,8 +19,8 @@ import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import exchange, put_check
 from hf_ckpt.attach.record import FUNCTION, installation
+from hf_ckpt.engines.check import Check
 from hf_ckpt.engines.rebuild import masks
-from hf_ckpt.engines.watch import Check
 from hf_ckpt.errors import MismatchError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -470,7 +470,7 @@ def test_a_watched_run_is_the_same_run(policy):
 
 @pytest.mark.parametrize("whose", ["ours", "theirs"])
 def test_a_run_with_differences_is_the_same_wrong_run(whose, monkeypatch):
-    """Finding the cause runs a block twice more without changing gradients, buffers or random state."""
+    """Finding the cause changes no gradients, buffers or random state."""
 
     def draws(block, hidden, shift):
         shift = shift + torch.rand(16) + torch.from_numpy(numpy.random.rand(16)) + random.random()

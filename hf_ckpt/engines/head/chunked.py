@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.engines.check import Report
 from hf_ckpt.engines.head import rules  # noqa: F401 (its rules keep losses in chunks)
 from hf_ckpt.engines.head.chunks import RowOperation, Source, autocast
 from hf_ckpt.engines.head.logits import Alias, lazily
-from hf_ckpt.engines.rerun import Report
 
 AUTO_PIECES, AUTO_LEAST = 8, 256
 AUTO_MOST_FROZEN, AUTO_MOST = 1024, 4096

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_ckpt import compat
-from hf_ckpt.engines.rerun import Report, across_chunks
+from hf_ckpt.engines.check import Report, across_chunks
 from hf_ckpt.errors import DoubleBackwardError, HfCkptError
 
 RowOperation = Callable[[torch.Tensor], torch.Tensor]

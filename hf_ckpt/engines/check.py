@@ -1,0 +1,640 @@
+"""Compare the tensors that a block's backward gets with those that its forward saved, bit for bit.
+
+For one forward, a `Check` replaces the block's checkpointing function, which may belong to hf_ckpt or to anything else.
+It calls that function with a wrapper of the block's own forward, whose saved-tensor hooks nest inside the function's.
+The inner hooks pass every tensor that autograd saves to the outer hooks, and keep a reference to it. When backward asks
+for the tensor, they compare what the outer hooks return (recomputed, rebuilt, unpacked, or copied back from host
+memory) with the reference. The block runs no more often than without the check. If a tensor differs, what else changed
+between forward and backward tells the cause: see `CAUSES`.
+
+Reentrant checkpointing saves nothing in the forward. There, the outputs of the forward are compared with those of the
+recomputation. A compiled block keeps and recomputes tensors inside its graph: `Rerun` compares it with plain code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.engines.arguments import as_given
+from hf_ckpt.engines.state import StepState
+from hf_ckpt.models.blocks import routers
+
+Report = Callable[[torch.Tensor, torch.Tensor], None]
+"""Called with the gradient of some tokens, as plain code computes it and as chunks compute it."""
+
+ROUNDING, ROUNDING_16 = 1e-4, 5e-2
+"""Tolerated difference of results and gradients, in float32 and in 16-bit types, if code adds in another order: the
+norm of the difference over the norm. In 16 bits, plain code deviates from the exact result by as much."""
+MOST_HIDDEN = 48
+"""The most bytes that a plain block holds, in multiples of the size of its hidden states."""
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of a number -> an integer type of that size, in which bits are compared."""
+_SETTINGS = {
+    "training": "train or eval mode",
+    "_active_adapter": "the active adapter",
+    "_disable_adapters": "whether adapters are on,",
+    "_forward_hooks": "hooks",
+    "_forward_pre_hooks": "hooks",
+}
+"""Attributes that decide how a module runs -> their names in messages."""
+
+
+# --- two tensors ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A tensor that backward got, and that differs from the one that the forward saved."""
+
+    block: str
+    """Qualified name of the block, or of a head or feed-forward in chunks."""
+    module: str
+    """Name of the module inside the block that produced or saved the tensor; empty for the block itself."""
+    operation: str
+    """What produced the tensor: an autograd node (`MulBackward0`), `parameter`, `buffer`, `attribute`, `output`, or
+    `input` for a tensor without a graph."""
+    shape: tuple[int, ...]
+    what: str
+    """What is different, in words."""
+    share: float
+    """Norm of the difference over the norm of the original; infinite if they cannot be subtracted."""
+    cause: str = ""
+    """The likely cause and what to do about it."""
+    place: int = 0
+    """The number of the tensor among those that the forward saved."""
+
+    def __str__(self) -> str:
+        where = f"{self.block}.{self.module}" if self.module else self.block
+        shape = " x ".join(map(str, self.shape)) or "a number"
+        return f"in `{where}`: {self.operation} ({shape}): {self.what}. {self.cause}".rstrip()
+
+
+def difference_of(one: torch.Tensor, other: torch.Tensor) -> tuple[str, float] | None:
+    """Return what differs between two tensors, in words, and the norm of the difference over that of `one`.
+
+    None if they have the same shape, type and bits.
+    """
+    for name in ("shape", "dtype", "device"):
+        before, now = getattr(one, name), getattr(other, name)
+        if before != now:
+            shown = (tuple(before), tuple(now)) if name == "shape" else (before, now)
+            return f"{'type' if name == 'dtype' else name} {shown[1]} instead of {shown[0]}", float("inf")
+    if one.layout is not torch.strided or torch.equal(_bits(one), _bits(other)):
+        return None
+    count = int((_bits(one) != _bits(other)).sum())
+    share = share_of_difference(one, other)
+    numbers = one.numel() * (2 if one.is_complex() else 1)
+    return f"{count:,} of {numbers:,} values differ, by {share:.2g} of their norm", share
+
+
+def share_of_difference(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float:
+    """Return the norm of the difference of two tensors of the same shape, over the norm of `one`, or `least` if larger.
+
+    It is computed in host memory: some devices, such as `mps`, have no float64, and others have little free memory.
+    """
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    exact = one.detach().cpu().to(wide)
+    norm, gap = max(least, float(exact.norm())), float((other.detach().cpu().to(wide) - exact).norm())
+    return gap / norm if norm else (float("inf") if gap else 0.0)
+
+
+def beyond_rounding(expected: torch.Tensor, found: torch.Tensor) -> float | None:
+    """Return the norm of the difference over the norm of `expected`; None if rounding explains it."""
+    share = share_of_difference(expected, found)
+    small = expected.element_size() < 4 or compat.autocast_is_on()
+    return share if share > (ROUNDING_16 if small else ROUNDING) else None
+
+
+def across_chunks(rows: int, chunk: int, most: int = 64) -> slice:
+    """Return up to `most` of `rows` rows: those around the border between the first two chunks, or the last ones."""
+    end = min(rows, chunk + most // 2)
+    return slice(max(0, end - most), end)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor's numbers as integers, with conjugate and negative views resolved."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_WORDS[tensor.element_size()])
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _has_no_values(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (compat.is_fake(value) or value.is_meta)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor can be compared."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return plain and not (tensor.is_nested or tensor.is_quantized or _has_no_values(tensor) or compat.is_compiling())
+
+
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in compat.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+# --- what changed meanwhile -------------------------------------------------------------------------------------------
+
+CAUSES = {
+    "parameter": "Change parameters after the backward only (optimizers do), or copy the model for the change.",
+    "buffer": "The block updates it in every run: hf_ckpt's `full` puts it back, and `selective` runs no block twice.",
+    "attribute": "The block changes it in every run, and `full` runs it twice; `selective` runs no block twice.",
+    "gradient": "Reentrant checkpointing needs an input that requires gradients: set use_reentrant to False.",
+    "settings": "Between forward and backward {settings} changed. Do that after the backward.",
+    "replaced": "Between forward and backward the parameters were exchanged for others, as `functional_call` does. "
+    "Call backward before it ends, or use hf_ckpt's `full`.",
+    "changes_input": "The block changes its input in place, and is recomputed from the changed input.",
+    "rebuilds": "An operation was rebuilt from wrong inputs. Please report it; `policy: full` recomputes the block.",
+    "stored": "The block did not run again: what stores or moves its tensors has changed them, by a buffer that is "
+    "used again too early, a copy that has not ended, or a smaller type.",
+    "left_out": "The recomputation leaves out {left_out}.",
+    "inputs": "The block is recomputed from other inputs than it had: {inputs}. They were changed in place, or what "
+    "stores them, such as offloading, has changed them.",
+    "autocast": "The recomputation ran under another autocast: enter autocast around the forward in the same way.",
+    "random": "Random numbers are drawn anew: set preserve_rng_state to True.{experts}",
+    "host": "The block draws from Python's `random` or numpy, whose state the recomputation does not restore.{experts}",
+    "updated": "The block reads {updated} that it updates itself in every run.{experts}",
+    "unknown": "Unknown: the inputs, settings, random state and autocast of the recomputation were those of the "
+    "forward. It may be a nondeterministic kernel (torch.use_deterministic_algorithms(True) names it), a random "
+    "generator of its own, or anything else that the block reads, such as memory that is not written yet.{experts}",
+}
+"""What differs, or what changed between forward and backward -> the cause and what to do about it. The first row whose
+fact is known is the likely one."""
+
+
+class _Facts(dict[str, Any]):
+    """The rows of `CAUSES` that apply to one forward of a block and its backward -> their details.
+
+    Args:
+        module: the block.
+        inputs: the tensors that its checkpointing function got for it.
+    """
+
+    def __init__(self, module: nn.Module, inputs: list[torch.Tensor]) -> None:
+        super().__init__(stored=True, unknown=True)
+        self["experts"] = " So tokens may go to other experts." if routers(module) else ""
+        self.module, self.inputs = module, inputs
+        self.running = True
+        """Whether the forward is still running."""
+        self.versions = list(map(_version_of, inputs))
+        self.autocast = compat.autocast_now()
+        self.parameters = list(map(id, module.parameters()))
+        self.seen: list[dict[tuple[str, str], Any]] = []
+        """Attributes and buffers of the block before its forward, after it, and when its backward begins."""
+        self.given: dict[tuple[int | str, int], tuple[torch.Tensor, int]] = {}
+        """(argument, number of the tensor in it) -> an input tensor of the block in its forward, and its version."""
+        self.names: set[int | str] = set()
+        self.random: compat.RandomState | None = None
+        self.drawn = False, False
+        """Whether the forward drew numbers from torch, and from Python or numpy."""
+
+    def forward_begins(
+        self, args: tuple[Any, ...], keywords: dict[str, Any], take_room_for: Callable[[torch.Tensor], bool]
+    ) -> None:
+        """Record the block's inputs, as far as there is room to hold them, and the random state."""
+        named = _named_tensors(args, keywords).items()
+        self.given = {key: (value.detach(), _version_of(value)) for key, value in named if take_room_for(value)}
+        self.names = {*range(len(args)), *keywords}
+        self.random = compat.RandomState(compat.devices_of([*self.module.parameters(), *_tensors(args, keywords)]))
+        self.seen.append(_seen_in(self.module))
+
+    def forward_has_ended(self) -> None:
+        """Record what the forward changed."""
+        self.running = False
+        self["changes_input"] = list(map(_version_of, self.inputs)) != self.versions
+        self.inputs = []  # their graph may refer back to this: a cycle
+        self.seen.append(_seen_in(self.module))
+        if self.random is not None:
+            self.drawn = self.random.of_torch_has_moved(), self.random.of_host_may_have_moved()
+
+    def backward_begins(self) -> None:
+        """Compare with the block's settings at the beginning of its backward."""
+        before, now = self.seen[-1], _seen_in(self.module)
+        self.seen.append(now)
+        changed = [label for label, value in before.items() if label[1] in _SETTINGS and now.get(label) != value]
+        texts = [f"{_SETTINGS[key]} of {f'`{name}`' if name else 'the block'}" for name, key in changed]
+        self["settings"] = ", ".join(list(dict.fromkeys(texts))[:4])
+        self["replaced"] = list(map(id, self.module.parameters())) != self.parameters
+
+    def runs_again(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Compare the first recomputation of the block with `forward_begins`."""
+        assert self.random is not None
+        again = _named_tensors(args, keywords)
+        left_out = sorted(str(name) for name in self.names - {*range(len(args)), *keywords})
+        self["left_out"] = ", ".join(f"`{name}`" for name in left_out)
+        others = [
+            f"`{self._name_of(key[0], args)}`"
+            for key, (value, version) in self.given.items()
+            if key in again and (_version_of(value) != version or difference_of(value, again[key]) is not None)
+        ]
+        self["inputs"] = ", ".join(others[:3])
+        self["stored"], self.given = False, {}
+        self["autocast"] = compat.autocast_now() != self.autocast
+        from_torch, from_host = self.drawn
+        self["random"] = from_torch and self.random.of_torch_has_moved()
+        self["host"] = from_host and self.random.of_host_may_have_moved()
+
+    def _name_of(self, place: int | str, args: tuple[Any, ...]) -> str:
+        """Return the name of an argument of the block's forward."""
+        if isinstance(place, str):
+            return place
+        names = list(inspect.signature(self.module.forward).parameters)  # without the block itself
+        place -= any(arg is self.module for arg in args)
+        return names[place] if place < len(names) else f"argument {place}"
+
+    def updated_again(self) -> dict[str, str]:
+        """Return name -> kind of the buffers and attributes that the forward changed, and then the backward, too."""
+        if len(self.seen) < 3:
+            return {}
+        before, after, later = self.seen
+        updated = {
+            f"{name}.{key}" if name else key: "attribute" if type(value) is str else "buffer"
+            for (name, key), value in _seen_in(self.module).items()
+            if before.get((name, key)) != after.get((name, key)) and later.get((name, key)) != value
+        }
+        self["updated"] = ", ".join(f"`{name}`, a{'n' * (kind[0] == 'a')} {kind}" for name, kind in updated.items())
+        return updated
+
+    def cause(self, first: Difference) -> str:
+        """Return the likely cause of the first difference, and what to do about it."""
+        self[first.operation] = True
+        self["autocast"] = self.get("autocast") or "type" in first.what
+        return next(text for fact, text in CAUSES.items() if self.get(fact)).format_map(self)
+
+
+def _seen_in(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return (name of a module, attribute) -> plain values as text, hooks, and (id, version) of buffers."""
+    found: dict[tuple[str, str], Any] = {}
+    for name, inner in module.named_modules():
+        for key, value in vars(inner).items():
+            items = [*value, *value.values()] if type(value) is dict else value
+            items = items if type(value) in (list, tuple, dict) else [value]
+            if key in _SETTINGS and "hooks" in key:
+                found[name, key] = str(list(value))
+            elif key in _SETTINGS or all(isinstance(item, bool | int | float | str | None) for item in items):
+                found[name, key] = repr(value)
+        found |= {(name, key): (id(b), _version_of(b)) for key, b in inner._buffers.items() if b is not None}
+    return found
+
+
+def _named_tensors(args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[tuple[int | str, int], torch.Tensor]:
+    """Return (place or name of an argument, number of the tensor in it) -> tensor, for tensors that can be compared."""
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *keywords.items()]
+    return {
+        (name, place): tensor
+        for name, value in named
+        for place, tensor in enumerate(_tensors(value))
+        if _is_plain(tensor)
+    }
+
+
+# --- one forward of one block -----------------------------------------------------------------------------------------
+
+
+class Saved:
+    """A tensor that autograd has saved: what the hooks around it hold in its place, and a reference to compare with."""
+
+    __slots__ = ("address", "load", "module", "operation", "packed", "parameter", "place", "shape", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, hooks: compat.SavedTensorHooks) -> None:
+        self.packed, self.load = hooks[0](tensor), hooks[1]
+        self.tensor: torch.Tensor | None = None
+        """The reference; None if the tensor is not compared, or was."""
+
+    def refer_to(self, tensor: torch.Tensor, place: int, module: str) -> None:
+        """Keep the tensor, number `place` of its forward, which `module` saves, to compare it."""
+        self.place, self.module = place, module
+        leaf = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+        self.parameter = leaf if isinstance(leaf, nn.Parameter) and leaf.is_leaf else None
+        self.address = 0 if self.parameter is None else self.parameter.data_ptr()
+        self.operation = "input" if tensor.grad_fn is None else tensor.grad_fn.name()
+        self.shape, self.version = tuple(tensor.shape), _version_of(tensor)
+        self.tensor = tensor.detach()  # its graph would hold it: a reference cycle
+
+    def has_changed(self) -> bool:
+        """Whether the tensor was changed in place, or replaced, since it was saved."""
+        assert self.tensor is not None
+        moved = self.parameter is not None and self.parameter.data_ptr() != self.address
+        return moved or (self.version >= 0 and self.tensor._version != self.version)
+
+
+class Check:
+    """The check of one forward of one block, and of its backward.
+
+    Args:
+        block: qualified name of the block.
+        module: the block.
+        function: its checkpointing function, called as `function(fn, *args)`.
+        room_bytes: the most bytes of tensors to keep. Tensors that do not fit are not compared.
+        put_back: called with the check when the forward begins; restores the block's function.
+        on_gradient: calls a function with the gradient of a tensor, for checks that run the block a second time.
+        whole: whether every parameter stays on its device, unsharded, throughout a step. If not, they are not compared.
+        done: called with the check when the backward ends, or when the forward ends if it saved nothing, such as the
+            forward of a frozen block.
+    """
+
+    def __init__(
+        self,
+        block: str,
+        module: nn.Module,
+        function: Callable[..., Any],
+        *,
+        room_bytes: int,
+        put_back: Callable[[Check], None],
+        on_gradient: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], None],
+        done: Callable[[Check], None],
+        whole: bool = True,
+    ) -> None:
+        self.block, self.module, self.function = block, module, function
+        self.room_bytes, self.put_back, self.on_gradient, self.done = room_bytes, put_back, on_gradient, done
+        self.whole = whole
+        self.compared = 0
+        """Number of tensors that were compared."""
+        self.left_out = 0
+        """Number of saved tensors that could not be compared: there was no room, or they were changed in place."""
+        self.saved = 0
+        """Number of tensors that the forward saved."""
+        self.differences: list[Difference] = []
+        """The differences, in the order in which the forward saved the tensors once the check has ended."""
+        self.kept_bytes = 0
+        """Bytes of the tensors that are kept only to be compared, without parameters and inputs."""
+        self.is_reentrant = False
+        """Whether the block ran without gradients, as under reentrant checkpointing."""
+        self.ends = False
+        """Whether the end of the check is scheduled or has come."""
+        self.facts: _Facts | None = None
+        """What may be the cause of a difference, while the check runs."""
+        self.outer: compat.SavedTensorHooks | None = None
+        """The outer hooks while the forward runs. They hold the inputs of the block."""
+        self._first_call = threading.Lock()
+        self._storages: set[int] = set()
+        self._names = {id(inner): name for name, inner in module.named_modules()}
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Run `function(fn, *args)`, where `fn` is the block's own forward."""
+        self.put_back(self)
+        unusual = compat.is_compiling() or compat.is_capturing() or compat.transforms() or not torch.is_grad_enabled()
+        if not self.is_first_call() or unusual or any(map(_has_no_values, args)):
+            return self.function(fn, *args)
+        bound = fn if isinstance(fn, functools.partial) else functools.partial(fn)
+        inputs = _tensors(args, bound.keywords)
+        for tensor in inputs:
+            self._take_room_for(tensor, is_input=True)
+        facts = self.facts = _Facts(self.module, inputs)
+        try:
+            output = self.function(functools.partial(_Forward(self, bound.func), *bound.args, **bound.keywords), *args)
+        finally:
+            self.outer = None
+        facts.forward_has_ended()
+        trained = any(parameter.requires_grad for parameter in self.module.parameters())
+        if self.is_reentrant and trained and not any(tensor.requires_grad for tensor in _tensors(output)):
+            self.note(0, "gradient", (), "none reaches the block, although it is trained", 1.0)
+            self._end()
+        elif not (self.saved or self.is_reentrant):
+            self.done(self)
+        return output
+
+    def is_first_call(self) -> bool:
+        """Whether this is the first call: another thread may run the same block at the same time."""
+        return self._first_call.acquire(blocking=False)
+
+    @compat.untraced  # compiled parts of a block call it
+    def pack(self, tensor: torch.Tensor) -> Saved:
+        """Saved-tensor hook: pass a tensor to the outer hooks, and keep a reference to it."""
+        assert self.outer is not None
+        saved = Saved(tensor, self.outer)
+        self.saved += 1
+        is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        if _is_plain(tensor) and (self.whole if is_parameter else self._take_room_for(tensor)):
+            running = (self._names[id(inner)] for inner in compat.running_modules() if id(inner) in self._names)
+            saved.refer_to(tensor, self.saved, next(running, ""))
+        else:
+            self.left_out += 1
+        return saved
+
+    def _take_room_for(self, tensor: torch.Tensor, is_input: bool = False) -> bool:
+        """Whether there is room to keep a tensor; if so, reserve it. Most actions keep inputs anyway."""
+        if not _is_plain(tensor):
+            return is_input
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            if storage.nbytes() > self.room_bytes:
+                return False
+            self.room_bytes -= storage.nbytes()
+            self.kept_bytes += 0 if is_input else storage.nbytes()
+            self._storages.add(storage._cdata)
+        return True
+
+    @compat.untraced
+    def unpack(self, saved: Saved) -> torch.Tensor:
+        """Saved-tensor hook: return what the outer hooks return, after comparing it with the reference."""
+        # Compare nothing in a second backward, or when an engine or other code reads what a node has saved.
+        if self.facts is None or self.facts.running or not self.end_later():
+            return saved.load(saved.packed)
+        tensor = saved.load(saved.packed)
+        if saved.tensor is not None and not compat.is_unused_random_state(tensor):
+            with torch.no_grad(), compat.unseen_by_modes():
+                self._compare(saved, tensor)
+        saved.tensor = None
+        return tensor
+
+    def _compare(self, saved: Saved, tensor: torch.Tensor) -> None:
+        assert saved.tensor is not None
+        if saved.has_changed() and saved.parameter is None:
+            self.left_out += 1  # without checkpointing, torch raises an error in this backward
+            return
+        self.compared += 1
+        found = difference_of(saved.tensor, tensor)
+        if saved.has_changed() and (found is not None or saved.tensor._version != saved.version):
+            name = next((name for name, inner in self.module.named_parameters() if inner is saved.parameter), "")
+            text = f"`{name}` was changed in place, or replaced, between the forward and the backward"
+            self.note(saved.place, "parameter", saved.shape, text, 1.0)
+        elif found is not None:
+            self.note(saved.place, saved.operation, saved.shape, *found, module=saved.module)
+
+    def compare_outputs(self, first: list[torch.Tensor], again: list[torch.Tensor]) -> None:
+        """Compare the outputs of the forward with those of the recomputation."""
+        if len(first) != len(again):
+            text = f"{len(again)} tensors come out of the recomputation, {len(first)} came out of the forward"
+            self.note(1, "output", (), text, float("inf"))
+            return
+        for place, (one, other) in enumerate(zip(first, again, strict=True), 1):
+            self.compared += 1
+            found = difference_of(one, other)
+            if found is not None:
+                self.note(place, "output", tuple(one.shape), *found)
+
+    def note(self, place: int, operation: str, shape: tuple[int, ...], what: str, share: float, **more: str) -> None:
+        """Record a difference of the tensor that was saved at `place`; `more` are further fields of `Difference`."""
+        where = self.block, more.pop("module", "")
+        self.differences.append(Difference(*where, operation, shape, what, share, place=place, **more))
+
+    def end_later(self) -> bool:
+        """Schedule the end of the check for the end of the running backward; return False if none is running."""
+        if not self.ends and compat.call_after_backward(self._end):
+            self.ends = True
+            assert self.facts is not None
+            self.facts.backward_begins()
+        return self.ends
+
+    def _end(self) -> None:
+        """End the check: find the cause of the differences, and call `done`."""
+        self.ends = True
+        facts, self.facts = self.facts, None
+        assert facts is not None
+        for name, kind in facts.updated_again().items():
+            self.note(self.saved + 1, kind, (), f"`{name}` was updated once more by the recomputation", 1.0)
+        if self.differences:
+            facts["rebuilds"] = not getattr(self.function, "runs_block_again", True)
+            facts["replaced"] = self.whole and facts.get("replaced")
+            self.differences.sort(key=lambda difference: difference.place)
+            cause = facts.cause(self.differences[0])
+            self.differences = [dataclasses.replace(difference, cause=cause) for difference in self.differences]
+        self.done(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.function, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _the_same, (self.function,)
+
+
+def _the_same(function: Any) -> Any:
+    return function
+
+
+class _Forward:
+    """The forward of a block. Only its first call runs under the saved-tensor hooks of a check."""
+
+    def __init__(self, check: Check, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.check: Check | None = check
+        """None once it is not needed: the outer hooks may hold this forward, and the check holds the hooks."""
+        self.facts: _Facts | None = None
+        """Records the first call, and then the first recomputation."""
+        self.outputs: list[torch.Tensor] | None = None
+        """The outputs of the first call, if gradients were off and nothing was saved."""
+        self.__self__ = getattr(function, "__self__", None)  # until transformers 5.17, engines find the block by it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        check, facts = self.check, self.facts
+        if check is not None and facts is None:
+            facts = self.facts = check.facts
+            assert facts is not None
+            with torch.no_grad(), compat.unseen_by_modes():
+                facts.forward_begins(args, kwargs, check._take_room_for)
+            if not torch.is_grad_enabled():
+                check.is_reentrant = True
+                output = self.function(*args, **kwargs)
+                self.outputs = [tensor.detach() for tensor in _tensors(output)]
+                return output
+            self.check = None
+            check.outer = compat.top_saved_tensor_hooks()
+            if check.outer is None:
+                return self.function(*args, **kwargs)
+            with compat.inner_saved_tensor_hooks(check.pack, check.unpack):
+                return self.function(*args, **kwargs)
+        if facts is not None and facts["stored"] and not facts.running:
+            with torch.no_grad(), compat.unseen_by_modes():
+                facts.runs_again(args, kwargs)
+        if check is None or self.outputs is None:
+            return self.function(*args, **kwargs)
+        first, self.outputs, self.check = self.outputs, None, None
+        check.end_later()
+        output = self.function(*args, **kwargs)
+        with torch.no_grad(), compat.unseen_by_modes():
+            check.compare_outputs(first, _tensors(output))
+        return output
+
+
+class Rerun(Check):
+    """The check of one forward of a block that hides what its backward gets, such as a compiled one; see `Check`.
+
+    It runs the block again in backward, as plain code. The outputs and the gradient of the input may differ from the
+    first run only by rounding.
+    """
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Run `function(fn, *args)`, where `fn` is the block's own forward and `args[0]` are the hidden states."""
+        self.put_back(self)
+        if not self.is_first_call():
+            return self.function(fn, *args)
+        hidden = args[0] if args else None
+        if (
+            not torch.is_grad_enabled()
+            or compat.is_compiling()
+            or not isinstance(hidden, torch.Tensor)
+            or not hidden.requires_grad
+            or compat.is_fake(hidden)
+            or compat.is_seen_by_modes()  # then the block runs as plain code
+        ):
+            self.done(self)
+            return self.function(fn, *args)
+        if hidden.nbytes * MOST_HIDDEN > self.room_bytes:
+            self.saved = self.left_out = 1
+            self.done(self)
+            return self.function(fn, *args)
+        autocast = compat.autocast_now()
+        given = hidden.clone()  # its gradient comes from this block alone
+        plain_fn, plain_args = as_given(fn, args, ran=True)
+        context = compat.copied_context()
+        output = self.function(fn, given, *args[1:])
+        if not getattr(self.function, "in_graph", False):
+            return output  # it ran as plain code, because it does not compile or has hooks
+        results = [result for result in _tensors(output) if result.requires_grad]
+        values = [result.detach() for result in results]
+        arrived: dict[int, torch.Tensor] = {}
+
+        def arrives(place: int, gradient: torch.Tensor | None) -> None:
+            if gradient is not None:  # it is None if the loss does not depend on this result
+                arrived[place] = gradient.detach()
+
+        for place, result in enumerate(results):
+            self.on_gradient(result, functools.partial(arrives, place))
+
+        def compare(gradient: torch.Tensor | None) -> None:
+            if self.ends or gradient is None:  # a second backward, or one that does not reach the block
+                return
+            self.ends = True
+            self.saved = len(arrived) + 1
+            with torch.enable_grad(), compat.unseen_by_modes(), contextlib.ExitStack() as around:
+                state = StepState(self.module, compat.devices_of([given]))
+                around.enter_context(state.kept())
+                around.enter_context(contextlib.suppress(RuntimeError))  # no memory for it, or its inputs were changed
+                around.enter_context(compat.autocast_as(autocast))
+                plain = given.detach().requires_grad_()
+                again = [result for result in _tensors(plain_fn(plain, *plain_args[1:])) if result.requires_grad]
+                if not state.random.may_have_moved():  # a graph draws other numbers than plain code
+                    outputs = [again[place] for place in arrived]
+                    (expected,) = torch.autograd.grad(outputs, plain, list(arrived.values()))
+                    for place in arrived:
+                        self._near("output", again[place].detach(), values[place])
+                    self._near("gradient of the input", expected, gradient)
+            self.left_out = self.saved - self.compared
+            self.done(self)
+
+        self.on_gradient(given, lambda gradient: context.run(compare, gradient))
+        return output
+
+    def _near(self, what: str, expected: torch.Tensor, found: torch.Tensor) -> None:
+        self.compared += 1
+        share = beyond_rounding(expected, found)
+        if share is not None:
+            text = f"differs from that of plain code by {share:.2g} of its norm"
+            cause = "The graph is not that of the block: hooks or flags inside may have changed since it was compiled."
+            self.note(len(self.differences), what, tuple(expected.shape), text, share, cause=cause)
