@@ -27,11 +27,15 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.record import installation
+from hf_ckpt.attach.attach import adopt, end_watch, put_on
+from hf_ckpt.attach.record import carriers, installation, is_on, spec_of
+from hf_ckpt.engines.host import lane_of
 from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import HfCkptError, OutOfPlansError
-from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.training.escalate import step_down
+from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
+from hf_ckpt.spec.actions import ACTIONS, COMPILED, OFFLOAD
+from hf_ckpt.spec.plan import Plan
+from hf_ckpt.training.install import install_one
 
 log = logging.getLogger(__name__)
 
@@ -47,31 +51,18 @@ _State = tuple[tuple[int, int], ...]
 """(id, version) of each of some tensors. If two states are equal, no tensor has changed."""
 
 
-@dataclasses.dataclass
-class _MicroStep:
-    """What the guard needs to rerun a micro-step."""
-
-    run: Callable[[], Any]
-    """The user's function with its arguments."""
-    restore: Callable[[], None]
-    """Restores the random state and the buffers that the micro-step began with."""
-
-
 @dataclasses.dataclass(frozen=True)
 class _Failure:
     """An attempt at a micro-step that ran out of memory."""
 
     error: BaseException
     """The error, without its tracebacks, whose frames hold the activations of the step."""
+    first_line: str
+    """The first line of the error's message."""
     trace: str
     """The text of its traceback."""
     gradients_changed: bool
     weights_changed: bool
-
-    @property
-    def first_line(self) -> str:
-        """The first line of the error's message."""
-        return str(self.error).partition("\n")[0].strip()
 
 
 class OomGuard:
@@ -109,8 +100,8 @@ class OomGuard:
         """The parameters that are trained."""
         self._devices: set[torch.device] = set()
         """The devices of all parameters. Their random state is saved."""
-        self._steps: list[_MicroStep] = []
-        """The micro-steps since the last optimizer step."""
+        self._steps: list[tuple[Callable[[], Any], StepState]] = []
+        """The micro-steps since the last optimizer step, each with the state that it began with."""
         self._running = False
         """Whether a micro-step runs now."""
         self._left: _State | None = None
@@ -139,8 +130,7 @@ class OomGuard:
         if self._left is None or self._left != gradients or not any(found for found, _ in gradients):
             self._begin()
             gradients = self._gradients()
-        before = StepState(self.model, self._devices)
-        self._steps.append(_MicroStep(functools.partial(step, *args, **kwargs), before.restore))
+        self._steps.append((functools.partial(step, *args, **kwargs), StepState(self.model, self._devices)))
         self._left, self._running = None, True
         try:
             result = self._run()
@@ -176,14 +166,21 @@ class OomGuard:
         """Run the last micro-step until it succeeds, and rerun earlier ones if necessary."""
         pending, again, result = self._steps[-1:], False, None
         while pending:
+            run, before = pending[0]
             if again:
-                pending[0].restore()
-            result, failure = self._attempt(pending[0], again)
+                before.restore()
+            result, failure = self._attempt(run, again)
             if failure is None:
                 pending = pending[1:]
                 continue
             self.attempts += 1
-            self._refuse(failure)
+            # A fused optimizer does not count its changes of weights.
+            if failure.weights_changed or compat.has_gradient_hooks(self._trained):
+                reason = "Weights may have been changed in the backward (an optimizer inside it), so there is no retry."
+                self._give_up(failure, reason)
+            if self._earlier and failure.gradients_changed:
+                reason = "There were gradients before the guarded steps began, which cannot be computed again."
+                self._give_up(failure, reason)
             self._tighten(failure)
             again = True
             if failure.gradients_changed:
@@ -191,38 +188,27 @@ class OomGuard:
                 pending = list(self._steps)
         return result
 
-    def _attempt(self, step: _MicroStep, again: bool) -> tuple[Any, _Failure | None]:
+    def _attempt(self, run: Callable[[], Any], again: bool) -> tuple[Any, _Failure | None]:
         """Run a micro-step once. Return its result, or its failure if memory ran out. Other errors pass through."""
         gradients, weights = self._gradients(), self._weights()
         token = _again.set(again)
         try:
-            return step.run(), None
+            return run(), None
         except Exception as raised:
             if isinstance(raised, OutOfPlansError) or not compat.is_out_of_memory(raised):
                 raise
-            trace = "".join(traceback.format_exception(raised))
+            told = str(raised).partition("\n")[0].strip(), "".join(traceback.format_exception(raised))
             error = _without_frames(raised)
         finally:
             _again.reset(token)
         changed = gradients != self._gradients(), weights != self._weights()
         compat.release_memory()
-        return None, _Failure(error, trace, *changed)
-
-    def _refuse(self, failure: _Failure) -> None:
-        """Raise `OutOfPlansError` if a failed step cannot be retried."""
-        # A fused optimizer does not count its changes of weights.
-        if failure.weights_changed or compat.has_gradient_hooks(self._trained):
-            reason = "Weights may have been changed in the backward (an optimizer inside it), so it cannot run again."
-        elif self._earlier and failure.gradients_changed:
-            reason = "There were gradients before the guarded steps began, which cannot be computed again."
-        else:
-            return
-        self._give_up(failure, reason)
+        return None, _Failure(error, *told, *changed)
 
     def _tighten(self, failure: _Failure) -> None:
         """Enable the next plan that needs less memory. Raises `OutOfPlansError` if there is none."""
         try:
-            taken = step_down(self.model, exact=self.exact)
+            taken = tighten(self.model, exact=self.exact)
         except HfCkptError as error:
             self._give_up(failure, str(error))
         if taken is None:
@@ -236,12 +222,8 @@ class OomGuard:
             )
         self.taken.append(taken)
         record = installation(self.model)
-        log.warning(
-            "hf_ckpt: out of memory (%s). The step is run again with: %s.\n%s",
-            failure.first_line,
-            taken,
-            "" if record is None else record.plan,
-        )
+        plan = "" if record is None else record.plan
+        log.warning("hf_ckpt: out of memory (%s). The step is run again with: %s.\n%s", failure.first_line, taken, plan)
 
     def _give_up(self, failure: _Failure, reason: str) -> NoReturn:
         log.error("hf_ckpt: out of memory for the last time:\n%s", failure.trace)
@@ -267,11 +249,7 @@ class OomGuard:
 
 
 class OomGuardMixin:
-    """Mixin for a Trainer: runs each `training_step` under an `OomGuard`.
-
-    class GuardedTrainer(hf_ckpt.OomGuardMixin, Trainer):
-        pass
-    """
+    """Mixin for a Trainer: runs each `training_step` under an `OomGuard`."""
 
     oom_guard: OomGuard | None = None
     """The guard; None until the first training step."""
@@ -292,6 +270,88 @@ def guarded_training_step(
         guard = trainer.oom_guard = OomGuard(model, also=also)
     # A copy, because some Trainers remove labels from their inputs, and a retry needs them.
     return guard(lambda: training_step(model, copy.copy(inputs), *args, **kwargs))
+
+
+# --- tighter plans ----------------------------------------------------------------------------------------------------
+
+
+def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
+    """Enable the next plan that needs less memory, between two attempts at a step.
+
+    A plan that is installed but not enabled comes first, then smaller budgets under `budget` and `auto`, then the plans
+    of `tighter_plan`. On a model without a plan, `selective` comes first, or what follows `full` if transformers' own
+    checkpointing is enabled. From then on the watch checks nothing, because there is no room.
+
+    Args:
+        model: a PreTrainedModel, plain or wrapped.
+        exact: do not run the head in chunks, because its gradients are not bit-equal.
+
+    Returns the change in words; None if no plan needs less.
+    """
+    base = base_model(model)
+    record = installation(base)
+    is_new = record is None
+    if record is None:
+        install_one(base, "full" if any(map(is_on, carriers(base).values())) else "none")
+        record = installation(base)
+        assert record is not None
+    end_watch(record)
+    found, plan = find_blocks(base), record.plan
+    if not (record.enabled or is_new) and (plan.active() or (plan.head, plan.mlp) != ("full", "full")):
+        put_on(found, record)
+        return f"the installed plan (`{record.spec.policy}`)"
+    smaller_budget: str | None = None if record.session is None else record.session.lower(record)
+    if smaller_budget is not None:
+        return smaller_budget
+    plan, head = record.plan, None if exact else vocabulary_head(base)
+    head_first = False
+    if head is not None:  # whether a token's logits, their float32 copy and its gradient exceed its hidden states
+        weight: Any = head.weight
+        vocabulary, hidden = weight.shape
+        head_first = 3 * vocabulary > len(plan.actions) * hidden
+    next_plan = tighter_plan(
+        plan,
+        chunks=head is not None and "forward" not in vars(head) and compat.parameters_stay(base),
+        offload=lane_of(next(base.parameters()).device) is not None,
+        head_first=head_first,
+    )
+    if next_plan is None:
+        return None
+    plan, change = next_plan
+    adopt(found, record, spec_of(plan, record.spec), plan)
+    put_on(found, record)
+    return change
+
+
+def tighter_plan(
+    plan: Plan, *, chunks: bool, offload: bool = True, head_first: bool = False
+) -> tuple[Plan, str] | None:
+    """The next plan that needs less memory, and its change in words; None if there is none.
+
+    Each call replaces one action by the `next` of its record: `keep` by `selective`, `selective` by `full`, `full` by
+    `offload`; compiled blocks get the share 0. Blocks that keep their tensors in host memory still do. At the end, the
+    head runs in chunks.
+
+    Args:
+        plan: any plan.
+        chunks: whether the head can run in chunks.
+        offload: whether there is host memory apart from the device's.
+        head_first: whether the head runs in chunks before anything is offloaded.
+    """
+    kinds = {action.kind for _, action in plan.actions if action != COMPILED}  # which already keeps the least
+    chunks = chunks and plan.head == "full"
+    for row in ACTIONS.values():
+        if row.name not in kinds or row.next is None:
+            continue
+        if row.next == OFFLOAD and (not offload or (chunks and head_first)):
+            break
+        replaced = {
+            block: OFFLOAD if action.moved else row.next for block, action in plan.actions if action.kind == row.name
+        }
+        actions = tuple((block, replaced.get(block, action)) for block, action in plan.actions)
+        words = ACTIONS["full"].next_in_words if set(replaced.values()) == {OFFLOAD} else row.next_in_words
+        return dataclasses.replace(plan, actions=actions, prediction=None), words
+    return (dataclasses.replace(plan, head="auto", prediction=None), "the head in chunks") if chunks else None
 
 
 def _without_frames(error: BaseException) -> BaseException:

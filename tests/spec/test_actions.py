@@ -30,7 +30,7 @@ from hf_ckpt.spec.actions import (
 )
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
-from hf_ckpt.training.escalate import tighter_plan
+from hf_ckpt.training.guard import tighter_plan
 
 # A value for each option of an action, as in a plan file.
 WRITTEN = {"save": ["linear"], "moved": True, "segment": 0, "share": 0.25}

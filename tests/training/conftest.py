@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from hf_ckpt.spec.actions import FULL_SELECTIVE
-from hf_ckpt.training import escalate
+from hf_ckpt.training import guard
 from hf_ckpt.training.measurements import Measurements
 
 
 @pytest.fixture
 def host_memory(monkeypatch):
     """Pretend that the CPU has host memory: these tests check only that plans offload."""
-    monkeypatch.setattr(escalate, "lane_of", lambda device: device)
+    monkeypatch.setattr(guard, "lane_of", lambda device: device)
 
 
 @pytest.fixture(scope="module")

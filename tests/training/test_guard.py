@@ -33,8 +33,7 @@ import hf_ckpt
 from hf_ckpt.errors import OutOfPlansError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
-from hf_ckpt.training.escalate import step_down
-from hf_ckpt.training.guard import OomGuard
+from hf_ckpt.training.guard import OomGuard, tighten
 
 pytestmark = pytest.mark.usefixtures("host_memory", "little_to_collect")
 
@@ -274,7 +273,7 @@ def test_a_planned_policy_is_planned_again_for_less(policy, steady_times):
     assert predicted[2] < predicted[1]
     assert_same(gradients(reference), gradients(model))
     assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
-    while step_down(model, exact=True):  # ends at last; a larger batch does not restore the policy
+    while tighten(model, exact=True):  # ends at last; a larger batch does not restore the policy
         pass
     forward_and_backward(model, tiny_batch("llama", tokens=96, batch=4))
     assert {str(action) for _, action in hf_ckpt.describe(model).plan.actions} == {"offload"}

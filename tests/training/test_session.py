@@ -26,7 +26,7 @@ from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch
 from hf_ckpt.planner.segments import in_segments
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
-from hf_ckpt.training.escalate import step_down
+from hf_ckpt.training.guard import tighten
 from hf_ckpt.training.measurements import _Look
 from hf_ckpt.units import format_bytes
 
@@ -387,13 +387,13 @@ def test_the_guard_gets_a_plan_for_less():
     budgeted(model, half(batch))
     run(model, [batch] * 9)
     before = installation(model).planned.plan.prediction.peak_bytes
-    assert step_down(model).startswith("a plan for ")
+    assert tighten(model).startswith("a plan for ")
     less = installation(model).planned
     assert less.plan.prediction.peak_bytes <= 0.9 * before
     run(model, [batch])
     assert installation(model).planned.plan == less.plan
     for _ in range(10):  # tighter plans, then tighter actions
-        taken = step_down(model)
+        taken = tighten(model)
         if taken is None or not taken.startswith(("a plan", "the plan")):
             break
     assert taken is None or "blocks" in taken

@@ -19,7 +19,7 @@ from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.spec.plan import Plan
-from hf_ckpt.training.escalate import step_down
+from hf_ckpt.training.guard import tighten
 
 H100 = DEVICES["h100"]
 SHAPE = {"batch": 1, "tokens": 512}
@@ -84,7 +84,7 @@ def test_a_plan_keeps_its_chunks(tmp_path):
     hf_ckpt.install(model, {"plan": path})
     enable(model, {"use_reentrant": False})
     assert hf_ckpt.describe(model).plan.mlp == 64
-    assert step_down(model) is not None
+    assert tighten(model) is not None
     assert hf_ckpt.describe(model).plan.mlp == 64
     enable(model, {"mlp": "auto"})
     assert hf_ckpt.describe(model).plan.mlp == "auto"

@@ -10,8 +10,8 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.models.tiny import tiny_model
 from hf_ckpt.spec.actions import COMPILED, Action
 from hf_ckpt.spec.plan import Block, Plan
-from hf_ckpt.training import escalate
-from hf_ckpt.training.escalate import step_down, tighter_plan
+from hf_ckpt.training import guard
+from hf_ckpt.training.guard import tighten, tighter_plan
 
 
 def test_nothing_is_offloaded_where_there_is_no_host():
@@ -19,22 +19,22 @@ def test_nothing_is_offloaded_where_there_is_no_host():
     model = tiny_model("llama")
     hf_ckpt.install(model, {"segments": 2})
     model.gradient_checkpointing_enable()
-    assert step_down(model) == HEAD
-    assert step_down(model) is None
+    assert tighten(model) == HEAD
+    assert tighten(model) is None
     assert hf_ckpt.describe(model).plan.segments()
 
 
 def test_where_the_first_plan_comes_from(monkeypatch):
-    monkeypatch.setattr(escalate, "lane_of", lambda device: device)  # as if the device had host memory beside it
+    monkeypatch.setattr(guard, "lane_of", lambda device: device)  # as if the device had host memory beside it
     stock = tiny_model("llama")
     stock.gradient_checkpointing_enable({"use_reentrant": False})
-    assert step_down(stock, exact=True) == OFFLOAD  # transformers' own checkpointing was `full` already
+    assert tighten(stock, exact=True) == OFFLOAD  # transformers' own checkpointing was `full` already
     waiting = tiny_model("llama")
     hf_ckpt.install(waiting, {"policy": "full", "layers": "0-1"})
-    assert "full" in step_down(waiting)
+    assert "full" in tighten(waiting)
     assert hf_ckpt.describe(waiting).enabled
     assert len(hf_ckpt.describe(waiting).forwards) == 2
-    assert step_down(waiting) == SELECTIVE
+    assert tighten(waiting) == SELECTIVE
     spec = installation(waiting).spec
     waiting.gradient_checkpointing_enable()  # a bare call keeps the tighter plan
     assert installation(waiting).spec == spec
@@ -45,7 +45,7 @@ def test_options_of_the_spec_stay():
     model = tiny_model("llama")
     hf_ckpt.install(model, {"policy": "selective", "engine": "sac", "determinism_check": "none"})
     model.gradient_checkpointing_enable()
-    assert step_down(model) == FULL
+    assert tighten(model) == FULL
     spec = installation(model).spec
     assert (spec.engine, spec.determinism_check) == ("sac", "none")
 
