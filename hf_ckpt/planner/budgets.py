@@ -20,11 +20,11 @@ OPTIMIZER_HINT = (
 )
 
 
-def plan_within(ways: Costs | Sequence[Costs], budget_bytes: int, device: str = "") -> Plan:
+def plan_within(ways: Sequence[Costs], budget_bytes: int, device: str = "") -> Plan:
     """The fastest plan whose predicted peak is at most `budget_bytes`.
 
     Args:
-        ways: the costs to plan with, or several candidates; of equally fast ones, the first is taken.
+        ways: the candidates to plan with; of equally fast ones, the first is taken.
         budget_bytes: the peak that is allowed.
         device: name of the row whose speed was assumed.
 
@@ -33,32 +33,31 @@ def plan_within(ways: Costs | Sequence[Costs], budget_bytes: int, device: str = 
     return plan_of(*choice_within(ways, budget_bytes), budget_bytes, device)
 
 
-def choice_within(ways: Costs | Sequence[Costs], budget_bytes: int) -> tuple[Costs, Choice]:
+def choice_within(ways: Sequence[Costs], budget_bytes: int) -> tuple[Costs, Choice]:
     """The candidate and the choice of actions of the fastest plan within a budget.
 
     Takes the arguments of `plan_within`, and raises `InfeasibleError` like it.
     """
-    fitting = [(costs, fastest(costs, budget_bytes)) for costs in _several(ways)]
-    choices = [(costs, choice) for costs, choice in fitting if choice is not None]
+    choices = [(costs, choice) for costs in ways if (choice := fastest(costs, budget_bytes))]
     if not choices:
-        raise _infeasible(min(_several(ways), key=lowest_peak), budget_bytes)
+        raise _infeasible(min(ways, key=lowest_peak), budget_bytes)
     return min(choices, key=lambda way: step_nanoseconds(*way))
 
 
-def plan_of_least(ways: Costs | Sequence[Costs], budget_bytes: int | None = None, device: str = "") -> Plan:
+def plan_of_least(ways: Sequence[Costs], budget_bytes: int | None = None, device: str = "") -> Plan:
     """The fastest of the plans with the lowest peak, which can be that of the optimizer's step or of the head.
 
     Args:
-        ways: the costs to plan with, or several candidates.
+        ways: the candidates to plan with.
         budget_bytes: the peak that was allowed, for the plan's record.
         device: name of the row whose speed was assumed.
     """
     return plan_of(*choice_within(ways, peak_of_least(ways)), budget_bytes, device)
 
 
-def peak_of_least(ways: Costs | Sequence[Costs]) -> int:
+def peak_of_least(ways: Sequence[Costs]) -> int:
     """The lowest peak of any plan, in bytes."""
-    return min(map(lowest_peak, _several(ways)))
+    return min(map(lowest_peak, ways))
 
 
 def frontier(ways: Sequence[Costs], points: int = 24) -> dict[int, Plan]:
@@ -80,10 +79,6 @@ def frontier(ways: Sequence[Costs], points: int = 24) -> dict[int, Plan]:
             seconds = plan.prediction.step_seconds
             plans[plan.prediction.peak_bytes] = plan
     return plans
-
-
-def _several(ways: Costs | Sequence[Costs]) -> Sequence[Costs]:
-    return (ways,) if isinstance(ways, Costs) else ways
 
 
 def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, device: str = "") -> Plan:

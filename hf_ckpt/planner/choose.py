@@ -70,8 +70,6 @@ class _Table:
         sizes = [sizes.values() for end in costs.ends for sizes in (end.input_bytes, end.shared_bytes)]
         self._more = sum(max(freed) - min(freed) for freed in sizes)
         """Bytes by which a peak may be too high: what the choice decides about the ends of stacks."""
-        self._exact: set[int] = set()
-        """Places of plans whose peaks were computed by `timeline`."""
         self._steps: list[tuple[Numbers, Numbers]] = []
         """For each call, last call first, and each way to run it and what is behind: the number of the action, and
         which of the ways behind."""
@@ -95,8 +93,7 @@ class _Table:
 
     def peak(self, place: int, limit: int) -> int:
         """The peak of a plan, exact if it may be within a limit."""
-        if limit < self.peaks[place] <= limit + self._more and place not in self._exact:
-            self._exact.add(place)
+        if limit < self.peaks[place] <= limit + self._more:
             self.peaks[place] = timeline(self._costs, self.choice(place)).peak_bytes
         return self.peaks[place]
 

@@ -76,8 +76,8 @@ TRAPS = {
         attach/test_reenabling.py::test_what_others_accept_in_silence_is_refused_with_the_reason
     """,
     16: """offloading does not lower the peak, or moves masks
-        costs/test_offloading.py::test_peaks_are_those_that_are_reached
-        costs/test_offloading.py::test_a_plan_moves_only_what_it_has_to
+        costs/test_costs.py::test_peaks_with_host_memory_are_those_that_are_reached
+        costs/test_costs.py::test_a_plan_moves_only_what_it_has_to
         parity/test_matrix.py::test_gradients_are_those_of_no_checkpointing
     """,
     17: """asynchronous offloading: NaN, leaks, use after free, silent rounding

@@ -1,0 +1,192 @@
+"""Costs of a step: by hand, in saved plans, of blocks in segments, and with tensors in host memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from helpers.lanes import DeviceBytes, Eager, lanes_of
+from helpers.made_up import blocks_of, ends_of, made_up, some_costs
+from hypothesis import given, settings
+
+import hf_ckpt
+from hf_ckpt.attach.attach import trial
+from hf_ckpt.costs.costs import ON_DEVICE, CallCosts, Cost, Costs, Static, step_nanoseconds, timeline, with_offloading
+from hf_ckpt.costs.steps import Part
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.planner.budgets import choice_within, peak_of_least, plan_of, plan_of_least, plan_within
+from hf_ckpt.planner.choose import fastest
+from hf_ckpt.planner.policies import make_plan
+from hf_ckpt.planner.segments import in_segments
+from hf_ckpt.spec.actions import FULL, KEEP, OFFLOAD, SELECTIVE
+from hf_ckpt.spec.plan import Plan
+from hf_ckpt.spec.spec import Spec
+
+KEPT = Cost(Part(12, 9, 20), Part(7, 1, 40))
+DROPPED = Cost(Part(11, 7, 21), Part(30, -4, 60), lent_bytes=3)
+BY_HAND = Costs(
+    family="llama",
+    model="SomeModel",
+    actions=(KEEP, FULL),
+    calls=tuple(CallCosts((block,), 10, {KEEP: KEPT, FULL: DROPPED}) for block in blocks_of("decoder", 2)),
+    before=Part(8, 4, 10),
+    at_backward_bytes=1,
+    head=(Part(30, 16, 30), Part(31, 0, 50)),
+    input_bytes=4,
+    static=Static(parameters=100, buffers=5, optimizer=40, gradients=26, batch=3, step_bytes=7),
+    tokens=64,
+    optimizer_nanoseconds=1000,
+)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_by_hand(accumulation):
+    """With `full`, then `keep`. Gradients grow during the backward, or are there from the beginning."""
+    resident = 26 * (accumulation > 1)
+    costs = dataclasses.replace(BY_HAND, accumulation=accumulation)
+    course = timeline(costs, (FULL, KEEP))
+    assert [(m.label, m.start_bytes - resident, m.gradient_bytes - resident, m.kept_bytes) for m in course.moments] == [
+        ("embedding", 148, 0, 0),
+        ("forward of decoder 0", 152, 0, 4),
+        ("forward of decoder 1", 159, 0, 11),
+        ("head and loss", 168, 0, 20),
+        ("head and loss, backward", 181, 0, 17),  # 3 lent bytes are freed, and 16 are the head's own
+        ("backward of decoder 1", 166, 0, 18),
+        ("backward of decoder 0", 167, 10, 9),  # after its forward 156, at the backward 1, gradients 10
+        ("optimizer step", 174 - resident, 26 - resident, 0),
+    ]
+    assert [m.peak_bytes - m.start_bytes for m in course.moments] == [8, 11, 12, 30, 31, 7, 30, 7]
+    assert course.worst.label == "head and loss, backward"
+    assert step_nanoseconds(costs, (FULL, KEEP)) == accumulation * (10 + 21 + 60 + 20 + 40 + 30 + 50) + 1000
+    assert course.parts() == {
+        "weights and optimizer state": 148,
+        "gradients": resident,
+        "kept for backward": 17,
+        "temporary in head and loss, backward": 47,
+    }
+
+
+def test_one_action_for_all_spares_what_has_no_choice():
+    assert made_up(1, [0, 1, 1, 1], frozen=1, actions=3).uniform(FULL) == (KEEP, FULL, FULL, FULL)
+
+
+@pytest.mark.parametrize("nanoseconds", [20_000 - 231, 123_456_789_012_345])
+@pytest.mark.parametrize("name", ["plan.json", "plan.yaml", "plan.yml"])
+def test_a_saved_plan_keeps_its_prediction(tmp_path, name, nanoseconds):
+    """Even 20 us, which JSON writes as `2e-05` and YAML reads as text. A spec may name the file."""
+    costs = dataclasses.replace(BY_HAND, optimizer_nanoseconds=nanoseconds)
+    plan = plan_of(costs, (FULL, KEEP), budget_bytes=300, device="a100-80")
+    plan.save(tmp_path / name)
+    assert (tmp_path / name).read_text(encoding="utf-8").startswith("{") == name.endswith(".json")
+    spec = Spec.parse({"plan": str(tmp_path / name)})
+    assert Plan.load(tmp_path / name) == make_plan(spec, blocks_of("decoder", 2), "llama", "SomeModel") == plan
+    assert [action for _, action in plan.actions] == [FULL, KEEP]
+    assert plan.prediction.step_seconds == (231 + nanoseconds) / 1e9
+    assert sum(size for _, size in plan.prediction.parts) == plan.prediction.peak_bytes == 212
+
+
+# --- segments ---------------------------------------------------------------------------------------------------------
+
+
+def deep(count):
+    """Equal blocks that keep 24 bytes under `keep`, of which 4 are the output, and 4 under `full`."""
+    costs = {KEEP: Cost(Part(26, 24, 1), Part(6, -24, 2)), FULL: Cost(Part(29, 4, 1), Part(30, -24, 3))}
+    calls = tuple(CallCosts((block,), 0, costs) for block in blocks_of("decoder", count))
+    return dataclasses.replace(BY_HAND, calls=calls, before=Part(4, 4, 0), static=Static(0), head=(Part(), Part()))
+
+
+def test_a_segment_keeps_its_first_input_and_runs_again_under_keep():
+    costs = next(costs for costs in in_segments(deep(7)) if len(costs.calls) == 3)
+    assert [[block.index for block in call.blocks] for call in costs.calls] == [[0, 1, 2], [3, 4], [5, 6]]
+    course = timeline(costs, costs.uniform(FULL))
+    starts = {moment.label: moment.start_bytes for moment in course.moments}
+    assert starts["forward of decoder 5"] == 4 + 2 * 4  # the embeddings, and an output of each segment so far
+    assert [starts[f"backward of decoder {last}"] for last in (6, 4, 2)] == [4 + 1 + 4 * count for count in (3, 2, 1)]
+    assert course.peak_bytes == 4 + 1 + 4 + 3 * 24 + 6  # in the first segment, which has three blocks under `keep`
+    assert step_nanoseconds(costs, costs.uniform(FULL)) == 7 * 4 + 1000
+    plan = plan_of(costs, costs.uniform(FULL))
+    assert plan.segments() == make_plan(Spec.parse({"segments": 3}), blocks_of("decoder", 7), "", "").segments()
+
+
+def test_segments_are_offered_in_every_number_that_can_be_best():
+    assert [len(costs.calls) for costs in in_segments(deep(12))] == [6, 4, 3, 2, 1]
+    two_stacks = made_up(3, [0] * 12, decoder=4, actions=2)
+    assert [len(costs.calls) for costs in in_segments(two_stacks)] == [4 + 4, 3 + 3, 2 + 2, 1 + 1]
+    without = made_up(3, [0] * 12, frozen=1, actions=2), dataclasses.replace(deep(2), calls=(deep(2).calls[0],) * 2)
+    assert [list(in_segments(costs)) for costs in without] == [[], []]
+
+
+# --- host memory ------------------------------------------------------------------------------------------------------
+
+GIGA = 10**9  # bytes per second: one byte takes a nanosecond
+SAVED = dataclasses.replace(SELECTIVE, moved=True)
+
+
+def movable(count):
+    """Equal blocks that keep 14 bytes under `selective`, and their inputs of 4 bytes under `full`."""
+    costs = {SELECTIVE: Cost(Part(26, 14, 1), Part(16, -24, 2)), FULL: Cost(Part(29, 4, 1), Part(30, -24, 3))}
+    calls = tuple(CallCosts((block,), 0, costs) for block in blocks_of("decoder", count))
+    return dataclasses.replace(BY_HAND, calls=calls, actions=(SELECTIVE, FULL))
+
+
+def test_offloading_by_hand():
+    """A call's tensors move out in its forward and back in its backward, with those of the call before.
+
+    The first call's input is held elsewhere, too; its costs count its copy back as one that is waited for.
+    """
+    inputs, saved = with_offloading(movable(3), GIGA, 1, 10**9)
+    assert (inputs.actions, saved.actions) == ((SELECTIVE, FULL, OFFLOAD), (SELECTIVE, FULL, SAVED))
+    assert [call.costs.get(OFFLOAD) for call in inputs.calls] == [
+        Cost(Part(29, 4, 4 + 2), Part(30 + 4, -24, 4 + 2 + 4)),
+        Cost(Part(29, 4 - 4, 4 + 2), Part(30 + 4 + 4, -24 + 4, 4 + 2)),
+        None,  # the backward of the last call follows at once
+    ]
+    assert [call.costs.get(SAVED) for call in saved.calls] == [
+        Cost(Part(26, 14 - 10, 14 + 2), Part(16 + 14, -24 + 10, 14 + 2 + 14)),
+        Cost(Part(26 + 14, 14 - 14, 14 + 2), Part(16 + 14 + 14, -24 + 14, 14 + 2)),
+        None,
+    ]
+
+
+@settings(max_examples=60)
+@given(costs=some_costs(most=5))
+def test_a_plan_moves_only_what_it_has_to(costs):
+    """With host memory, no plan is slower; and those that move something exceed the budget if it stays."""
+    ways = [costs, *with_offloading(costs, GIGA, 1, 10**9)]
+    low = peak_of_least(ways)
+    assert low <= peak_of_least([costs])
+    for budget in range(low, ends_of(costs)[1] + 1):
+        chosen, choice = choice_within(ways, budget)
+        alone = fastest(costs, budget)
+        assert alone is None or step_nanoseconds(chosen, choice) <= step_nanoseconds(costs, alone)
+        stayed = tuple(ON_DEVICE.get(action, action) for action in choice)
+        faster = step_nanoseconds(chosen, stayed) <= step_nanoseconds(chosen, choice)
+        assert stayed == choice or not faster or timeline(chosen, stayed).peak_bytes > budget
+    assert plan_of_least(ways) == plan_within(ways, low)
+
+
+@pytest.mark.parametrize(("limit", "inputs", "saved"), [(7, 0, 0), (8, 1, 0), (28, 3, 1), (83, 4, 2), (999, 4, 4)])
+def test_as_many_calls_move_as_fit(limit, inputs, saved):
+    """A buffer for an input is a power of two; one for several tensors takes twice their size. Each may use all."""
+    costs, alone = (dataclasses.replace(movable(count), input_bytes=7) for count in (5, 1))
+    moved, kept = with_offloading(costs, GIGA, 1, limit)
+    assert [OFFLOAD in call.costs for call in moved.calls] == [place < inputs for place in range(5)]
+    assert [SAVED in call.costs for call in kept.calls] == [place < saved for place in range(5)]
+    assert with_offloading(alone, GIGA, 1, limit) == [alone]
+
+
+@pytest.mark.parametrize(("action", "too_high"), [(OFFLOAD, 0.03), (SAVED, 0.2)], ids=str)
+def test_peaks_with_host_memory_are_those_that_are_reached(action, too_high):
+    """Predictions for saved tensors in host memory are too high, because tensors are freed earlier."""
+    model = tiny_model("llama", layers=6, hidden=64, attention="sdpa").to(torch.bfloat16)
+    batch = tiny_batch("llama", batch=4, tokens=128)
+    costs = hf_ckpt.predict(model, 4, tokens=128, optimizer="sgd", device="h100").costs
+    (moving,) = (ways for ways in with_offloading(costs, GIGA, 1, 2**40) if action in ways.actions)
+    choice = moving.uniform(action)
+    with lanes_of(Eager), trial(model, plan_of(moving, choice)), DeviceBytes(model, batch) as live:
+        model(**batch).loss.backward()
+        moved = hf_ckpt.describe(model).moved
+    assert len(moved) == choice.count(action) == 5
+    error = timeline(moving, choice).peak_bytes / live.peak_bytes - 1
+    assert -0.03 <= error <= too_high
