@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,47 +24,15 @@ _OF_CLASSES = (
 """Ends of names of models with one label a sequence or image."""
 
 
-@dataclasses.dataclass(frozen=True)
-class MicroStep:
-    """One micro-step of a training."""
+class MicroStep(NamedTuple):
+    """What runs in one micro-step of a training."""
 
-    asked: Question
-    """The training."""
-    batch: Mapping[str, Any]
+    batch: dict[str, Any]
     """Keyword arguments of the model's forward. Only the shapes and types of tensors matter."""
     loss: Callable[[Any], torch.Tensor] | None = None
     """Computes the loss from the outputs of a model that does not compute its own."""
     forward: types.MethodType | None = None
     """A forward that replaces the class's own on the model; None if the class's own runs."""
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What its memory and time depend on: equal for two steps that need the same."""
-        batch = tuple(
-            (name, (value.shape, value.dtype) if isinstance(value, torch.Tensor) else repr(value))
-            for name, value in self.batch.items()
-        )
-        asked = self.asked
-        runs = self.loss, self.forward, asked.reference, asked.sharded
-        return batch, self.padded, self.autocast, asked.accumulation > 1, *runs
-
-    @property
-    def padded(self) -> bool:
-        """Whether an attention mask masks anything."""
-        asked = self.asked
-        return asked.padded or (asked.packing and not asked.attention.startswith("flash_attention"))
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """The type that autocast computes in; None without autocast."""
-        name = self.asked.autocast_name
-        return DTYPES[name] if name else None
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the micro-step: elements of the largest input of integers, such as [sequences, tokens]."""
-        ids = (value for value in self.batch.values() if isinstance(value, torch.Tensor))
-        return max((value.numel() for value in ids if value.dim() > 1 and not value.is_floating_point()), default=0)
 
 
 def micro_step(asked: Question, base: Any) -> MicroStep:
@@ -90,12 +57,12 @@ def micro_step(asked: Question, base: Any) -> MicroStep:
             shape = asked.rows, asked.target_tokens or asked.tokens
         batch["labels" if own_loss else "decoder_input_ids"] = torch.zeros((), dtype=torch.long).expand(shape)
     if asked.trainer is None:
-        return MicroStep(asked, batch, None if own_loss else _mean_square)
+        return MicroStep(batch, None if own_loss else _mean_square)
     if vocabulary_head(base) is None or base.config.is_encoder_decoder:
         raise HfCkptError(f"{name} is no causal language model, which the trainer {asked.trainer} needs.")
     loss, outputs = _OF_TRL[asked.trainer]
     forward = compat.fused_forward(base, ("log_probs", "entropy", *outputs))
-    return MicroStep(asked, {**batch, **({"fused_lm_head": True} if forward is not None else {})}, loss, forward)
+    return MicroStep({**batch, **({"fused_lm_head": True} if forward is not None else {})}, loss, forward)
 
 
 def _inputs(asked: Question, base: Any) -> dict[str, Any]:

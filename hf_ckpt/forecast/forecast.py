@@ -15,10 +15,9 @@ from hf_ckpt.costs.costs import Costs, timeline, with_offloading
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast import words
 from hf_ckpt.forecast.answer import Forecast, Row
-from hf_ckpt.forecast.batches import micro_step
 from hf_ckpt.forecast.devices import device_named, this_device
 from hf_ckpt.forecast.model import ShallowModel, model_of_workload, quantisation_of
-from hf_ckpt.forecast.question import FIELDS, MOST_TOKENS, Question, on_device, question, words_of
+from hf_ckpt.forecast.question import FIELDS, MOST_TOKENS, OF_THE_PLAN, Question, on_device, question, words_of
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.measure.machine import device_memory
 from hf_ckpt.models.blocks import find_blocks, vocabulary_head
@@ -42,13 +41,6 @@ _OF_THE_MODEL = {
     *("dtype", "attention", "architecture"),
 }
 """Fields of `Question` that a live model determines, but a config does not."""
-_OF_THE_PLAN: dict[str, Any] = {
-    **dict.fromkeys(("device", "budget", "host_budget")),
-    "head": "full",
-    "mlp": "full",
-    "max_batch": False,
-}
-"""Fields of `Question` that say nothing of the training, with their defaults."""
 
 
 def predict(
@@ -205,7 +197,7 @@ class Forecaster:
         answer = words.headline(peak, limit, self.device, tokens_per_second, asked.ranks)
         assumed = words.assumed(asked, model, self.device, limit)
         sizes = {"budget_bytes": limit, "peak_bytes": peak, "floor_bytes": floor}
-        training = dataclasses.replace(asked, **_OF_THE_PLAN)
+        training = dataclasses.replace(asked, **OF_THE_PLAN)
         return {"answer": answer, "assumed": assumed, "workload": training, "device": self.device.name, **sizes}
 
     def _planned(self, name: str, changes: dict[str, Any]) -> Row | None:
@@ -287,7 +279,7 @@ class Forecaster:
     def _model(self, asked: Question) -> ShallowModel:
         # What a shallow model depends on: the training without its sizes.
         sizes: dict[str, Any] = {"batch": 1, "tokens": 1, "target_tokens": None, "accumulation": 1, "padded": False}
-        key = dataclasses.replace(asked, **_OF_THE_PLAN, optimizer="adamw", **sizes)
+        key = dataclasses.replace(asked, **OF_THE_PLAN, optimizer="adamw", **sizes)
         if key not in self._models:
             self._models[key] = model_of_workload(asked, self._config, live=self._live)
         return self._models[key]
@@ -302,12 +294,12 @@ class Forecaster:
 
         Raises `HfCkptError` for a model that does not run on fake tensors.
         """
-        key = dataclasses.replace(asked, **_OF_THE_PLAN), head, mlp
+        key = dataclasses.replace(asked, **OF_THE_PLAN), head, mlp
         if key in self._costs:
             return self._costs[key]
         self._tell(f"measuring steps with {asked.batch} x {asked.tokens} tokens, on fake tensors")
         model = self._model(asked)
-        costs = costs_of_model(model, micro_step(asked, model.base), self.device, head=head, mlp=mlp)
+        costs = costs_of_model(model, asked, self.device, head=head, mlp=mlp)
         notes = tuple(_notes_of(costs, model, asked))
         if asked.ranks > 1 and not asked.sharded:  # DDP copies gradients into buckets of the same size, and keeps these
             static = dataclasses.replace(costs.static, buffers=costs.static.buffers + costs.static.gradients)

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,10 @@ class Stack:
 
     container: str
     """Qualified name of the list that holds its blocks."""
-    owner: str
-    """Qualified name of the module whose forward runs them."""
     blocks: tuple[Block, ...]
     """The blocks of the real model."""
-    places: tuple[int, ...]
-    """The indices of the real blocks that the shallow model has, in order."""
     like: tuple[int, ...]
-    """For each real block, the position in `places` of the block that stands for it."""
-    types: tuple[str | None, ...]
-    """The entries of `layer_types` in the config for `places`; None for a config without such a list."""
+    """For each of them, the position in the shallow model's list of the block that stands for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +61,6 @@ class ShallowModel:
     """The mode that its tensors belong to."""
     base: compat.PreTrainedModel
     """The model."""
-    family: str
-    """The family row by which its blocks were found, or `generic`."""
     stacks: tuple[Stack, ...]
     outside: Tensors
     """The parameters outside the blocks."""
@@ -78,11 +70,6 @@ class ShallowModel:
     """Bytes of all buffers of the real model."""
     measured: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """The steps that `run` has measured on it."""
-
-    @property
-    def name(self) -> str:
-        """Class name of the model."""
-        return type(self.base).__name__
 
     @property
     def tensors(self) -> Tensors:
@@ -119,8 +106,7 @@ def model_of_workload(workload: Question, config: Any = None, live: nn.Module | 
         model = _make(config, workload, None if base is None else compat.plain_class(base))
         if live is not None:
             model = _like_live(model, live, base)
-        stacks = _stacks(model)
-        _cut(model, stacks)  # before adapters, which are slow to add
+        stacks = _cut(model)  # before adapters, which are slow to add
         if live is None:
             model = _prepared(model, workload)
     return _on_fakes(model, stacks)
@@ -153,11 +139,15 @@ def _like_live(made: nn.Module, live: nn.Module, base: Any) -> nn.Module:
     return made
 
 
-def _stacks(model: nn.Module) -> tuple[Stack, ...]:
-    """The stacks of a model with all its blocks. Blocks of one kind need the same memory and time."""
+def _cut(model: nn.Module) -> tuple[Stack, ...]:
+    """Leave only the first and the last block of each stack in a model, and two of each kind between them.
+
+    Blocks of one kind need the same memory and time. There are two, because what runs beside the first of two alike may
+    differ; the second stands for all others.
+    """
     found = find_blocks(model)
-    frozen = set(frozen_prefix(model, found))
-    names = {id(module): name for name, module in plain_modules(found.base)}
+    frozen = frozen_prefix(model, found)
+    lists: Any = dict(plain_modules(found.base))
     stacks = []
     for stack, owner in zip(dict.fromkeys(block.stack for block in found.blocks), found.owners, strict=True):
         blocks = tuple(block for block in found.blocks if block.stack == stack)
@@ -167,58 +157,37 @@ def _stacks(model: nn.Module) -> tuple[Stack, ...]:
                 f"{found.model} cannot be planned for, because its block {blocks[0].name!r} stands in no list of "
                 "blocks. `selective`, `full` and other policies need no plan."
             )
-        types = compat.layer_types(getattr(owner, "config", found.base.config))
-        types = types if types is not None and len(types) == len(blocks) else [None] * len(blocks)  # type: ignore[list-item]
-        modules = [found.modules[block.name] for block in blocks]
+        config: Any = getattr(owner, "config", found.base.config)
+        types = compat.layer_types(config) or []
+        types = types if len(types) == len(blocks) else []
         kinds = [
-            (_look_of(module), layer, block.name in frozen, block.index if _has_strides(module) else None)
-            for block, layer, module in zip(blocks, types, modules, strict=True)
+            (_look_of(found.modules[block.name], place), types[place:][:1], block.name in frozen)
+            for place, block in enumerate(blocks)
         ]
-        places, like = _representatives(kinds)
-        chosen = tuple(types[place] for place in places)
-        stacks.append(Stack(container, names[id(owner)], blocks, places, like, chosen))
+        places, like = [0], [0]
+        for place, kind in list(enumerate(kinds))[1:]:
+            alike = [other for other in places[1:] if kinds[other] == kind]
+            is_new = place == len(kinds) - 1 or len(alike) < 2
+            places += [place] if is_new else []
+            like.append(len(places) - 1 if is_new else places.index(alike[1]))
+        kept = [lists[container][place] for place in places]
+        lists[container]._modules.clear()
+        lists[container].extend(kept)
+        if types:
+            compat.set_layer_types(config, [types[place] for place in places])
+        for key in depth_keys(config, stack):
+            with contextlib.suppress(NotImplementedError):  # derived from others, such as ProphetNet's
+                config.update({key: len(places)})
+        stacks.append(Stack(container, blocks, tuple(like)))
     return tuple(stacks)
 
 
-def _look_of(block: nn.Module) -> str:
+def _look_of(block: nn.Module, place: int) -> str:
+    """What blocks of one kind have in common. What follows a block with strides is smaller than its input, so each of
+    these is of its own kind."""
     parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
-    return repr((parameters, [type(part).__name__ for part in block.modules()]))
-
-
-def _has_strides(block: nn.Module) -> bool:
-    """Whether what follows a block is smaller than its input, so that the next block like it needs less."""
-    return any(max(module.stride) > 1 for module in block.modules() if isinstance(module, (nn.Conv1d, nn.Conv2d)))
-
-
-def _representatives(kinds: Sequence[object]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Choose the blocks of the shallow model: (`Stack.places`, `Stack.like`).
-
-    The first and the last block differ from those between them, whatever their kinds. Of each kind between them there
-    are two, because what runs beside the first of two alike may differ.
-    """
-    members: dict[object, list[int]] = {}
-    for place, kind in list(enumerate(kinds))[1:-1]:
-        members.setdefault(kind, []).append(place)
-    if not members:
-        return tuple(range(len(kinds))), tuple(range(len(kinds)))
-    places = [0, *(place for group in members.values() for place in group[:2]), len(kinds) - 1]
-    like = [places.index(place if place in places else members[kinds[place]][1]) for place in range(len(kinds))]
-    return tuple(places), tuple(like)
-
-
-def _cut(model: nn.Module, stacks: Sequence[Stack]) -> None:
-    """Leave only the blocks of `Stack.places` in a model, and say so in its config."""
-    modules = dict(plain_modules(base_model(model)))
-    for stack in stacks:
-        container: Any = modules[stack.container]
-        kept = [container[place] for place in stack.places]
-        container._modules.clear()
-        container.extend(kept)
-        config: Any = getattr(modules[stack.owner], "config", base_model(model).config)
-        compat.set_layer_types(config, stack.types)
-        for key in depth_keys(config, stack.blocks[0].stack):
-            with contextlib.suppress(NotImplementedError):  # derived from others, such as ProphetNet's
-                config.update({key: len(stack.places)})
+    strides = [max(part.stride) > 1 for part in block.modules() if isinstance(part, (nn.Conv1d, nn.Conv2d))]
+    return repr((parameters, [type(part).__name__ for part in block.modules()], place if any(strides) else None))
 
 
 def _on_fakes(model: nn.Module, stacks: tuple[Stack, ...]) -> ShallowModel:
@@ -250,7 +219,7 @@ def _on_fakes(model: nn.Module, stacks: tuple[Stack, ...]) -> ShallowModel:
         inside += [_sizes(container[place].parameters()) for place in stack.like]
         buffers += sum(_buffer_bytes(container[place].buffers()) for place in stack.like)
     outside = _sizes(parameter for parameter in model.parameters() if id(parameter) not in rest)
-    return ShallowModel(fake, found.base, found.family, stacks, outside, tuple(inside), buffers)
+    return ShallowModel(fake, found.base, stacks, outside, tuple(inside), buffers)
 
 
 def _sizes(parameters: Iterable[nn.Parameter]) -> Tensors:

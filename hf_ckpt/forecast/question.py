@@ -202,6 +202,10 @@ class Question:
 
 FIELDS = {field.name: field for field in dataclasses.fields(Question)}
 """Every field of a question by its name."""
+OF_THE_PLAN: dict[str, Any] = {
+    name: FIELDS[name].default for name in ("device", "budget", "host_budget", "head", "mlp", "max_batch")
+}
+"""Fields that say nothing of the training, with their defaults."""
 
 
 def question(fields: Mapping[str, Any]) -> Question:

@@ -24,11 +24,12 @@ from hf_ckpt.attach.boundaries import Boundaries
 from hf_ckpt.costs.costs import Costs, StackEnd, Static, costs_of_step
 from hf_ckpt.costs.steps import Change, Part, Step
 from hf_ckpt.engines.tiles import standing_for
-from hf_ckpt.errors import HfCkptError, InPlaceError
-from hf_ckpt.forecast.batches import MicroStep
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.forecast.batches import DTYPES, MicroStep, micro_step
 from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.model import ShallowModel, nbytes
 from hf_ckpt.forecast.optimizers import optimizer_bytes
+from hf_ckpt.forecast.question import OF_THE_PLAN, Question
 from hf_ckpt.forecast.ranks import Sharding, pass_inputs
 from hf_ckpt.measure.fakes import FakeMeter
 from hf_ckpt.measure.levels import Level, Levels, part_of, step_of
@@ -64,7 +65,7 @@ class _Measured:
 
 def costs_of_model(
     model: ShallowModel,
-    step: MicroStep,
+    asked: Question,
     device: Device,
     *,
     head: int | str = "full",
@@ -74,7 +75,7 @@ def costs_of_model(
 
     Args:
         model: a shallow model.
-        step: the micro-step to run.
+        asked: the training.
         device: its row gives the time of operations.
         head: how the head runs, as in `Plan.head`.
         mlp: how the feed-forward of each block runs, as in `Plan.mlp`.
@@ -82,17 +83,18 @@ def costs_of_model(
     Raises `HfCkptError` if the model does not run on fake tensors, or if a step calls a block twice.
     """
     actions = (*(action for action in candidates() if action != FULL), FULL)
-    sharding = Sharding(model, step.asked) if step.asked.sharded else None
-    static = _static(model, step, device, None if sharding is None else sharding.element_bytes)
-    plain = _measure(model, step, device, FULL, "full", mlp)
-    whole = plain if head == "full" else _measure(model, step, device, FULL, head, mlp)
+    sharding = Sharding(model, asked) if asked.sharded else None
+    step = micro_step(asked, model.base)
+    static = _static(model, asked, step.batch, device)
+    plain = _measure(model, asked, step, device, FULL, "full", mlp)
+    whole = plain if head == "full" else _measure(model, asked, step, device, FULL, head, mlp)
     deep, like = _at_real_depth(model, whole)
     kinds = {block: number for number, block in enumerate(dict.fromkeys(like.values()))}
     changes: dict[tuple[int, Action], Change] = {}
     ratios: dict[tuple[int, Action], float] = {}
     steps = {FULL: whole}
     for action in actions[:-1]:
-        other = steps[action] = _measure(model, step, device, action, "full", mlp)
+        other = steps[action] = _measure(model, asked, step, device, action, "full", mlp)
         for block, number in kinds.items():
             change = _change(plain, other, block)
             if change is not None:
@@ -107,6 +109,7 @@ def costs_of_model(
     forward = Part(forward.peak + freed, forward.net + freed + sum(whole.freed.values()), spent)
     if sharding is not None:
         deep, static, backward = sharding.step(deep), sharding.static(static), sharding.head(backward)
+    found = find_blocks(model.base)
     named = {block.name: block for stack in model.stacks for block in stack.blocks}
     costs = costs_of_step(
         deep,
@@ -120,34 +123,35 @@ def costs_of_model(
     )
     return dataclasses.replace(
         costs,
-        family=model.family,
-        model=model.name,
-        tokens=step.tokens,
+        family=found.family,
+        model=found.model,
+        tokens=asked.rows * max(asked.tokens, asked.target_tokens or 0) if "input_ids" in step.batch else 0,
         head_tokens=head,
         mlp_tokens=mlp,
         head=(forward, backward),
         static=static,
         blocks=tuple(named.values()),
-        accumulation=step.asked.accumulation,
+        accumulation=asked.accumulation,
         optimizer_nanoseconds=device.nanoseconds(0, 2 * static.optimizer + 3 * static.gradients, 4),
     )
 
 
-def _static(model: ShallowModel, step: MicroStep, device: Device, element_bytes: int | None) -> Static:
-    """What is alive at every moment. An element of the optimizer's parameters has `element_bytes`, or its own size."""
-    tensors = [(shape, element_bytes or size, trained) for shape, size, trained in model.tensors]
-    state, temporary = optimizer_bytes(tensors, step.asked.optimizer, on_cpu=device.name == "cpu")
+def _static(model: ShallowModel, asked: Question, batch: Mapping[str, Any], device: Device) -> Static:
+    """What is alive at every moment, before weights are split over ranks."""
+    size = DTYPES[asked.dtype].itemsize  # of shards, which have the type of the weights
+    tensors = [(shape, size if asked.sharded else own, trained) for shape, own, trained in model.tensors]
+    state, temporary = optimizer_bytes(tensors, asked.optimizer, on_cpu=device.name == "cpu")
     # A second model as large as the first, with a copy in autocast's type that is alive during the forward.
-    reference = nbytes(model.tensors) if step.asked.reference == "model" else 0
-    if reference and step.autocast is not None:
-        size = step.autocast.itemsize
-        reference += sum(math.prod(shape) * size for shape, own, _ in model.tensors if own > 2)
+    reference = nbytes(model.tensors) if asked.reference == "model" else 0
+    if reference and asked.autocast_name:
+        copied = DTYPES[asked.autocast_name].itemsize
+        reference += sum(math.prod(shape) * copied for shape, own, _ in model.tensors if own > 2)
     return Static(
         parameters=nbytes(model.tensors) + reference,
         buffers=model.buffer_bytes,
         optimizer=state,
         gradients=nbytes(tensor for tensor in model.tensors if tensor[2]),
-        batch=sum(value.nbytes for value in step.batch.values() if isinstance(value, torch.Tensor)),
+        batch=sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor)),
         step_bytes=temporary,
     )
 
@@ -156,10 +160,16 @@ def _static(model: ShallowModel, step: MicroStep, device: Device, element_bytes:
 
 
 def _measure(
-    model: ShallowModel, step: MicroStep, device: Device, action: Action, head: int | str, mlp: int | str
+    model: ShallowModel,
+    asked: Question,
+    step: MicroStep,
+    device: Device,
+    action: Action,
+    head: int | str,
+    mlp: int | str,
 ) -> _Measured:
     """Measure one micro-step of the shallow model with all blocks under one action; once for each."""
-    key = step.key, device, action, head, mlp
+    key = dataclasses.replace(asked, **OF_THE_PLAN, optimizer="adamw"), device, action, head, mlp
     if key in model.measured:
         found: _Measured = model.measured[key]
         return found
@@ -169,13 +179,8 @@ def _measure(
     kernels = contextlib.nullcontext() if device.name == "cpu" else compat.accelerator_kernels()
     try:
         with trial(base, plan), kernels, model.fake, compat.fake_values_count(), compat.any_type_in_grouped_products():
-            model.measured[key] = measured = _run(base, blocks.modules, step, device)
+            model.measured[key] = measured = _run(base, blocks.modules, asked, step, device)
             return measured
-    except InPlaceError as error:
-        raise HfCkptError(
-            f"{model.name} cannot be planned for, because its blocks work in place on their hidden states. "
-            "`full` and `selective` need no plan."
-        ) from error
     except HfCkptError:
         raise
     except Exception as error:
@@ -185,27 +190,28 @@ def _measure(
                 f"how large its tensors are depends on their values ({error}). If that is how tokens find their "
                 'experts, load the model with experts_implementation="grouped_mm" or "batched_mm"'
             )
-        raise HfCkptError(
-            f"{model.name} cannot be planned for, because {reason}. `selective`, `full` and other policies need no "
-            "plan."
-        ) from error
+        raise HfCkptError(f"{blocks.model} cannot be planned for, because {reason}. Other policies work.") from error
     finally:
         for parameter in base.parameters():
             parameter.grad = None
 
 
-def _run(model: nn.Module, modules: Mapping[str, nn.Module], step: MicroStep, device: Device) -> _Measured:
+def _run(
+    model: nn.Module, modules: Mapping[str, nn.Module], asked: Question, step: MicroStep, device: Device
+) -> _Measured:
     inputs: dict[str, Any] = {
         name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
         for name, value in step.batch.items()
     }
     if compat.wants_use_cache(model):
         inputs["use_cache"] = False
-    if step.asked.accumulation > 1:  # the largest micro-step adds to the gradients of earlier ones
+    if asked.accumulation > 1:  # the largest micro-step adds to the gradients of earlier ones
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    meter = FakeMeter(device.nanoseconds, model, inputs, padded=step.padded, casts=device.name == "cpu")
+    padded = asked.padded or (asked.packing and not asked.attention.startswith("flash_attention"))
+    meter = FakeMeter(device.nanoseconds, model, inputs, padded=padded, casts=device.name == "cpu")
     levels = Levels(meter)
+    autocast = DTYPES[asked.autocast_name] if asked.autocast_name else None
     called: set[str] = set()
 
     def mark(what: str, block: str = "", has_graph: bool = True) -> None:
@@ -230,7 +236,7 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], step: MicroStep, de
     for name, module in modules.items():
         if name.endswith(".0"):
             handles.append(module.register_forward_pre_hook(note_input, with_kwargs=True))
-        if step.asked.sharded:
+        if asked.sharded:
             handles.append(module.register_forward_pre_hook(pass_inputs, with_kwargs=True))
     boundaries = Boundaries(modules, mark)
     if step.forward is not None:
@@ -241,8 +247,8 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], step: MicroStep, de
             around.enter_context(meter)
             meter.part = "before"
             mark("begin")
-            with torch.autocast("cpu", dtype=step.autocast, enabled=step.autocast is not None):
-                loss, reference = _loss(model, inputs, step, meter)
+            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+                loss, reference = _loss(model, inputs, asked, step, meter)
                 meter.part = "exit"
             meter.part = meter.next_part = None
             mark("loss")
@@ -255,13 +261,15 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], step: MicroStep, de
     return _measured(levels.levels(), meter.freed, reference, type(model).__name__)
 
 
-def _loss(model: nn.Module, inputs: Mapping[str, Any], step: MicroStep, meter: FakeMeter) -> tuple[torch.Tensor, float]:
+def _loss(
+    model: nn.Module, inputs: Mapping[str, Any], asked: Question, step: MicroStep, meter: FakeMeter
+) -> tuple[torch.Tensor, float]:
     """The loss, and `_Measured.reference`. As in a Trainer, the outputs are freed before the backward."""
     stamps, held = [meter.stamp()], None
     outputs = model(**inputs)
     stamps.append(meter.stamp())
-    if step.asked.reference is not None:
-        off = compat.adapters_off(model) if step.asked.reference == "adapters-off" else contextlib.nullcontext()
+    if asked.reference is not None:
+        off = compat.adapters_off(model) if asked.reference == "adapters-off" else contextlib.nullcontext()
         with torch.no_grad(), off:
             held = model(**inputs)
     begun, forwarded, ended = *stamps, meter.stamp()

@@ -11,7 +11,6 @@ from helpers.steps import assert_near, assert_same, enable, step
 import hf_ckpt
 from hf_ckpt.attach.record import installation
 from hf_ckpt.costs.costs import step_nanoseconds
-from hf_ckpt.forecast.batches import MicroStep
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.forecast.model import model_of_workload
 from hf_ckpt.forecast.question import Question
@@ -35,13 +34,13 @@ def test_times_count_what_runs_again():
 
     Without chunks, torch ends the recomputation of a block before that product.
     """
-    batch, flops = tiny_batch("llama", **SHAPE), {}
+    flops = {}
     rates = {"flops16": 1e9 / 0.6, "flops32": 1e9 / 0.6, "bandwidth": 1e30, "launch_nanoseconds": 0}
     device = dataclasses.replace(H100, **rates)  # a floating-point operation takes a nanosecond, all else nothing
     for mlp in ("full", 100):
         costs = costs_of_model(
             model_of_workload(Question("tiny"), live=model_of()),
-            MicroStep(Question("tiny", optimizer="sgd"), batch),
+            Question("tiny", **SHAPE, optimizer="sgd"),
             device,
             mlp=mlp,
         )
