@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,11 @@ WRONG_WORDS = (
     ("check --spec policy=nonsense", "did you mean 'none'"),
     ("app ./gpt2 --host 0.0.0.0", "files of this machine are not read here"),
     ("hf_ckpt --spec policy=nonsense script.py", "did you mean 'none'"),
+    ("hf_ckpt --spec no/such/file.yaml script.py", "cannot read 'no/such/file.yaml'"),
+    ("hf_ckpt --spec {broken script.py", "not valid JSON"),
+    ("hf_ckpt --spec 'policy=full policy=none' script.py", "`policy` is given twice"),
+    ("hf_ckpt --spec '[1, 2]' script.py", "cannot read '[1, 2]'"),
+    ("hf_ckpt --spec '' script.py", "cannot read '.'"),
 )
 
 ALL_IN_ONE = """
@@ -48,7 +54,7 @@ print(json.dumps([codes, sorted({"torch", "transformers", "numpy"} & set(sys.mod
 
 def test_wrong_words_are_refused_before_torch_is_imported(tmp_path):
     (tmp_path / "script.py").write_text("raise SystemExit('the script ran')\n")
-    words = [text.split() for text, _ in WRONG_WORDS]
+    words = [shlex.split(text) for text, _ in WRONG_WORDS]
     done = python("-c", ALL_IN_ONE, json.dumps(words), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     codes, imported = json.loads(done.stdout)
@@ -60,9 +66,9 @@ def test_wrong_words_are_refused_before_torch_is_imported(tmp_path):
     assert os.listdir(tmp_path) == ["script.py"]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["check", "--help"]])
+@pytest.mark.parametrize("words", ["--help", "check --help"])
 def test_help_does_not_import_torch(words, tmp_path):
-    done = python("-X", "importtime", "-m", "hf_ckpt.cli.main", *words, cwd=tmp_path)
+    done = python("-X", "importtime", "-m", "hf_ckpt.cli.main", *words.split(), cwd=tmp_path)
     assert "hf-ckpt" in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "hf_ckpt.errors" in imported
@@ -73,44 +79,35 @@ def test_help_does_not_import_torch(words, tmp_path):
 @pytest.mark.parametrize(
     ("words", "models"),
     [
-        (["--spec", "layers=0,-1", "--bf16"], ["llama", "gpt2", "bert", "t5"]),
-        (["--spec", "head=4"], ["llama", "gpt2", "t5"]),  # BERT's head is no projection onto a vocabulary
-        (["--spec", '{"layers": {"decoder": "0"}}'], ["llama", "gpt2", "t5"]),
-        (["--spec", "mlp=7"], ["llama", "gpt2", "bert", "t5"]),
+        ("--spec layers=0,-1 --bf16", "llama gpt2 bert t5"),
+        ("--spec head=4", "llama gpt2 t5"),  # BERT's head is no projection onto a vocabulary
+        ('--spec {"layers":{"decoder":"0"}}', "llama gpt2 t5"),
+        ("--spec mlp=7", "llama gpt2 bert t5"),
     ],
 )
 def test_check_of_every_family(words, models, capsys):
-    assert main(["check", *words, "--json", "--tokens", "8"]) == 0
+    assert main(["check", *words.split(), "--json", "--tokens", "8"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["model"] for row in rows] == [f"{model} (random)" for model in models]
+    assert [row["model"] for row in rows] == [f"{model} (random)" for model in models.split()]
     assert all(row["ok"] for row in rows)
 
 
-def test_check_fails_with_exit_code_1_when_nothing_is_recomputed(capsys, monkeypatch):
+def test_check_of_saved_models_and_what_it_cannot_check(tmp_path, capsys, monkeypatch):
+    for family in ("llama", "bert", "t5"):
+        tiny_model(family, layers=2, dropout=0.1).save_pretrained(tmp_path)
+        assert main(["check", str(tmp_path), "--tokens", "8"]) == 0
+        assert "bit-equal" in capsys.readouterr().out
+    for words, said in (
+        ("no/such/model", "cannot load a model from 'no/such/model'"),
+        ("--spec layers=99", "not checked on llama (random)"),
+    ):
+        assert main(["check", *words.split()]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert "Traceback" not in error
     monkeypatch.setattr(full.FullRegion, "_checkpoint", lambda self, fn, *args: fn(*args))
-    assert main(["check"]) == 1
+    assert main(["check", str(tmp_path)]) == 1
     assert "planned but not recomputed" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
-def test_check_a_saved_model(family, tmp_path, capsys):
-    tiny_model(family, layers=2, dropout=0.1).save_pretrained(tmp_path)
-    assert main(["check", str(tmp_path), "--tokens", "8"]) == 0
-    assert "bit-equal" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["no/such/model"], "cannot load a model from 'no/such/model'"),
-        (["--spec", "layers=99"], "not checked on llama (random)"),
-    ],
-)
-def test_what_cannot_be_checked_is_one_message(words, said, capsys):
-    assert main(["check", *words]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert "Traceback" not in error
 
 
 @pytest.mark.long

@@ -63,17 +63,7 @@ def test_a_script_sees_what_it_sees_under_python(folder: Path, script: list[str]
 @pytest.mark.long
 @pytest.mark.compat
 def test_a_trainer_script_is_hooked_by_its_own_command_line(tmp_path: Path) -> None:
-    options = [
-        "--output_dir",
-        tmp_path,
-        "--max_steps",
-        "2",
-        "--use_cpu",
-        "--save_strategy",
-        "no",
-        "--report_to",
-        "none",
-    ]
+    options = f"--output_dir {tmp_path} --max_steps 2 --use_cpu --save_strategy no --report_to none".split()
     asked = ["--gradient_checkpointing", "--gradient_checkpointing_kwargs", '{"policy": "full", "layers": "0,-1"}']
     done = python("-m", "hf_ckpt", SCRIPTS / "trainer_script.py", *options, *asked, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -110,13 +100,11 @@ json.dump([losses, recomputed], open("found.json", "w"))
 """
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        "GPT2LMHeadModel(config)",
-        "(GPT2LMHeadModel(config).save_pretrained('m'), AutoModelForCausalLM.from_pretrained('m').train())[1]",
-    ],
-)
+MODEL = "GPT2LMHeadModel(config)"
+SAVED = f"({MODEL}.save_pretrained('m'), AutoModelForCausalLM.from_pretrained('m').train())[1]"
+
+
+@pytest.mark.parametrize("build", [MODEL, SAVED])
 def test_a_hand_written_loop_is_checkpointed_by_spec(in_process: Path, caplog: Any, build: str) -> None:
     """A user-written loop that never enables checkpointing is checkpointed by `--spec`; dropout is GPT-2's default."""
     (in_process / "loop.py").write_text(LOOP.replace("BUILD", build))
@@ -132,8 +120,8 @@ def test_a_hand_written_loop_is_checkpointed_by_spec(in_process: Path, caplog: A
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        ("GPT2LMHeadModel(config).eval()", "GPT2LMHeadModel ran with gradients in eval mode"),
-        ("__import__('sys').exit()", "no Hugging Face model with trainable parameters ran forward in train mode"),
+        (f"{MODEL}.eval()", "GPT2LMHeadModel ran with gradients in eval mode"),
+        ("sys.exit()", "no Hugging Face model with trainable parameters ran forward in train mode"),
     ],
 )
 def test_a_spec_that_no_model_got_is_told_with_advice_that_fits(
@@ -144,17 +132,6 @@ def test_a_spec_that_no_model_got_is_told_with_advice_that_fits(
         main(["--spec", "policy=full", "loop.py"])
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("hf_ckpt")]
     assert line.startswith(f"checkpointing was enabled on no model: {said}")
-
-
-@pytest.mark.parametrize(
-    "spec", ["no/such/file.yaml", "{broken", "policy=ful", "policy=full policy=none", "[1, 2]", ""]
-)
-def test_no_form_of_bad_spec_runs_the_script(in_process: Path, capsys: Any, spec: str) -> None:
-    assert main(["--spec", spec, "scripts/probe.py", "result"]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("hf_ckpt: ")
-    assert "Traceback" not in message
-    assert not (in_process / "result").exists()
 
 
 @pytest.mark.parametrize("ending", ["", "sys.exit()", "sys.exit(0)", "sys.exit(7)", "raise ValueError"])

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 import transformers
 import yaml
-from helpers.planned import live_peak, model_of, saved_config, without_state
+from helpers.planned import live_peak, model_of, without_state
 from helpers.sparing import sparing
 from helpers.steps import assert_same, enable, step
 
@@ -125,11 +125,11 @@ ANSWERS = [
         "per_device_train_batch_size",
     ),
     (
-        "--config factory.yaml --device 4090 --budget 3MiB",
+        "--config factory.yaml --batch 3 --device 4090 --budget 2300KiB",
         "Fits: {peak} of 23.5 GiB on an RTX 4090, {speed} tokens a second.",
-        "LoRA r=8 on every linear layer, weights bfloat16, autocast bfloat16, adamw_torch_fused, batch 4 x 128 tokens, "
-        "sdpa; RTX 4090, budget 3.00 MiB",
-        {"cutoff_len": 128, "lora_rank": 8, "disable_gradient_checkpointing": True},
+        "LoRA r=8 on every linear layer, weights bfloat16, autocast bfloat16, adamw_torch_fused, batch 3 x 128 tokens, "
+        "sdpa; RTX 4090, budget 2.25 MiB",
+        {"per_device_train_batch_size": 3, "cutoff_len": 128, "lora_rank": 8, "disable_gradient_checkpointing": True},
         "python -m hf_ckpt --spec",
         '"gradient_checkpointing',
     ),
@@ -209,35 +209,27 @@ def test_options_in_the_table_give_the_plan_of_their_row(options, part, headings
             hf_ckpt.predict("mini-gpt2", 2 * batch, **sizes)
 
 
-def test_a_saved_plan_is_installed_on_the_model(tmp_path):
+def test_a_saved_plan_is_installed_on_the_model(plan, tmp_path):
     """A plan made from a config fits the model of that config and has its predicted effect."""
     path = tmp_path / "plan.yaml"
-    words = f"plan {saved_config(tmp_path)} --seq 128 --batch 4 --dtype float32 --optimizer sgd --device cpu".split()
-    assert main([*words, "--budget", "3500KiB", "--out", str(path)]) == 0
+    plan(f". --batch 4 --seq 128 --dtype float32 --optimizer sgd --device cpu --budget 3500KiB --out {path}")
     result = hf_ckpt.verify(
-        tiny_model("llama", layers=6), tiny_batch("llama", batch=4, tokens=128), {"plan": str(path)}
+        tiny_model("llama", layers=2), tiny_batch("llama", batch=4, tokens=128), {"plan": str(path)}
     )
     assert result, result
     assert sum(result.recomputed.values()) > 0
 
 
-def cookbook():
-    found = importlib.util.spec_from_file_location("cookbook", ROOT / "tests" / "scripts" / "cookbook.py")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-QUESTIONS = cookbook().QUESTIONS
+BOOK = runpy.run_path(str(ROOT / "tests" / "scripts" / "cookbook.py"))
 
 
 @pytest.mark.slow
-@sparing("name", list(QUESTIONS), "BERT-large with 512 tokens, a classifier, on 8 GB")
+@sparing("name", list(BOOK["QUESTIONS"]), "BERT-large with 512 tokens, a classifier, on 8 GB")
 def test_answers_of_the_cookbook_are_those_of_the_commands(name, monkeypatch):
     """The cookbook shows the commands' current answers; `python tests/scripts/cookbook.py` rewrites it."""
     monkeypatch.chdir(ROOT)
-    book = cookbook()
-    section = book.section(name, QUESTIONS[name], book.answer_of(QUESTIONS[name]))
+    command = BOOK["QUESTIONS"][name]
+    section = BOOK["section"](name, command, BOOK["answer_of"](command))
     assert section.strip() in (ROOT / "docs" / "cookbook.md").read_text()
 
 

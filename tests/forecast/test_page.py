@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
+import runpy
 import sys
 from html import unescape
 from pathlib import Path
@@ -14,21 +14,28 @@ import pytest
 import yaml
 
 from hf_ckpt.cli import app, main
+from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.forecast import Forecaster
-from hf_ckpt.forecast.question import Question
 from hf_ckpt.forecast.report import PARTS, budgets_of, figure_of, save_report
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 SPACE = ROOT / "recipes" / "space"
-ASKED = Question("mini-gpt2", batch=8, tokens=512, device="t4", budget="700MiB")
+
+
+def asked_on_page(paths=True, **changes):
+    """The question of the page with these values; other fields are empty."""
+    return app.question_of(*({**dict.fromkeys(app.ASKED, ""), "model": "mini-gpt2", **changes}).values(), paths=paths)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def forecast():
     pytest.importorskip("plotly")
-    return Forecaster(ASKED, frontier=True).forecast()
+    return Forecaster(asked_on_page(batch="8", tokens="512", device="t4", budget="700MiB"), frontier=True).forecast()
 
 
 def test_the_report_has_the_answer_for_every_budget(forecast, tmp_path):
@@ -61,18 +68,42 @@ def test_the_figure_has_the_peak_the_frontier_and_the_plan(forecast):
     assert list(traces["plans for budgets"].y) == sorted(traces["plans for budgets"].y, reverse=True)
 
 
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": "0"}, "Batch: must be a whole number of at least 1"),
+        ({"load_in_4bit": True}, "a base in 4 bits stays frozen"),
+        ({"model": " "}, "a model is needed"),
+        ({"model": __file__, "paths": False}, "files of this machine are not read"),
+        ({"model": "../secret", "paths": False}, "files of this machine are not read"),
+    ],
+)
+def test_wrong_fields_are_refused_in_the_words_of_the_command_line(changes, message):
+    with pytest.raises(HfCkptError, match=message):
+        asked_on_page(**changes)
+
+
+def test_fields_that_are_left_empty_have_their_defaults():
+    assert asked_on_page() == asked_on_page(lora=None, budget="  ", packing=False, device="")
+    typed = asked_on_page(lora="8", load_in_4bit=True, budget=" 20GiB ", trainer="dpo")
+    assert (typed.lora, typed.load_in_4bit, typed.budget, typed.trainer) == (8, True, 20 * GIB, "dpo")
+    assert (typed.batch, typed.dtype, typed.device) == (1, "bfloat16", None)
+
+
 def test_the_page_answers_moves_and_refuses():
     """The callbacks of the page: a plan for its first question, another budget, no plan, and a wrong field."""
     gradio = pytest.importorskip("gradio")
     page = app.build("mini-gpt2")
     plan, _, move = (function for function in page.fns.values())
     values = [page.blocks[field._id].value for field in plan.inputs]
-    assert app.question_of(*values) == Question("mini-gpt2", 16, 1024, device="4080")
+    assert app.question_of(*values) == asked_on_page(batch="16", tokens="1024", device="4080")
 
     def parts(function, *inputs):
-        return dict(
-            zip([getattr(part, "elem_id", None) for part in function.outputs], function.fn(*inputs), strict=True)
-        )
+        names = [getattr(part, "elem_id", None) for part in function.outputs]
+        return dict(zip(names, function.fn(*inputs), strict=True))
 
     first = parts(plan, *values)
     assert first["hf-answer"].startswith("## Fits: ")
@@ -91,29 +122,19 @@ def test_the_page_answers_moves_and_refuses():
         plan.fn(*values[:budget], "lots", *values[budget + 1 :])
 
 
-@pytest.mark.parametrize(
-    ("host", "paths"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False), ("x", False)]
-)
-def test_a_page_that_other_machines_reach_reads_no_files(host, paths, monkeypatch):
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "x"])
+def test_a_page_that_other_machines_reach_reads_no_files(host, monkeypatch):
     built, page = [], SimpleNamespace(launch=lambda **_: None)
     monkeypatch.setattr(app, "build", lambda model, *, paths: built.append(paths) or page)
     assert app.run(argparse.Namespace(model="mini-gpt2", host=host, port=1, open=False)) == 0
-    assert built == [paths]
+    assert built == [host in ("127.0.0.1", "localhost")]
 
 
 @pytest.mark.parametrize(
     ("package", "words", "message"),
     [
-        (
-            "gradio",
-            "app",
-            "hf-ckpt app needs `gradio`, which is not installed. Install it with: pip install gr",
-        ),
-        (
-            "plotly.io",
-            "plan mini-gpt2 --html r.html",
-            "a report in HTML needs `plotly`, which is not installed",
-        ),
+        ("gradio", "app", "hf-ckpt app needs `gradio`, which is not installed. Install it with: pip install gr"),
+        ("plotly.io", "plan mini-gpt2 --html r.html", "a report in HTML needs `plotly`, which is not installed"),
         ("", "plan mini-gpt2 --html r.txt", "must end in .html"),
     ],
 )
@@ -134,7 +155,4 @@ def test_the_space_is_the_app_and_says_what_it_needs():
     assert (SPACE / "requirements.txt").read_text(encoding="utf-8").split("\n") == [*wanted, ""]
     card = yaml.safe_load((SPACE / "README.md").read_text(encoding="utf-8").split("---\n")[1])
     assert (card["sdk"], card["app_file"], card["license"]) == ("gradio", "app.py", project["license"].lower())
-    found = importlib.util.spec_from_file_location("space_app", SPACE / card["app_file"])
-    space = importlib.util.module_from_spec(found)
-    found.loader.exec_module(space)
-    assert isinstance(space.demo, gradio.Blocks)
+    assert isinstance(runpy.run_path(str(SPACE / card["app_file"]))["demo"], gradio.Blocks)

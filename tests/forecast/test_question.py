@@ -1,4 +1,4 @@
-"""The options of `hf-ckpt plan`, the fields of its page, and what is refused."""
+"""The options of `hf-ckpt plan`, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from helpers.planned import model_of
 from helpers.processes import python
 
 import hf_ckpt
-from hf_ckpt.cli import app, main
+from hf_ckpt.cli import main
 from hf_ckpt.cli.arguments import asked_of
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.question import Question, command_of, question
@@ -99,37 +99,6 @@ def test_the_command_to_copy_asks_the_same(options):
 def test_what_cannot_be_asked_or_answered_is_refused(fields, told):
     with pytest.raises(HfCkptError, match=told):
         hf_ckpt.predict(**{"model": "gpt2", "device": "a10", **fields})
-
-
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-
-def asked_on_page(paths=True, **changes):
-    """The question of the page with these values; other fields are empty."""
-    return app.question_of(*({**dict.fromkeys(app.ASKED, ""), "model": "mini-gpt2", **changes}).values(), paths=paths)
-
-
-def test_fields_of_the_page_that_are_left_empty_have_their_defaults():
-    assert asked_on_page() == asked_on_page(lora=None, budget="  ", packing=False, device="")
-    assert command_of(asked_on_page()).startswith(command_of(Question("mini-gpt2")))
-    typed = asked_on_page(lora="8", load_in_4bit=True, budget=" 20GiB ", trainer="dpo")
-    known = {"lora": 8, "load_in_4bit": True, "budget": 20 * 2**30, "trainer": "dpo"}
-    assert {name: getattr(typed, name) for name in known} == known
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch": "0"}, "Batch: must be a whole number of at least 1"),
-        ({"load_in_4bit": True}, "a base in 4 bits stays frozen"),
-        ({"model": " "}, "a model is needed"),
-        ({"model": __file__, "paths": False}, "files of this machine are not read"),
-        ({"model": "../secret", "paths": False}, "files of this machine are not read"),
-    ],
-)
-def test_wrong_fields_are_refused_in_the_words_of_the_command_line(changes, message):
-    with pytest.raises(HfCkptError, match=message):
-        asked_on_page(**changes)
 
 
 def test_a_question_needs_no_torch(tmp_path):

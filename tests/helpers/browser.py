@@ -1,4 +1,4 @@
-"""A headless Chromium: the requests and console messages of a page, and the clipboard."""
+"""A headless Chromium: the requests and console messages of a page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 from selenium import webdriver
 from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
 
 SWITCHES = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
@@ -31,21 +30,12 @@ class Browser:
         self.driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
         self.driver.set_script_timeout(60)
 
-    def open(self, address, width=1280, dark=False):
-        """Load a page in a window of the given width, and clear the logs."""
-        self.driver.switch_to.default_content()
+    def open(self, address):
+        """Load a page in a window of 1,280 x 900 pixels, and clear the logs."""
         self.driver.get_log("performance"), self.driver.get_log("browser")
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        size = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         self.driver.get(address)
-
-    def look_into(self, selector, seconds=60):
-        """Wait for a frame and switch to it; `driver.switch_to.default_content` switches back."""
-        visible = "return document.querySelector(arguments[0])?.checkVisibility()"
-        self.wait(lambda: self.driver.execute_script(visible, selector), seconds)
-        self.driver.switch_to.frame(self.find(selector))
 
     def find(self, selector):
         return self.driver.find_element(By.CSS_SELECTOR, selector)
@@ -67,17 +57,6 @@ class Browser:
             time.sleep(0.05)
         raise AssertionError(f"waited for {seconds} s; the console says {self.driver.get_log('browser')}")
 
-    def slide(self, selector, value):
-        """Move a slider as a user does, and return the milliseconds that the page's own code took."""
-        script = """
-            const slider = document.querySelector(arguments[0]), begin = performance.now();
-            const set = Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, "value").set;
-            set.call(slider, arguments[1]);
-            slider.dispatchEvent(new Event("input", {bubbles: true}));
-            document.body.offsetHeight;
-            return performance.now() - begin;"""
-        return self.driver.execute_script(script, selector, value)
-
     def requested(self):
         """Addresses that the page requested, over HTTP or as files."""
         entries = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
@@ -89,14 +68,3 @@ class Browser:
     def complaints(self):
         """Errors and warnings on the console."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] != "INFO"]
-
-    def too_wide(self):
-        """Whether the page scrolls sideways."""
-        return self.driver.execute_script("return document.documentElement.scrollWidth > innerWidth")
-
-    def clipboard(self):
-        """The clipboard's text, read by pasting it into a temporary field."""
-        make = "const area = document.createElement('textarea'); area.id = 'pasted'; document.body.append(area);"
-        self.driver.execute_script(make)
-        self.find("#pasted").send_keys(Keys.CONTROL, "v")
-        return self.driver.execute_script("const a = document.querySelector('#pasted'); a.remove(); return a.value")

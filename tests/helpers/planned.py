@@ -13,7 +13,6 @@ from hf_ckpt.compat.peft import add_lora
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_model
 
-SIZES = {"batch": 4, "tokens": 128}
 _KEPT: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -50,9 +49,3 @@ def live_peak(model, batch):
         model(**without_cache(model, batch)).loss.backward()
     model.zero_grad(set_to_none=True)
     return live.peak_bytes
-
-
-def saved_config(folder):
-    """The folder, with the saved config of a tiny LLaMA of six blocks."""
-    tiny_model("llama", layers=6).config.to_json_file(folder / "config.json", use_diff=False)
-    return folder

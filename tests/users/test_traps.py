@@ -227,7 +227,7 @@ TRAPS = {
     """,
     53: """files of TRL, axolotl and LLaMA-Factory are read by the wrong rules
         doctor/test_doctor.py::test_the_same_qlora_is_the_same_training_in_each_program
-        doctor/test_doctor.py::test_plan_reads_the_same_file_by_the_same_code
+        forecast/test_answer.py::test_a_question_has_its_answer
     """,
 }
 """Number -> a line with the symptom, then a line for each test or for what is missing."""
