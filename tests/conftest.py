@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.engines import compiled, segments
+from hf_ckpt.engines import compiled
 from hf_ckpt.engines.rebuild import tape
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.measure.levels import CountedLevels
@@ -72,10 +72,9 @@ def no_count_left_on():
 
 @pytest.fixture(autouse=True)
 def no_block_left_open():
-    """Check that ended blocks leave no rebuild tape and no segment open in this thread."""
+    """Check that ended blocks leave no rebuild tape open in this thread."""
     yield
     assert tape.running.tape is None
-    assert segments._open.run is None
 
 
 @pytest.fixture

@@ -31,9 +31,6 @@ class PrivateName:
 _ROWS = (
     # Looked up below `torch`.
     PrivateName(("torch.autograd._get_sequence_nr",), "tells which autograd nodes a block has made"),
-    PrivateName(
-        ("torch.utils.checkpoint._checkpoint_without_reentrant_generator",), "checkpoints a segment of several blocks"
-    ),
     PrivateName(("torch.autograd.Variable._execution_engine",), "tells whether a measured backward came to its end"),
     PrivateName(("torch.utils._pytree",), "finds the tensors in nested inputs and outputs"),
     PrivateName(("torch.utils._python_dispatch",), "sees every operation, to count live bytes and to trace steps"),
@@ -68,8 +65,8 @@ _ROWS = (
             "torch._C._autograd._pop_saved_tensors_default_hooks",
             "torch._C._autograd._push_saved_tensors_default_hooks",
         ),
-        "leaves what runs between the blocks of a segment out of it, and names the block in errors of a recomputation",
-        without="a segment whose last blocks are skipped cannot be recomputed, and errors do not name the block",
+        "names the block in errors of a recomputation",
+        without="errors do not name the block",
     ),
     PrivateName(
         ("torch._C._current_autograd_node",),

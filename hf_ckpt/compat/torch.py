@@ -7,7 +7,7 @@ import functools
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -194,20 +194,6 @@ def is_held_by_hooks(node: Any, name: str) -> bool:
     return saved is not None and getattr(saved, "unpack_hook", True) is not None
 
 
-def suspend_saved_tensor_hooks() -> Callable[[], None]:
-    """Remove the innermost saved-tensor hooks; the returned function restores them.
-
-    If torch cannot tell which they are, nothing is removed.
-    """
-    top = top_saved_tensor_hooks()
-    pop = private("torch._C._autograd._pop_saved_tensors_default_hooks")
-    push = private("torch._C._autograd._push_saved_tensors_default_hooks")
-    if top is None or pop is None or push is None:
-        return lambda: None
-    pop()
-    return functools.partial(push, *top)
-
-
 def rename_checkpoint_errors(named: Callable[[RuntimeError], Exception]) -> None:
     """Replace the errors that the checkpoint around the caller raises in backward: `named` makes another from torch's.
 
@@ -235,22 +221,6 @@ def is_read_twice(error: RuntimeError) -> bool:
 
 next_autograd_sequence_number: Callable[[], int] = private("torch.autograd._get_sequence_nr")
 """Returns the sequence number of this thread's next autograd node; later nodes have larger numbers."""
-
-
-def checkpoint_frame(
-    again: Callable[..., None], args: tuple[Any, ...], *, determinism_check: str
-) -> Generator[None, None, None]:
-    """Return a generator that checkpoints what runs between two `next` calls; backward runs `again(*args)`.
-
-    `torch.utils.checkpoint.checkpoint` (non-reentrant) and torch's composable checkpoint use the same generator, with
-    the same `determinism_check`. Random state is not preserved.
-    """
-    make = private("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
-    early_stop = [True] if "early_stop" in inspect.signature(make).parameters else []  # torch 2.9
-    frame: Generator[None, None, None] = make(
-        again, False, torch.utils.checkpoint.noop_context_fn, determinism_check, False, *early_stop, *args
-    )
-    return frame
 
 
 SEEN_BY_HOOKS: dict[str, Any] = (

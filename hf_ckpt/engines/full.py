@@ -75,8 +75,8 @@ class FullRegion(Region):
         self.refuse_capturing()
         self.forwards += 1
         fn, args = as_given(fn, args)
-        counted = _Counted(fn, self)
-        if self.changes_input is False or not self.may_copy or not _is_plain(args):
+        counted = Counted(fn, self)
+        if self.changes_input is False or not self.may_copy or not is_plain(args):
             return self._with_inputs(counted, args)
         given = _Given(counted, args[0])
         if self.changes_input:
@@ -127,7 +127,7 @@ class FullRegion(Region):
         return {**vars(self), "settings": None}  # they refer to the modules of this block
 
 
-class _Counted:
+class Counted:
     """A block's forward. All calls after the first count as recomputations and run in the state of the first."""
 
     __slots__ = ("fn", "ran", "region", "state")
@@ -165,7 +165,7 @@ def named(block: str, error: RuntimeError) -> RecomputeError:
 class _Given:
     """The forward of a block that may change its hidden states in place; it is recomputed from a copy."""
 
-    def __init__(self, fn: _Counted, hidden: torch.Tensor) -> None:
+    def __init__(self, fn: Counted, hidden: torch.Tensor) -> None:
         self.fn = fn
         self.requires_grad = hidden.requires_grad
         self.hidden: torch.Tensor | None = hidden
@@ -196,7 +196,7 @@ class _Given:
         return self.fn(hidden, *args)
 
 
-def _is_plain(args: tuple[Any, ...]) -> bool:
+def is_plain(args: tuple[Any, ...]) -> bool:
     """Whether the first argument is an ordinary tensor that no saved-tensor hooks of the user would store."""
     hidden = args[0] if args else None
     if type(hidden) is not torch.Tensor or hidden.is_inference() or not hidden.numel():

@@ -1,34 +1,39 @@
-"""`full` over several neighbouring blocks: keep the input of the first one, and recompute all of them in backward.
+"""`full` over several neighbouring blocks: of the inputs of these blocks, only the first one is kept.
 
-The model runs its blocks one by one, so a segment opens at its first block and closes at its last, or at the end of the
-stack. It records the arguments of each block. Backward runs the blocks again one after another, each on the output of
-the previous one. Chen et al., 2016, https://arxiv.org/abs/1604.06174
+The blocks of a segment are checkpointed one by one, as under `full`, but save no inputs of their own. When backward
+reaches a segment, it first runs its blocks once and saves their inputs only. Then it recomputes each block, the last
+one first, and frees its input. So a step has one more forward, and at any time it holds one input for each segment, and
+those of one segment. Chen et al., 2016, https://arxiv.org/abs/1604.06174
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt import compat
-from hf_ckpt.engines.arguments import as_given
-from hf_ckpt.engines.full import FullRegion, named, needs_gradient, versions_of
+from hf_ckpt.engines.full import Counted, FullRegion, is_plain, needs_gradient
+from hf_ckpt.engines.rebuild.values import Kept
 from hf_ckpt.engines.region import Hook, Region, Request, Segment
 from hf_ckpt.engines.routers import enter_router, leave_router
-from hf_ckpt.engines.state import ForwardState
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import FoundBlocks, routers
 
 
 class SegmentRegion(FullRegion):
-    """The checkpointing function of a block that is recomputed with the other blocks of its segment."""
+    """The checkpointing function of a block whose input is made again from that of its segment.
+
+    A block that does not get the output of the previous block begins a new segment.
+    """
+
+    may_copy = False  # the blocks before it would have to be recomputed from copies, too
 
     def __init__(self, block: str, segment: Segment, **options: Any) -> None:
         super().__init__(block, **options)
@@ -38,216 +43,138 @@ class SegmentRegion(FullRegion):
         """Raise `HfCkptError` unless parameters stay on their device, unsharded, throughout a step (`stay`)."""
         if not stay:
             raise HfCkptError(
-                f"`segments` recompute several blocks of {owner} at once, but its parameters are sharded or moved "
-                "block by block (FSDP, ZeRO-3, device maps), so those of the others are away then. Use `policy: full` "
-                "without `segments`."
+                f"`segments` run several blocks of {owner} at once in backward, but its parameters are sharded or "
+                "moved block by block (FSDP, ZeRO-3, device maps), so those of the others are away then. Use "
+                "`policy: full` without `segments`."
             )
         super().told_of_parameters(stay, owner)
 
-    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run `fn(*args)`, the block's own forward, as a part of its segment.
-
-        Raises `HfCkptError` if the block's input is not the output of the previous block, and `GraphCaptureError` if
-        random state is preserved while a CUDA graph is captured.
-        """
-        if not torch.is_grad_enabled() or compat.is_compiling():  # compiled blocks are recomputed one by one
-            return super().__call__(fn, *args)
-        self.refuse_capturing()
-        run = _open.run
-        if run is not None and run.segment is not self.segment:
-            run.close()
-            run = None
-        fn, args = as_given(*compat.block_call(fn, args))
-        if run is None:
-            run = _open.run = _Run(self, args)
-        self.forwards += 1
-        try:
-            run.resume()
-            output = run.call(self, fn, args)
-            run.suspend()
-        except BaseException:
-            run.abandon()
-            raise
+    def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
+        if not isinstance(fn, Counted) or not is_plain(args):
+            return super()._checkpoint(fn, *args)
+        run = _open.run() if _open.run is not None else None
+        if run is None or not run.continues(self.segment, args[0]):
+            run = _Run(self.segment, self.block, args[0])
+        saved = _Input(run, self.block, args[0])
+        with saved_tensors_hooks(saved.pack, saved.unpack):  # of all tensors, these see only `args`
+            output = super()._checkpoint(fn, *args)
+        run.add(_Call(fn, args[1:]), output)
         # Below the first trainable parameter nothing is saved, so there is nothing to recompute.
-        if self.block == self.segment.blocks[-1] or not needs_gradient(output):
-            run.close()
+        goes_on = self.block != self.segment.blocks[-1] and needs_gradient(output)
+        _open.run = weakref.ref(run) if goes_on else None
         return output
 
 
 def make(request: Request) -> Region:
-    """The engine of `full`, for a block by itself or, if its action names a segment, together with its neighbours."""
+    """The engine of `full`, for a block by itself or, if its action names a segment, for a block of the segment."""
     if request.segment is None:
         return FullRegion(request.block, **request.options)
     return SegmentRegion(request.block, request.segment, **request.options)
 
 
 def hooks(regions: Collection[Region], found: FoundBlocks, owners: Sequence[nn.Module]) -> Iterator[Hook]:
-    """Yield hooks on the modules that run the stacks, so that no segment stays open beyond its stack.
-
-    Also yield hooks on the routers of all blocks that are recomputed as a whole.
-    """
-    segments = {region.segment for region in regions if isinstance(region, SegmentRegion)}
-    for owner in owners if segments else ():
-        yield Hook(owner, StartOfStack(segments), "before")
-        yield Hook(owner, end_of_stack, "always")
+    """Yield hooks on the routers of all blocks that are recomputed as a whole."""
     choosing = dict.fromkeys(region.block for region in regions if region.keeps_choices)
     for router in (router for name in choosing for router in routers(found.modules[name])):
         yield Hook(router, enter_router, "before")
         yield Hook(router, leave_router, "always")
 
 
-class StartOfStack:
-    """Forward pre-hook of a module that runs a stack: an interrupt (Ctrl-C) may have left one of its segments open."""
-
-    def __init__(self, segments: Iterable[Segment]) -> None:
-        self.segments = list(segments)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Abandon a segment that is still open."""
-        run = _open.run
-        if run is not None and not compat.is_compiling() and run.segment in self.segments:
-            run.abandon()
-
-
-def end_of_stack(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Forward hook of a module that runs a stack: close a segment that is still open, or abandon it after an error.
-
-    The last blocks of the stack may have been skipped, or one may have raised an error.
-    """
-    run = _open.run
-    if run is not None and not compat.is_compiling():
-        if output is None:
-            run.abandon()
-        else:
-            run.close()
-
-
-class _Made:
-    """Replaces a tensor that an earlier block of the segment returned."""
-
-    def __init__(self, call: int, place: int) -> None:
-        self.call = call
-        """Number of the block's call within the segment."""
-        self.place = place
-        """Index of the tensor among the leaves of that call's output."""
-
-
 class _Call:
-    """One call of a block, to repeat in backward."""
+    """One call of a block. It holds no graph: that of a later block's arguments may lead to this segment."""
 
-    def __init__(self, region: SegmentRegion, fn: Callable[..., Any], given: Any, state: ForwardState) -> None:
-        self.region = region
-        self.fn = fn
-        self.given = given
-        """(positional, keyword arguments), with `_Made` in place of tensors that earlier blocks returned."""
-        self.state = state
+    def __init__(self, counted: Counted, args: tuple[Any, ...]) -> None:
+        fn, self.counted = counted.fn, counted
+        if isinstance(fn, functools.partial):  # the block's keyword arguments
+            fn = functools.partial(fn.func, *fn.args, **compat.tree_map(_detached, fn.keywords))
+        self.fn, self.args = fn, compat.tree_map(_detached, args)
+        self.place = 0
+        """Which leaf of the block's output is the input of the next block."""
+
+    def again(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Run the block as in its forward, and return the input of the next block."""
+        self.counted.region.recomputed += 1
+        # Without gradients, torch may choose other kernels, which round differently. So drop what autograd saves.
+        with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, lambda packed: packed):
+            output = self.counted.state.recompute(self.fn, (hidden, *self.args))
+        made: torch.Tensor = _detached(compat.tree_leaves(output)[self.place])
+        return made
 
 
 class _Run:
     """One forward through the blocks of a segment."""
 
-    def __init__(self, first: SegmentRegion, args: tuple[Any, ...]) -> None:
-        self.segment = first.segment
+    def __init__(self, segment: Segment, block: str, hidden: torch.Tensor) -> None:
+        self.segment = segment
+        self.first, self.requires_grad = Kept(hidden, block), hidden.requires_grad
+        """The input of the segment, and whether it requires gradients."""
         self.calls: list[_Call] = []
-        self.made: dict[int, tuple[weakref.ref[torch.Tensor], _Made]] = {}
-        """Outputs so far, by id, while the segment is open. Ids are reused, so each comes with its tensor."""
-        self.frame: Generator[None, None, None] | None = compat.checkpoint_frame(
-            self.again, args, determinism_check=first.determinism_check
-        )
-        self._resume: Callable[[], None] | None = None
-        """Resumes the segment; None while one of its blocks runs."""
-        next(self.frame)
-        compat.rename_checkpoint_errors(functools.partial(named, " to ".join(dict.fromkeys(first.segment.blocks))))
+        self.outputs: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """Number of a leaf of the last block's output -> the tensor, and its in-place version."""
+        self.inputs: dict[int, torch.Tensor] = {}
+        """Number of a call -> its input, from when backward makes it until it uses it."""
+        self.device_type = hidden.device.type
+        self.autocast_dtype = compat.autocast_dtype(self.device_type)
 
-    def suspend(self) -> None:
-        """Leave the segment until its next block: what runs between blocks is not recomputed with them."""
-        self._resume = compat.suspend_saved_tensor_hooks()
+    def continues(self, segment: Segment, hidden: torch.Tensor) -> bool:
+        """Whether a block of `segment` with this input continues the run: the last block returned that input."""
+        for place, (output, version) in self.outputs.items():
+            if segment is self.segment and output() is hidden and version == hidden._version:
+                self.calls[-1].place = place
+                return True
+        return False
 
-    def resume(self) -> None:
-        """Resume the segment, if it was left."""
-        resume, self._resume = self._resume, None
-        if resume is not None:
-            resume()
-
-    def call(self, region: SegmentRegion, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a block, and record how to run it again.
-
-        Raises `HfCkptError` if the block's input is not the output of the previous block.
-        """
-        keywords: dict[str, Any] = {}
-        bare = fn
-        if isinstance(fn, functools.partial):  # the block's keyword arguments
-            bare, keywords = functools.partial(fn.func, *fn.args), fn.keywords
-        number = len(self.calls)
-        given = compat.tree_map(self._by_origin, (args, keywords))
-        if number and not isinstance(_hidden_states(*given), _Made):
-            raise HfCkptError(
-                f"block {region.block!r} is not given what block {self.calls[-1].region.block!r} returned, so the two "
-                "cannot be recomputed as one segment. Use `policy: full` without `segments` for this model."
-            )
-        call = _Call(region, bare, given if number else ((), given[1]), region.state_for(fn))
-        hidden = (_hidden_states(args, keywords),)
-        versions = versions_of(hidden)
-        output = call.state.run(fn, args)
-        if not number:  # the others are recomputed from recomputed outputs
-            region.refuse_changes(hidden, versions, output)
-        for place, value in enumerate(compat.tree_leaves(output)):
-            if isinstance(value, torch.Tensor):
-                self.made[id(value)] = weakref.ref(value), _Made(number, place)
+    def add(self, call: _Call, output: Any) -> None:
+        """Add a call that has ended."""
         self.calls.append(call)
-        return output
+        leaves = enumerate(compat.tree_leaves(output))
+        tensors = {place: leaf for place, leaf in leaves if isinstance(leaf, torch.Tensor)}
+        self.outputs = {place: (weakref.ref(tensor), tensor._version) for place, tensor in tensors.items()}
 
-    def _by_origin(self, value: Any) -> Any:
-        """Return `_Made` for a tensor that an earlier block returned, and any other value as it is."""
-        found = self.made.get(id(value))
-        return found[1] if found is not None and found[0]() is value else value
-
-    def again(self, *args: Any) -> None:
-        """Recompute all blocks for backward. `args` are the arguments of the first one."""
-        outputs: list[list[Any]] = []
-
-        def fetch(value: Any) -> Any:
-            return outputs[value.call][value.place] if isinstance(value, _Made) else value
-
-        for call in self.calls:
-            region = call.region
-            region.recomputed += 1
-            positional, keywords = compat.tree_map(fetch, call.given)
-            run = functools.partial(call.fn, **keywords)
-            output = call.state.recompute(run, positional if outputs else args)
-            outputs.append(compat.tree_leaves(output))
-
-    def close(self) -> None:
-        """End the segment: from now on it can be recomputed in backward."""
-        frame = self._forget()
-        if frame is not None:
-            with contextlib.suppress(StopIteration):
-                next(frame)
-
-    def abandon(self) -> None:
-        """Discard the segment, because a block raised an error."""
-        frame = self._forget()
-        if frame is not None:
-            frame.close()
-
-    def _forget(self) -> Generator[None, None, None] | None:
-        self.resume()
-        frame, self.frame = self.frame, None
-        self.made.clear()
-        if _open.run is self:
-            _open.run = None
-        return frame
+    def input_of(self, number: int) -> torch.Tensor:
+        """Return the input of a call in backward. The first call of this makes the inputs of all earlier calls, too."""
+        hidden = self.inputs.pop(number, None)
+        if hidden is not None:
+            return hidden
+        hidden = self.first.value().detach().requires_grad_(self.requires_grad)
+        with compat.autocast_to(self.device_type, self.autocast_dtype, caches=False):
+            for place, call in enumerate(self.calls[:number], start=1):
+                hidden = self.inputs[place] = call.again(hidden)
+        return self.inputs.pop(number, hidden)
 
 
-def _hidden_states(args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """Return the first argument of a block; hidden states may be passed by keyword."""
-    return args[0] if args else next(iter(keywords.values()), None)
+class _Input:
+    """Stands for the input of a block among the tensors that torch's checkpoint saves."""
+
+    def __init__(self, run: _Run, block: str, hidden: torch.Tensor) -> None:
+        self.run, self.block, self.number = run, block, len(run.calls)
+        self.hidden: torch.Tensor | None = hidden
+        """The input until it is saved; then None."""
+
+    @compat.untraced
+    def pack(self, tensor: torch.Tensor) -> _Input | Kept:
+        """Saved-tensor hook: store this object in place of the input; others stay as they are."""
+        hidden = self.hidden
+        if hidden is None or (tensor.data_ptr(), tensor.stride()) != (hidden.data_ptr(), hidden.stride()):
+            return Kept(tensor, self.block)
+        self.hidden = None
+        return self
+
+    @staticmethod
+    @compat.untraced
+    def unpack(packed: _Input | Kept) -> torch.Tensor:
+        """Saved-tensor hook: return the tensor that `pack` got, or one with the same values."""
+        return packed.run.input_of(packed.number) if isinstance(packed, _Input) else packed.value()
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 class _Open(threading.local):
-    """The segment that this thread is running, if any."""
+    """The segment that this thread is running. Its blocks' graphs hold it."""
 
-    run: _Run | None = None
+    run: weakref.ref[_Run] | None = None
 
 
 _open = _Open()

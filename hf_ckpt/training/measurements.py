@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_ckpt.costs.costs import Choice, Costs, costs_of_step, timeline
 from hf_ckpt.costs.steps import Call, CallName, Change, Step, changes_of, joined
-from hf_ckpt.spec.actions import COMPILED, FULL, FULL_SELECTIVE, KEEP, Action
+from hf_ckpt.spec.actions import COMPILED, FULL, FULL_SELECTIVE, Action
 from hf_ckpt.spec.plan import Block
 from hf_ckpt.training.batches import Batch
 
@@ -338,13 +338,6 @@ class Measurements:
         reference = self.reference(batch)
         assert reference is not None
         return self._costs(reference[1], self._changes_for(batch), batch.tokens)
-
-    def costs_in_segments(self, batch: Batch) -> Costs:
-        """Return the costs for a batch, with a bound for `keep`, under which segments run again, if not measured."""
-        reference = self.reference(batch)
-        assert reference is not None
-        under_keep = {name: KEEP for name, _ in reference[1].names}
-        return self._costs(reference[1], self._guesses(batch, reference[1], under_keep), batch.tokens)
 
     def _costs(self, full: Step, changes: Mapping[Pair, Change], tokens: int) -> Costs:
         calls = []

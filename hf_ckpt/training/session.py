@@ -654,7 +654,7 @@ class Session:
         base = self._base()
         if base is None or self._compiles or self._sharded or len({block.stack for block in self._blocks.values()}) > 1:
             return found
-        return [*found, *in_segments(self.known.costs_in_segments(batch))]
+        return [*found, *in_segments(costs)]
 
     def _tightest(self, batch: Batch) -> Planned:
         return self._trying(batch, {})

@@ -142,7 +142,8 @@ def test_a_block_draws_the_same_numbers_again(draw, name, lanes):
     for one, other in zip(expected, found, strict=True):
         assert_same(one, other)
     assert after == after_ours
-    assert set(hf_ckpt.describe(model).recomputed.values()) == {3}
+    # In a segment, all but the last block run once more, to make the inputs of the others.
+    assert [*hf_ckpt.describe(model).recomputed.values()] == ([6, 3, 3] if name == "segments" else [3, 3, 3])
 
 
 @pytest.mark.parametrize("policy", ["full+selective", "selective"])

@@ -41,7 +41,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
-from hf_ckpt.engines import segments
 from hf_ckpt.engines.head.chunked import tokens_per_chunk
 from hf_ckpt.engines.rebuild import tape
 from hf_ckpt.errors import HfCkptError, PlanMismatchError, SpecError
@@ -751,7 +750,6 @@ class Sequences(RuleBasedStateMachine):
     @invariant()
     def nothing_is_left_open_or_said(self):
         assert tape.running.tape is None
-        assert segments._open.run is None
         if hasattr(self, "undo"):
             assert not self.said.unexpected(EVAL_SAID, NOTHING_SAID, *([] if self.lane else [NO_LANE_SAID]))
 

@@ -18,13 +18,11 @@ import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.boundaries import Boundaries, _Boundary
 from hf_ckpt.attach.record import installation
-from hf_ckpt.costs.costs import timeline
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.measure import levels, memory
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch
-from hf_ckpt.planner.segments import in_segments
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.training.guard import tighten
 from hf_ckpt.training.measurements import _Look
@@ -481,26 +479,6 @@ def test_where_no_plan_fits_the_run_goes_on_with_the_least(caplog):
     run(model, [batch] * 9)
     assert installation(model).planned.over
     assert sum("no plan fits 4 x 64 tokens" in record.message for record in caplog.records) == 1
-
-
-def test_segments_need_no_less_than_they_do_under_keep():
-    """A segment runs again as a whole, as under `keep`; where that is not measured, a bound stands for it."""
-    batch, model = tiny_batch("llama", **SHAPE), model_of("llama")
-    budgeted(model, 10 * half(batch))
-    run(model, [batch] * 9)
-    known = session_of(model).known
-    (measured,) = known.full
-
-    def peaks():
-        ways = in_segments(known.costs_in_segments(measured))
-        return [timeline(costs, costs.uniform(FULL)).peak_bytes for costs in ways]
-
-    under_keep = peaks()
-    for pair in list(known.changes):
-        del known.changes[pair], known._measured_on[pair]
-    assert len(under_keep) > 1
-    assert all(bound >= peak for bound, peak in zip(peaks(), under_keep, strict=True))
-    assert not list(in_segments(known.costs(measured)))
 
 
 # --- reads of an accelerator's statistics -----------------------------------------------------------------------------
