@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import difflib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_ckpt.errors import PlanMismatchError, SpecError
@@ -13,9 +14,6 @@ from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, Action
 from hf_ckpt.spec.plan import Block, Plan, numbers_of_runs
 from hf_ckpt.spec.reading import SAVING, parse_layers
 from hf_ckpt.spec.spec import PLANNED_POLICIES, Spec
-
-Stacks = dict[str, list[Block]]
-"""Name of a stack -> its blocks."""
 
 
 def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> Plan:
@@ -36,20 +34,28 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
         plan = fit_plan(Plan.load(spec.plan), blocks, family, model, spec.plan)
         chunks: dict[str, Any] = {key: getattr(spec, key) for key in ("head", "mlp") if getattr(spec, key) != "full"}
         return dataclasses.replace(plan, **chunks)
-    stacks: Stacks = {}
-    for block in blocks:
-        stacks.setdefault(block.stack, []).append(block)
+    stacks = {stack: list(found) for stack, found in itertools.groupby(blocks, lambda block: block.stack)}
     problems: list[str] = []
-    actions = dict.fromkeys(blocks, KEEP if spec.compile is None else _compiled("none"))
+    actions = dict.fromkeys(blocks, _action(spec, "none", (), None))
+    chosen: list[Block] = []
     if spec.segments is not None:
-        for blocks_of_one in stacks.values():
-            actions.update(_in_segments(spec.segments, blocks_of_one, problems))
-    else:
-        base = _action(spec, spec.policy, spec.save, spec.share)
-        actions.update(dict.fromkeys(_base_selection(spec, stacks, problems), base))
+        for stack, of_stack in stacks.items():
+            count = round(len(of_stack) ** 0.5) if isinstance(spec.segments, str) else spec.segments
+            if count > len(of_stack):
+                problems.append(f"`segments` is {count}, but stack {stack!r} has {len(of_stack)} blocks.")
+                continue
+            numbers = numbers_of_runs(len(of_stack), count)
+            actions |= {block: Action("full", segment=number) for block, number in zip(of_stack, numbers, strict=True)}
+    elif spec.policy != "none" and spec.layers is None:
+        # Each stack is counted by itself: transformers' own `every_n_layers` runs one counter through all of them.
+        chosen = [block for block in blocks if block.index % spec.every_n_layers == 0]
+    elif spec.policy != "none":
+        for stack, text in [(None, spec.layers)] if isinstance(spec.layers, str) else spec.layers or ():
+            chosen += _select(text, stack, stacks, "`layers`", problems)
+    actions |= dict.fromkeys(chosen, _action(spec, spec.policy, spec.save, spec.share))
     for number, rule in enumerate(spec.rules):
         chosen = _select(rule.layers or "0-", rule.stack, stacks, f"`rules`[{number}]", problems)
-        actions.update(dict.fromkeys(chosen, _action(spec, rule.policy, rule.save or spec.save, rule.share)))
+        actions |= dict.fromkeys(chosen, _action(spec, rule.policy, rule.save or spec.save, rule.share))
     if problems:
         raise SpecError(problems)
     return Plan(family=family, model=model, actions=tuple(actions.items()), head=spec.head, mlp=spec.mlp)
@@ -85,48 +91,21 @@ def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, sourc
     return fitted
 
 
-def _in_segments(segments: int | str, blocks: Sequence[Block], problems: list[str]) -> dict[Block, Action]:
-    """`full` for every block, in segments of neighbours. Lengths differ by at most one; longer ones come first."""
-    count = round(len(blocks) ** 0.5) if isinstance(segments, str) else segments
-    if count > len(blocks):
-        problems.append(f"`segments` is {count}, but stack {blocks[0].stack!r} has {len(blocks)} blocks.")
-        return {}
-    numbers = numbers_of_runs(len(blocks), count)
-    return {block: Action("full", segment=number) for block, number in zip(blocks, numbers, strict=True)}
-
-
 def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None) -> Action:
-    """The action that a policy gives a block."""
+    """The action that a policy gives a block. Until a run is measured, a planned policy keeps least."""
     if spec.compile is not None:
-        return _compiled(policy, share)
+        usual = {"none": 1.0, "selective": 0.5}.get(policy, 0.0)
+        return Action(COMPILED.kind, share=usual if share is None else share)
     if policy == "none":
         return KEEP
     if policy in SAVING:
         return Action(policy, save, moved=spec.offload == "saved" and "moved" in ACTIONS[policy].options)
-    if policy in PLANNED_POLICIES:  # until the run is measured
-        policy = "full"
-    return Action("offload" if spec.offload is True else policy)
+    return Action("offload" if spec.offload is True else "full" if policy in PLANNED_POLICIES else policy)
 
 
-def _compiled(policy: str, share: float | None = None) -> Action:
-    """The action of a compiled block; without a `share`, that of the policy."""
-    if share is None:
-        share = {"none": 1.0, "selective": 0.5}.get(policy, 0.0)  # until a plan is made for the first batch, the least
-    return Action(COMPILED.kind, share=share)
-
-
-def _base_selection(spec: Spec, stacks: Stacks, problems: list[str]) -> list[Block]:
-    if spec.policy == "none":
-        return []
-    if spec.layers is None:
-        # Each stack is counted by itself: transformers' own `every_n_layers` runs one counter through all of them.
-        return [block for blocks in stacks.values() for block in blocks if block.index % spec.every_n_layers == 0]
-    if isinstance(spec.layers, str):
-        return _select(spec.layers, None, stacks, "`layers`", problems)
-    return [block for stack, text in spec.layers for block in _select(text, stack, stacks, "`layers`", problems)]
-
-
-def _select(text: str, stack: str | None, stacks: Stacks, where: str, problems: list[str]) -> list[Block]:
+def _select(
+    text: str, stack: str | None, stacks: Mapping[str, list[Block]], where: str, problems: list[str]
+) -> list[Block]:
     """The blocks that `text`, such as "0-15,-1", names in one stack, or in every stack if `stack` is None.
 
     Errors are added to `problems`, with `where` as the place in the spec.
