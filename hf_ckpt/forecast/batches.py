@@ -103,31 +103,20 @@ def _mean_square(outputs: Any) -> torch.Tensor:
     return scores.float().square().mean()
 
 
-def _label_scores(outputs: Any) -> torch.Tensor:
-    """Log probabilities of labels, [sequences, tokens], from the outputs of TRL's forward, or from logits."""
+def _of_label_scores(outputs: Any) -> torch.Tensor:
+    """A loss of the labels' log probabilities, [sequences, tokens], from the outputs of TRL's forward, or from logits.
+
+    What DPO and GRPO compute from these takes little memory and time.
+    """
     scores = getattr(outputs, "log_probs", None)
-    if isinstance(scores, torch.Tensor):
-        return scores
-    logits: torch.Tensor = outputs.logits[:, :-1]
-    return logits.log_softmax(-1)[..., 0]
-
-
-def _preference(outputs: Any) -> torch.Tensor:
-    """DPO's loss (https://arxiv.org/abs/2305.18290, equation 7); the reference's scores are a few numbers."""
-    chosen, rejected = _label_scores(outputs).sum(1).chunk(2)
-    return -nn.functional.logsigmoid(chosen - rejected).mean()
-
-
-def _policy(outputs: Any) -> torch.Tensor:
-    """GRPO's loss without a reference, with a clipped ratio to the old policy."""
-    scores = _label_scores(outputs)
-    ratio = torch.exp(scores - scores.detach())
-    return -torch.min(ratio, ratio.clamp(0.8, 1.2)).mean()
+    if not isinstance(scores, torch.Tensor):
+        scores = outputs.logits[:, :-1].log_softmax(-1)[..., 0]
+    return -nn.functional.logsigmoid(scores.sum(1)).mean()
 
 
 _OF_TRL: dict[str, tuple[Callable[[Any], torch.Tensor] | None, tuple[str, ...]]] = {
     "sft": (None, ("is_top1",)),
-    "dpo": (_preference, ("mean_logits", "is_top1")),
-    "grpo": (_policy, ()),
+    "dpo": (_of_label_scores, ("mean_logits", "is_top1")),
+    "grpo": (_of_label_scores, ()),
 }
 """Trainer -> (its loss, None for the model's own; further outputs per token, for its logs)."""

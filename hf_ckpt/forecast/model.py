@@ -29,7 +29,6 @@ from hf_ckpt.forecast.quantised import QuantisedLinear, prepare_for_kbit_trainin
 from hf_ckpt.forecast.question import Question
 from hf_ckpt.models.blocks import base_model, find_blocks, frozen_prefix, plain_modules, plain_name
 from hf_ckpt.models.families import depth_keys, learned_positions
-from hf_ckpt.spec.files import read_values
 from hf_ckpt.spec.plan import Block
 
 Tensors = tuple[tuple[tuple[int, ...], int, bool], ...]
@@ -100,8 +99,7 @@ def model_of_workload(workload: Question, config: Any = None, live: nn.Module | 
     if base is not None:
         config = base.config
     config = load_config(workload.model) if config is None else config
-    if live is None:
-        _refuse(config, workload)
+    _refuse(config, workload, "" if live is not None else quantisation_of(config))
     with torch.device("meta"), compat.uninitialised():
         model = _make(config, workload, None if base is None else compat.plain_class(base))
         if live is not None:
@@ -122,7 +120,8 @@ def _like_live(made: nn.Module, live: nn.Module, base: Any) -> nn.Module:
             'That cannot be planned for. Use `device_map={"": 0}`, with fewer bits or a smaller model.'
         )
     if getattr(base, "is_loaded_in_4bit", False):
-        quantise(made, base.dtype, double=True)
+        stored = base.config.quantization_config
+        quantise(made, base.dtype, double=bool(getattr(stored, "bnb_4bit_use_double_quant", False)))
     made = add_same_adapters(made, live)
     like_bitsandbytes(made, QuantisedLinear)
     inner = base_model(made)
@@ -213,21 +212,17 @@ def _on_fakes(model: nn.Module, stacks: tuple[Stack, ...]) -> ShallowModel:
                 config.use_cache = False  # caches know layers by their numbers in the real model
     modules = dict(plain_modules(found.base))
     rest = {id(tensor) for block in found.modules.values() for tensor in (*block.parameters(), *block.buffers())}
-    inside, buffers = [], _buffer_bytes(buffer for buffer in model.buffers() if id(buffer) not in rest)
+    inside, buffers = [], sum(buffer.nbytes for buffer in model.buffers() if id(buffer) not in rest)
     for stack in stacks:
         container: Any = modules[stack.container]
         inside += [_sizes(container[place].parameters()) for place in stack.like]
-        buffers += sum(_buffer_bytes(container[place].buffers()) for place in stack.like)
+        buffers += sum(buffer.nbytes for place in stack.like for buffer in container[place].buffers())
     outside = _sizes(parameter for parameter in model.parameters() if id(parameter) not in rest)
     return ShallowModel(fake, found.base, stacks, outside, tuple(inside), buffers)
 
 
 def _sizes(parameters: Iterable[nn.Parameter]) -> Tensors:
     return tuple((tuple(p.shape), p.element_size(), p.requires_grad) for p in parameters)
-
-
-def _buffer_bytes(buffers: Iterable[torch.Tensor]) -> int:
-    return sum(buffer.nbytes for buffer in buffers)
 
 
 # --- a model as a workload describes it -------------------------------------------------------------------------------
@@ -244,10 +239,7 @@ def load_config(name: str) -> Any:
             path = min(path.glob("*.gguf"), default=path)
         if path.suffix == ".gguf" and path.is_file():
             return compat.gguf_config(path)
-        if path.exists() and not path.is_dir():
-            keys = read_values(path)
-            return transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
-        return transformers.AutoConfig.from_pretrained(name)
+        return transformers.AutoConfig.from_pretrained(path if path.exists() else name)
     except HfCkptError:
         raise
     except Exception as error:  # configs validate themselves, with errors of all kinds
@@ -315,9 +307,9 @@ def quantisation_of(config: Any) -> str:
     return "4 bits" if keys.get("load_in_4bit") else str(getattr(method, "value", method))
 
 
-def _refuse(config: Any, workload: Question) -> None:
-    """Raise `HfCkptError` for too long sequences, and for weights that are quantised in another way than is said."""
-    most, method = learned_positions(config), quantisation_of(config)
+def _refuse(config: Any, workload: Question, method: str) -> None:
+    """Raise `HfCkptError` for too long sequences, and for weights that are quantised by another method than is said."""
+    most = learned_positions(config)
     if most is not None and workload.tokens > most:
         raise HfCkptError(f"{workload.model} has positions for {most} tokens, but {workload.tokens} are asked for.")
     if method == "4 bits" and not workload.load_in_4bit:

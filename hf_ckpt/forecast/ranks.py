@@ -26,13 +26,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_ckpt import compat
 from hf_ckpt.costs.costs import Static
 from hf_ckpt.costs.steps import Part, Step
 from hf_ckpt.forecast.batches import DTYPES
@@ -141,14 +139,12 @@ class _Passed(torch.autograd.Function):
         return gradient
 
 
-def pass_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A forward pre-hook of blocks, which makes them run as under FSDP2: it hides how their inputs came about.
+def pass_inputs(module: nn.Module, args: tuple[Any, ...]) -> Any:
+    """A forward pre-hook of blocks, which makes them run as under FSDP2: it hides how their hidden states came about.
 
     `selective` would otherwise rebuild the first block's input from the embedding.
     """
-
-    def passed(value: Any) -> Any:
-        has_graph = isinstance(value, torch.Tensor) and value.requires_grad
-        return _Passed.apply(value) if has_graph else value  # type: ignore[no-untyped-call]
-
-    return compat.tree_map(passed, (args, dict(kwargs)))
+    return tuple(
+        _Passed.apply(value) if isinstance(value, torch.Tensor) and value.requires_grad else value  # type: ignore[no-untyped-call]
+        for value in args
+    )

@@ -237,7 +237,7 @@ def _run(
         if name.endswith(".0"):
             handles.append(module.register_forward_pre_hook(note_input, with_kwargs=True))
         if asked.sharded:
-            handles.append(module.register_forward_pre_hook(pass_inputs, with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(pass_inputs))
     boundaries = Boundaries(modules, mark)
     if step.forward is not None:
         vars(model)["forward"] = compat.rebound(step.forward, model)
