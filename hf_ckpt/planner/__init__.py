@@ -1,5 +1,5 @@
 """Makes plans, either from a spec and the blocks of a model, or from costs and a budget in bytes.
 
-`policies` makes the plans of fixed policies. `budgets` and `choose` choose the fastest actions that fit, `segments` has
-the costs of blocks in segments, and `alternatives` predicts the options that a plan is compared with.
+`policies` makes the plans of fixed policies. `budgets` and `choose` choose the fastest actions that fit, and `segments`
+has the costs of blocks in segments.
 """

@@ -12,7 +12,17 @@ from hypothesis import given, settings
 
 import hf_ckpt
 from hf_ckpt.attach.attach import trial
-from hf_ckpt.costs.costs import ON_DEVICE, CallCosts, Cost, Costs, Static, step_nanoseconds, timeline, with_offloading
+from hf_ckpt.costs.costs import (
+    ON_DEVICE,
+    CallCosts,
+    Cost,
+    Costs,
+    StackEnd,
+    Static,
+    step_nanoseconds,
+    timeline,
+    with_offloading,
+)
 from hf_ckpt.costs.steps import Part
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.planner.budgets import choice_within, peak_of_least, plan_of, plan_of_least, plan_within
@@ -35,6 +45,7 @@ BY_HAND = Costs(
     head=(Part(30, 16, 30), Part(31, 0, 50)),
     input_bytes=4,
     static=Static(parameters=100, buffers=5, optimizer=40, gradients=26, batch=3, step_bytes=7),
+    ends=(StackEnd(0, 1, input_bytes={KEEP: 2, FULL: 1}, shared_bytes={KEEP: 5, FULL: 3}),),
     tokens=64,
     optimizer_nanoseconds=1000,
 )
@@ -50,9 +61,9 @@ def test_a_step_by_hand(accumulation):
         ("embedding", 148, 0, 0),
         ("forward of decoder 0", 152, 0, 4),
         ("forward of decoder 1", 159, 0, 11),
-        ("head and loss", 168, 0, 20),
-        ("head and loss, backward", 181, 0, 17),  # 3 lent bytes are freed, and 16 are the head's own
-        ("backward of decoder 1", 166, 0, 18),
+        ("head and loss", 164, 0, 16),  # at the end of the stack, 4 bytes were freed
+        ("head and loss, backward", 177, 0, 13),  # 3 lent bytes are freed, and 16 are the head's own
+        ("backward of decoder 1", 162, 0, 14),
         ("backward of decoder 0", 167, 10, 9),  # after its forward 156, at the backward 1, gradients 10
         ("optimizer step", 174 - resident, 26 - resident, 0),
     ]
@@ -62,7 +73,7 @@ def test_a_step_by_hand(accumulation):
     assert course.parts() == {
         "weights and optimizer state": 148,
         "gradients": resident,
-        "kept for backward": 17,
+        "kept for backward": 13,
         "temporary in head and loss, backward": 47,
     }
 
@@ -83,7 +94,7 @@ def test_a_saved_plan_keeps_its_prediction(tmp_path, name, nanoseconds):
     assert Plan.load(tmp_path / name) == make_plan(spec, blocks_of("decoder", 2), "llama", "SomeModel") == plan
     assert [action for _, action in plan.actions] == [FULL, KEEP]
     assert plan.prediction.step_seconds == (231 + nanoseconds) / 1e9
-    assert sum(size for _, size in plan.prediction.parts) == plan.prediction.peak_bytes == 212
+    assert sum(size for _, size in plan.prediction.parts) == plan.prediction.peak_bytes == 208
 
 
 # --- segments ---------------------------------------------------------------------------------------------------------
@@ -93,7 +104,9 @@ def deep(count):
     """Equal blocks that keep 24 bytes under `keep`, of which 4 are the output, and 4 under `full`."""
     costs = {KEEP: Cost(Part(26, 24, 1), Part(6, -24, 2)), FULL: Cost(Part(29, 4, 1), Part(30, -4, 3))}
     calls = tuple(CallCosts((block,), 0, costs) for block in blocks_of("decoder", count))
-    return dataclasses.replace(BY_HAND, calls=calls, before=Part(4, 4, 0), static=Static(0), head=(Part(), Part()))
+    ends = (StackEnd(0, count - 1, {KEEP: 0, FULL: 0}, {KEEP: 1, FULL: 1}),)
+    outside = {"before": Part(4, 4, 0), "static": Static(0), "head": (Part(), Part())}
+    return dataclasses.replace(BY_HAND, calls=calls, ends=ends, **outside)
 
 
 def test_a_segment_keeps_its_first_input_and_makes_the_others_again():
@@ -101,9 +114,10 @@ def test_a_segment_keeps_its_first_input_and_makes_the_others_again():
     assert [[block.index for block in call.blocks] for call in costs.calls] == [[0, 1, 2], [3, 4], [5, 6]]
     course = timeline(costs, costs.uniform(FULL))
     starts = {moment.label: moment.start_bytes for moment in course.moments}
+    assert starts["head and loss"] == 4 + 3 * 4 - 1  # at the end of the stack, a byte was freed
     assert starts["forward of decoder 5"] == 4 + 2 * 4  # the embeddings, and an output of each segment so far
-    assert [starts[f"backward of decoder {last}"] for last in (6, 4, 2)] == [4 + 1 + 4 * count for count in (3, 2, 1)]
-    assert course.peak_bytes == 4 + 1 + 3 * 4 + 4 + 30  # in the last segment, whose second input was made again
+    assert [starts[f"backward of decoder {last}"] for last in (6, 4, 2)] == [4 + 1 + 12 - 1, 4 + 1 + 8, 4 + 1 + 4]
+    assert course.peak_bytes == 4 + 1 + 12 - 1 + 4 + 30  # in the last segment, whose second input was made again
     # All but the last block of each segment run once more.
     assert step_nanoseconds(costs, costs.uniform(FULL)) == 7 * 4 + 4 + 1000
     plan = plan_of(costs, costs.uniform(FULL))

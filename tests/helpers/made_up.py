@@ -6,7 +6,7 @@ import random
 
 from hypothesis import strategies as st
 
-from hf_ckpt.costs.costs import CallCosts, Cost, Costs, Static, timeline
+from hf_ckpt.costs.costs import CallCosts, Cost, Costs, StackEnd, Static, timeline
 from hf_ckpt.costs.steps import Part
 from hf_ckpt.planner.choose import lowest_peak
 from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE, Action
@@ -32,11 +32,11 @@ def ends_of(costs):
     return low, max(low, timeline(costs, costs.uniform(KEEP)).peak_bytes)
 
 
-def made_up(seed, kinds, *, frozen=0, decoder=0, actions=4, accumulation=1, largest=9, lent=0):
+def made_up(seed, kinds, *, frozen=0, decoder=0, actions=4, accumulation=1, largest=9, lent=0, freed=0):
     """Random costs.
 
     `kinds`: the kind of each call. The first `frozen` have no choice, the last `decoder` are of another stack. `lent`:
-    most bytes of a call that last until the forward ends.
+    most bytes of a call that last until the forward ends. `freed`: most bytes that the end of a stack frees.
     """
     rng = random.Random(seed)
 
@@ -65,6 +65,11 @@ def made_up(seed, kinds, *, frozen=0, decoder=0, actions=4, accumulation=1, larg
         at_backward_bytes=rng.randint(0, largest),
         head=(part(), part()),
         input_bytes=rng.randint(0, largest),
+        ends=tuple(
+            StackEnd(first, last, *({action: rng.randint(0, freed) for action in ladder} for _ in range(2)))
+            for first, last in ((0, len(kinds) - decoder - 1), (len(kinds) - decoder, len(kinds) - 1))
+            if first <= last
+        ),
         static=Static(rng.randint(0, 50), 5, 40, sum(gradients[kind] for kind in kinds), 3, rng.randint(0, largest)),
         tokens=rng.randint(0, 100),
         accumulation=accumulation,
@@ -73,7 +78,7 @@ def made_up(seed, kinds, *, frozen=0, decoder=0, actions=4, accumulation=1, larg
 
 
 @st.composite
-def some_costs(draw, most=None):
+def some_costs(draw, most=None, freed=0):
     """Up to three kinds of calls, the first ones perhaps frozen; few enough to try every choice."""
     actions = draw(st.integers(2, 4))
     kinds = draw(st.lists(st.integers(0, 2), min_size=1, max_size=most or DEPTHS[actions]))
@@ -86,4 +91,5 @@ def some_costs(draw, most=None):
         accumulation=draw(st.integers(1, 2)),
         largest=draw(st.sampled_from([2, 9, 40])),
         lent=draw(st.sampled_from([0, 0, 5, 40])),
+        freed=freed,
     )

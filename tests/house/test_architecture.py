@@ -61,7 +61,7 @@ TORCH_FREE = sorted(
     for name in MODULES
     if name.split("/")[0] in ("spec", "costs", "doctor")
     or name in ("__main__", "errors", "units", "logs", "console", "versions", "models/families", "training/summary")
-    or name in [f"planner/{file}" for file in ("policies", "choose", "budgets", "alternatives")]
+    or name in [f"planner/{file}" for file in ("policies", "choose", "budgets", "segments")]
     or name in [f"forecast/{file}" for file in _PURE]
     or name.startswith("cli/")
 )

@@ -51,6 +51,17 @@ def test_a_choice_is_as_fast_as_the_best_that_fits(costs, width):
             before = time
 
 
+@given(costs=some_costs(freed=9))
+def test_what_the_end_of_a_stack_frees_breaks_no_limit(costs):
+    """What all calls share is freed if none keeps it, so their choices are not independent."""
+    low, high = ends_of(costs)
+    chosen = [fastest(costs, limit) for limit in range(low, high + 1)]
+    assert all(timeline(costs, choice).peak_bytes <= low + more for more, choice in enumerate(chosen))
+    assert timeline(costs, chosen[0]).peak_bytes == low
+    times = [step_nanoseconds(costs, choice) for choice in chosen]
+    assert times == sorted(times, reverse=True)
+
+
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**20), lent=st.sampled_from([0, 10**8]), accumulation=st.integers(1, 2))
 def test_twelve_blocks_are_within_a_percent_of_the_best(seed, lent, accumulation):
