@@ -26,35 +26,30 @@ sys.exit(7)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with a script, and a package with a module, that record how they were started and exit with 7."""
-    for path, where in (("scripts/probe.py", "neighbour"), ("tools/probe.py", ".neighbour")):
-        (tmp_path / path).parent.mkdir()
-        (tmp_path / path).write_text(PROBE.replace("WHERE", where))
-        (tmp_path / path).with_name("neighbour.py").write_text("NAME = 'beside the script'\n")
-    (tmp_path / "tools" / "__init__.py").write_text("")
-    return tmp_path
-
-
-@pytest.fixture
-def in_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Restore what `main()` leaves in `sys`, so that tests can call it here; returns the folder of the scripts."""
-    monkeypatch.chdir(folder)
+def in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Restore what `main()` leaves in `sys`, so that tests can call it here; returns the current folder."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    return folder
+    return tmp_path
 
 
 @pytest.mark.long
 @pytest.mark.compat
-@pytest.mark.parametrize("script", [["scripts/probe.py"], ["-m", "tools.probe"]], ids=["script", "module"])
-def test_a_script_sees_what_it_sees_under_python(folder: Path, script: list[str]) -> None:
+@pytest.mark.parametrize(("script", "where"), [("scripts/probe.py", "neighbour"), ("-m tools.probe", ".neighbour")])
+def test_a_script_sees_what_it_sees_under_python(tmp_path: Path, script: str, where: str) -> None:
+    """A script, or a module of a package, records how it was started and exits with 7."""
+    folder = tmp_path / ("tools" if script.startswith("-m") else "scripts")
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "probe.py").write_text(PROBE.replace("WHERE", where))
+    (folder / "neighbour.py").write_text("NAME = 'beside the script'\n")
     found = []
     for start in (["-m", "hf_ckpt"], []):
-        done = python(*start, *script, "result", *HOSTILE, cwd=folder)
+        done = python(*start, *script.split(), "result", *HOSTILE, cwd=tmp_path)
         assert done.returncode == 7, done.stderr
-        found.append(json.loads((folder / "result").read_text()))
-        assert (folder / found[-1]["argv"].pop(0)).is_file()  # as typed, or absolute to survive os.chdir
+        found.append(json.loads((tmp_path / "result").read_text()))
+        assert (tmp_path / found[-1]["argv"].pop(0)).is_file()  # as typed, or absolute to survive os.chdir
     assert found[0] == found[1]
     assert found[0]["argv"] == ["result", *HOSTILE]
     assert found[0]["main"]

@@ -1,4 +1,4 @@
-"""The options of `hf-ckpt plan`, and what is refused."""
+"""The options of `hf-ckpt plan`, what is refused, and the names of devices."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import hf_ckpt
 from hf_ckpt.cli import main
 from hf_ckpt.cli.arguments import asked_of
 from hf_ckpt.errors import HfCkptError
+from hf_ckpt.forecast.devices import DEVICES, device_like, device_named
 from hf_ckpt.forecast.question import Question, command_of, question
 
 OPTIONS = """
@@ -81,7 +82,6 @@ def test_the_command_to_copy_asks_the_same(options):
         ({"load_in_4bit": True}, "stays frozen"),
         ({"load_in_4bit": True, "lora": 4, "ranks": 2, "parallel": "fsdp2"}, "under fsdp2"),
         ({"batch": 2**24}, "4294967296 tokens at most"),
-        ({"device": "abacus"}, "is not a known device"),
         ({"budget": "lots"}, "a size must look like"),
         ({"head": -1}, "must be a whole number of at least 1"),
         ({"tokns": 3}, "'tokns' cannot be asked; did you mean 'tokens'"),
@@ -99,6 +99,35 @@ def test_the_command_to_copy_asks_the_same(options):
 def test_what_cannot_be_asked_or_answered_is_refused(fields, told):
     with pytest.raises(HfCkptError, match=told):
         hf_ckpt.predict(**{"model": "gpt2", "device": "a10", **fields})
+
+
+@pytest.mark.parametrize(
+    ("name", "reported"),
+    [
+        ("h100", "NVIDIA H100 80GB HBM3"),
+        ("h100-nvl", "NVIDIA H100 NVL"),
+        ("a100-80", "NVIDIA A100-SXM4-80GB"),
+        ("a100-40", "NVIDIA A100-PCIE-40GB"),
+        ("v100-32", "Tesla V100-SXM2-32GB"),
+        ("6000-ada", "NVIDIA RTX 6000 Ada Generation"),
+        ("5060-ti-16", "NVIDIA GeForce RTX 5060 Ti"),
+        ("4070-ti-super", "NVIDIA GeForce RTX 4070 Ti SUPER"),
+        *((name, device.source.partition(",")[0]) for name, device in DEVICES.items() if name != "cpu"),
+    ],
+)
+def test_devices_are_known_by_the_names_that_they_report(name, reported):
+    assert device_like(reported) is DEVICES[name]
+    assert device_like("NVIDIA A1000 Laptop GPU") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [("RTX 4090", "4090"), ("NVIDIA GeForce RTX 4090", "4090"), ("A100_80gb", "a100-80"), ("2080ti", "2080-ti")],
+)
+def test_devices_are_understood_as_people_write_them(name, row):
+    assert device_named(name) is DEVICES[row]
+    with pytest.raises(HfCkptError, match="'b300' is not a known device; did you mean b200"):
+        device_named("b300")
 
 
 def test_a_question_needs_no_torch(tmp_path):
