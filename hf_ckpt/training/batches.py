@@ -1,10 +1,11 @@
-"""Batch shapes, and other training state that a plan depends on."""
+"""What a plan depends on: the shapes of a step's forwards, and the state of the model."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,45 +14,39 @@ from torch import nn
 
 from hf_ckpt import compat
 
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""(name of a tensor, its shape)."""
 NEAR = 0.8
 """Batches of at least this share of another one's size use its measurements and plans."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """One training forward of the model, or of a stack if the model's own forward is not called."""
+    """One training forward of the model, or of a part of it if the model's own forward is not called."""
 
     stack: str | None
-    """Name of the stack; None for the whole model."""
-    shapes: Shapes
+    """Name of the part, such as a stack; None for the whole model."""
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    """(name of a tensor, its shape)."""
     padded: bool
     """Whether the attention mask masks a token."""
 
     def covers(self, other: Forward) -> bool:
         """Whether every tensor is at least as large as in another forward."""
+        pairs = list(zip(self.shapes, other.shapes, strict=False))
         return (
-            self.stack == other.stack
+            (self.stack, len(self.shapes)) == (other.stack, len(other.shapes))
             and self.padded >= other.padded
-            and [(name, len(shape)) for name, shape in self.shapes]
-            == [(name, len(shape)) for name, shape in other.shapes]
-            and all(
-                mine >= its
-                for (_, one), (_, two) in zip(self.shapes, other.shapes, strict=True)
-                for mine, its in zip(one, two, strict=True)
-            )
+            and all(mine == its and len(one) == len(two) for (mine, one), (its, two) in pairs)
+            and all(all(map(operator.ge, one, two)) for (_, one), (_, two) in pairs)
         )
 
     @property
     def text(self) -> tuple[int, int]:
         """(sequences, tokens of each); (1, 0) for a forward without text."""
-        shapes = dict(self.shapes)
-        for name in ("input_ids", "inputs_embeds", "hidden_states"):
-            if len(shapes.get(name, ())) >= 2:
-                return shapes[name][0], shapes[name][1]
-        first = next((shape for _, shape in self.shapes if len(shape) >= 2), (1, 0))
-        return first[0], first[1]
+        shapes = {name: shape for name, shape in self.shapes if len(shape) >= 2}
+        first = next(iter(shapes.values()), (1, 0))
+        names = [name for name in ("input_ids", "inputs_embeds", "hidden_states") if name in shapes]
+        shape = shapes[names[0]] if names else first
+        return shape[0], shape[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +68,7 @@ class Batch:
     @property
     def tokens(self) -> int:
         """Tokens of all forwards."""
-        return sum(rows * length for rows, length in (forward.text for forward in self.forwards))
+        return sum(math.prod(forward.text) for forward in self.forwards)
 
     @property
     def elements(self) -> int:
@@ -83,16 +78,11 @@ class Batch:
     def growth(self, other: Batch) -> float:
         """How many times as many elements the tensors of this batch have as those of another, at most; infinite if the
         batches do not have the same tensors."""
-        pairs = list(zip(self.forwards, other.forwards, strict=False))
-        names = [([name for name, _ in one.shapes], [name for name, _ in two.shapes]) for one, two in pairs]
-        if len(self.forwards) != len(other.forwards) or any(one != two for one, two in names):
+        mine, its = ([row for forward in batch.forwards for row in forward.shapes] for batch in (self, other))
+        if [name for name, _ in mine] != [name for name, _ in its]:
             return math.inf
-        sizes = [
-            (math.prod(mine), math.prod(its))
-            for one, two in pairs
-            for (_, mine), (_, its) in zip(one.shapes, two.shapes, strict=True)
-        ]
-        return max((mine / max(1, its) for mine, its in sizes), default=1.0)
+        pairs = zip(mine, its, strict=True)
+        return max((math.prod(one) / max(1, math.prod(two)) for (_, one), (_, two) in pairs), default=1.0)
 
     def is_near(self, other: Batch) -> bool:
         """Whether a step with one batch tells what one with the other needs: one covers the other, and is hardly
@@ -113,10 +103,10 @@ def forward_of(stack: str | None, args: tuple[Any, ...], kwargs: Mapping[str, An
 
     After the first padded batch, every attention mask counts as padded: reading one makes the host wait for the device.
     """
-    given = itertools.chain(((str(place), value) for place, value in enumerate(args)), kwargs.items())
+    arguments = itertools.chain(((str(place), value) for place, value in enumerate(args)), kwargs.items())
     shapes = tuple(
         (name, tuple(leaf.shape))
-        for name, value in sorted(given)
+        for name, value in sorted(arguments, key=operator.itemgetter(0))
         for leaf in ([value] if isinstance(value, torch.Tensor) else compat.tree_leaves(value))
         if isinstance(leaf, torch.Tensor)
     )
@@ -125,22 +115,17 @@ def forward_of(stack: str | None, args: tuple[Any, ...], kwargs: Mapping[str, An
     return Forward(stack, shapes, padded)
 
 
-def has_gradients(base: nn.Module) -> bool:
-    """Whether a parameter has a gradient."""
-    return any(parameter.grad is not None for parameter in base.parameters())
-
-
 def look_of(base: nn.Module, device_type: str, sharded: bool) -> tuple[Any, ...]:
     """Return what a step depends on beside its batch: which parameters are trained, their bytes (unless `sharded`), and
     autocast's type.
 
     It runs for every batch. For 32 blocks of LLaMA, it takes 0.1 to 0.2 ms, a quarter of `base.parameters()`.
     """
-    found: list[nn.Parameter | None] = []
+    parameters: list[nn.Parameter | None] = []
     modules = [base]
     while modules:
         here = vars(modules.pop())
-        found += here["_parameters"].values()
+        parameters += here["_parameters"].values()
         modules += [module for module in here["_modules"].values() if module is not None]
-    parameters = tuple((p.requires_grad, 0 if sharded else p.nbytes) for p in found if p is not None)
-    return compat.autocast_dtype(device_type), parameters
+    rows = tuple((p.requires_grad, 0 if sharded else p.nbytes) for p in parameters if p is not None)
+    return compat.autocast_dtype(device_type), rows

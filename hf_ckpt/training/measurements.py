@@ -8,12 +8,13 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from hf_ckpt.costs.costs import Choice, Costs, costs_of_step, timeline
-from hf_ckpt.costs.steps import Call, CallName, Change, Step, changes_of, joined
+from hf_ckpt.costs.steps import Call, CallName, Change, Part, Step, changes_of, joined
 from hf_ckpt.spec.actions import COMPILED, FULL, FULL_SELECTIVE, Action
 from hf_ckpt.spec.plan import Block
 from hf_ckpt.training.batches import Batch
@@ -71,9 +72,6 @@ class Measurements:
         blocks: name -> block.
         actions: the actions to choose from; those that keep most come first. The last one keeps least: steps are
             measured under `full`, or with compiled blocks under share 0.
-        model: class name of the model.
-        head: how its head runs, as in `Plan.head`.
-        mlp: how its feed-forwards run, as in `Plan.mlp`.
         autocast: the type that autocast computes in; None without autocast.
         before: measurements of the same model when other parameters were trained, or with another autocast. What
             actions change in kinds of blocks that are the same is measured once.
@@ -84,14 +82,10 @@ class Measurements:
         modules: Mapping[str, nn.Module],
         blocks: Mapping[str, Block],
         actions: Sequence[Action],
-        model: str,
-        head: int | str = "full",
-        mlp: int | str = "full",
         autocast: Any = None,
         before: Measurements | None = None,
     ) -> None:
-        self.modules, self._autocast = modules, autocast
-        self.blocks, self.actions, self.model, self.head, self.mlp = blocks, tuple(actions), model, head, mlp
+        self.modules, self.blocks, self.actions, self._autocast = modules, blocks, tuple(actions), autocast
         self.full: dict[Batch, Step] = {}
         """Steps under `full`."""
         self.kinds: dict[CallName, int] = {}
@@ -105,16 +99,16 @@ class Measurements:
         """How often a step tried an action on a kind and did not measure it."""
         self._no_room: set[tuple[Batch, Pair]] = set()
         """What does not fit beside a step with a batch, as far as is known."""
-        self.fastest: dict[int, dict[Pair, int]] = before.fastest if before else collections.defaultdict(dict)
-        """For each batch size, nanoseconds of the fastest call of each kind under each action."""
         self.timed: int = before.timed if before else 0
         """Number of timed steps since the last new kind."""
-        self.times: dict[int | None, tuple[int, ...]] = dict(before.times) if before else {}
-        """Kind -> nanoseconds of its calls under `full`: the forward, what runs until the next call, and the backward;
-        None -> nanoseconds of what runs before the first call. The shortest over timed steps with the last one's batch
-        size. Plans for batches of any size use them."""
+        self.times: dict[Pair | None, tuple[int, int, int]] = dict(before.times) if before else {}
+        """(kind, action) -> nanoseconds of a call: its forward, what runs until the next call, its backward. None ->
+        nanoseconds of what runs before the first call. Each is the shortest over timed steps with the last one's batch
+        size, because noise only makes calls slower. Plans for batches of any size use them."""
         self._timed_elements = 0
         """Batch size of the last timed step."""
+        self.ratios: dict[Pair, float] = before.ratios if before else {}
+        """(kind, action) -> time of forward and backward as a share of that under `full`."""
 
     # --- measured steps ---
 
@@ -132,19 +126,14 @@ class Measurements:
         if reference is None:  # it was another step than was expected
             return False
         known, full = reference
-        calls = _calls_of(step, tried)
+        calls = {name: tried[name[0]] for name in step.names if name[0] in tried}
         changes: dict[Pair, Change] = {}
         for name, change in changes_of(full, step, calls, known == batch).items():
             if name in self.kinds:
                 pair = self.kinds[name], calls[name]
                 changes[pair] = change if pair not in changes else change.larger(changes[pair])
-        for pair, change in changes.items():
-            before = self._measured_on.get(pair)
-            if before is not None and before.elements > batch.elements and not before.is_near(batch):
-                continue
-            same = before is not None and self.changes[pair].scale and before.is_near(batch)
-            self.changes[pair] = change.larger(self.changes[pair]) if same else change
-            self._measured_on[pair] = batch
+        self.changes.update(changes)
+        self._measured_on.update(dict.fromkeys(changes, batch))
         for call in full.calls:
             pair = self.kinds[call.name], tried.get(call.name[0], self.actions[-1])
             self._tries[pair] += call.name[0] in tried and pair not in changes
@@ -159,37 +148,37 @@ class Measurements:
 
     def learn_times(self, batch: Batch, step: Step, tried: Mapping[str, Action]) -> None:
         """Store the times of a step in which the blocks in `tried` had other actions."""
-        self.timed += 1
-        calls = _calls_of(step, tried)
-        fastest = self.fastest[batch.elements]
-        under_full = collections.defaultdict[int | None, list[tuple[int, ...]]](list)
-        under_full[None] = [(step.before.nanoseconds,)]
-        for call in (call for call in step.calls if call.name in self.kinds):
-            back = call.backward.nanoseconds if call.backward else 0
-            times = call.forward.nanoseconds, call.behind.nanoseconds, back
-            pair = self.kinds[call.name], calls.get(call.name, self.actions[-1])
-            if back:
-                fastest[pair] = min(times[0] + back, fastest.get(pair, times[0] + back))
-            if call.name not in calls:
-                under_full[pair[0]].append(times)
-        before = self.times if batch.elements == self._timed_elements else {}
+        if batch.elements != self._timed_elements:
+            self.times.clear()
         self._timed_elements = batch.elements
-        for kind, rows in under_full.items():
-            medians = [round(statistics.median(column)) for column in zip(*rows, strict=True)]
-            self.times[kind] = tuple(map(min, medians, before.get(kind, medians)))  # noise only makes calls slower
+        self.timed += 1
+        rows = collections.defaultdict[Pair | None, list[tuple[int, int, int]]](list)
+        rows[None] = [(step.before.nanoseconds, 0, 0)]
+        for call in step.calls:
+            if call.name in self.kinds:
+                pair = self.kinds[call.name], tried.get(call.name[0], self.actions[-1])
+                back = (call.backward or Part()).nanoseconds
+                rows[pair].append((call.forward.nanoseconds, call.behind.nanoseconds, back))
+        for key, times in rows.items():
+            medians = [round(statistics.median(column)) for column in zip(*times, strict=True)]
+            forward, behind, back = map(min, medians, self.times.get(key, medians))
+            self.times[key] = forward, behind, back
+        for key, (forward, _, backward) in self.times.items():
+            under_full = self.times.get((key[0], self.actions[-1])) if key is not None and backward else None
+            if key is not None and under_full is not None:
+                self.ratios[key] = (forward + backward) / max(1, under_full[0] + under_full[-1])
 
     def _sort(self, step: Step) -> None:
         """Assign a kind to every new call."""
         ends = [call.name for call in step.calls if call.backward is not None][-1:]
         for call in step.calls:
-            if call.name in self.kinds:
-                continue
-            look = _look_of(self.modules[call.name[0]], call, call.name in ends, self._autocast)
-            like = (number for number, other in enumerate(self._looks) if look.is_of_kind(other))
-            number = self.kinds[call.name] = next(like, len(self._looks))
-            if number == len(self._looks):
-                self._looks.append(look)
-                self.timed = 0
+            if call.name not in self.kinds:
+                look = _look_of(self.modules[call.name[0]], call, call.name in ends, self._autocast)
+                like = (number for number, other in enumerate(self._looks) if look.is_of_kind(other))
+                number = self.kinds[call.name] = next(like, len(self._looks))
+                if number == len(self._looks):
+                    self._looks.append(look)
+                    self.timed = 0
 
     def begins_at(self, level: int, resident: bool) -> None:
         """Store the bytes alive when a step begins. After the first step, they include the state of the optimizer."""
@@ -210,9 +199,9 @@ class Measurements:
         the square of its length.
         """
         near = [known for known in self.full if known.is_near(batch)]
-        cover = [known for known in near if known.covers(batch)]
-        if cover:
-            known = min(cover, key=lambda each: each.elements)
+        covering = [known for known in near if known.covers(batch)]
+        if covering:
+            known = min(covering, key=lambda each: each.elements)
             return known, self.full[known]
         if not near:
             return None
@@ -230,50 +219,30 @@ class Measurements:
         reference = self.reference(batch)
         if reference is None or not self.pending(batch):
             return {}
-        full = reference[1]
         members: dict[int, list[str]] = collections.defaultdict(list)
-        for call in full.calls:
+        for call in reference[1].calls:
             if call.backward is not None:
                 members[self.kinds[call.name]].append(call.name[0])
         usual = sorted(members, key=lambda kind: -len(members[kind]))
-        for action in sorted(
-            self.actions[:-1], key=lambda action: (action == FULL_SELECTIVE, -self.actions.index(action))
-        ):
+        for action in sorted(self.actions[:-1], key=lambda a: (a == FULL_SELECTIVE, -self.actions.index(a))):
             chosen: dict[str, Action] = {}
             for place, kind in enumerate(usual):
-                pair = kind, action
                 alone = len(members[kind]) == 1 and any(self._alike(kind, other) for other in usual[:place])
-                if not self._is_pending(pair, batch) or (alone and not chosen):
+                if not self._is_pending((kind, action), batch) or (alone and not chosen):
                     continue
                 trying = {**chosen, members[kind][-1]: action}
-                if peak_of(self._costs(full, self._guesses(batch, full, trying), 0), trying) <= limit:
+                if peak_of(self.costs(batch, trying), trying) <= limit:
                     chosen = trying
                 elif not chosen:
-                    self._no_room.add((batch, pair))
+                    self._no_room.add((batch, (kind, action)))
             if chosen:
-                return chosen | self._without_room(batch, members, chosen)
+                return chosen
         return {}
 
     def pending(self, batch: Batch) -> int:
         """How many actions are still to be tried on a batch, as far as is known."""
         kinds = set(self.kinds.values())
         return sum(any(self._is_pending((kind, action), batch) for kind in kinds) for action in self.actions[:-1])
-
-    def _without_room(
-        self, batch: Batch, members: Mapping[int, Sequence[str]], taken: Mapping[str, Action]
-    ) -> dict[str, Action]:
-        """Return further blocks to try under `full+selective`, which keeps no more than `full`."""
-        found: dict[str, Action] = {}
-        for kind, names in members.items() if FULL_SELECTIVE in self.actions else ():
-            if self._is_pending((kind, FULL_SELECTIVE), batch) and len(names) > 1 and names[0] not in taken:
-                found[names[0]] = FULL_SELECTIVE
-        return found
-
-    def _alike(self, kind: int, other: int) -> bool:
-        """Whether the modules of two kinds are similar, whatever their positions."""
-        mine, its = self._looks[kind], self._looks[other]
-        pairs = zip(mine.weights, its.weights, strict=True)
-        return mine.name == its.name and all(abs(one - two) <= UNLIKE * max(one, two) for one, two in pairs)
 
     def _is_pending(self, pair: Pair, batch: Batch) -> bool:
         """Whether an action is to be tried on a kind: if it was not measured, or on a much smaller batch only."""
@@ -282,25 +251,11 @@ class Measurements:
         measured = self._measured_on.get(pair)
         return measured is None or batch.elements >= AGAIN * measured.elements
 
-    def _guesses(self, batch: Batch, full: Step, tried: Mapping[str, Action]) -> dict[Pair, Change]:
-        """The changes that were measured, and bounds for those that are tried."""
-        changes = self._changes_for(batch)
-        for call in full.calls:
-            action = tried.get(call.name[0])
-            pair = self.kinds[call.name], action or self.actions[-1]
-            if action is None or pair in self.changes:
-                continue
-            share = 0.5 if action.save and "linear" not in action.save else KEPT_AT_MOST.get(action.kind, 1.0)
-            more = self.actions[: self.actions.index(action)] if action != FULL_SELECTIVE else ()
-            measured = [changes[pair[0], other].at(call) for other in more if (pair[0], other) in self.changes]
-            size = call.backward.peak if call.backward is not None else 0
-            keeps = [max(0, change.forward_net) + max(0, change.later) for change in measured]
-            # The backward under `full` holds all that the block keeps under `keep`. So with what the forward keeps, the
-            # backward under another action needs no more. The forward holds no more than it keeps in addition.
-            most = min((math.ceil(size * share), *keeps))
-            bound = Change(most, most, backward_peak=-most, scale=size)
-            changes[pair] = bound if pair not in changes else bound.larger(changes[pair])
-        return changes
+    def _alike(self, kind: int, other: int) -> bool:
+        """Whether the modules of two kinds are similar, whatever their positions."""
+        mine, its = self._looks[kind], self._looks[other]
+        pairs = zip(mine.weights, its.weights, strict=True)
+        return mine.name == its.name and all(abs(one - two) <= UNLIKE * max(one, two) for one, two in pairs)
 
     def to_time(self, batch: Batch, limit: int) -> dict[str, Action]:
         """Return blocks to run under the least timed actions, as many as fit into a limit, in bytes; none if only
@@ -309,19 +264,18 @@ class Measurements:
         reference = self.reference(batch)
         if reference is None or not self.changes:
             return {}
-        full, changes = reference[1], self._changes_for(batch)
-        known = self._with_unlike(changes)
+        full, costs = reference[1], self.costs(batch)
         free: dict[int, list[str]] = collections.defaultdict(list)
         for name, kind in {call.name[0]: self.kinds[call.name] for call in full.calls if call.backward}.items():
             free[kind].append(name)
-        pairs = [pair for pair in itertools.product(free, reversed(self.actions)) if pair in known]
+        changes = self._changes(batch, full, {})
+        pairs = [pair for pair in itertools.product(free, reversed(self.actions)) if pair in changes]
         for kind, names in free.items():  # calls at both ends of a step take longer, so the middle is `full`
             count = max(1, len(names) // (1 + sum(pair[0] == kind for pair in pairs)))
             first = (len(names) - count) // 2
             free[kind] = names[:first] + names[first + count :]
-        costs = self._costs(full, changes, 0)
         chosen: dict[str, Action] = {}
-        timed = collections.Counter(pair for found in self.fastest.values() for pair in found if pair in pairs)
+        timed = collections.Counter(pair for pair in self.ratios if pair in pairs)
         while pairs:
             kind, action = pair = min(pairs, key=timed.__getitem__)
             if free[kind] and peak_of(costs, {**chosen, free[kind][-1]: action}) <= limit:
@@ -333,102 +287,95 @@ class Measurements:
 
     # --- costs ---
 
-    def costs(self, batch: Batch) -> Costs:
-        """Return the costs for a batch, which must have a `reference`."""
+    def costs(self, batch: Batch, guessed: Mapping[str, Action] = MappingProxyType({})) -> Costs:
+        """Return the costs for a batch, which must have a `reference`.
+
+        Args:
+            batch: the batch.
+            guessed: blocks, each with an action for which there shall be a bound if it was not measured.
+        """
         reference = self.reference(batch)
         assert reference is not None
-        return self._costs(reference[1], self._changes_for(batch), batch.tokens)
-
-    def _costs(self, full: Step, changes: Mapping[Pair, Change], tokens: int) -> Costs:
-        calls = []
+        full, calls = reference[1], []
         for call in full.calls:
-            times = self.times.get(self.kinds[call.name], (0, 0, 0))
+            times = self.times.get((self.kinds[call.name], self.actions[-1]), (0, 0, 0))
             parts = zip((call.forward, call.behind, call.backward), times, strict=True)
             timed: list[Any] = [part and dataclasses.replace(part, nanoseconds=spent) for part, spent in parts]
             calls.append(Call(call.name, call.has_input_graph, *timed))
         before = dataclasses.replace(full.before, nanoseconds=self.times.get(None, (0,))[0])
-        full = dataclasses.replace(full, before=before, calls=tuple(calls))
+        step = dataclasses.replace(full, before=before, calls=tuple(calls))
         blocks = [self.blocks[name] for name, _ in full.names]
-        changes, ratios = self._with_unlike(changes), self._shares_of_time()
-        costs = costs_of_step(full, blocks, self.kinds, changes, ratios, self.actions)
-        return dataclasses.replace(
-            costs, model=self.model, tokens=tokens, head_tokens=self.head, mlp_tokens=self.mlp, notes=("measured",)
-        )
+        changes = self._changes(batch, full, guessed)
+        costs = costs_of_step(step, blocks, self.kinds, changes, self._shares_of_time(), self.actions)
+        return dataclasses.replace(costs, tokens=batch.tokens)
 
-    def _changes_for(self, batch: Batch) -> dict[Pair, Change]:
-        """The measured changes for calls with a batch, which may be larger than the measured ones."""
-        changes = dict(self.changes)
-        batch = dataclasses.replace(batch, resident=True)
-        for pair, measured in self._measured_on.items():
-            measured = dataclasses.replace(measured, resident=True)
-            growth = 0.0 if measured.covers(batch) else batch.growth(measured)
-            changes[pair] = dataclasses.replace(changes[pair], growth=growth if growth < math.inf else 0.0)
+    def _changes(self, batch: Batch, full: Step, guessed: Mapping[str, Action]) -> dict[Pair, Change]:
+        """What actions change in calls with a batch: what was measured, and bounds for those in `guessed`.
+
+        A kind on which an action was not tried has the largest change among kinds of similar modules.
+        """
+        changes: dict[Pair, Change] = {}
+        for pair, change in self.changes.items():
+            measured = self._measured_on[pair]
+            covers = Batch(measured.forwards, True).covers(Batch(batch.forwards, True))
+            growth = 0.0 if covers else batch.growth(measured)
+            changes[pair] = dataclasses.replace(change, growth=growth if growth < math.inf else 0.0)
+        for call in full.calls if guessed else ():
+            action, kind = guessed.get(call.name[0]), self.kinds[call.name]
+            if action is None or (kind, action) in self.changes:
+                continue
+            share = 0.5 if action.save and "linear" not in action.save else KEPT_AT_MOST.get(action.kind, 1.0)
+            more = self.actions[: self.actions.index(action)] if action != FULL_SELECTIVE else ()
+            measured_ones = [changes[kind, other].at(call) for other in more if (kind, other) in self.changes]
+            size = call.backward.peak if call.backward is not None else 0
+            keeps = [max(0, change.forward_net) + max(0, change.later) for change in measured_ones]
+            # The backward under `full` holds all that the block keeps under `keep`. So with what the forward keeps, the
+            # backward under another action needs no more. The forward holds no more than it keeps in addition.
+            most = min((math.ceil(size * share), *keeps))
+            bound = Change(most, most, backward_peak=-most, scale=size)
+            changes[kind, action] = bound.larger(changes.get((kind, action), bound))
+        for kind, action in itertools.product(dict.fromkeys(self.kinds.values()), self.actions):
+            like = [change for (k, its), change in changes.items() if its == action and self._alike(kind, k)]
+            if like and (kind, action) not in changes:
+                changes[kind, action] = max(like, key=lambda change: change.forward_net / max(1, change.scale))
         return changes
 
-    def _with_unlike(self, changes: Mapping[Pair, Change]) -> dict[Pair, Change]:
-        """Add changes for kinds on which an action was not tried: the largest among kinds of similar modules."""
-        found = dict(changes)
-        for kind in dict.fromkeys(self.kinds.values()):
-            for action in self.actions:
-                known = [
-                    change for (other, its), change in changes.items() if its == action and self._alike(kind, other)
-                ]
-                if (kind, action) not in found and known:
-                    most = known[0]
-                    for change in known[1:]:
-                        most = most if most.forward_net * change.scale >= change.forward_net * most.scale else change
-                    found[kind, action] = most
-        return found
-
     def _shares_of_time(self) -> dict[Pair, float]:
-        """Time of forward and backward as a share of that under `full`.
+        """Time of forward and backward as a share of that under `full`; a kind without a time has the shortest of all.
 
-        An action that recomputes more never counts as faster: if it was measured as faster, both get the mean. Compiled
-        blocks are an exception, because kernels of a larger share can be slower.
+        An action that recomputes more never counts as faster than one that keeps more: noise only makes calls slower.
+        Compiled blocks are an exception, because kernels of a larger share can be slower.
         """
-        least = self.actions[-1]
-        ratios: dict[Pair, list[float]] = collections.defaultdict(list)
-        overall: dict[Action, list[float]] = collections.defaultdict(list)
-        for fastest in self.fastest.values():
-            for (kind, action), spent in fastest.items():
-                if (kind, least) in fastest:
-                    ratios[kind, action].append(spent / fastest[kind, least])
-                    overall[action].append(spent / fastest[kind, least])
-        known: dict[Pair, float] = {}
+        shares: dict[Pair, float] = {}
         for kind in dict.fromkeys(self.kinds.values()):
-            samples = {a: ratios.get((kind, a)) or overall.get(a) for a in self.actions if a != least}
-            times = {action: min(found) for action, found in samples.items() if found}
-            others = [action for action in times if action != FULL_SELECTIVE]
-            shares = [times[action] for action in others]
-            for action, share in zip(others, _rising(shares) if least == FULL else shares, strict=True):
-                known[kind, action] = min(1.0, share)
-            if FULL_SELECTIVE in times:
-                known[kind, FULL_SELECTIVE] = max(1.0, times[FULL_SELECTIVE])
-        return known
+            least = 1.0
+            for action in reversed(self.actions[:-1]):
+                others = [ratio for (_, its), ratio in self.ratios.items() if its == action]
+                ratio = self.ratios.get((kind, action), min(others, default=None))
+                if ratio is not None and action == FULL_SELECTIVE:
+                    shares[kind, action] = max(1.0, ratio)
+                elif ratio is not None:
+                    shares[kind, action] = min(least, ratio)
+                    least = shares[kind, action] if self.actions[-1] == FULL else 1.0
+        return shares
 
     def table(self, batch: Batch) -> list[tuple[Action, int, float | None]]:
         """Return (action, bytes saved, time as a share of `full`) for the most frequent kind of block."""
         reference = self.reference(batch)
-        if reference is None:
+        calls = [call for call in reference[1].calls if call.backward] if reference is not None else []
+        if reference is None or not calls:
             return []
-        full = reference[1]
-        usual = collections.Counter(self.kinds[call.name] for call in full.calls if call.backward).most_common(1)
-        calls = [call for call in full.calls if usual and self.kinds[call.name] == usual[0][0]]
-        if not calls:
-            return []
-        kind, call, shares = usual[0][0], calls[len(calls) // 2], self._shares_of_time()
-        changes = self._with_unlike(self._changes_for(batch))
+        kind = collections.Counter(self.kinds[call.name] for call in calls).most_common(1)[0][0]
+        calls = [call for call in calls if self.kinds[call.name] == kind]
+        call, shares = calls[len(calls) // 2], self._shares_of_time()
+        changes = {**self._changes(batch, reference[1], {}), (kind, self.actions[-1]): Change()}
         rows = []
         for action in self.actions:
-            change = Change() if action == self.actions[-1] else changes.get((kind, action))
-            if change is not None:
-                kept = call.forward.net + change.at(call).forward_net + change.at(call).later
-                rows.append((action, kept, 1.0 if action == self.actions[-1] else shares.get((kind, action))))
+            if (kind, action) in changes:
+                change = changes[kind, action].at(call)
+                time = 1.0 if action == self.actions[-1] else shares.get((kind, action))
+                rows.append((action, call.forward.net + change.forward_net + change.later, time))
         return rows
-
-
-def _calls_of(step: Step, tried: Mapping[str, Action]) -> dict[CallName, Action]:
-    return {name: tried[name[0]] for name in step.names if name[0] in tried}
 
 
 def choice_of(costs: Costs, chosen: Mapping[str, Action]) -> Choice:
@@ -444,14 +391,3 @@ def choice_of(costs: Costs, chosen: Mapping[str, Action]) -> Choice:
 def peak_of(costs: Costs, chosen: Mapping[str, Action]) -> int:
     """The predicted peak if blocks have these actions, and all others the one that keeps least."""
     return timeline(costs, choice_of(costs, chosen)).peak_bytes
-
-
-def _rising(values: Sequence[float]) -> list[float]:
-    """The nearest non-decreasing sequence: decreasing neighbours are replaced by their mean."""
-    runs: list[list[float]] = []
-    for value in values:
-        runs.append([value])
-        while len(runs) > 1 and statistics.fmean(runs[-2]) > statistics.fmean(runs[-1]):
-            last = runs.pop()
-            runs[-1] += last
-    return [statistics.fmean(run) for run in runs for _ in run]

@@ -1,34 +1,29 @@
 """The policies `budget` and `auto` in a run: measure the first steps, then plan with the measurements.
 
-A session sees every training batch before its forward. It is in the first of these phases that applies to the batch:
+A session sees every training batch before its forward. It asks its phases in this order, and the first that applies to
+the batch says what the step does. Each ends by itself, so a run needs one step for each size of batch, for each action,
+for each timed step and for each check, in whatever order batches come:
 
-1. *warm-up*: the step is not typical. Every block runs under `full`, and nothing is measured. DDP has two such steps. A
-   batch size waits at most `MOST_WAITS` steps for later micro-steps or for the optimizer's state.
-2. *measure full*: no measured batch is near this one in size, so its step is measured under `full`. A batch that the
-   plan of a larger one covers uses that plan, and is measured when its size comes for the second time.
-3. *try actions*: a kind of block was not measured under some action, and there is room for it. One block of each such
-   kind runs under that action, and all others under `full`. Actions that keep least come first. Changes that were
-   measured on one batch are scaled for others, so any batch with room will do.
-4. *time*: two steps in which blocks have different actions are timed.
-5. *check*: the fastest plan that fits is enabled, and its first step is measured. If the peak exceeds the limit, the
-   difference is subtracted from the limit of all later plans.
-6. *plan*: the batch has its plan.
+| phase | its steps run under | it ends |
+|---|---|---|
+| *warm-up* | `full`, unmeasured | after two steps under DDP; for a batch size, after `MOST_WAITS` steps of it |
+| *measure full* | `full` | when a step of about this size was measured, or a larger batch's plan covers it |
+| *try actions* | `full`, but one block of a kind under an action | when each kind was tried under each, where it fits |
+| *time* | a mixture of actions | after `TIMED_STEPS` steps |
+| *plan* | the plan of the batch | |
+| *check* | the plan; its first step is measured | after that step |
 
-With compiled blocks, share 0 takes the place of `full`, and a step that compiles a graph is not used.
-
-The session does not use a step that is not what it expected (an exception, another forward, gradients that were not
-cleared); the next step is in the same phase again. So a run needs one step for each size of batch, for each action, for
-each timed step and for each check, in whatever order batches come. After `MOST_FAILURES` failed measurements in a row,
-it measures one step in `REST`.
+If the peak of a checked step exceeds the limit, the difference is subtracted from the limit of all later plans. With
+compiled blocks, share 0 takes the place of `full`, and a step that compiles a graph is not used. A step that is not
+what was expected (an exception, another forward, gradients that were not cleared) is not used either, and the next one
+is in the same phase again. After `MOST_FAILURES` such steps in a row, one step in `REST` is measured.
 
 No batch ends a run: if no plan fits, the session uses the one with the lowest peak, and warns once.
 
 Steps under `full` belong to a state of the model: which parameters are trained, their bytes, and autocast's type. In
-another state the session measures them again, and tries actions on kinds of blocks that are new. For another optimizer,
-it repeats the steps under `full`.
-
-Each rank has its own session, because actions do not change the collective operations. Under ZeRO-3 they do, so all
-ranks use the plan of the rank with the largest batch.
+another state they are measured again, and actions are tried on kinds of blocks that are new. For another optimizer, the
+steps under `full` are measured again. Each rank has its own session, because actions do not change the collective
+operations. Under ZeRO-3 they do, so all ranks use the plan of the rank with the largest batch.
 """
 
 from __future__ import annotations
@@ -54,15 +49,14 @@ from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import PLANS
 from hf_ckpt.measure.levels import Levels, Meter, meter_for, step_of
 from hf_ckpt.measure.live import held_bytes, state_bytes
-from hf_ckpt.measure.machine import DeviceMemory, device_memory, device_name
+from hf_ckpt.measure.machine import device_memory, device_name
 from hf_ckpt.measure.memory import keeps_statistics
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.planner.budgets import above_budget, plan_of, plan_of_least, plan_within
 from hf_ckpt.planner.segments import in_segments
 from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates, offloads
 from hf_ckpt.spec.plan import Plan
-from hf_ckpt.spec.spec import Spec
-from hf_ckpt.training.batches import Batch, Forward, forward_of, has_gradients, look_of
+from hf_ckpt.training.batches import Batch, Forward, forward_of, look_of
 from hf_ckpt.training.measurements import Measurements, choice_of, peak_of
 from hf_ckpt.units import budget_bytes, format_bytes, format_seconds
 
@@ -73,12 +67,9 @@ SURE = 0.97
 """Share of the limit that a timed step may need. The rest is a margin: the need may be estimated from other blocks."""
 MOVED = frozenset(offloads().values())
 """The actions that use host memory."""
-MOST_PLANS = 64
-"""The most plans in a run. The oldest is dropped first."""
-MOST_SEEN = 256
-"""The most batch sizes of which a session knows that they came before."""
-MOST_STATES = 16
-"""The most states of the model whose measurements are held. The oldest is dropped first."""
+MOST_PLANS, MOST_SEEN, MOST_STATES = 64, 256, 16
+"""The most plans in a run, batch sizes that are known to have come before, and states of the model whose measurements
+are held. The oldest is dropped first."""
 MOST_WAITS = 32
 """The most steps in which a batch size waits for others to be measured first."""
 MOST_FAILURES, REST = 8, 100
@@ -116,18 +107,24 @@ class Planned:
         held = sorted(self.held.values(), key=lambda planned: planned.shape.elements)
         return {str(planned.shape): planned.plan for planned in held}
 
+    @property
+    def moves(self) -> bool:
+        """Whether blocks use host memory."""
+        return any(action in MOVED for _, action in self.plan.actions)
 
-@dataclasses.dataclass(frozen=True)
-class _Measured:
-    """A step that is being measured, and its purpose."""
 
-    batch: Batch
-    tried: Mapping[str, Action] = dataclasses.field(default_factory=dict)
-    """Blocks that do not run under `full`, with their actions."""
-    times: bool = False
-    """Whether the step is measured for its time."""
-    planned: Planned | None = None
-    """The plan whose peak is checked, if any."""
+@dataclasses.dataclass
+class _State:
+    """What a session knows about the model in one state: see `batches.look_of`."""
+
+    known: Measurements
+    plans: dict[Batch, Planned] = dataclasses.field(default_factory=dict)
+    expected: dict[Forward, tuple[Forward, ...]] = dataclasses.field(default_factory=dict)
+    """First forward of a step -> all forwards of the last such step."""
+    seen: dict[Batch, None] = dataclasses.field(default_factory=dict)
+    """Batches that came before; the oldest comes first."""
+    waits: collections.Counter[Batch] = dataclasses.field(default_factory=collections.Counter)
+    """How many steps a batch has waited."""
 
 
 class _Recorder:
@@ -141,17 +138,27 @@ class _Recorder:
         self,
         base: nn.Module,
         meter: Meter,
-        purpose: _Measured,
-        known: Measurements,
-        modules: Mapping[str, nn.Module],
+        planned: Planned,
+        tried: Mapping[str, Action],
+        state: _State,
+        running: nn.Module,
     ) -> None:
-        self.purpose, self.known = purpose, known
+        self.planned, self.tried, self.state = planned, tried, state
+        self.graphs = compat.compiled_graphs()
+        """How many graphs torch.compile had made when the step began."""
         self.levels = levels = Levels(meter)
+        modules = compat.outside_graphs(running, state.known.modules)
         self.boundaries = Boundaries(modules, levels.mark, meter.stop)
         # An optimizer that steps within the backward must not end the measurement.
         after = lambda: meter.stop() if levels.last == "end" else None  # noqa: E731
-        handles = compat.call_around_optimizers(meter.start, after)
-        self.stop = weakref.finalize(base, _stop, meter, self.boundaries, handles)
+        handles: list[Any] = [*compat.call_around_optimizers(meter.start, after), self.boundaries]
+
+        def stop() -> None:
+            for handle in handles:
+                handle.remove()
+            meter.stop()
+
+        self.stop = weakref.finalize(base, stop)
         self.stop.atexit = False
         self.begin_forward()
         levels.mark("begin")
@@ -160,28 +167,6 @@ class _Recorder:
         """Measure from here until the graph of the forward is gone."""
         self.boundaries.begin()
         self.levels.meter.start()
-
-
-def _stop(meter: Meter, boundaries: Boundaries, handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-    boundaries.remove()
-    meter.stop()
-
-
-@dataclasses.dataclass
-class _State:
-    """What a session knows about the model in one state: see `batches.look_of`."""
-
-    known: Measurements
-    plans: dict[Batch, Planned] = dataclasses.field(default_factory=dict)
-    """The plans, by their batch."""
-    expected: dict[Forward, tuple[Forward, ...]] = dataclasses.field(default_factory=dict)
-    """First forward of a step -> all forwards of the last such step."""
-    seen: dict[Batch, None] = dataclasses.field(default_factory=dict)
-    """Batches that came before; the oldest comes first."""
-    waits: collections.Counter[Batch] = dataclasses.field(default_factory=collections.Counter)
-    """How many steps a batch has waited."""
 
 
 class Session:
@@ -196,9 +181,8 @@ class Session:
 
     def __init__(self, base: nn.Module, record: Installation) -> None:
         found = find_blocks(base)
-        self._base = weakref.ref(base)
-        self._name, self._family = found.model, found.family
-        self._spec: Spec = record.spec
+        self._base, self._spec = weakref.ref(base), record.spec
+        self._name, self._family, self._modules = found.model, found.family, found.modules
         self._blocks = {block.name: block for block in found.blocks}
         self._devices = compat.devices_of_model(base)
         accelerators = compat.accelerators(self._devices)
@@ -206,7 +190,10 @@ class Session:
         self._sharded = not compat.parameters_stay(base)
         self._together = compat.is_distributed() and compat.ranks_recompute_together(base)
         held = held_bytes(base)
-        self.limit_bytes = limit_bytes(self._spec, device_memory(held, self._devices))
+        memory = device_memory(held, self._devices)
+        self.limit_bytes = budget_bytes(self._spec.budget, memory.total_bytes)
+        if self._spec.policy == "auto":  # less what other processes hold
+            self.limit_bytes -= memory.total_bytes - memory.available_bytes
         if held > self.limit_bytes and not self._sharded:
             raise InfeasibleError(
                 self.limit_bytes,
@@ -216,17 +203,27 @@ class Session:
                 f"no plan fits into {format_bytes(self.limit_bytes)}: the model holds {format_bytes(held)} by itself. "
                 "What would lower it:",
             )
-        self.bias_bytes = self._moved_bias_bytes = 0
-        """Measured minus predicted peak, of all plans and of those that use host memory: copies take their time."""
-        self._modules = found.modules
+        self._compiles = self._spec.compile is not None
+        """Whether hf_ckpt compiles the blocks."""
+        if self._compiles:
+            self._refuse_unmeasurable()
+        self._is_compiled = self._compiles
+        """Whether blocks are compiled, by whatever it is."""
+        self._least = COMPILED if self._compiles else FULL
+        actions = candidates(compiled=self._compiles)
+        self._actions = (*(action for action in actions if action != self._least), self._least)
+        """The actions to choose from; the last one keeps least."""
+        self._biases = {False: 0, True: 0}
+        """Measured minus predicted peak of all plans, and in addition of those that use host memory, whose copies take
+        their time."""
         self._recorder: _Recorder | None = None
         self._forwards: list[Forward] = []
         """Forwards of the current step."""
         self._resident = self._was_resident = False
         """Whether there were gradients when this step began, and the one before."""
         self._padded = False
-        self._waited = 0
-        """Steps that were skipped at the beginning."""
+        self._warm_steps = 0
+        """Unmeasured steps at the beginning."""
         self._passes = 0
         """`Installation.passes` when the last measured step ended."""
         self._level: int | None = None
@@ -244,24 +241,14 @@ class Session:
         """Whether an optimizer has stepped, so that its state exists."""
         self._may_try = True
         """Whether actions may be tried: not once a step has run out of memory."""
-        self._compiles = self._spec.compile is not None
-        """Whether hf_ckpt compiles the blocks."""
-        self._is_compiled = self._compiles
-        """Whether blocks are compiled, by whatever it is."""
-        least = COMPILED if self._compiles else FULL
-        self._actions = (*(action for action in candidates(compiled=self._compiles) if action != least), least)
-        """The actions to choose from; the last one keeps least."""
-        if self._compiles:
-            self._refuse_unmeasurable()
-        self._graphs = 0
-        """How many graphs torch.compile had made when the measured step began."""
         self.measured_steps = 0
         self._dropped = False
         """Whether a plan was dropped since the last batch."""
-        self._look: Any = None
-        self._state: _State
         self._states: dict[Any, _State] = {}
-        self._enter(look_of(base, self._device_type, self._sharded))
+        self._look = look_of(base, self._device_type, self._sharded)
+        self._state = self._states[self._look] = _State(
+            Measurements(self._modules, self._blocks, self._actions, self._look[0])
+        )
 
     def _refuse_unmeasurable(self) -> None:
         """Raise `HfCkptError` if the memory of compiled blocks cannot be measured."""
@@ -278,26 +265,6 @@ class Session:
                 "`selective`, or do not compile blocks."
             )
 
-    def _enter(self, look: Any) -> None:
-        """Use the measurements of a state of the model, or begin new ones."""
-        if look not in self._states:
-            before: Measurements | None = self._state.known if self._states else None
-            self._states[look] = _State(
-                Measurements(
-                    self._modules,
-                    self._blocks,
-                    self._actions,
-                    self._name,
-                    self._spec.head,
-                    self._spec.mlp,
-                    autocast=look[0],
-                    before=before,
-                )
-            )
-            if len(self._states) > MOST_STATES:
-                del self._states[next(iter(self._states))]
-        self._look, self._state = look, self._states[look]
-
     @property
     def known(self) -> Measurements:
         """The measurements of the model in its present state."""
@@ -308,12 +275,17 @@ class Session:
         """The plans for the model in its present state, by their batch."""
         return self._state.plans
 
-    # --- what attach calls ---
+    @property
+    def bias_bytes(self) -> int:
+        """Measured minus predicted peak of all plans."""
+        return self._biases[False]
 
     @property
     def is_measuring(self) -> bool:
         """Whether the current step is measured."""
         return self._recorder is not None
+
+    # --- what others call ---
 
     def on_batch(
         self,
@@ -340,21 +312,20 @@ class Session:
         self._look_at(base)
         self._forwards = [forward]
         batch = Batch(self._state.expected.get(forward, (forward,)), self._resident)
-        planned, measured = self._next(batch)
+        planned, tried = self._next(batch)
         if self._together:
-            planned, measured = self._agreed(batch, planned, measured)
+            planned = self._agreed(planned)
+        measured = planned.phase not in ("warm-up", "plan")
         if self._failures >= MOST_FAILURES:
             self._rested = (self._rested + 1) % REST
-            measured = None if self._rested else measured
-        left = self._steps_left(batch) if planned.measures else 0
-        planned = dataclasses.replace(planned, phase=_phase(planned, measured), steps_left=left)
+            measured = measured and not self._rested
         exchange(base, record, planned.plan, planned)
         if self._dropped:
             self._dropped = False
             plans = (held.plan for state in self._states.values() for held in state.plans.values())
             record.functions.keep_only([record.plan, *plans])
-        if measured is not None:
-            self._begin(base, running, measured, args, kwargs)
+        if measured:
+            self._begin(base, running, planned, tried, args, kwargs)
 
     def after_forward(self, failed: bool) -> None:
         """A training forward has ended, or has raised an error."""
@@ -386,24 +357,119 @@ class Session:
         used = planned.limit_bytes - planned.bias_bytes if prediction is None else prediction.peak_bytes
         self.limit_bytes = min(self.limit_bytes, round(used * 0.9) + self.bias_bytes)
         self._forget_plans()
-        less = self._tightest(planned.shape)
-        if self.known.reference(planned.shape) is not None:
-            less = self._make(planned.shape)
-            self._hold(less)
+        is_known = self.known.reference(planned.shape) is not None
+        less = self._made(planned.shape) if is_known else self._trying(planned.shape, "warm-up")
         if less.plan == record.plan:
             return None
         exchange(base, record, less.plan, less)
-        return f"a plan for {format_bytes(less.limit_bytes)}" if not less.over else "the plan that needs least"
+        return "the plan that needs least" if less.over else f"a plan for {format_bytes(less.limit_bytes)}"
 
-    # --- the state of the run ---
+    # --- the phases ---
+
+    def _next(self, batch: Batch) -> tuple[Planned, Mapping[str, Action]]:
+        """Return the plan for a batch, and the blocks in it that do not run under `full` to be measured."""
+        known, came_before = self.known, self._came_before(batch)
+        first = self._was_resident and not batch.resident
+        """Whether this is the first micro-step of an optimizer step."""
+        later = dataclasses.replace(batch, resident=True) if first else batch
+        covering = [planned for shape, planned in self.plans.items() if shape.covers(batch)]
+        serving = min(covering, key=lambda planned: planned.shape.elements, default=None)
+        """The plan of the smallest batch that covers this one."""
+        keeps_all = serving is not None and all(action == self._actions[0] for _, action in serving.plan.actions)
+        if serving is not None and came_before and not keeps_all and not serving.shape.is_near(later):
+            serving = None  # the batch comes again, and may do with less than the larger one
+
+        # warm-up
+        if compat.is_distributed() and self._warm_steps < 2:
+            self._warm_steps += 1  # DDP builds its gradient buckets in the first step and rebuilds them in the second
+            return self._trying(batch, "warm-up"), {}
+        if first and not covering and (not came_before or known.reference(later) is not None) and self._may_wait(batch):
+            return self._trying(batch, "warm-up"), {}  # later micro-steps need more, and this one uses their plan
+        # measure full
+        if serving is None and known.reference(batch) is None:
+            return self._trying(batch, "measure full"), {}
+        # try actions
+        tried = known.to_try(batch, self._room(batch, 1.0)) if self._may_try and known.pending(batch) else {}
+        if tried:
+            return self._trying(batch, "try actions", tried), tried
+        # time
+        tried = known.to_time(batch, self._room(batch, SURE)) if known.timed < TIMED_STEPS else {}
+        if tried:
+            return self._trying(batch, "time", tried), tried
+        # plan
+        if serving is not None:
+            unchecked = serving.shape == batch and serving.measured_bytes is None and serving.plan.prediction
+            return dataclasses.replace(serving, phase="check" if unchecked else "plan"), {}
+        if batch.resident and not self._optimizer_has_stepped() and self._may_wait(batch):
+            self._say("waits", "hf_ckpt: planned after the first step of the optimizer, when its state is there.")
+            return self._trying(batch, "warm-up"), {}
+        # check
+        return dataclasses.replace(self._made(batch), phase="check"), {}
+
+    def _trying(self, batch: Batch, phase: str, tried: Mapping[str, Action] | None = None) -> Planned:
+        """The plan for one step of a phase before the plan: all blocks keep least, but for those in `tried`."""
+        rows = tuple((block, (tried or {}).get(name, self._least)) for name, block in self._blocks.items())
+        plan = Plan(self._family, self._name, rows, head=self._spec.head, mlp=self._spec.mlp)
+        known = self.known
+        tries = len(self._actions) - 1 if known.reference(batch) is None else known.pending(batch)
+        steps = (known.reference(batch) is None) + (tries if self._may_try else 0)
+        steps *= 1 + self._is_compiled  # the first step under an action compiles its graphs
+        left = max(1, steps + max(0, TIMED_STEPS - known.timed))
+        return Planned(batch, self.limit_bytes, plan, self.bias_bytes, False, True, phase, left, self.plans)
+
+    def _room(self, batch: Batch, share: float) -> int:
+        """The peak that a step which tries or times actions may have: a share of the limit.
+
+        If even `full` needs more than that, for the optimizer's step, the step may need as much.
+        """
+        if self.known.reference(batch) is None:
+            return 0
+        return max(round((self.limit_bytes - self.bias_bytes) * share), peak_of(self.known.costs(batch), {}))
+
+    def _may_wait(self, batch: Batch) -> bool:
+        """Whether a batch may wait for one more step."""
+        self._state.waits[batch] += 1
+        return self._state.waits[batch] <= MOST_WAITS
+
+    def _came_before(self, batch: Batch) -> bool:
+        """Whether a batch of about this size came before."""
+        seen = self._state.seen
+        before = batch in seen or any(map(batch.is_near, seen))
+        seen[batch] = None
+        if len(seen) > MOST_SEEN:
+            del seen[next(iter(seen))]
+        return before
+
+    def _optimizer_has_stepped(self) -> bool:
+        """Whether the optimizer has its state."""
+        base = self._base()
+        if not self._stepped and base is not None:
+            self._stepped = any(optimizer.state for optimizer in compat.optimizers_of(base))
+        return self._stepped
+
+    def _agreed(self, planned: Planned) -> Planned:
+        """Return the plan of the rank with the largest batch. All ranks must call it."""
+        ranks = compat.of_all_ranks((planned.shape.elements, planned.plan.to_dict()))
+        chosen = Plan.from_dict(max(ranks, key=lambda rank: rank[0])[1])
+        if chosen == planned.plan:
+            return planned
+        return dataclasses.replace(planned, plan=chosen, measures=True, phase="warm-up")
+
+    # --- a step ---
 
     def _look_at(self, base: nn.Module) -> None:
         """Note what the step depends on beside its batch: the state of the model, its gradients and its optimizers."""
         look = look_of(base, self._device_type, self._sharded)
         if look != self._look:
             log.info("hf_ckpt: the model has changed, so that its steps are measured again.")
-            self._enter(look)
-        self._was_resident, self._resident = self._resident, has_gradients(base)
+            if look not in self._states:
+                known = Measurements(self._modules, self._blocks, self._actions, look[0], self.known)
+                self._states[look] = _State(known)
+                if len(self._states) > MOST_STATES:
+                    del self._states[next(iter(self._states))]
+            self._look, self._state = look, self._states[look]
+        has_gradients = any(parameter.grad is not None for parameter in base.parameters())
+        self._was_resident, self._resident = self._resident, has_gradients
         self._stepped |= self._was_resident and not self._resident
         changes = compat.optimizer_changes()
         if changes != self._optimizers:
@@ -413,15 +479,15 @@ class Session:
                 new = [optimizer for optimizer in optimizers if optimizer not in self._known_optimizers]
                 self._state_bytes += self._bytes_of(filter(compat.came_with_state, new))
             self._known_optimizers.update(optimizers)
-            state = self._bytes_of(optimizers)
-            if state != self._state_bytes and any(each.plans for each in self._states.values()):
-                for each in self._states.values():  # other bytes were in memory when these steps were measured
-                    each.known.full.clear()
+            state_bytes = self._bytes_of(optimizers)
+            if state_bytes != self._state_bytes and any(state.plans for state in self._states.values()):
+                for state in self._states.values():  # other bytes were in memory when these steps were measured
+                    state.known.full.clear()
                 self._forget_plans()
             else:
-                for each in self._states.values():
-                    each.known.grow(max(0, state - self._state_bytes))
-            self._state_bytes = state
+                for state in self._states.values():
+                    state.known.grow(max(0, state_bytes - self._state_bytes))
+            self._state_bytes = state_bytes
         if self._level is not None:
             self.known.begins_at(self._level, self._resident)
 
@@ -444,117 +510,25 @@ class Session:
         planned: Planned | None = record.planned
         if planned is None or Batch(planned.shape.forwards, True).covers(Batch(tuple(self._forwards), True)):
             return
-        if planned.measures and (self._recorder is None or not self._recorder.purpose.tried):
+        if planned.measures and (self._recorder is None or not self._recorder.tried):
             return  # the tightest plan is already enabled
         self._drop()
-        tightest = self._tightest(planned.shape)
+        tightest = self._trying(planned.shape, "warm-up")
         exchange(base, record, tightest.plan, tightest)
 
-    # --- the phases ---
-
-    def _next(self, batch: Batch) -> tuple[Planned, _Measured | None]:
-        """Return the plan for a batch, and what to measure in its step, if anything."""
-        known, serving, came_before = self.known, self._serving(batch), self._came_before(batch)
-        first = self._was_resident and not batch.resident
-        """Whether this is the first micro-step of an optimizer step."""
-        later = dataclasses.replace(batch, resident=True) if first else batch
-        # warm-up
-        if compat.is_distributed() and self._waited < 2:
-            self._waited += 1  # DDP builds its gradient buckets in the first step and rebuilds them in the second
-            return self._tightest(batch), None
-        waits = first and serving is None and (not came_before or known.reference(later) is not None)
-        if waits and self._may_wait(batch):  # later micro-steps need more, so that this one uses their plan
-            return self._tightest(batch), None
-        # measure full
-        enough = serving is not None and (serving.shape.is_near(later) or self._keeps_all(serving.plan))
-        if known.reference(batch) is None and not (serving is not None and (enough or not came_before)):
-            return self._tightest(batch), _Measured(batch)
-        # try actions
-        tried = known.to_try(batch, self._room(batch, 1.0)) if self._may_try and known.pending(batch) else {}
-        if tried:
-            return self._trying(batch, tried), _Measured(batch, tried)
-        # time
-        if known.timed < TIMED_STEPS:
-            tried = known.to_time(batch, self._room(batch, SURE))
-            if tried:
-                return self._trying(batch, tried), _Measured(batch, tried, times=True)
-        # plan
-        if serving is not None and (enough or not came_before):
-            unchecked = serving.shape == batch and serving.measured_bytes is None and serving.plan.prediction
-            return serving, _Measured(batch, planned=serving) if unchecked else None
-        if batch.resident and not self._optimizer_has_stepped() and self._may_wait(batch):
-            self._say("waits", "hf_ckpt: planned after the first step of the optimizer, when its state is there.")
-            return self._tightest(batch), None
-        made = self._make(batch)
-        self._hold(made)
-        return made, _Measured(batch, planned=made)
-
-    def _room(self, batch: Batch, share: float) -> int:
-        """The peak that a step which tries or times actions may have: a share of the limit.
-
-        If even `full` needs more than that, for the optimizer's step, the step may need as much.
-        """
-        if self.known.reference(batch) is None:
-            return 0
-        return max(round((self.limit_bytes - self.bias_bytes) * share), peak_of(self.known.costs(batch), {}))
-
-    def _may_wait(self, batch: Batch) -> bool:
-        """Whether a batch may wait for one more step."""
-        self._state.waits[batch] += 1
-        return self._state.waits[batch] <= MOST_WAITS
-
-    def _came_before(self, batch: Batch) -> bool:
-        """Whether a batch of about this size came before."""
-        seen = self._state.seen
-        before = batch in seen or any(batch.is_near(other) for other in seen)
-        seen[batch] = None
-        if len(seen) > MOST_SEEN:
-            del seen[next(iter(seen))]
-        return before
-
-    def _steps_left(self, batch: Batch) -> int:
-        """The most measuring steps that batches of this size still need, with the current one."""
-        known = self.known
-        measured = known.reference(batch) is not None
-        tries = (known.pending(batch) if measured else len(known.actions) - 1) if self._may_try else 0
-        times = 1 + self._is_compiled  # the first step under an action compiles its graphs
-        return max(1, times * ((not measured) + tries) + max(0, TIMED_STEPS - known.timed))
-
-    def _optimizer_has_stepped(self) -> bool:
-        """Whether the optimizer has its state."""
-        base = self._base()
-        if not self._stepped and base is not None:
-            self._stepped = any(optimizer.state for optimizer in compat.optimizers_of(base))
-        return self._stepped
-
-    def _agreed(self, batch: Batch, planned: Planned, measured: _Measured | None) -> tuple[Planned, _Measured | None]:
-        """Return the plan of the rank with the largest batch. All ranks must call it."""
-        ranks = compat.of_all_ranks((batch.elements, planned.plan.to_dict()))
-        chosen = Plan.from_dict(max(ranks, key=lambda found: found[0])[1])
-        if chosen == planned.plan:
-            return planned, measured
-        return dataclasses.replace(planned, plan=chosen, measures=True), None
-
-    def _serving(self, batch: Batch) -> Planned | None:
-        """Return the plan of the smallest batch that covers this one."""
-        covering = [planned for shape, planned in self.plans.items() if shape.covers(batch)]
-        return min(covering, key=lambda planned: planned.shape.elements, default=None)
-
-    # --- measuring ---
-
-    def _begin(self, base: nn.Module, running: nn.Module, measured: _Measured, args: Any, kwargs: Any) -> None:
+    def _begin(
+        self, base: nn.Module, running: nn.Module, planned: Planned, tried: Mapping[str, Action], args: Any, kwargs: Any
+    ) -> None:
         """Start to measure the step that begins now. `running` is the model whose forward begins, with its wrappers."""
         batch, optimizers = {"batch": (args, kwargs)}, compat.optimizers_of(base)
         self._is_compiled = self._compiles or any(map(compat.is_compiled, running.modules()))
-        kind = {"timed_only": measured.times, "compiled": self._is_compiled}
+        kind = {"timed_only": planned.phase == "time", "compiled": self._is_compiled}
         meter = meter_for(self._devices, base, batch, *optimizers, **kind)
-        if measured.planned is None:
+        if planned.phase != "check":
             number = (1 + self._is_compiled) * len(self._actions) + TIMED_STEPS
-            text = f"measuring: up to {number} steps run under `{self._actions[-1]}`, but for a few blocks"
+            text = f"measuring: up to {number} steps run under `{self._least}`, but for a few blocks"
             self._say("measures", f"hf_ckpt: {self._name}: {text}")
-        self._graphs = compat.compiled_graphs()
-        modules = compat.outside_graphs(running, self.known.modules)
-        self._recorder = _Recorder(base, meter, measured, self.known, modules)
+        self._recorder = _Recorder(base, meter, planned, tried, self._state, running)
         self.measured_steps += 1
 
     def _drop(self) -> None:
@@ -569,9 +543,9 @@ class Session:
         if recorder is None:
             return
         self._drop()
-        if compat.compiled_graphs() != self._graphs:
+        if compat.compiled_graphs() != recorder.graphs:
             return  # compiling takes time, and may take memory; the next step uses the new graphs
-        levels, measured, known = recorder.levels, recorder.purpose, recorder.known
+        levels, planned, known = recorder.levels, recorder.planned, recorder.state.known
         level, outside = levels.outside()
         outside = outside if record.passes == self._passes else 0  # else it may include an evaluation
         self._passes = record.passes
@@ -582,22 +556,21 @@ class Session:
                 log.warning(
                     "hf_ckpt: the steps of this run cannot be measured: every block stays under `%s`. It is tried "
                     "again in one step of %d.",
-                    self._actions[-1],
+                    self._least,
                     REST,
                 )
             return
         self._level = level if levels.meter.counts else None
         forwards = tuple(self._forwards)
-        self._state.expected[forwards[0]] = forwards
-        batch = dataclasses.replace(measured.batch, forwards=forwards)
-        if measured.planned is not None:
-            if batch == measured.planned.shape:
-                self._check(measured.planned, step)
-        elif measured.times:
-            known.learn_times(batch, step, measured.tried)
-        elif not measured.tried:
+        recorder.state.expected[forwards[0]] = forwards
+        batch = dataclasses.replace(planned.shape, forwards=forwards)
+        if planned.phase == "check" and batch == planned.shape:
+            self._check(planned, step)
+        elif planned.phase == "time":
+            known.learn_times(batch, step, recorder.tried)
+        elif planned.phase == "measure full":
             known.learn_full(batch, step)
-        elif known.learn_trial(batch, step, measured.tried):
+        elif planned.phase == "try actions" and known.learn_trial(batch, step, recorder.tried):
             self._forget_plans()  # they may be faster now
 
     def _check(self, planned: Planned, step: Step) -> None:
@@ -611,14 +584,10 @@ class Session:
         start = begin if reference is None else max(reference.start_bytes, begin)
         real = start + (step.peak_bytes - step.start_bytes)
         if planned.shape in self.plans:
-            self._hold(dataclasses.replace(planned, measured_bytes=real))
+            self.plans[planned.shape] = dataclasses.replace(planned, measured_bytes=real)
         excess = real - prediction.peak_bytes
-        moves = any(action in MOVED for _, action in planned.plan.actions)
-        if not planned.over and real > self.limit_bytes and (excess > 0 if moves else excess > self.bias_bytes):
-            if moves:
-                self._moved_bias_bytes += excess
-            else:
-                self.bias_bytes = excess
+        if not planned.over and real > self.limit_bytes and excess > (0 if planned.moves else self.bias_bytes):
+            self._biases[planned.moves] = excess + (self._biases[True] if planned.moves else 0)
             log.info(
                 "hf_ckpt: a step needed %s more than was predicted, which is above the limit of %s; planned for less.",
                 format_bytes(excess),
@@ -628,56 +597,35 @@ class Session:
 
     # --- plans ---
 
-    def _make(self, batch: Batch) -> Planned:
-        """Make the plan for a batch from the measurements."""
-        return self._planned(batch, self._with_more(batch, self.known.costs(batch)))
-
-    def _planned(self, batch: Batch, ways: list[Costs]) -> Planned:
-        """Return the fastest plan for a batch, or the one with the lowest peak."""
+    def _made(self, batch: Batch) -> Planned:
+        """Make and hold the fastest plan for a batch, or the one with the lowest peak, from the measurements."""
+        known, base = self.known, self._base()
+        costs = known.costs(batch)
+        ways = with_offloading(costs, *this_device(self._devices).offloading, self._spec.host_budget)
+        more = self._biases[True]
+        static = [dataclasses.replace(way.static, parameters=way.static.parameters + more) for way in ways]
+        if more:
+            ways = [costs, *(dataclasses.replace(way, static=bytes_) for way, bytes_ in zip(ways, static, strict=True))]
+        stacks = {block.stack for block in self._blocks.values()}
+        if base is not None and len(stacks) == 1 and not (self._compiles or self._sharded):
+            ways = [*ways, *in_segments(costs)]
         made, over = _best(ways, self.limit_bytes - self.bias_bytes, device_name(self._devices))
         actions = {block.name: action for block, action in made.actions}
-        blocks = tuple((block, actions.get(name, self._actions[-1])) for name, block in self._blocks.items())
-        plan = dataclasses.replace(made, actions=blocks, family=self._family)
-        table = tuple((str(action), kept, share) for action, kept, share in self.known.table(batch))
+        blocks = tuple((block, actions.get(name, self._least)) for name, block in self._blocks.items())
+        plan = Plan(self._family, self._name, blocks, made.prediction, self._spec.head, self._spec.mlp)
+        table = tuple((str(action), kept, share) for action, kept, share in known.table(batch))
         planned = Planned(batch, self.limit_bytes, plan, self.bias_bytes, over, held=self.plans, costs=table)
         self._tell(planned)
-        return planned
-
-    def _with_more(self, batch: Batch, costs: Costs) -> list[Costs]:
-        """Return the candidates, with offloading and segments, whose costs are computed from other actions."""
-        found = with_offloading(costs, *this_device(self._devices).offloading, self._spec.host_budget)
-        if self._moved_bias_bytes:
-            static = (
-                dataclasses.replace(c.static, parameters=c.static.parameters + self._moved_bias_bytes) for c in found
-            )
-            found = [costs, *(dataclasses.replace(c, static=more) for c, more in zip(found, static, strict=True))]
-        base = self._base()
-        if base is None or self._compiles or self._sharded or len({block.stack for block in self._blocks.values()}) > 1:
-            return found
-        return [*found, *in_segments(costs)]
-
-    def _tightest(self, batch: Batch) -> Planned:
-        return self._trying(batch, {})
-
-    def _trying(self, batch: Batch, tried: Mapping[str, Action]) -> Planned:
-        rows = tuple((block, tried.get(name, self._actions[-1])) for name, block in self._blocks.items())
-        plan = Plan(self._family, self._name, rows, head=self._spec.head, mlp=self._spec.mlp)
-        return Planned(batch, self.limit_bytes, plan, self.bias_bytes, measures=True, held=self.plans)
-
-    def _hold(self, planned: Planned) -> None:
-        plans = self.plans
-        plans[planned.shape] = planned
-        if len(plans) > MOST_PLANS:
-            del plans[next(iter(plans))]
+        self.plans[batch] = planned
+        if len(self.plans) > MOST_PLANS:
+            del self.plans[next(iter(self.plans))]
             self._dropped = True
+        return planned
 
     def _forget_plans(self) -> None:
         for state in self._states.values():
             state.plans.clear()
         self._dropped = True
-
-    def _keeps_all(self, plan: Plan) -> bool:
-        return all(action == self._actions[0] for _, action in plan.actions)
 
     # --- messages ---
 
@@ -691,7 +639,7 @@ class Session:
         prediction = planned.plan.prediction
         assert prediction is not None
         PLANS.info(
-            "hf_ckpt: %s: planned for %s %s %s (`%s`): %s; peak %s, step %s, %s",
+            "hf_ckpt: %s: planned for %s %s %s (`%s`): %s; peak %s, step %s, from %d measured steps",
             planned.plan.model,
             planned.shape,
             "above" if planned.over else "within",
@@ -700,7 +648,7 @@ class Session:
             planned.plan.summary(),
             format_bytes(prediction.peak_bytes),
             format_seconds(prediction.step_seconds),
-            f"from {self.measured_steps} measured steps",
+            self.measured_steps,
         )
         if planned.over and "over" not in self._said:
             self._said.add("over")
@@ -712,15 +660,6 @@ class Session:
                 format_bytes(prediction.peak_bytes + self.bias_bytes),
                 above_budget(prediction),
             )
-
-
-def limit_bytes(spec: Spec, memory: DeviceMemory) -> int:
-    """The peak that the policy `budget` or `auto` allows, in bytes.
-
-    `auto` allows the default share of the device's memory, less what other processes hold.
-    """
-    limit = budget_bytes(spec.budget, memory.total_bytes)
-    return limit - (memory.total_bytes - memory.available_bytes) if spec.policy == "auto" else limit
 
 
 def _best(ways: list[Costs], limit: int, device: str) -> tuple[Plan, bool]:
@@ -735,23 +674,14 @@ def _best(ways: list[Costs], limit: int, device: str) -> tuple[Plan, bool]:
             return plan_within(ways, limit, device), False
         except InfeasibleError:
             return plan_of_least(ways, limit, device), True
-    found = []
+    plans = []
     for costs in ways:
         for action in costs.actions:
-            for number in range(len(names) + 1):
-                chosen = dict.fromkeys(names[number:], action)
-                if peak_of(costs, chosen) <= limit:
-                    found.append(plan_of(costs, choice_of(costs, chosen), limit, device))
-                    break
-    if found:
-        return min(found, key=lambda plan: plan.prediction.step_seconds if plan.prediction else 0.0), False
+            choices = (dict.fromkeys(names[number:], action) for number in range(len(names) + 1))
+            fitting = next((chosen for chosen in choices if peak_of(costs, chosen) <= limit), None)
+            if fitting is not None:
+                plans.append(plan_of(costs, choice_of(costs, fitting), limit, device))
+    if plans:
+        return min(plans, key=lambda plan: plan.prediction.step_seconds if plan.prediction else 0.0), False
     lowest = min(ways, key=lambda costs: peak_of(costs, {}))
     return plan_of(lowest, choice_of(lowest, {}), limit, device), True
-
-
-def _phase(planned: Planned, measured: _Measured | None) -> str:
-    if measured is None:
-        return "warm-up" if planned.measures else "plan"
-    if measured.planned is not None:
-        return "check"
-    return "time" if measured.times else "try actions" if measured.tried else "measure full"

@@ -38,19 +38,14 @@ def one_thread():
 
 @pytest.fixture
 def steady_times(monkeypatch):
-    """Give all blocks the same time and each action a fixed share of it, so that plans depend on bytes alone."""
-    learn = Measurements.learn_times
+    """Give all calls the same time, and each action a fixed share of it: no plan depends on a clock."""
 
-    def learn_times(known, *seen):
-        learn(known, *seen)
-        known.times = dict.fromkeys(known.times, (1_000_000, 0, 2_000_000))
-
-    def shares(known):
-        times = {action: 0.6 + 0.05 * n for n, action in enumerate(known.actions[:-1])}
-        times |= {action: 1.05 for action in times if action == FULL_SELECTIVE}
-        return {
-            (kind, action): share for kind in dict.fromkeys(known.kinds.values()) for action, share in times.items()
-        }
+    def learn_times(known, batch, step, tried):
+        known.timed += 1
+        known.times[None] = (0, 0, 0)
+        for kind in set(known.kinds.values()):
+            for number, action in enumerate(known.actions):
+                known.times[kind, action] = (1_000_000, 0, 2_000_000)
+                known.ratios[kind, action] = 1.05 if action == FULL_SELECTIVE else 0.6 + 0.05 * number
 
     monkeypatch.setattr(Measurements, "learn_times", learn_times)
-    monkeypatch.setattr(Measurements, "_shares_of_time", shares)
