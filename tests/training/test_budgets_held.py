@@ -9,7 +9,12 @@ import pytest
 from helpers import budget_models, budget_scenarios
 from helpers.budget_ranks import DEEPSPEED_ROWS, RANK_ROWS, at_every_share, judged, run_rows
 from helpers.budget_runs import SHARES, SLACK, references, within
+from helpers.planned import budgeted, live_peak, without_state
+from helpers.steps import assert_same, enable, step
 from helpers.unusual_models import MODELS
+
+import hf_ckpt
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 ROWS = {**budget_scenarios.ROWS, **budget_models.ROWS}
 USUAL = (
@@ -40,6 +45,23 @@ def test_budgets_hold(name, shares):
     reference = references(ROWS[name])
     missed = {share: within(ROWS[name], reference, share).misses(SLACK) for share in shares}
     assert missed == {share: [] for share in shares}
+
+
+def test_segments_are_taken_where_nothing_else_fits():
+    """A deep model's budget below the peak of `full`: the plan is exact, and the gradients are those of `full`."""
+    batch = tiny_batch("llama", batch=8, tokens=128)
+    models = {name: tiny_model("llama", layers=24, hidden=32, attention="sdpa") for name in ("full", "segments")}
+    hf_ckpt.install(models["full"], "full")
+    enable(models["full"])
+    expected = step(models["full"], batch)
+    budget = round(0.8 * live_peak(models["full"], batch))
+    budgeted(without_state(models["segments"]), budget)
+    for _ in range(4):
+        step(models["segments"], batch)
+    plan = hf_ckpt.describe(models["segments"]).plan
+    assert len(plan.segments()) > 1
+    assert live_peak(models["segments"], batch) == plan.prediction.peak_bytes <= budget
+    assert_same(expected, step(models["segments"], batch))
 
 
 def missed_on_ranks(rows, name, shares, folder):
