@@ -60,9 +60,8 @@ def plan(folder, monkeypatch, capsys):
         assert {"none", "full"} <= {row["name"] for row in others}
         faster = [row for row in others if row["options"].startswith(("--head", "--host-budget"))]
         assert all(row["step_seconds"] < own["step_seconds"] for row in faster)
-        assert [row["peak_bytes"] for row in found["frontier"]] == sorted(
-            row["peak_bytes"] for row in found["frontier"]
-        )
+        peaks = [row["peak_bytes"] for row in found["frontier"]]
+        assert peaks == sorted(peaks)
         return found
 
     return run
@@ -282,9 +281,8 @@ def test_a_live_model_and_its_config_are_one_training(family, lora):
     live = hf_ckpt.predict(without_state(model), **sizes, **TINY)
     config = hf_ckpt.find_blocks(model).base.config
     config.architectures = [live.workload.model]
-    by_config = hf_ckpt.predict(
-        config, dtype="float32", attention=config._attn_implementation, lora=lora, **sizes, **TINY
-    )
+    sizes |= {"dtype": "float32", "attention": config._attn_implementation, "lora": lora}
+    by_config = hf_ckpt.predict(config, **sizes, **TINY)
     assert [block for block, _ in live.plan.actions] == [*hf_ckpt.find_blocks(model).blocks]
     assert live.parts["weights"] == sum(parameter.nbytes for parameter in model.parameters())
     assert (live.plan, live.peak_bytes, live.parts) == (by_config.plan, by_config.peak_bytes, by_config.parts)
@@ -309,6 +307,13 @@ def test_the_plan_does_on_the_model_what_was_predicted():
     assert {name for name, times in counts.items() if times} == found.plan.active().keys() != set()
     peak = live_peak(model, batch)  # of the second step: the watch checks the third forward
     assert peak == pytest.approx(found.peak_bytes, rel=0.03)
+
+
+def test_the_pass_of_a_reference_takes_time(folder):
+    """DPO of a pair runs one more forward than SFT of two sequences."""
+    asked = {"tokens": 64, "lora": 4, "device": "cpu"}
+    sft, dpo = hf_ckpt.predict(folder, 2, trainer="sft", **asked), hf_ckpt.predict(folder, 1, trainer="dpo", **asked)
+    assert 1.1 < dpo.step_seconds / sft.step_seconds < 1.5
 
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="experts are linear layers before transformers 5")

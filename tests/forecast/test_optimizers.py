@@ -44,9 +44,8 @@ def test_state_and_step_are_those_of_real_optimizers(name, on_cpu, dtype):
 
 def test_8_bit_state_has_scales_and_small_parameters_have_none():
     large, small = math.prod((64, 128)), math.prod((32, 64))
-    state, _ = optimizer_bytes(
-        [((64, 128), 4, True), ((32, 64), 4, True), ((9, 9), 4, False)], "lion_8bit", on_cpu=True
-    )
+    tensors = [((64, 128), 4, True), ((32, 64), 4, True), ((9, 9), 4, False)]
+    state, _ = optimizer_bytes(tensors, "lion_8bit", on_cpu=True)
     assert state == large + 4 * large // 256 + 4 * small
 
 
