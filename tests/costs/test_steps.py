@@ -65,7 +65,7 @@ class Machine:
         for number, action in enumerate(plan):
             graph = number >= frozen
             mark("forward", f"b{number}", number > frozen)
-            need(self.work + kept[KEEP], 100)
+            need(self.work + (kept[action] if graph else 0), 100)
             level += (self.hidden + kept[action] if graph else 0) + self.cast
             mark("forwarded", f"b{number}", graph)
             need(0, 10)

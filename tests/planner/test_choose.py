@@ -56,8 +56,11 @@ def test_what_the_end_of_a_stack_frees_breaks_no_limit(costs):
     """What all calls share is freed if none keeps it, so their choices are not independent."""
     low, high = ends_of(costs)
     chosen = [fastest(costs, limit) for limit in range(low, high + 1)]
-    assert all(timeline(costs, choice).peak_bytes <= low + more for more, choice in enumerate(chosen))
-    assert timeline(costs, chosen[0]).peak_bytes == low
+    courses = [timeline(costs, choice) for choice in chosen]
+    assert courses[0].peak_bytes == low
+    assert all(course.peak_bytes <= low + more for more, course in enumerate(courses))
+    assert all(sum(course.parts().values()) == course.peak_bytes for course in courses)
+    assert min(size for course in courses for size in course.parts().values()) >= 0
     times = [step_nanoseconds(costs, choice) for choice in chosen]
     assert times == sorted(times, reverse=True)
 
