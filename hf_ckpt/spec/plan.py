@@ -14,17 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.errors import FileError, PlanMismatchError, shown
+from hf_ckpt.errors import PlanMismatchError, shown
 from hf_ckpt.spec.actions import ACTIONS, COMPILED, SAVE_CLASSES, Action
-from hf_ckpt.spec.files import (
-    LARGEST_BYTES,
-    LARGEST_YAML_BYTES,
-    YAML_SUFFIXES,
-    read_values,
-    refuse_unwritable,
-    write_text,
-)
-from hf_ckpt.units import format_bytes
+from hf_ckpt.spec.files import YAML_SUFFIXES, read_values, refuse_unwritable, write_text
 
 FORMAT_VERSION = 1
 """Format version of saved plans, which each file contains."""
@@ -172,22 +164,14 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON (`.json`) or YAML (`.yaml`, `.yml`) file in an existing folder.
 
-        Raises `FileError` for another suffix, if the file cannot be written, and if `load` would refuse its size. An
-        existing file is then unchanged.
+        Raises `FileError` for another suffix, and if the file cannot be written; an existing file is then unchanged.
         """
         refuse_unwritable(path, SUFFIXES)
-        as_yaml = Path(path).suffix.lower() in YAML_SUFFIXES
-        if as_yaml:
+        text = json.dumps(self.to_dict(), indent=1) + "\n"
+        if Path(path).suffix.lower() in YAML_SUFFIXES:
             import yaml
 
-            text, most = yaml.safe_dump(self.to_dict(), sort_keys=False), LARGEST_YAML_BYTES
-        else:
-            text, most = json.dumps(self.to_dict(), indent=1) + "\n", LARGEST_BYTES
-        if len(text.encode()) > most:
-            kind = "YAML" if as_yaml else "JSON"
-            raise FileError(
-                f"{str(path)!r} is not written: a plan of more than {format_bytes(most)} of {kind} is not read."
-            )
+            text = yaml.safe_dump(self.to_dict(), sort_keys=False)
         write_text(path, text)
 
     @classmethod

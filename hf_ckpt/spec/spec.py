@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from hf_ckpt.errors import SpecError, shown
 from hf_ckpt.spec.actions import SAVE_CLASSES
-from hf_ckpt.spec.files import load_yaml, parse_values, read_bytes
+from hf_ckpt.spec.files import parse_values, read_values
 from hf_ckpt.spec.reading import (
     POLICIES,
     READERS,
@@ -179,54 +180,40 @@ SpecLike = Spec | Mapping[str, Any] | str | Path | None
 
 
 def _from_text(given: str | Path) -> Spec:
+    """Read the name of a policy, a JSON text, key=value words, or a file. Raises `SpecError`."""
     text = str(given).strip()
     if isinstance(given, str) and text in POLICIES:
         return Spec.parse({"policy": text})
     if isinstance(given, str) and text.startswith("{"):
         try:
-            loaded = json.loads(text)
-        except (ValueError, RecursionError) as error:  # not JSON, too many digits, or nested too deep
-            raise SpecError([f"not valid JSON ({error}): {shown(text, quoted=False)}"]) from error
+            loaded = parse_values(text, only_json=True)
+        except ValueError as error:
+            raise SpecError([f"{error}: {shown(text, quoted=False)}"]) from error
         return _from_mapping(loaded, "the JSON text")
-    if isinstance(given, str) and "=" in text and not _is_file(text):
+    if isinstance(given, str) and "=" in text and not os.path.isfile(text):
         return _from_words(text)
-    return _from_file(Path(text))
-
-
-def _is_file(text: str) -> bool:
+    path = str(Path(text))
     try:
-        return Path(text).is_file()
-    except (OSError, ValueError):  # the text is too long for a file name, or holds a null character
-        return False
+        loaded = read_values(path)
+    except ValueError as error:
+        hint = f"; a text must be JSON, key=value words, a file, or one of {', '.join(POLICIES)}"
+        raise SpecError([f"cannot read {shown(path)}: {error}{'' if os.path.isfile(path) else hint}"]) from error
+    return _from_mapping(loaded, path)
 
 
 def _from_words(text: str) -> Spec:
+    """Read words such as "policy=full layers=0-3"; each value is YAML. Raises `SpecError`."""
     words = [word.partition("=") for word in text.split()]
-    broken = [key for key, equals, _ in words if not equals]
-    if broken:
-        raise SpecError([f"words must look like key=value, but {shown(broken[0])} does not"], shown(text))
     keys = [key for key, *_ in words]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise SpecError([f"`{key}` is given twice" for key in twice], shown(text))
+    problems = [f"words must look like key=value, but {shown(key)} does not" for key, equals, _ in words if not equals]
+    problems += [f"`{key}` is given twice" for key in sorted({key for key in keys if keys.count(key) > 1})]
+    if problems:
+        raise SpecError(problems, shown(text))
     try:
-        values = {key: load_yaml(value) for key, _, value in words}
+        values = {key: parse_values(value) for key, _, value in words}
     except ValueError as error:
         raise SpecError([f"not readable as key=value words: {error}"], shown(text)) from error
     return _from_mapping(values, shown(text))
-
-
-def _from_file(path: Path) -> Spec:
-    try:
-        content = read_bytes(path)
-    except ValueError as error:
-        hint = f"; a text must be JSON, key=value words, a file, or one of {', '.join(POLICIES)}"
-        raise SpecError([f"cannot read {shown(str(path))}: {error}{hint}"]) from error
-    try:
-        loaded = parse_values(content, path.suffix)
-    except ValueError as error:
-        raise SpecError([str(error)], str(path)) from error
-    return _from_mapping(loaded, str(path))
 
 
 def _from_mapping(given: Any, source: str | None) -> Spec:

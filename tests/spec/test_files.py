@@ -1,15 +1,11 @@
-"""Reading and writing files: sizes, kinds of files, JSON and YAML, and full disks."""
+"""Reading and writing files: JSON and YAML, damaged plans, and full disks."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import threading
-import tracemalloc
 
 import pytest
-import yaml
 from helpers.disks import full_disk
 
 from hf_ckpt.errors import FileError, PlanMismatchError, SpecError, shown
@@ -18,71 +14,29 @@ from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Block, Plan, Prediction
 from hf_ckpt.spec.spec import Spec
 
-# Each line repeats the one before nine times: expanded, the last has 53 million characters.
-BOMB = "a: &a [xxxxxxxx]\n" + "".join(
-    f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdef", "bcdefg", strict=True)
-)
 MOST_TEXT = 4000  # most characters of an error about one file
 
 
-def plan_of(blocks, name="model.layers.{}"):
-    return Plan(
-        "llama",
-        "LlamaModel",
-        tuple((Block(name.format(place), "decoder", place, "Layer"), Action("full")) for place in range(blocks)),
-        Prediction(9, 2e-05, 8, (("blocks", 4),), 10, "cpu"),
-    )
+def plan_of(blocks):
+    actions = tuple((Block(f"model.layers.{n}", "decoder", n, "Layer"), Action("full")) for n in range(blocks))
+    return Plan("llama", "LlamaModel", actions, Prediction(9, 2e-05, 8, (("blocks", 4),), 10, "cpu"))
 
 
-# --- reading --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", [BOMB, "policy: &p full\nengine: *p\n", "a: &a {b: 1}\npolicy:\n  <<: *a\n"])
-def test_aliases_are_refused_where_they_stand(text, tmp_path):
-    path = tmp_path / "spec.yaml"
-    path.write_text(text)
-    with pytest.raises(SpecError, match=r"not valid YAML: line \d has the alias \*[ap]; write out") as caught:
-        Spec.parse(path)
-    assert len(str(caught.value)) < MOST_TEXT
-    with pytest.raises(PlanMismatchError, match="has the alias"):
-        Plan.load(path)
-
-
-@contextlib.contextmanager
-def few_bytes():
-    """Fail if Python objects in the block exceed 20 MB at any time."""
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < 20e6
-    finally:
-        tracemalloc.stop()
-
-
-def test_errors_stay_short_however_much_is_given(tmp_path):
-    """Errors stay short: texts of values are cut before they are built, and so is the list of problems."""
-    many = {f"key{number}": "x" * 1000 for number in range(5000)}
+def test_errors_stay_short_however_much_is_given():
+    """Texts of values are cut, and so is the list of problems."""
     deep: dict = {}
     inner = deep
     for _ in range(5000):
         inner["layers"] = {}
         inner = inner["layers"]
     wide = [["x" * 1000] * 1000] * 1000
+    many = {f"key{number}": "x" * 1000 for number in range(5000)}
+    long = [{"y" * 10**6: 1}, {"layers": 10**5000}, {"budget": "9" * 10**6}]
     wrong = [{"rules": [{"layers": "x", "policy": "ful"}] * 100_000}, {"save": wide}, {"budget": deep}, {"rules": deep}]
-    for given in [
-        many,
-        deep,
-        {"policy": wide},
-        {"y" * 10**6: 1},
-        {"layers": 10**5000},
-        {"budget": "9" * 10**6},
-        *wrong,
-    ]:
-        with few_bytes(), pytest.raises(SpecError) as caught:
+    for given in [many, deep, {"policy": wide}, *long, *wrong]:
+        with pytest.raises(SpecError) as caught:
             Spec.parse(given)
         assert len(str(caught.value)) < MOST_TEXT
-    with pytest.raises(SpecError, match="4990 further keys"):
-        Spec.parse(many)
     told = SpecError([f"problem {number}" for number in range(1000)])  # such as a thousand block numbers
     assert len(told.problems) == 1000
     assert str(told).startswith("1000 problems")
@@ -102,17 +56,13 @@ def test_shown_values():
     assert shown(10**9000) == "a value of type int"
 
 
-def test_json_is_not_read_by_the_yaml_parser(tmp_path, monkeypatch):
-    """JSON is read without PyYAML, which takes a hundred times as long for a plan of many blocks."""
-    plan = plan_of(16_000)
-    plan.save(tmp_path / "plan.json")
-    os.link(tmp_path / "plan.json", tmp_path / "plan")
-    monkeypatch.setattr(files, "load_yaml", None)
-    for name in ("plan.json", "plan"):
-        assert Plan.load(tmp_path / name) == plan
-    (tmp_path / "plan").write_bytes((tmp_path / "plan.json").read_bytes()[:-3])
-    with pytest.raises(PlanMismatchError, match="not valid JSON"):
-        Plan.load(tmp_path / "plan")
+@pytest.mark.parametrize("name", ["plan.json", "plan.yaml", "plan.yml"])
+def test_a_plan_is_read_as_it_was_written(name, tmp_path):
+    plan_of(500).save(tmp_path / name)
+    os.link(tmp_path / name, tmp_path / "plan")  # without a suffix, it may be either
+    for path in (tmp_path / name, tmp_path / "plan"):
+        assert Plan.load(path) == plan_of(500)
+        assert Plan.load(path).prediction == plan_of(500).prediction
 
 
 def test_what_is_no_json_may_be_yaml(tmp_path):
@@ -121,51 +71,14 @@ def test_what_is_no_json_may_be_yaml(tmp_path):
     assert Spec.parse(path) == Spec(layers="2-")
     path.write_bytes(b"\xef\xbb\xbf" + b'{"policy": "none"}')  # as Windows editors write
     assert Spec.parse(path).policy == "none"
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "said"),
-    [
-        ("plan.json", 2**24 + 1, "larger than 16.00 MiB"),
-        ("plan.yaml", 2**20 + 1, "larger than 1.00 MiB; write it as JSON"),
-    ],
-)
-def test_large_files_are_refused(name, size, said, tmp_path):
-    path = tmp_path / name
-    path.write_bytes(b"#" * size)
-    with pytest.raises(SpecError, match=said):
-        Spec.parse(path)
-    with pytest.raises(PlanMismatchError, match=said):
-        Plan.load(path)
-
-
-def test_a_plan_that_could_not_be_read_is_not_written(tmp_path):
-    plan = plan_of(2000, "model.layers.{}" + "x" * 600)
-    with pytest.raises(FileError, match=r"more than 1\.00 MiB of YAML"):
-        plan.save(tmp_path / "plan.yaml")
-    assert os.listdir(tmp_path) == []
-    plan.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == plan
-
-
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    refused = []
-
-    def read():
-        for path in (tmp_path / "pipe", "/dev/zero", tmp_path):
-            for reader in (Spec.parse, Plan.load):
-                with pytest.raises((SpecError, PlanMismatchError)) as caught:
-                    reader(path)
-                refused.append("no regular file" in str(caught.value) or "Is a directory" in str(caught.value))
-
-    reading = threading.Thread(target=read, daemon=True)  # opening a pipe without a writer blocks
-    reading.start()
-    reading.join(20)
-    assert refused == [True] * 6
-
-
-# --- what a saved plan must be --------------------------------------------------------------------------------------
+    path.write_text("policy: &p full\nrules: [{policy: *p, layers: 0}]")
+    assert Spec.parse(path).rules[0].policy == "full"
+    os.rename(path, tmp_path / "spec.json")
+    for read, error in ((Spec.parse, SpecError), (Plan.load, PlanMismatchError)):
+        with pytest.raises(error, match="not valid JSON"):
+            read(tmp_path / "spec.json")
+        with pytest.raises(error, match="Is a directory"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -196,9 +109,6 @@ def test_a_damaged_plan_is_refused(path, value):
         Plan.from_dict(saved)
 
 
-# --- writing --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["plan.json", "plan.yaml"])
 def test_a_full_disk_leaves_the_plan_that_was_there(name, tmp_path):
     plan_of(2).save(tmp_path / name)
@@ -206,8 +116,6 @@ def test_a_full_disk_leaves_the_plan_that_was_there(name, tmp_path):
         plan_of(500).save(tmp_path / name)
     assert Plan.load(tmp_path / name) == plan_of(2)
     assert os.listdir(tmp_path) == [name]
-    plan_of(500).save(tmp_path / name)
-    assert Plan.load(tmp_path / name) == plan_of(500)
 
 
 def test_where_no_plan_can_be_saved(tmp_path):
@@ -217,7 +125,6 @@ def test_where_no_plan_can_be_saved(tmp_path):
         "plan": "must end in",
         "no/plan.json": "there is no folder",
         "folder.json": "it is a folder",
-        "nul\0.json": "null",
     }.items():
         with pytest.raises(FileError, match=said):
             plan_of(2).save(tmp_path / name)
@@ -239,13 +146,3 @@ def test_a_line_is_added_whole_or_not_at_all(tmp_path):
         files.append_line(path, json.dumps({"row": "x" * 2000}))
     files.append_line(path, json.dumps({"row": 2}))
     assert [json.loads(line)["row"] for line in path.read_text().splitlines()] == [1, 2]
-
-
-def test_yaml_of_pure_python_refuses_the_same(monkeypatch):
-    """PyYAML without its C loader refuses the same texts."""
-    monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
-    with pytest.raises(ValueError, match="has the alias"):
-        files.load_yaml(BOMB)
-    with pytest.raises(ValueError, match="levels deep"):
-        files.load_yaml("[" * 200 + "]" * 200)
-    assert files.load_yaml("a: {b: [1, 2e-05]}") == {"a": {"b": [1, "2e-05"]}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 from helpers.disks import full_disk
@@ -17,24 +16,15 @@ def warnings_about_figures(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "figures are missing" in record.getMessage()]
 
 
-def _pipe(path):
-    """A pipe with a reader, because opening one without a reader blocks, here and in a training."""
-    os.mkfifo(path)
-    os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-
-
 @pytest.mark.compat
-@pytest.mark.parametrize(
-    ("make", "reason"), [(os.mkdir, "Is a directory"), (_pipe, "it is no regular file")], ids=["folder", "pipe"]
-)
-def test_a_file_that_cannot_be_written_is_warned_of_once(make, reason, tmp_path, caplog):
-    make(tmp_path / callback.METRICS_FILE)
+def test_a_file_that_cannot_be_written_is_warned_of_once(tmp_path, caplog):
+    (tmp_path / callback.METRICS_FILE).mkdir()
     run = trainer(tmp_path, callbacks=[MemoryTimeCallback(summary=False)])
     run.train()
     assert run.state.global_step == 4
     assert all(row["memory/peak_gib"] > 0 for row in run.state.log_history if "loss" in row)
     (warning,) = warnings_about_figures(caplog)
-    assert f"{tmp_path / callback.METRICS_FILE}' cannot be written: {reason}." in warning
+    assert f"{tmp_path / callback.METRICS_FILE}' cannot be written: Is a directory." in warning
 
 
 class FullAtStep2(MemoryTimeCallback):
