@@ -173,7 +173,6 @@ def description(model: nn.Module, found: FoundBlocks, record: Installation) -> D
         recomputed=record.functions.counts("recomputed", record.regions),
         dropped=_total(region.dropped for region in regions),
         kept=_total(region.kept for region in regions),
-        kept_to_rebuild=_total(region.kept_to_rebuild for region in regions),
         chunked_heads=record.heads.calls,
         head_ran=record.heads.last,
         mlp_ran=record.tiles.last,

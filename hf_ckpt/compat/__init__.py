@@ -73,7 +73,6 @@ from hf_ckpt.compat.frames import (
     PythonCall,
     input_of_dropout,
     is_called_by_a_library,
-    layer_under_dora,
     python_call,
     rebound,
     running_function,

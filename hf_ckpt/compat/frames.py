@@ -75,41 +75,6 @@ def running_function() -> str | None:
     return None
 
 
-class LayerUnderDora(NamedTuple):
-    """A frozen linear layer whose DoRA adapter is running."""
-
-    weight: nn.Parameter
-    """Its weight."""
-    cast: torch.Tensor
-    """The same values in the type of the adapter's input."""
-    bias: torch.Tensor | None
-    """The bias that is subtracted from the layer's result; None without one, and before the subtraction."""
-    result: torch.Tensor | None
-    """The layer's result without the bias; None if the adapter computes its own."""
-
-
-def layer_under_dora() -> LayerUnderDora | None:
-    """Return the layer from whose DoRA adapter hf_ckpt is called, for example in a saved-tensor hook; else None.
-
-    Also None if the weight is trainable, or is not a plain parameter, for example quantised.
-    """
-    dora = sys.modules.get("peft.tuners.lora.dora")
-    if dora is None:
-        return None
-    frame, running = _caller(), getattr(dora.DoraLinearLayer.forward, "__code__", None)
-    if frame is None or frame.f_code is not running:
-        return None
-    names = frame.f_locals
-    base, cast, bias = names.get("base_layer"), names.get("weight"), names.get("bias")
-    weight = getattr(base, "weight", None)
-    if type(weight) is not nn.Parameter or weight.requires_grad or not isinstance(cast, torch.Tensor):
-        return None
-    if cast.shape != weight.shape:
-        return None
-    frozen = bias if isinstance(bias, torch.Tensor) and not bias.requires_grad else None
-    return LayerUnderDora(weight, cast, frozen, names.get("base_result"))
-
-
 def _caller() -> types.FrameType | None:
     """The frame from which hf_ckpt is called."""
     frame: types.FrameType | None = sys._getframe(1)

@@ -78,15 +78,12 @@ class FullRegion(Region):
         counted = Counted(fn, self)
         if self.changes_input is False or not self.may_copy or not is_plain(args):
             return self._with_inputs(counted, args)
-        given = _Given(counted, args[0])
-        if self.changes_input:
-            return self._with_inputs(given, (given.copied(), *args[1:]))
-        # The first forward: hold a copy until it is known whether the block changes its hidden states.
-        copied, version = given.copied(), args[0]._version
-        # An empty tensor stands in for the hidden states: torch preserves the random state of its device.
-        output = self._with_inputs(given, (args[0].new_empty(0), *args[1:]))
-        self.changes_input = args[0]._version != version
-        given.keep(copied if self.changes_input else args[0])
+        # Until it is known whether the block changes its hidden states in place, it is recomputed from a copy of them.
+        hidden, version = args[0], args[0]._version
+        copied = hidden.detach().clone().requires_grad_(hidden.requires_grad)
+        output = self._with_inputs(_FromCopy(counted, hidden), (copied, *args[1:]))
+        if self.changes_input is None:
+            self.changes_input = hidden._version != version
         return output
 
     def _with_inputs(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -162,38 +159,17 @@ def named(block: str, error: RuntimeError) -> RecomputeError:
     )
 
 
-class _Given:
-    """The forward of a block that may change its hidden states in place; it is recomputed from a copy."""
+class _FromCopy:
+    """The forward of a block that may change its hidden states in place. Recomputations change a copy of a copy."""
 
     def __init__(self, fn: Counted, hidden: torch.Tensor) -> None:
         self.fn = fn
-        self.requires_grad = hidden.requires_grad
         self.hidden: torch.Tensor | None = hidden
         """The hidden states for the forward; None once it has run."""
-        self.kept: torch.Tensor | None = None
-        """The hidden states to recompute from, if they are not the first argument of the call."""
-        self.version = 0
-        """The in-place version of `kept` when it was stored."""
 
-    def copied(self) -> torch.Tensor:
-        """Return a copy of the hidden states before the forward runs."""
-        assert self.hidden is not None
-        return self.hidden.detach().clone()
-
-    def keep(self, hidden: torch.Tensor) -> None:
-        """Recompute the block from these hidden states."""
-        self.kept, self.version = hidden.detach(), hidden._version
-
-    def __call__(self, given: torch.Tensor, *args: Any) -> Any:
+    def __call__(self, copied: torch.Tensor, *args: Any) -> Any:
         hidden, self.hidden = self.hidden, None
-        if hidden is None:
-            if self.kept is not None:
-                given = self.kept
-                if given._version != self.version:
-                    raise InPlaceError(self.fn.region.block, tuple(given.shape), self.version, given._version)
-            given = given.detach().requires_grad_(self.requires_grad)
-            hidden = given.clone() if self.fn.region.changes_input else given
-        return self.fn(hidden, *args)
+        return self.fn(copied.clone() if hidden is None else hidden, *args)
 
 
 def is_plain(args: tuple[Any, ...]) -> bool:

@@ -49,8 +49,6 @@ class Region:
     """Bytes that the last forward dropped, by class of the operation or module that produced them."""
     kept: Mapping[str, int] = {}
     """Bytes that the last forward kept, by the module or operation that produced them, without parameters."""
-    kept_to_rebuild: Mapping[str, int] = {}
-    """The part of `kept` that exists only to rebuild other tensors: autograd itself would not hold it."""
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, and return its outputs. Every engine implements this."""

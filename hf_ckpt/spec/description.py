@@ -55,11 +55,8 @@ class Description:
     """Class of an operation, or of a module that is rerun -> bytes of its results that `selective` dropped in the last
     forward, summed over the blocks."""
     kept: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Module or operation (`down_proj`, `gate_proj * up_proj`) -> bytes of its results that `selective` kept in the
+    """Module or operation (`down_proj`, `attention`) -> bytes of its results that `selective` kept in the
     last forward, summed over the blocks; parameters are left out."""
-    kept_to_rebuild: dict[str, int] = dataclasses.field(default_factory=dict)
-    """The part of `kept` that autograd itself does not save. Without `selective`, autograd saves the rest of `kept`,
-    and all of `dropped`."""
     plans: dict[str, Plan] = dataclasses.field(default_factory=dict)
     """Under `budget` and `auto`: the batch shape that a plan was made for, in words -> the plan. A smaller batch
     may use it, too; `plan` is that of the last batch."""

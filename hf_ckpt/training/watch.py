@@ -56,12 +56,9 @@ class Watch:
         """The first difference of each check that found one."""
         self._off: dict[type, set[str]] = {}
         """Class of a block -> names of the actions under which a check found a difference."""
-        self._first = min(FIRST, check_every)
-        """The first forward under a plan that is checked."""
-        self._seen: dict[int, tuple[Plan, int]] = {}
-        """Id of a plan that was enabled so far -> (the plan, training forwards under it)."""
-        self._without_off: dict[int, tuple[Plan, Plan]] = {}
-        """Id of a plan -> (the plan, the plan with the actions in `_off` replaced)."""
+        self._seen: dict[int, list[Any]] = {}
+        """Id of a plan that was enabled so far -> [the plan, training forwards under it, the plan without the actions
+        in `_off`]."""
         self._forwards = 0
         """Training forwards so far, without those in which a session measures actions."""
         self._due = False
@@ -89,14 +86,17 @@ class Watch:
             record: the record of hf_ckpt on the model; None if something else checkpoints it.
         """
         self.stop()
+        first = min(FIRST, self.check_every)
         if record is not None:
             if self._off:
                 self._avoid(base, record)
             if record.planned is not None and record.planned.measures:
                 return
-            self._due |= self._count_forward(record.plan) == self._first
+            row = self._row(record.plan)
+            row[1] += 1
+            self._due |= row[1] == first
         self._forwards += 1
-        self._due |= self._forwards % self.check_every == self._first % self.check_every
+        self._due |= self._forwards % self.check_every == first % self.check_every
         if record is not None and record.session is not None and record.session.is_measuring:
             return  # a check would disturb it
         if not self._due or compat.is_capturing():  # a check waits for the device, which a CUDA graph does not allow
@@ -120,7 +120,7 @@ class Watch:
             self._whole = compat.parameters_stay(base)
         name, module = blocks[self._turn % len(blocks)]
         self._turn += 1
-        action = _action_of(record, name)
+        action = None if record is None else record.plan.active().get(name)
         compiled = record is not None and record.regions[name].compiles_block
         check = put_check(
             Rerun if compiled else Check,
@@ -132,13 +132,10 @@ class Watch:
         )
         self._check = weakref.ref(check)
 
-    def _count_forward(self, plan: Plan) -> int:
-        """Count a training forward under a plan, and return how many there have been."""
+    def _row(self, plan: Plan) -> list[Any]:
         if id(plan) not in self._seen and len(self._seen) >= MOST_SEEN:
             self._seen.clear()
-        count = self._seen.get(id(plan), (plan, 0))[1] + 1
-        self._seen[id(plan)] = plan, count
-        return count
+        return self._seen.setdefault(id(plan), [plan, 0, None])
 
     def _blocks(self, base: nn.Module, record: Installation | None, running: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return (name, block) for the blocks that can be checked, in order."""
@@ -196,7 +193,8 @@ class Watch:
         self._kept_bytes = check.kept_bytes
         if action is not None:
             self._off.setdefault(kind, set()).add(action.kind)
-            self._without_off.clear()
+            for row in self._seen.values():
+                row[2] = None
         self._tell((kind, action), check.differences[0], len(check.differences), check.compared)
 
     def _tell(self, kind: Any, first: Difference, count: int, compared: int) -> None:
@@ -217,14 +215,14 @@ class Watch:
 
     def _avoid(self, base: nn.Module, record: Installation) -> None:
         """Replace the actions in `_off` on all blocks of their class; forget them if ranks recompute together."""
-        known = self._without_off.get(id(record.plan))
-        if known is None:
-            if compat.ranks_recompute_together(base):
-                self._off.clear()
-                return
-            known = self._without_off[id(record.plan)] = record.plan, self._replaced(base, record)
-        if known[1] is not record.plan:
-            exchange(base, record, known[1])
+        if compat.ranks_recompute_together(base):
+            self._off.clear()
+            return
+        row = self._row(record.plan)
+        if row[2] is None:
+            row[2] = self._replaced(base, record)
+        if row[2] is not record.plan:
+            exchange(base, record, row[2])
 
     def _replaced(self, base: nn.Module, record: Installation) -> Plan:
         """Return the record's plan with the actions in `_off` replaced; the same plan if nothing changes."""
@@ -260,10 +258,6 @@ class Watch:
             tuple(map(str, self.differences)),
             dict(self._not_checked),
         )
-
-
-def _action_of(record: Installation | None, name: str) -> Action | None:
-    return None if record is None else record.plan.active().get(name)
 
 
 def _room_bytes(base: nn.Module, record: Installation | None, first: bool) -> int | None:

@@ -6,6 +6,7 @@ and recomputes the whole block if that fails.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 
@@ -105,7 +106,7 @@ def test_the_warning_names_block_and_operation(caplog):
     model = planned(unknown.adds_a_norm_to_its_input, {"policy": "selective"}, torch.bfloat16)
     steps_of(model, 1)
     assert "block 'layers.1' cannot recompute what " in caplog.text
-    assert "works in place (AddBackward0)" in caplog.text
+    assert "works in place. All is kept there in this step" in caplog.text
     assert sum(hf_ckpt.describe(model).kept.values()) > 0
     steps_of(model, 1)
     assert hf_ckpt.describe(model).kept == {}
@@ -168,13 +169,17 @@ def test_a_kept_result_that_is_changed_in_place_is_told_or_right():
     assert all(region.matched and region.recomputed == 1 for region in regions(model))
 
 
-def test_hidden_states_changed_behind_a_block_are_told():
-    """Changing a block's input after its forward is an error: the recomputation would use the changed input."""
-    region, hidden = FullRegion("block"), torch.ones(4, requires_grad=True) * 1
-    output = region(torch.sin, hidden)
-    hidden.add_(1.0)
-    with pytest.raises(InPlaceError, match="block 'block'"):
-        output.sum().backward()
+def test_hidden_states_changed_behind_a_block():
+    """The first recomputation has a copy; later ones would use the changed input, which is torch's error."""
+    region = FullRegion("block")
+    for raises in (contextlib.nullcontext(), pytest.raises(RuntimeError, match="modified by an inplace operation")):
+        leaf = torch.ones(4, requires_grad=True)
+        hidden = leaf * 1
+        output = region(torch.sin, hidden)
+        hidden.add_(1.0)
+        with raises:
+            output.sum().backward()
+            assert torch.equal(leaf.grad, torch.ones(4).cos())
 
 
 def test_under_full_selective_such_blocks_run_again_as_under_full():
@@ -189,7 +194,7 @@ def test_what_no_backward_needs_may_change_in_place():
 
 @pytest.mark.compat
 @pytest.mark.parametrize("work", [unknown.writes_data, unknown.clamps_without_a_graph])
-def test_under_the_users_hooks_nothing_can_be_proved(work):
+def test_under_the_users_hooks_nothing_is_dropped(work):
     """Gradients of unknown blocks are right even if the user's hooks hide changes behind autograd's back."""
     models = (working(work), planned(work, "selective"))
     found = []
@@ -198,7 +203,7 @@ def test_under_the_users_hooks_nothing_can_be_proved(work):
             found.append(steps_of(model))
     for expected, got in zip(*found, strict=True):
         assert_same(expected, got)
-    assert min(hf_ckpt.describe(models[1]).recomputed.values()) > 0
+    assert not any(region.dropped or region.failed for region in regions(models[1]))
 
 
 @pytest.mark.compat

@@ -1,69 +1,26 @@
-"""`full+selective`: `full`, but the recomputation in backward runs under `selective`.
+"""`full+selective`: recompute the block as `full` does, and rebuild cheap results while its recomputation runs.
 
-When `full` recomputes a block, everything that autograd saves in it is alive at once: often that is the peak. Here the
-block runs under `selective` inside the checkpoint, in the forward and in the recomputation. The forward saves only the
-block's inputs, as under `full`. In backward the checkpoint recomputes the tensors that `selective` keeps, and the
-others are rebuilt from them.
-
-Both runs must save the same tensors in the same order, so nothing may depend on what comes before the block.
+`full` lowers what is kept between forward and backward. During a block's backward, the peak is what its recomputation
+saves. With this engine, the recomputation saves only the tensors that `selective` keeps. torch's checkpoint gets a
+tensor without memory in place of each dropped one, of the same shape and type, which carries what rebuilds it.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
+from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
-from hf_ckpt.engines.rebuild.ops import is_cast_of_parameter
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.engines.rebuild.tape import Tape
-from hf_ckpt.engines.rebuild.values import Value
+from hf_ckpt.engines.rebuild.values import Inside, Kept, Value, unpack
 from hf_ckpt.engines.region import Region, Request
 
-
-class _RepeatableTape(Tape):
-    """Finds the same values in a recomputation as in the forward, in the same order."""
-
-    def __init__(self, region: RebuildRegion, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.leaves: dict[int, Any] = {}
-        """Id of an input that requires gradients but has no node -> its edge."""
-        super().__init__(region, fn, args)
-
-    def _take(self, arg: torch.Tensor) -> None:
-        """Note an input of the block. In a recomputation hidden states have no node: the checkpoint detaches them."""
-        if arg.grad_fn is not None or not arg.requires_grad:
-            super()._take(arg)
-            return
-        found = get_gradient_edge(arg)
-        edge = self.leaves[id(arg)] = found.node, found.output_nr
-        self.given[edge] = arg, arg._version
-
-    def value_of(self, tensor: torch.Tensor) -> Value:
-        """Return the value of a tensor. One of `leaves` is kept like a tensor that has a node."""
-        edge = self.leaves.get(id(tensor))
-        return super().value_of(tensor) if edge is None else self.resolve(edge) or self._keep(edge, tensor)
-
-    def close(self) -> None:
-        """End the tape, and forget the nodes of `leaves`."""
-        super().close()
-        self.leaves.clear()
-
-    def is_here(self, node: Any) -> bool:
-        """Whether a node may be run again. A cast of a weight that autocast shares between blocks may be.
-
-        A recomputation casts such a weight again.
-        """
-        return super().is_here(node) or is_cast_of_parameter(node)
-
-
-class _RepeatableRegion(RebuildRegion):
-    """Rebuilds what the block does not keep, for a forward that runs twice."""
-
-    tape = _RepeatableTape
+_VALUE = "hf_ckpt_value"
+"""Attribute of a tensor without memory: the value in whose place torch's checkpoint holds it."""
 
 
 class FullSelectiveRegion(FullRegion):
@@ -80,11 +37,49 @@ class FullSelectiveRegion(FullRegion):
 
     def __init__(self, block: str, *, save: tuple[str, ...], **options: Any) -> None:
         super().__init__(block, **options)
-        self.rebuilding = _RepeatableRegion(block, save=save)
+        self.rebuilding = RebuildRegion(block, save=save)
 
     def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the block's own forward `fn`, run under `selective`."""
-        return functools.partial(self.rebuilding, fn)
+        """Return the block's own forward `fn`: its first call runs as it is, and later ones run under `selective`."""
+        return _Rebuilding(fn, self.rebuilding)
+
+
+class _Rebuilding:
+    def __init__(self, fn: Callable[..., Any], region: RebuildRegion) -> None:
+        self.fn, self.region = fn, region
+        self.ran = False
+
+    def __call__(self, *args: Any) -> Any:
+        hooks = None if compat.is_compiling() else compat.top_saved_tensor_hooks()  # those of torch's checkpoint
+        if hooks is None:
+            return self.fn(*args)
+        checkpoint_pack, checkpoint_unpack = hooks
+        if not self.ran:
+            self.ran = True
+
+            @compat.untraced
+            def load(held: Any) -> torch.Tensor:
+                tensor = checkpoint_unpack(held)
+                value = getattr(tensor, _VALUE, None)
+                return tensor if value is None else unpack(value)
+
+            with compat.inner_saved_tensor_hooks(checkpoint_pack, load):
+                return self.fn(*args)
+
+        def rebuilding(tape: Tape) -> compat.SavedTensorHooks:
+            @compat.untraced
+            def pack(tensor: torch.Tensor) -> Value | Inside:
+                value = tape.pack(tensor)
+                if type(value) is not Kept:
+                    tensor = tensor.new_empty(()).expand(tensor.shape)
+                    setattr(tensor, _VALUE, value)
+                checkpoint_pack(tensor)
+                return value
+
+            return pack, unpack
+
+        self.region.forwards += 1
+        return self.region.run(self.fn, args, hooks=rebuilding)
 
 
 def make(request: Request) -> Region:

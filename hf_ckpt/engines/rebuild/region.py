@@ -19,13 +19,14 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.engines.check import Saved, difference_of
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.host import Mover
 from hf_ckpt.engines.moved import Group
 from hf_ckpt.engines.offload import EndOfStack
 from hf_ckpt.engines.rebuild.ops import ops_for
 from hf_ckpt.engines.rebuild.tape import Tape, enter_module, hand_to_first_block, leave_module, running
-from hf_ckpt.engines.rebuild.values import Work, unpack
+from hf_ckpt.engines.rebuild.values import Kept, Work, unpack
 from hf_ckpt.engines.region import Hook, Region, Request
 from hf_ckpt.engines.sac import SacRegion
 from hf_ckpt.errors import HfCkptError
@@ -50,8 +51,6 @@ class RebuildRegion(Region):
 
     runs_block_again = False
     transforms = frozenset()
-    tape: type[Tape] = Tape
-    """Class of the tape, which finds the values of a forward's tensors."""
 
     def __init__(
         self,
@@ -85,7 +84,6 @@ class RebuildRegion(Region):
         self.forwards = 0
         self.dropped: dict[str, int] = {}
         self.kept: dict[str, int] = {}
-        self.kept_to_rebuild: dict[str, int] = {}
         self.named: list[tuple[str, str]] = []
         """(autograd node, name to report) of each tensor that a forward kept, in order."""
         self.biases: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -125,16 +123,16 @@ class RebuildRegion(Region):
         fn, args = compat.block_call(fn, args)
         self.forwards += 1
         self.moved_bytes = 0
-        untried = self.trial and compat.top_saved_tensor_hooks() is not None  # a trial would prove nothing
-        if (self.failed or untried) and self.fallback is not None:
-            self.dropped, self.kept, self.kept_to_rebuild = {}, {}, {}
-            return self.fallback(fn, *args)
+        if self.failed or compat.top_saved_tensor_hooks() is not None:  # the user's hooks get all that autograd saves
+            self.dropped, self.kept, self.seen = {}, {}, ([], 0)
+            return self.fallback(fn, *args) if self.failed and self.fallback is not None else fn(*args)
+        if self.trial and not any(map(compat.is_fake, filter(torch.is_tensor, args))):
+            return self._try(fn, args)
         group = self._open_group(args)
         if group is None:
-            return self._run(fn, args)
+            return self.run(fn, args)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(group.pack, group.unpack):
-                output = self._run(fn, args)
+            output = self.run(fn, args, store=(group.pack, group.unpack))
         except BaseException:
             group.abandon()
             raise
@@ -149,49 +147,96 @@ class RebuildRegion(Region):
         lane = self.mover.lane(args[0])
         return None if lane is None else Group(self.mover, self.block, lane, args[0])
 
-    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run the block's forward with its own tape."""
-        tape = self.tape(self, fn, args)
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        store: compat.SavedTensorHooks | None = None,
+        hooks: Callable[[Tape], compat.SavedTensorHooks] = lambda tape: (tape.pack, unpack),
+    ) -> Any:
+        """Run the block's forward `fn` with a tape of its own.
+
+        Args:
+            fn: the forward.
+            args: its arguments.
+            store: hooks that store kept tensors elsewhere; see `Tape`.
+            hooks: returns the saved-tensor hooks for the tape.
+        """
+        tape = Tape(self, fn, args, store)
         outer, running.tape = running.tape, tape
         try:
-            with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
+            with torch.autograd.graph.saved_tensors_hooks(*hooks(tape)):
                 output = fn(*args)
-            if tape.on_trial is None or self._stands(tape):
-                tape.hand_over(output)
+            tape.hand_over(output)
             return output
         finally:
             running.tape = outer
             tape.close()
 
-    def _stands(self, tape: Tape) -> bool:
-        """Whether all tensors of the trial can be rebuilt. If not, this forward keeps all of them."""
-        on_trial = tape.on_trial or []
-        wrong = next((held for held in reversed(on_trial) if not self.work.tried(held)), None)
+    def _try(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run the forward of a block of unknown code, and then rebuild all that it saved, in the order of a backward.
+
+        If a tensor is not the same, all are kept in this forward, and the fallback runs the later ones.
+        """
+        saved: list[Saved] = []
+
+        def hooks(tape: Tape) -> compat.SavedTensorHooks:
+            @compat.untraced
+            def pack(tensor: torch.Tensor) -> Saved:
+                held = Saved(tensor, (tape.pack, unpack))
+                if type(held.packed) is not Kept:
+                    held.refer_to(tensor, len(saved), "")
+                    saved.append(held)
+                return held
+
+            return pack, _unpack_saved
+
+        output = self.run(fn, args, hooks=hooks)
+        before = self.work.rebuilt
+        wrong = next((held for held in reversed(saved) if not _is_right(held)), None)
+        self.work.rebuilt = before
         # The forward of a frozen block saves nothing and so proves nothing: try again in the next one.
-        counts = tape.count()
-        self.trial, self.failed = not (counts.kept or counts.dropped), wrong is not None
-        done: set[Any] = set()
-        for held in on_trial:
-            if wrong is None:
-                held.believe(done)
-            else:
-                held.keep()
+        self.trial, self.failed = not self.seen[0], wrong is not None
+        for held in saved:
+            assert held.tensor is not None
+            if wrong is not None:
+                held.packed = Kept(held.tensor, self.block)
+                held.packed.version = held.version
+            held.tensor = None
         if wrong is not None:
-            tape.count_as_kept()
+            self.dropped, self.kept = {}, self.kept | {"kept in place of rebuilding": sum(self.dropped.values())}
             log.warning(
-                "hf_ckpt: block %r cannot recompute what %s returned, most likely because it works in place%s. All is "
+                "hf_ckpt: block %r cannot recompute what %s returned, most likely because it works in place. All is "
                 "kept there in this step, and the block is recomputed as a whole (`full`) from the next one on.",
                 self.block,
-                wrong.made_by,
-                tape.changed_by(),
+                wrong.operation,
             )
-        return wrong is None
+        return output
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("rows", "biases")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, rows=ops_for(state["save"]), biases={})
+
+
+@compat.untraced
+def _unpack_saved(held: Saved) -> torch.Tensor:
+    """Saved-tensor hook of a trial: return what a tape has packed."""
+    return unpack(held.packed)
+
+
+def _is_right(held: Saved) -> bool:
+    """Whether the value in a saved tensor's place gives the same bits."""
+    assert held.tensor is not None
+    with torch.no_grad(), compat.autocast_off():
+        try:
+            return difference_of(held.tensor, unpack(held.packed)) is None
+        except (RuntimeError, HfCkptError) as error:  # it cannot be run again
+            if compat.is_out_of_memory(error):
+                raise
+            return False
 
 
 def make(request: Request) -> Region:

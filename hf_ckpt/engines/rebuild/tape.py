@@ -6,6 +6,7 @@ saves, and counts dropped and kept bytes. It ends with the forward.
 
 from __future__ import annotations
 
+import collections
 import functools
 import threading
 import weakref
@@ -16,26 +17,22 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.engines.full import changed_by
-from hf_ckpt.engines.rebuild import dora, masks, norm_outputs
-from hf_ckpt.engines.rebuild.names import Names
+from hf_ckpt.engines.rebuild import masks, norm_outputs
+from hf_ckpt.engines.rebuild.names import layer_names, name_of
 from hf_ckpt.engines.rebuild.ops import MASK, VIEW, Op
 from hf_ckpt.engines.rebuild.values import (
     MASKS,
     NO_GRAPH,
     Inside,
     Kept,
-    KeptByUser,
     Rebuilt,
     Replay,
-    TrialValue,
+    Stored,
     Value,
     View,
     Work,
-    is_cast,
     layout_of,
     read,
-    shaped,
     warn_nothing_dropped,
 )
 from hf_ckpt.engines.state import address_of
@@ -89,23 +86,31 @@ class Tape:
         region: the block's function. It gets the counts of dropped and kept bytes at the end.
         fn: the block's own forward.
         args: the block's arguments.
+        store: hooks that store kept tensors elsewhere, such as in host memory; None to keep them as they are.
     """
 
-    def __init__(self, region: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        region: Any,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        store: compat.SavedTensorHooks | None = None,
+    ) -> None:
         self.region = region
         self.block = compat.module_of(fn)
-        """The block; None if unknown, or once its biases were looked up."""
+        """The block; None if unknown."""
         self.work = region.work
         self.rows = region.rows
+        self.store = store
+        self.looks_for_biases = True
+        """Whether this forward may still look up the biases of the block."""
         self.first = compat.next_autograd_sequence_number()
         """Autograd nodes of this block have this sequence number or a larger one."""
-        self.called = Names(region.named, self.block, self.first)
-        self.outer = compat.top_saved_tensor_hooks()
-        """The user's saved-tensor hooks around the model, if any."""
-        self.hopeless: set[tuple[int, int, str]] = region.hopeless if self.outer is None else set()
+        self.hopeless: set[tuple[int, int, str]] = region.hopeless
         """Results that earlier forwards could not rebuild: (place among the block's nodes, number, name of the node).
-        The graph behind them is not walked again, which is slow. At worst a tensor is kept for nothing. A checkpoint
-        around the block needs the same values in the same order both times, so nothing is remembered under hooks."""
+        The graph behind them is not walked again, which is slow. At worst a tensor is kept for nothing."""
+        self.weights: dict[int, int] = {}
+        """Sequence number of a node -> id of a parameter that it saved."""
         self.values: dict[_Edge, Value | None] = {}
         """Value of each edge seen so far; None if it cannot be rebuilt."""
         self.given: dict[_Edge, tuple[torch.Tensor, int]] = {}
@@ -114,33 +119,20 @@ class Tape:
         """Inputs of dropouts, with their in-place versions: they can be kept as long as they are alive."""
         self.replay: Replay | None = None
         """The call of the small module that runs now, if any."""
-        self.stay: dict[Kept | KeptByUser, Any] = {}
+        self.stay: dict[Kept | Stored, Any] = {}
         """Tensors to keep if anything needs them -> the node that made them, or its name. Excludes parameters."""
         self.packed: list[tuple[Any, _Edge | None]] = []
         """What autograd holds: roots of values, and for tensors inside small modules (call of the module, edge)."""
         self.sizes: list[int] = []
         """Bytes of each packed tensor; -1 for parameters."""
-        self.counts: Counts | None = None
-        """Dropped and kept bytes, once they are counted."""
         self.packed_at: set[int] = set()
         """Autograd's sequence numbers at the times when this tape packed a tensor. They identify the tensor's node."""
-        self.constants: dict[Any, Kept | KeptByUser] = {}
-        """Values of tensors without a graph, by a key that identifies the tensor; only under the user's hooks."""
-        self.ungraphed: list[tuple[torch.Tensor, Value | None]] = []
-        """Inputs and outputs of norms that have no graph, because nothing below them is trained. A cast of one of them
-        is recognised by its values."""
         self.softmax: tuple[torch.Size, compat.PythonCall | None] | None = None
         """Shape of the last packed tensor, and the call that saved it, if it is the softmax of torch's attention."""
         self.masks_hold: bool | None = None
         """Whether all compared masks are masks; None if none was compared."""
-        self.on_trial: list[TrialValue] | None = None
-        """The values packed in a trial; None outside of one."""
-        self.seen: list[tuple[torch.Tensor, int]] = []
-        """In a trial: tensors, with their in-place versions when they were first seen."""
         self.fake = any(map(compat.is_fake, filter(torch.is_tensor, args)))
         """Whether the step runs on fake tensors."""
-        if region.trial and self.outer is None and not self.fake:
-            self.on_trial = []
         for arg in args:
             if isinstance(arg, torch.Tensor):
                 self._take(arg)
@@ -149,17 +141,13 @@ class Tape:
         """Record an input of the block, and how to rebuild it if possible."""
         node = arg.grad_fn
         if node is None:
-            if arg.is_floating_point() and not arg.is_inference():
-                self.ungraphed.append((arg, None))
             return
         value: Value | None = None
         if self.region.reaches_back:
             replay = norm_outputs.forget(arg)
             if replay is not None:
                 value = Rebuilt(self.work, type(replay.module).__name__, replay, [])
-            # The indices are read from a node before the block; under the user's hooks that would call them.
-            row = self.rows.get("EmbeddingBackward0") if self.outer is None and not arg._version else None
-            row = row if node.name() == "EmbeddingBackward0" else None
+            row = self.rows.get(node.name()) if node.name() == "EmbeddingBackward0" and not arg._version else None
             if row is not None and type(self.resolve(node.next_functions[0])) is Kept:
                 value = self._make(row, node, arg.output_nr)
         if value is None:
@@ -186,66 +174,80 @@ class Tape:
         region, seen = self.region, (self.sizes, len(self.stay))
         if len(self.sizes) != len(region.seen[0]) and region.seen[0]:  # a different forward than the previous one
             self.hopeless.clear()
-        if seen != region.seen or self.counts is not None:  # else the counts are those of the previous forward
+        if seen != region.seen:  # else the counts are those of the previous forward
             region.seen = seen
-            self.count().tell(region)
-            self.counts = None
-        for value in self.stay if self.outer is not None else ():
-            if type(value) is KeptByUser:
+            self._count()
+        for value in self.stay if self.store is not None else ():
+            if type(value) is Stored:
                 value.original = None
-        for found in (self.values, self.given, self.offered, self.stay, self.constants, self.packed_at, self.packed):
-            found.clear()
-        self.ungraphed.clear()
-        self.seen.clear()
-        self.softmax = self.on_trial = None
         region.masks_hold |= bool(self.masks_hold)
-        self.replay = None
         if not region.dropped and not self.fake and region.kept.keys() - {NO_GRAPH}:
-            compiled = self.block is not None and compat.is_compiled(self.block)
-            warn_nothing_dropped(region.save, compiled)
+            warn_nothing_dropped(region.save, self.block is not None and compat.is_compiled(self.block))
+        for found in (self.values, self.given, self.offered, self.stay, self.packed_at, self.packed):
+            found.clear()
+        self.softmax = self.replay = self.block = None
+
+    def _count(self) -> None:
+        """Write dropped bytes, by class of the operation or module, and kept bytes, by name, to the region."""
+        dropped: collections.Counter[str] = collections.Counter()
+        kept: collections.Counter[str] = collections.Counter()
+        counted: set[Any] = set()
+        needed: list[Any] = []
+        """Roots that must be kept or rebuilt."""
+        for (root, edge), nbytes in zip(self.packed, (nbytes for nbytes in self.sizes if nbytes >= 0), strict=True):
+            if edge is not None:  # inside a small module, of which `root` is the call
+                needed.append(root.source.root)
+                known = self.values.get(edge)
+                if known is None or (type(known) is Rebuilt and known.operation is root):
+                    if nbytes and (edge[0] is None or edge not in counted):
+                        counted.add(edge)
+                        dropped[type(root.module).__name__] += nbytes
+                    continue
+                root = known.root
+            if root not in counted:
+                counted.add(root)
+                needed.append(root)
+                if type(root) is Rebuilt:
+                    dropped[root.op_class] += nbytes
+        names = self._names()
+        while needed:
+            root = needed.pop()
+            if type(root) is Rebuilt:
+                needed += [root.operation.source.root] if type(root.operation) is Replay else []
+                needed += [operand.root for operand in root.operands]
+            elif root in self.stay:
+                storage, nbytes = root.storage()
+                if storage not in counted:
+                    counted.add(storage)
+                    kept[names[self.stay[root]]] += nbytes
+        self.region.dropped, self.region.kept = dict(dropped), dict(kept)
+
+    def _names(self) -> dict[Any, str]:
+        """Return the names of what made the kept tensors. They are looked up in the graph of the first forward only."""
+        known: list[tuple[str, str]] = self.region.named
+        layers: dict[int, str] | None = None
+        names: dict[Any, str] = {}
+        for place, made in enumerate(made for made in self.stay.values() if type(made) is not str):
+            kind = made.name()
+            if place >= len(known) or known[place][0] != kind:
+                if layers is None:
+                    layers = {} if self.block is None else layer_names(self.block)
+                known[place:] = [(kind, name_of(made, layers, self.weights, self.first))]
+            names[made] = known[place][1]
+        return names | {NO_GRAPH: NO_GRAPH, MASKS: MASKS}
 
     @compat.untraced  # compiled parts of a block call it
-    def pack(self, tensor: torch.Tensor) -> Value | Inside | TrialValue:
-        """Saved-tensor hook: return what autograd holds in place of `tensor`."""
-        value = self._packed(tensor)
-        if self.on_trial is None or type(value) is Kept:
-            return value
-        if type(value) is Rebuilt and value.op_class == MASK:  # it was compared when it was packed
-            return value
-        self._look_at(tensor)
-        held = TrialValue(value, tensor, self.work.block)
-        self.on_trial.append(held)
-        return held
-
-    def _look_at(self, tensor: torch.Tensor) -> None:
-        """In a trial, record the tensor and its in-place version."""
-        if self.on_trial is not None and not tensor.is_inference():
-            self.seen.append((tensor, tensor._version))
-
-    def changed_by(self) -> str:
-        """Name the operations that changed tensors in place in a trial, in parentheses; empty if none is known."""
-        names = sorted({changed_by(found) for found, version in self.seen if found._version != version})
-        return f" ({', '.join(names)})" if names else ""
-
-    def count_as_kept(self) -> None:
-        """Count all tensors of a failed trial as kept, because none is dropped."""
-        counts = self.count()
-        counts.dropped.clear()
-        counts.extra.clear()
-        storages = {held.storage(): held for held in self.on_trial or ()}
-        for (_, nbytes), held in storages.items():
-            counts.kept[held.made_by] = counts.kept.get(held.made_by, 0) + nbytes
-
-    def _packed(self, tensor: torch.Tensor) -> Value | Inside:
-        """Find the value of a tensor that autograd saves, and count it."""
+    def pack(self, tensor: torch.Tensor) -> Value | Inside:
+        """Saved-tensor hook: return what autograd holds in place of `tensor`, and count it."""
         replay = self.replay
         if replay is not None:
             return self._inside(tensor, replay)
-        self.packed_at.add(_next_sequence_number())
+        number = _next_sequence_number()
+        self.packed_at.add(number)
         leaf = tensor if type(tensor) is nn.Parameter else tensor._base
         if type(leaf) is nn.Parameter and leaf.is_leaf:
             self.sizes.append(-1)
-            self.called.saved(leaf)
+            self.weights[number - 1] = id(leaf)
             return Kept(tensor, self.work.block, with_graph=True)
         if tensor.layout is not torch.strided:  # sparse: it has no storage to be counted by
             return Kept(tensor, self.work.block)
@@ -270,15 +272,16 @@ class Tape:
             if known is not None:
                 return known
         if node is None:
-            found = self._mask(tensor) or self._from_ungraphed(tensor)
-            return found or dora.cast_weight(tensor, self.work, self._parameter) or self._constant(tensor)
+            return self._mask(tensor) or self._constant(tensor)
         edge = node, tensor.output_nr
+        if version and edge not in self.values and edge not in self.given:
+            return self._keep(edge, tensor)  # changed in place: the graph may not show all changes
         value = self.resolve(edge) or self._small(edge, tensor) or self._small_view(edge, tensor)
         if value is None:
             return self._keep(edge, tensor)
         root = value.root
         if isinstance(root, Rebuilt):
-            if version:  # changed in place: the graph may not show all changes
+            if version:
                 return self._keep(edge, tensor)
         elif not root.copied:
             if value is root:
@@ -380,7 +383,7 @@ class Tape:
         name = row.constants[place] if place < len(row.constants) else ""
         if not name:  # the row names no saved operand
             return self._frozen_bias(row, node) if row.bias_of and not place else None
-        return self._saved_operand(node, name) or dora.bias_taken_off(node, place, self._parameter)
+        return self._saved_operand(node, name)
 
     def _saved_operand(self, node: Any, name: str) -> Value | None:
         """Return the value of a tensor without a graph that a node has saved under a name; None if there is none."""
@@ -399,8 +402,9 @@ class Tape:
             return None
         whole = weight if weight._base is None else weight._base
         known, bias = self.region.biases.get(id(whole), (None, None))
-        if known is not whole and self.block is not None:  # FSDP2 runs a block on other parameters than the block lists
-            self.region.biases, self.block = biases(self.block), None
+        if known is not whole and self.block is not None and self.looks_for_biases:
+            self.looks_for_biases = False  # once a forward: FSDP2 runs a block on other parameters than it lists
+            self.region.biases = biases(self.block)
             known, bias = self.region.biases.get(id(whole), (None, None))
         return Kept(bias, self.work.block) if bias is not None and known is whole else None
 
@@ -429,23 +433,21 @@ class Tape:
         value = self.values[edge] = self._of_base(base, tensor)
         return value
 
-    def _keep(self, edge: _Edge, tensor: torch.Tensor) -> Kept | KeptByUser:
+    def _keep(self, edge: _Edge, tensor: torch.Tensor) -> Kept | Stored:
         """Keep the tensor of an edge as it is."""
         value = self.values[edge] = self._stays(tensor, edge[0])
         return value
 
-    def _stays(self, tensor: torch.Tensor, made_by: Any, *, copied: bool = False) -> Kept | KeptByUser:
+    def _stays(self, tensor: torch.Tensor, made_by: Any, *, copied: bool = False) -> Kept | Stored:
         """Return the value of a kept activation, packed by the user's hooks if there are any.
 
         `made_by` is the node that made it, or a name.
         """
-        value = (
-            Kept(tensor, self.work.block, copied=copied)
-            if self.outer is None
-            else KeptByUser(tensor, self.outer, copied=copied)
-        )
+        is_moved = self.store is not None and not copied and tensor.grad_fn is not None
+        value: Kept | Stored = Kept(tensor, self.work.block, copied=copied)
+        if is_moved and self.store is not None:
+            value = Stored(tensor, self.store)
         self.stay[value] = made_by
-        self._look_at(tensor)
         return value
 
     def _mask(self, tensor: torch.Tensor) -> Value | None:
@@ -499,41 +501,14 @@ class Tape:
             return None
         return self._small(edge, tensor) or self._keep(edge, tensor)
 
-    def _from_ungraphed(self, tensor: torch.Tensor) -> Value | None:
-        """Return the value of a tensor that is one of `ungraphed`, or the float32 cast of one; else None.
-
-        Such a cast is the input of a LoRA adapter in the first block. Without a graph, only its values identify it, so
-        they are compared. This happens on the CPU only, because it would have to wait for an accelerator.
-        """
-        for number, (source, value) in enumerate(self.ungraphed):
-            if source.numel() != tensor.numel() or not tensor.is_contiguous() or source._version:
-                continue
-            if source.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
-                if not isinstance(value, Rebuilt) or source.dtype is not tensor.dtype:
-                    return None
-                return View(value, functools.partial(shaped, tensor.shape))
-            if is_cast(tensor, source):
-                if value is None:
-                    value = self._constant(source)
-                    self.ungraphed[number] = source, value
-                return Rebuilt(self.work, "cast", functools.partial(shaped, tensor.shape, dtype=tensor.dtype), [value])
-        return None
-
-    def _constant(self, tensor: torch.Tensor) -> Kept | KeptByUser:
+    def _constant(self, tensor: torch.Tensor) -> Kept | Stored:
         """Keep a tensor without a graph, such as a mask or a parameter, and return its value."""
         if tensor.layout is not torch.strided:
             return Kept(tensor, self.work.block)
         whole = tensor if tensor._base is None else tensor._base
         if type(whole) is not torch.Tensor and isinstance(whole, nn.Parameter):  # `isinstance` alone is slow
             return self._parameter(tensor)
-        if self.outer is None:
-            return self._stays(tensor, NO_GRAPH)
-        # A tensor may be saved, and also be read from a node as an operand: pack it by the user's hooks only once.
-        storage = tensor.untyped_storage()._cdata, tensor.storage_offset()
-        key = storage, tensor.size(), tensor.stride(), tensor.dtype, tensor._version
-        if key not in self.constants:
-            self.constants[key] = self._stays(tensor, NO_GRAPH)
-        return self.constants[key]
+        return self._stays(tensor, NO_GRAPH)
 
     def _parameter(self, tensor: torch.Tensor) -> Kept:
         """Return the value of a parameter that is an operand of a rebuilt tensor, and so must not change."""
@@ -550,9 +525,8 @@ class Tape:
         if replay is None or not isinstance(output, torch.Tensor):
             return
         rebuilt = Rebuilt(self.work, type(replay.module).__name__, replay, [])
-        if output.grad_fn is None:
-            self.ungraphed.append((output, rebuilt))
-        elif replay.saved:  # else other hooks packed what it saved, and it would save more when it is run again
+        # If it saved nothing, other hooks packed what it saved, and it would save more when it is run again.
+        if output.grad_fn is not None and replay.saved:
             self.values[output.grad_fn, output.output_nr] = rebuilt
 
     def _inside(self, tensor: torch.Tensor, replay: Replay) -> Inside:
@@ -562,82 +536,3 @@ class Tape:
         self.packed.append((replay, (node, tensor.output_nr)))
         self.sizes.append(0 if is_parameter else tensor.nbytes)
         return Inside(replay)
-
-    def count(self) -> Counts:
-        """Count dropped and kept bytes."""
-        if self.counts is None:
-            called = {made: made if type(made) is str else self.called.name_of(made) for made in self.stay.values()}
-            self.counts = Counts({value: called[made] for value, made in self.stay.items()})
-            sizes = (nbytes for nbytes in self.sizes if nbytes >= 0)
-            for (root, edge), nbytes in zip(self.packed, sizes, strict=True):
-                if edge is None:
-                    self.counts.add(root, nbytes)
-                else:
-                    self.counts.add_inside(root, edge, self.values.get(edge), nbytes)
-        return self.counts
-
-
-class Counts:
-    """Bytes that one forward of a block has dropped and kept.
-
-    Args:
-        names: tensors to keep if anything needs them -> their names.
-    """
-
-    def __init__(self, names: dict[Kept | KeptByUser, str]) -> None:
-        self.names = names
-        self.dropped: dict[str, int] = {}
-        """Dropped bytes, by class of the operation or module."""
-        self.kept: dict[str, int] = {}
-        """Kept bytes, by the name of the tensor."""
-        self.extra: dict[Any, tuple[str, int]] = {}
-        """Storages kept only as operands, because autograd did not save them -> (name, bytes)."""
-        self._saved: set[Any] = set()
-        """What autograd holds: roots of values, and edges inside small modules."""
-        self._needed: set[Any] = set()
-        """Roots that those need, and the storages of the kept tensors among them."""
-
-    def add(self, root: Kept | KeptByUser | Rebuilt, nbytes: int) -> None:
-        """Count that autograd holds `root` in place of a tensor of `nbytes` bytes."""
-        if root in self._saved:
-            return
-        self._saved.add(root)
-        self._need(root)
-        if type(root) is Rebuilt:
-            self.dropped[root.op_class] = self.dropped.get(root.op_class, 0) + nbytes
-        elif root in self.names:
-            self.extra.pop(root.storage()[0], None)
-
-    def add_inside(self, replay: Replay, edge: _Edge, value: Value | None, nbytes: int) -> None:
-        """Count a tensor that autograd holds inside a small module; its edge has a `value` if it is an input."""
-        self._need(replay.source.root)
-        if value is not None and not (type(value) is Rebuilt and value.operation is replay):  # not its output
-            self.add(value.root, nbytes)
-        elif nbytes and (edge[0] is None or edge not in self._saved):
-            self._saved.add(edge)
-            name = type(replay.module).__name__
-            self.dropped[name] = self.dropped.get(name, 0) + nbytes
-
-    def _need(self, root: Kept | KeptByUser | Rebuilt) -> None:
-        """Count the tensors that must be kept for `root`: itself, or the operands that rebuild it."""
-        if root in self._needed:
-            return
-        self._needed.add(root)
-        if type(root) is Rebuilt:
-            if type(root.operation) is Replay:
-                self._need(root.operation.source.root)
-            for operand in root.operands:
-                self._need(operand.root)
-        elif root in self.names:
-            storage, nbytes = root.storage()
-            if storage not in self._needed:
-                self._needed.add(storage)
-                name = self.names[root]
-                self.kept[name] = self.kept.get(name, 0) + nbytes
-                self.extra[storage] = name, nbytes
-
-    def tell(self, region: Any) -> None:
-        """Write the counts to the region of the block."""
-        region.dropped, region.kept, region.kept_to_rebuild = self.dropped, self.kept, {}
-        for name, nbytes in self.extra.values():
-            region.kept_to_rebuild[name] = region.kept_to_rebuild.get(name, 0) + nbytes

@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines.state import address_of
-from hf_ckpt.errors import ChangedBlockError, HfCkptError, InPlaceError, RebuildError, ReplayError
+from hf_ckpt.errors import ChangedBlockError, InPlaceError, RebuildError, ReplayError
 from hf_ckpt.logs import warn_once
 
 log = logging.getLogger(__name__)
@@ -37,14 +37,6 @@ class Work:
         self.block = block
         self.rebuilt = 0
         """Number of operations and modules that were run again."""
-
-    def tried(self, held: TrialValue) -> bool:
-        """Whether a value on trial can be rebuilt. This rebuilding is not counted."""
-        before = self.rebuilt
-        try:
-            return held.holds()
-        finally:
-            self.rebuilt = before
 
 
 class Kept:
@@ -125,22 +117,19 @@ class _Shared:
             self.cached, self.left = None, self.uses
 
 
-class KeptByUser(_Shared):
-    """A kept tensor, packed by the user's saved-tensor hooks around the model (such as `save_on_cpu`).
-
-    Those hooks have to detect in-place changes. They may be able to unpack the tensor only once.
+class Stored(_Shared):
+    """A kept tensor that a pair of hooks stores elsewhere, such as in host memory. They detect in-place changes.
 
     Args:
         tensor: the tensor.
-        hooks: the user's hooks.
-        copied: whether it is a copy, with a storage that the forward did not use.
+        hooks: the functions that store it and return it.
     """
 
     __slots__ = ("copied", "nbytes", "original", "packed", "restore", "version")
 
-    def __init__(self, tensor: torch.Tensor, hooks: compat.SavedTensorHooks, *, copied: bool = False) -> None:
+    def __init__(self, tensor: torch.Tensor, hooks: compat.SavedTensorHooks) -> None:
         super().__init__()
-        self.copied = copied
+        self.copied = False
         self.version = -1 if tensor.is_inference() else tensor._version
         self.nbytes = tensor.nbytes
         self.original: torch.Tensor | None = tensor
@@ -149,16 +138,16 @@ class KeptByUser(_Shared):
         self.packed = pack(tensor)
 
     @property
-    def root(self) -> KeptByUser:
+    def root(self) -> Stored:
         """The value that is held or rebuilt for this one: itself, because it is not a view."""
         return self
 
     def storage(self) -> tuple[Any, int]:
-        """Return a key of its own, because the hooks may have copied the tensor, and the tensor's bytes."""
+        """Return a key of its own, because the tensor is elsewhere, and the tensor's bytes."""
         return (self,), self.nbytes  # not `self`: sets of these keys hold values as well
 
     def value(self) -> torch.Tensor:
-        """Return the tensor that the hooks unpack."""
+        """Return the tensor: fetch it, or take it from the cache."""
         if self.cached is None:
             self.cached = self.restore(self.packed)
         return self.cached
@@ -171,15 +160,6 @@ Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 def layout_of(tensor: torch.Tensor) -> Layout:
     """Return shape, strides and type of a tensor."""
     return tensor.size(), tensor.stride(), tensor.dtype
-
-
-def is_cast(tensor: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether `tensor` holds the values of the 16-bit `source` in float32."""
-    if tensor.device.type != "cpu" or tensor.dtype != torch.float32 or source.dtype.itemsize != 2:
-        return False
-    found, wanted = tensor.reshape(-1), source.detach().reshape(-1)
-    few = slice(0, 64)  # most tensors that are not a cast differ in these
-    return torch.equal(found[few], wanted[few].float()) and torch.equal(found, wanted.float())
 
 
 class Rebuilt(_Shared):
@@ -248,14 +228,14 @@ class View:
     def __init__(self, of: Value, operation: Callable[..., torch.Tensor]) -> None:
         self.of = of
         self.operation = operation
-        self.root: Kept | KeptByUser | Rebuilt = of.root
+        self.root: Kept | Stored | Rebuilt = of.root
 
     def value(self) -> torch.Tensor:
         """Return the view."""
         return self.operation(self.of.value())
 
 
-Value = Kept | KeptByUser | Rebuilt | View
+Value = Kept | Stored | Rebuilt | View
 """What provides a tensor of the forward in backward."""
 
 
@@ -365,68 +345,6 @@ class Inside:
         replay.saved += 1
 
 
-class TrialValue:
-    """A value and its tensor, kept until the tensor is rebuilt and found equal.
-
-    hf_ckpt tries blocks of unknown code in this way in their first forward.
-    """
-
-    __slots__ = ("made_by", "tensor", "value")
-
-    def __init__(self, value: Value | Inside, tensor: torch.Tensor, block: str) -> None:
-        self.value = value
-        self.tensor: Kept | None = Kept(tensor, block)
-        self.made_by = NO_GRAPH if tensor.grad_fn is None else tensor.grad_fn.name()
-
-    def holds(self) -> bool:
-        """Whether the value rebuilds the same tensor, bit for bit. Call this in the order of a backward."""
-        assert self.tensor is not None
-        with torch.no_grad(), compat.autocast_off():
-            try:
-                found, wanted = _hand_out(self.value), self.tensor.value()
-            except (RuntimeError, HfCkptError) as error:  # it cannot be run again
-                if compat.is_out_of_memory(error):
-                    raise
-                return False
-            if found.shape != wanted.shape or found.dtype != wanted.dtype:
-                return False
-            return torch.equal(found, wanted) or bool(((found == wanted) | (found != found) & (wanted != wanted)).all())
-
-    def storage(self) -> tuple[Any, int]:
-        """Return a key that identifies the tensor's storage, and the storage's bytes."""
-        assert self.tensor is not None
-        return self.tensor.storage()
-
-    def believe(self, done: set[Any]) -> None:
-        """Drop the tensor and free what the trial computed for the value; `done` are values already handled."""
-        self.tensor = None
-        _let_go(self.value, done)
-
-    def keep(self) -> None:
-        """Keep the tensor itself instead of the value, because some value of the block is wrong."""
-        assert self.tensor is not None
-        self.value = self.tensor
-
-
-def _let_go(value: Value | Inside, done: set[Any]) -> None:
-    """Free the tensors that were rebuilt for a value and for its operands."""
-    made = value.replay if type(value) is Inside else value.root  # type: ignore[union-attr]
-    if made in done:
-        return
-    done.add(made)
-    if type(made) is Replay:
-        made.inside = []
-        _let_go(made.source, done)
-    elif isinstance(made, _Shared):
-        made.cached, made.left = None, made.uses
-        if type(made) is Rebuilt:
-            if type(made.operation) is Replay:
-                made.operation.inside = []
-                _let_go(made.operation.source, done)
-            for operand in made.operands:
-                _let_go(operand, done)
-
-
 class _Reading(threading.local):
     """Whether this thread is reading what a node has saved, and the value found in place of a tensor."""
 
@@ -454,17 +372,14 @@ def read(node: Any, name: str) -> Any:
 
 
 @compat.untraced
-def unpack(value: Value | Inside | TrialValue) -> torch.Tensor:
+def unpack(value: Value | Inside) -> torch.Tensor:
     """Saved-tensor hook: return the tensor. It is rebuilt without autocast: its operands have the right types."""
-    if type(value) is TrialValue:
-        value = value.value
-    assert not isinstance(value, TrialValue)
     if type(value) is Kept:
         return value.value()
     if _reading.on and isinstance(value, (Rebuilt, View)):
         _reading.found = value
         return _NOTHING
-    if type(value) is KeptByUser and value.original is not None:  # read from a node during the forward
+    if type(value) is Stored and value.original is not None:  # read from a node during the forward
         return value.original
     if type(value) is Inside:
         ready = value.replay.inside
@@ -504,8 +419,3 @@ def warn_nothing_dropped(save: tuple[str, ...], compiled: bool) -> None:
         if compiled
         else "Use `full` for such blocks.",
     )
-
-
-def shaped(shape: torch.Size, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return `x` in another shape and, if given, another type."""
-    return x.to(dtype).view(shape) if dtype is not None else x.view(shape)
