@@ -13,99 +13,34 @@ import torch
 
 from hf_ckpt.compat.devices import accelerator_type, is_initialized
 
-_WORDS = ctypes.c_uint32 * 624
-"""The words of a Mersenne Twister. In memory, the index of the next word precedes them in Python's generator, and
-follows them in numpy's."""
-_Window = ctypes.c_char * 20
-"""The index and the four words next to it, in memory."""
-
-
-class _Host:
-    """The generators of Python and numpy. Their states are read only if they may have changed: reading takes 20 to
-    60 us, and every block asks twice in each forward.
-
-    A draw advances the index, up to the last word; then all words are replaced, as they are by seeding. So the index
-    and the words next to it show every change, except to a cached normal number.
-    """
-
-    def __init__(self) -> None:
-        self._python: Any = getattr(random, "_inst", None)
-        self._numpy: Any = None
-        self._windows: list[Any] = []
-        """The windows of both generators; empty if one is of an unknown kind."""
-        self._seen: list[bytes] = []
-        """Their contents when the states were read."""
-        self._states: tuple[Any, Any] = None, None
-        self._normal: Any = None
-        """The normal number that Python's generator had cached then."""
-        self._normal_of_numpy = True
-        """Whether numpy's may have one cached, which the windows do not show."""
-
-    def states(self) -> tuple[Any, Any]:
-        """Return the states: the same object as before if no number was drawn since."""
-        windows = self._windows
-        if (
-            windows
-            and [window.raw for window in windows] == self._seen
-            and numpy.random.get_bit_generator() is self._numpy  # type: ignore[attr-defined]
-            and self._python.gauss_next is self._normal
-            and not self._normal_of_numpy
-        ):
-            return self._states
-        bits: Any = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-        if bits is not self._numpy:
-            self._numpy, self._windows = bits, [*_windows_of_python(self._python), *_windows_of_numpy(bits)]
-            self._windows = self._windows if len(self._windows) == 2 else []
-        self._seen = [window.raw for window in self._windows]
-        self._states = of_python, of_numpy = random.getstate(), numpy.random.get_state(legacy=False)
-        self._normal, self._normal_of_numpy = of_python[2], bool(of_numpy["has_gauss"])
-        return self._states
-
-
-def _windows_of_python(found: Any) -> list[Any]:
-    """Return the window of Python's generator. In CPython its index follows the object header."""
-    head = object.__basicsize__
-    if type(found) is not random.Random or random.Random.__basicsize__ < head + 4 + ctypes.sizeof(_WORDS):
-        return []
-    address = id(found) + head
-    there = *_WORDS.from_address(address + 4), ctypes.c_uint32.from_address(address).value
-    return [_Window.from_address(address)] if there == random.getstate()[1] else []
-
-
-def _windows_of_numpy(bits: Any) -> list[Any]:
-    """Return the window of numpy's generator; none if a script has replaced it by another kind."""
-    if type(bits).__name__ != "MT19937":
-        return []
-    end = bits.ctypes.state_address + ctypes.sizeof(_WORDS) + 4
-    return [_Window.from_address(end - ctypes.sizeof(_Window))]
-
-
-_host = _Host()
-
 
 class RandomState:
-    """The random state at one moment: of Python and numpy and, unless `of_torch` is false, of torch.
+    """The random state at one moment: of Python, numpy and torch.
 
     Args:
         devices: devices to include besides the CPU. Those that torch has not initialised are left out.
         of_torch: whether to include torch's state.
+        of_host: whether to include the states of Python's `random` and of numpy; reading them takes 20 to 60 us.
     """
 
     __slots__ = ("devices", "of_cpu", "of_host", "of_torch")
 
-    def __init__(self, devices: Iterable[torch.device] = (), *, of_torch: bool = True) -> None:
-        self.of_host = _host.states()
+    def __init__(self, devices: Iterable[torch.device] = (), *, of_torch: bool = True, of_host: bool = True) -> None:
+        self.of_host = (random.getstate(), numpy.random.get_state(legacy=False)) if of_host else None
         self.of_torch = of_torch
         self.of_cpu: torch.Tensor | None = torch.get_rng_state() if of_torch else None
         self.devices = [(device, _of_device(device)) for device in devices if of_torch and _is_ready(device)]
 
     def may_have_moved(self) -> bool:
         """Whether a number may have been drawn or a seed set since."""
-        return self.of_host_may_have_moved() or self.of_torch_has_moved()
+        return self.of_host_has_moved() or self.of_torch_has_moved()
 
-    def of_host_may_have_moved(self) -> bool:
-        """The same for the generators of Python and numpy alone."""
-        return self.of_host is not _host.states()
+    def of_host_has_moved(self) -> bool:
+        """The same for the generators of Python and numpy alone, if they are included."""
+        if self.of_host is None:
+            return False
+        of_python, of_numpy = self.of_host
+        return of_python != random.getstate() or not _equal(of_numpy, numpy.random.get_state(legacy=False))
 
     def of_torch_has_moved(self) -> bool:
         """The same for torch's generators alone."""
@@ -115,8 +50,9 @@ class RandomState:
 
     def restore(self) -> None:
         """Reset the generators to this state."""
-        random.setstate(self.of_host[0])
-        numpy.random.set_state(self.of_host[1])
+        if self.of_host is not None:
+            random.setstate(self.of_host[0])
+            numpy.random.set_state(self.of_host[1])
         if self.of_cpu is not None:
             torch.set_rng_state(self.of_cpu)
         for device, state in self.devices:
@@ -125,7 +61,8 @@ class RandomState:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Reset the generators to this state inside this context; afterwards they continue as before."""
-        with RandomState([device for device, _ in self.devices], of_torch=self.of_torch).kept():
+        devices = [device for device, _ in self.devices]
+        with RandomState(devices, of_torch=self.of_torch, of_host=self.of_host is not None).kept():
             self.restore()
             yield
 
@@ -163,6 +100,13 @@ def _is_ready(device: torch.device) -> bool:
 def _of_device(device: torch.device) -> torch.Tensor:
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two states of numpy are equal."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    return numpy.array_equal(one, other)
 
 
 def _bytes(state: torch.Tensor) -> bytes:

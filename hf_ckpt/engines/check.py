@@ -220,7 +220,7 @@ class _Facts(dict[str, Any]):
         self.inputs = []  # their graph may refer back to this: a cycle
         self.seen.append(_seen_in(self.module))
         if self.random is not None:
-            self.drawn = self.random.of_torch_has_moved(), self.random.of_host_may_have_moved()
+            self.drawn = self.random.of_torch_has_moved(), self.random.of_host_has_moved()
 
     def backward_begins(self) -> None:
         """Compare with the block's settings at the beginning of its backward."""
@@ -247,7 +247,7 @@ class _Facts(dict[str, Any]):
         self["autocast"] = compat.autocast_now() != self.autocast
         from_torch, from_host = self.drawn
         self["random"] = from_torch and self.random.of_torch_has_moved()
-        self["host"] = from_host and self.random.of_host_may_have_moved()
+        self["host"] = from_host and self.random.of_host_has_moved()
 
     def _name_of(self, place: int | str, args: tuple[Any, ...]) -> str:
         """Return the name of an argument of the block's forward."""

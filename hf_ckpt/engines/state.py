@@ -11,8 +11,8 @@ autograd's own threads. Other things that a block reads, such as thread-local va
 raises an error for this reason, `RecomputeError` names the block.
 
 Buffers that a forward changes (running statistics) are copied before the forward. The recomputation updates copies, so
-each forward updates the statistics once. Routers choose the same experts again, see `routers`. torch, Python's `random`
-and `numpy.random` draw the same numbers again.
+each forward updates the statistics once. Routers choose the same experts again, see `routers`. torch draws the same
+numbers again. So do Python's `random` and `numpy.random` for a block that draws from them in its first forward.
 """
 
 from __future__ import annotations
@@ -92,6 +92,9 @@ class Settings:
         self.written: set[int] | None = None
         """Places of the tensors that the forward itself writes to, such as a router's weight that PEFT adapts: a write
         to them does not count as a change. None before the first forward."""
+        self.draws_on_host: bool | None = None
+        """Whether the forward draws from Python's `random` or from numpy, whose states take long to read. None before
+        the first forward."""
         self.chooses = bool(routers(block))
         """Whether the block sends tokens to experts."""
 
@@ -193,7 +196,9 @@ class ForwardState:
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block for the first time, and record what a recomputation needs to run it in the same way."""
-        before = compat.RandomState(compat.devices_of(args), of_torch=self.keeps_draws)
+        settings = self.settings
+        of_host = settings is None or settings.draws_on_host is not False
+        before = compat.RandomState(compat.devices_of(args), of_torch=self.keeps_draws, of_host=of_host)
         if self.choices is None:
             output = fn(*args)
         else:
@@ -201,9 +206,8 @@ class ForwardState:
                 output = fn(*args)
         if before.may_have_moved():
             self.draws = before
-        settings = self.settings
         if settings is not None and settings.written is None:
-            settings.written = set(self._overwritten())
+            settings.written, settings.draws_on_host = set(self._overwritten()), before.of_host_has_moved()
         if settings is not None and settings.buffers:
             if settings.changing is None:  # compared by value: a batch norm does not count its changes
                 self.copies = [row for row in self.copies if compat.is_fake(row[2]) or not torch.equal(row[2], row[3])]

@@ -60,7 +60,7 @@ class _Rebuilding:
             @compat.untraced
             def load(held: Any) -> torch.Tensor:
                 tensor = checkpoint_unpack(held)
-                value = getattr(tensor, _VALUE, None)
+                value = vars(tensor).get(_VALUE)
                 return tensor if value is None else unpack(value)
 
             with compat.inner_saved_tensor_hooks(checkpoint_pack, load):
@@ -72,7 +72,7 @@ class _Rebuilding:
                 value = tape.pack(tensor)
                 if type(value) is not Kept:
                     tensor = tensor.new_empty(()).expand(tensor.shape)
-                    setattr(tensor, _VALUE, value)
+                    vars(tensor)[_VALUE] = value
                 checkpoint_pack(tensor)
                 return value
 
