@@ -16,6 +16,7 @@ import importlib.util
 import itertools
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ import transformers
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.console import make_console, progress
-from hf_ckpt.measure.clocks import stopwatch
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import byte_tokenizer, tiny_model
 from hf_ckpt.training.install import trial
@@ -113,9 +113,12 @@ class Training:
         torch.manual_seed(number)
         with trial(self.model, self.spec):
             guard = None if self.card_bytes is None else hf_ckpt.OomGuard(self.model, exact=True)
-            with stopwatch() as seconds, live or contextlib.nullcontext():
+            start = time.perf_counter()
+            with live or contextlib.nullcontext():
                 loss = forward_and_backward() if guard is None else guard(forward_and_backward)
                 self.optimizer.step()
+            compat.synchronize(parameter.device for parameter in self.trained)
+            seconds = time.perf_counter() - start
             done = hf_ckpt.describe(self.model)
         self.values = [parameter.detach().clone() for parameter in self.trained]
         self.gradients.append([parameter.grad for parameter in self.trained if parameter.grad is not None])
@@ -133,7 +136,7 @@ class Training:
             parts = (live.timeline[start:end] for start, end in itertools.pairwise(ends))
             run.start_bytes, run.timeline = live.start_bytes, [max(part) for part in parts if part]
         elif number > 1:  # the fastest: other load on the machine only makes steps slower
-            run.step_seconds = min(seconds[0], run.step_seconds or seconds[0])
+            run.step_seconds = min(seconds, run.step_seconds or seconds)
 
 
 def package_folder(package: str) -> Path | None:
@@ -153,7 +156,9 @@ def load(*, tiny: bool) -> tuple[str, Any, Any, str, str]:
     else:
         how = {"gguf_file": next(weights.glob("*.gguf")).name}
         tokenizer, label = transformers.AutoTokenizer.from_pretrained(weights, **how), "SmolLM2-135M-Instruct"
-        how |= {"dtype": torch.float32, **compat.gguf_arguments()}
+        how |= {"dtype": torch.float32}
+        if hasattr(transformers, "GgufConfig"):  # by default, transformers 5 keeps GGUF weights packed
+            how["quantization_config"] = transformers.GgufConfig(dequantize=True)
         model = transformers.AutoModelForCausalLM.from_pretrained(weights, **how)
     files, text = sorted(Path(hf_ckpt.__file__).parent.rglob("*.py")), "the source of hf_ckpt"
     if speeches is not None:

@@ -29,7 +29,6 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 
 import hf_ckpt
-from hf_ckpt.compat.transformers import gguf_arguments
 from hf_ckpt.models.tiny import byte_tokenizer, tiny_model
 
 
@@ -53,7 +52,9 @@ def load_base(options: LoraArguments, dtype: torch.dtype) -> PreTrainedModel:
         raise SystemExit("--gguf_file and --load_in_4bit exclude each other: give one of them.")
     how: dict[str, Any] = {"dtype": dtype}
     if options.gguf_file:
-        how |= {"gguf_file": options.gguf_file, **gguf_arguments()}
+        how["gguf_file"] = options.gguf_file
+        if hasattr(transformers, "GgufConfig"):  # by default, transformers 5 keeps GGUF weights packed
+            how["quantization_config"] = transformers.GgufConfig(dequantize=True)
     if options.load_in_4bit:
         how["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype

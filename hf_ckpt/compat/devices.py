@@ -265,9 +265,7 @@ def autocast_now() -> Autocast:
 
 def autocast_is_on() -> bool:
     """Whether autocast is enabled for any device."""
-    if _any_autocast is not None:
-        return bool(_any_autocast())
-    return any(autocast_now().values())
+    return bool(_any_autocast())
 
 
 def autocast_to(

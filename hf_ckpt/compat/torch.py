@@ -8,7 +8,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -36,11 +36,9 @@ def is_replica(module: nn.Module) -> bool:
 
 def transforms() -> set[str]:
     """Return the active transforms of torch.func: `grad`, `vmap`, and `jvp`, which also means forward-mode AD."""
-    stack = private("torch._C._functorch.get_interpreter_stack")
-    level = private("torch.autograd.forward_ad._current_level")
-    names = {entry.key().name.lower() for entry in stack() or ()} if stack is not None else set()
-    forward_mode = {"jvp"} if level is not None and level >= 0 else set()
-    return names & {"grad", "jvp", "vmap"} | forward_mode
+    stack = private("torch._C._functorch.get_interpreter_stack")() or ()
+    forward_mode = {"jvp"} if private("torch.autograd.forward_ad._current_level") >= 0 else set()
+    return {entry.key().name.lower() for entry in stack} & {"grad", "jvp", "vmap"} | forward_mode
 
 
 def has_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:
@@ -151,10 +149,9 @@ SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Te
 
 
 def top_saved_tensor_hooks() -> SavedTensorHooks | None:
-    """Return the innermost active saved-tensor hooks; None without any, or if this torch cannot tell."""
-    top = private("torch._C._autograd._top_saved_tensors_default_hooks")
-    found: SavedTensorHooks | None = top(True) if top is not None else None
-    return found
+    """Return the innermost active saved-tensor hooks; None without any."""
+    top: SavedTensorHooks | None = private("torch._C._autograd._top_saved_tensors_default_hooks")(True)
+    return top
 
 
 @contextlib.contextmanager
@@ -195,23 +192,20 @@ def is_held_by_hooks(node: Any, name: str) -> bool:
 
 
 def rename_checkpoint_errors(named: Callable[[RuntimeError], Exception]) -> None:
-    """Replace the errors that the checkpoint around the caller raises in backward: `named` makes another from torch's.
-
-    Does nothing if this torch cannot tell which saved-tensor hooks are the checkpoint's.
-    """
+    """Replace the errors of the checkpoint around the caller in backward: `named` makes another from torch's."""
     top = top_saved_tensor_hooks()
-    pop = private("torch._C._autograd._pop_saved_tensors_default_hooks")
-    push = private("torch._C._autograd._push_saved_tensors_default_hooks")
-    if top is not None and pop is not None and push is not None:
-        pop()
-        push(top[0], functools.partial(_unpack, top[1], named))
+    if top is None:  # as under `torch.no_grad()`
+        return
+    pack, unpack = top
 
+    def renaming(held: Any) -> torch.Tensor:
+        try:
+            return unpack(held)
+        except torch.utils.checkpoint.CheckpointError as error:
+            raise named(error) from error
 
-def _unpack(unpack: Callable[[Any], torch.Tensor], named: Callable[[RuntimeError], Exception], held: Any) -> Any:
-    try:
-        return unpack(held)
-    except torch.utils.checkpoint.CheckpointError as error:
-        raise named(error) from error
+    private("torch._C._autograd._pop_saved_tensors_default_hooks")()
+    private("torch._C._autograd._push_saved_tensors_default_hooks")(pack, renaming)
 
 
 def is_read_twice(error: RuntimeError) -> bool:
@@ -253,15 +247,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def untraced(function: _Function) -> _Function:
     """Keep torch.compile from tracing a function and everything that it calls.
 
-    Torch 2.8 and later can mark the code itself, at no cost per call; `torch.compiler.disable` wraps it.
+    This marks the code itself, at no cost per call; `torch.compiler.disable` would wrap the function.
     """
-    action = private("torch._C._dynamo.eval_frame._FrameAction")
-    strategy = private("torch._C._dynamo.eval_frame._FrameExecStrategy")
-    if action is None or strategy is None:
-        disable: Any = torch.compiler.disable
-        return cast(_Function, disable(function))
-    marking: Any = torch._C._dynamo.eval_frame
-    marking.set_code_exec_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
+    skip = private("torch._C._dynamo.eval_frame._FrameAction").SKIP
+    strategy = private("torch._C._dynamo.eval_frame._FrameExecStrategy")(skip, skip)
+    private("torch._C._dynamo.eval_frame.set_code_exec_strategy")(function.__code__, strategy)
     return function
 
 
@@ -283,15 +273,15 @@ def any_type_in_grouped_products() -> Iterator[None]:
     torch infers the result's shape for bfloat16 only, although the kernel accepts float32, too (seen in torch 2.13).
     """
     known = private("torch._subclasses.fake_impls.op_implementations_dict")
-    operation = getattr(torch.ops.aten, "_grouped_mm", None)
-    if known is None or operation is None or operation.default in known:
+    operation = torch.ops.aten._grouped_mm.default
+    if operation in known:
         yield
         return
-    known[operation.default] = _grouped_product
+    known[operation] = _grouped_product
     try:
         yield
     finally:
-        del known[operation.default]
+        del known[operation]
 
 
 def _grouped_product(

@@ -38,12 +38,6 @@ BLOCKS_TAKE_CACHES = hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_c
 TORCH_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check")
 """Options of an enable call that transformers passes to `torch.utils.checkpoint`, and that hf_ckpt knows, too."""
 
-CAPTURING_FLAG = "_output_capturing_hooks_installed"
-"""The attribute by which transformers 5 marks a model that has hooks to capture hidden states or router logits."""
-
-Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
-"""The contexts of a forward and of its recomputation, as a `context_fn` of torch's checkpoint returns them."""
-
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names of a forward's cache argument, the newest first. Since transformers 5.24, its own models call it `cache`, and
@@ -176,26 +170,11 @@ def set_layer_types(config: Any, types: Sequence[str | None]) -> None:
         config.__class__ = type(type(config).__name__, (type(config),), {name: list(types)})
 
 
-def gguf_arguments() -> dict[str, Any]:
-    """Return the keyword arguments with which `from_pretrained(gguf_file=...)` gives plain dense weights.
-
-    By default, transformers 5 keeps GGUF weights packed; earlier versions always unpack them. Raises
-    `MissingDependencyError` if gguf is not installed.
-    """
-    _need_gguf("reading GGUF weights")
-    config = getattr(transformers, "GgufConfig", None)
-    return {} if config is None else {"quantization_config": config(dequantize=True)}
-
-
 def gguf_config(path: Path) -> Any:
     """Return the model config in a GGUF file. Raises `MissingDependencyError` if gguf is not installed."""
-    _need_gguf("reading a GGUF file")
-    return transformers.AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-
-
-def _need_gguf(what: str) -> None:
     if importlib.util.find_spec("gguf") is None:
-        raise MissingDependencyError("gguf", what, "pip install gguf")
+        raise MissingDependencyError("gguf", "reading a GGUF file", "pip install gguf")
+    return transformers.AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
 
 
 def quantised_layers(model: nn.Module) -> list[str]:
@@ -231,12 +210,6 @@ def makes_inputs_require_gradients(hook: object) -> bool:
     """Whether an embedding's forward hook is that of `enable_input_require_grads`, or PEFT's copy of it."""
     name = str(getattr(hook, "__qualname__", ""))
     return name.endswith(("make_inputs_require_grads", "make_inputs_require_grad"))
-
-
-def cache_argument(module: nn.Module) -> str:
-    """Return the name of the forward's cache argument."""
-    taken = forward_parameters(module)
-    return next((name for name in CACHE_NAMES if name in taken), CACHE_NAMES[0])
 
 
 def cached_tokens(value: Any) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -87,19 +86,3 @@ class DeviceClock:
         for event in last:
             event.synchronize()
         return max(int(begin.elapsed_time(end) * 1e6) for begin, end in zip(first, last, strict=True))
-
-
-@contextlib.contextmanager
-def stopwatch(devices: Iterable[torch.device] | None = None) -> Iterator[list[float]]:
-    """Time a block of code: `with stopwatch() as seconds: ...` stores its seconds in `seconds[0]`.
-
-    Waits before and after for these devices; None waits for the machine's accelerator.
-    """
-    current = compat.current_accelerator()
-    there = compat.accelerators(devices if devices is not None else [current] if current is not None else [])
-    compat.synchronize(there)
-    seconds: list[float] = []
-    start = time.perf_counter()
-    yield seconds
-    compat.synchronize(there)
-    seconds.append(time.perf_counter() - start)

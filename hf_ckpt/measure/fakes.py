@@ -170,7 +170,6 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward_flops,
     torch.ops.aten._int_mm.default: lambda a, b, *args, **kwargs: int(2 * a.shape[0] * a.shape[1] * b.shape[1]),
+    torch.ops.aten._grouped_mm.default: _grouped_flops,
 }
-if hasattr(torch.ops.aten, "_grouped_mm"):
-    _MORE_FLOPS[torch.ops.aten._grouped_mm.default] = _grouped_flops
 """Operations that torch's `flop_registry` does not count."""

@@ -11,7 +11,7 @@ import torch
 from helpers.installed import ALL, active, flags, forward_hooks
 from helpers.processes import python
 from helpers.snapshots import snapshot
-from helpers.steps import assert_same, enable, step
+from helpers.steps import assert_same, cache_argument, enable, step
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import attach, describe, detach, exchange, put_on, take_off, trial
@@ -237,7 +237,7 @@ def test_a_plan_that_comes_in_the_forward_of_a_stack(whole):
     ids = tiny_batch("llama")["input_ids"]
     outputs = (model.forward if whole else model)(input_ids=ids, use_cache=True)
     assert decider.batches == [("decoder" if whole else None, tuple(ids.shape))]
-    assert compat.cache_argument(model) not in outputs  # no cache is built in a recomputed forward
+    assert cache_argument(model) not in outputs  # no cache is built in a recomputed forward
     outputs[0].square().mean().backward()
     assert describe(model).recomputed == {blocks[1]: 1, blocks[3]: 1}
 

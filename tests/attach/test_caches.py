@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from helpers.adapters import with_lora
-from helpers.steps import assert_same, enable, outcome, recomputed, step
+from helpers.steps import assert_same, cache_argument, enable, outcome, recomputed, step
 from helpers.sweeping import step_of, trained
 from transformers.utils import logging as transformers_logging
 
@@ -87,8 +87,8 @@ def with_given(model, batch, name, cache):
     if name != "its place":
         return (), {**batch, name: cache, "use_cache": True}
     taken = compat.forward_parameters(model)
-    upto = taken[: max(taken.index(each) for each in (compat.cache_argument(model), "use_cache")) + 1]
-    placed = {**batch, compat.cache_argument(model): cache, "use_cache": True}
+    upto = taken[: max(taken.index(each) for each in (cache_argument(model), "use_cache")) + 1]
+    placed = {**batch, cache_argument(model): cache, "use_cache": True}
     return [placed.get(each) for each in upto], {key: value for key, value in batch.items() if key not in upto}
 
 
@@ -98,7 +98,7 @@ def filled_by(model, batch):
     if model.config.is_encoder_decoder:
         ids["decoder_input_ids"] = batch["labels"]
     with torch.no_grad():
-        return model.eval()(**ids, use_cache=True)[compat.cache_argument(model.train())]
+        return model.eval()(**ids, use_cache=True)[cache_argument(model.train())]
 
 
 def trained_by(model, batch, name, cache):
@@ -141,7 +141,7 @@ def test_a_cache_of_the_caller_is_left_out_or_refused(model_type, spec):
             with pytest.raises(HfCkptError, match=r"was given \w+=\w+Cache, a cache that is not empty"):
                 model(*args, **kwargs)
             assert compat.cached_tokens(cache) == tokens > 0
-        if name == "cache" != compat.cache_argument(model):
+        if name == "cache" != cache_argument(model):
             continue  # older transformers lack the new name
         cache = transformers.EncoderDecoderCache(empty(), empty()) if model_type == "t5" else empty()
         for _ in range(2):
@@ -163,7 +163,7 @@ def test_where_nothing_is_recomputed_a_cache_is_taken():
 
     def run():
         model.zero_grad()
-        loss = model(**batch, **{compat.cache_argument(model): copy.deepcopy(cache)}).loss
+        loss = model(**batch, **{cache_argument(model): copy.deepcopy(cache)}).loss
         if loss.requires_grad:
             loss.backward()
         return outcome(model, loss)

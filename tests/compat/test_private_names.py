@@ -1,8 +1,9 @@
-"""Private names of torch: each used name has a row and exists in this torch, and some are optional."""
+"""Private names of torch: each used name is listed and exists in this torch, and some are optional."""
 
 from __future__ import annotations
 
 import ast
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,7 @@ from torch import nn
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.compat import devices
 from hf_ckpt.compat import private as names
-from hf_ckpt.compat import torch as of_torch
 from hf_ckpt.errors import HfCkptError
 
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in Path(hf_ckpt.__file__).parent.rglob("*.py")}
@@ -87,18 +86,17 @@ def used(tree):
                 yield from filter(is_private, f"{node.module}.{alias.name}".split("."))
 
 
-def test_every_private_name_of_torch_has_a_row():
-    """Every private name in use has a row; names below `torch` are looked up only in `compat`."""
+def test_every_private_name_of_torch_is_listed():
+    """Every private name in use is listed; names below `torch` are looked up only in `compat`."""
     others = set(own()).union(*NOT_OF_TORCH.values())
-    below = [name for name in names.PRIVATE if name.startswith("torch.")]
-    dotted = {part for name in below for part in name.split(".") if is_private(part)}
-    attributes = {name.partition(".")[2] for name in names.PRIVATE if not name.startswith("torch.")}
+    dotted = {part for name in names.PRIVATE for part in name.split(".") if is_private(part)}
+    attributes = set(itertools.chain(*names.ATTRIBUTES.values()))
     found: set[str] = set()
     for path, tree in TREES.items():
         found |= set(used(tree))
         read = {name for name in used(tree) if name not in others and not name.startswith(("_saved_", "_raw_saved_"))}
         assert read <= attributes | (dotted if path.parent.name == "compat" else set()), path
-    assert attributes - {"_saved_*", "_raw_saved_*"} <= found, "rows that nobody uses"
+    assert attributes - {"_saved_*", "_raw_saved_*"} <= found, "names that nobody uses"
     looked_up = {
         node.args[0].value
         for tree in TREES.values()
@@ -106,16 +104,13 @@ def test_every_private_name_of_torch_has_a_row():
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "private" and isinstance(node.args[0], ast.Constant)
     }
     imported = {"torch.utils._pytree", "torch.utils._python_dispatch", "torch._subclasses.fake_tensor"}
-    assert looked_up | imported == set(below)
+    assert looked_up | imported == set(names.PRIVATE)
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("name", [name for name in names.PRIVATE if name.startswith("torch.")])
+@pytest.mark.parametrize("name", names.PRIVATE)
 def test_this_torch_has_it(name):
-    if names.PRIVATE[name].without:
-        names.private(name)  # may be missing
-    else:
-        assert names.private(name) is not None
+    assert names.private(name) is not None or names.PRIVATE[name]
 
 
 @pytest.mark.compat
@@ -129,7 +124,7 @@ def test_tensors_modules_and_nodes_have_their_attributes():
         "OpOverload": torch.ops.aten.mul.Tensor,
         "Module": nn.Linear(1, 1),
     }
-    listed = [name.split(".") for name in names.PRIVATE if name.split(".")[0] in things]
+    listed = [(kind, name) for kind in things for name in names.ATTRIBUTES[kind]]
     assert len(listed) > 15
     for kind, name in listed:
         assert any(found.startswith(name.rstrip("*")) for found in dir(things[kind])), f"{kind}.{name}"
@@ -140,24 +135,10 @@ def test_what_is_needed_is_an_error_that_names_torch(monkeypatch):
     with pytest.raises(HfCkptError, match=r"has no torch.autograd._get_sequence_nr, which hf_ckpt needs"):
         names.private("torch.autograd._get_sequence_nr")
     with pytest.raises(KeyError):
-        names.private("torch._no_row")
+        names.private("torch._not_listed")
 
 
-def test_what_happens_without_what_can_be_missing(monkeypatch):
-    """Each optional name that a row's `without` describes can be missing."""
-    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-    with torch.autograd.graph.save_on_cpu():
-        assert compat.top_saved_tensor_hooks() is None
+def test_what_can_be_missing(monkeypatch):
+    assert [name for name, without in names.PRIVATE.items() if without] == ["torch._C._accelerator_emptyHostCache"]
     monkeypatch.delattr(torch._C, "_accelerator_emptyHostCache", raising=False)
     compat.empty_host_cache()
-    monkeypatch.setattr(devices, "_any_autocast", None)
-    assert not compat.autocast_is_on()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert compat.autocast_is_on()
-
-    def marked():
-        return torch.compiler.is_compiling()
-
-    monkeypatch.setattr(of_torch, "private", lambda name: None)
-    assert compat.untraced(marked) is not marked  # wrapped
-    assert compat.untraced(marked)() is False

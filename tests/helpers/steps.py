@@ -42,6 +42,12 @@ def without_cache(model, batch):
     return {**batch, "use_cache": False} if compat.wants_use_cache(base_model(model)) else batch
 
 
+def cache_argument(model):
+    """The name of the forward's cache argument."""
+    taken = compat.forward_parameters(model)
+    return next(name for name in ("cache", "past_key_values", "cache_params") if name in taken)
+
+
 def gradients(model):
     """Name -> gradient of every trainable parameter; None if backward left none."""
     return {
