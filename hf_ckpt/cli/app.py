@@ -126,7 +126,7 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
                 with _measuring:
                     from hf_ckpt.forecast.forecast import Forecaster
 
-                    forecast = Forecaster(asked, frontier=True).answer()
+                    forecast = Forecaster(asked).answer()
             except HfCkptError as error:
                 raise gradio.Error(str(error), duration=None) from error
             gib = [size / GIB for size in budgets_of(forecast)] or [0.0]

@@ -14,7 +14,6 @@ from hf_ckpt.cli.arguments import add_options, asked_of, importing, quiet_librar
 from hf_ckpt.console import make_console, progress
 from hf_ckpt.forecast.answer import print_forecast
 from hf_ckpt.forecast.question import FIELDS, Question, about, question
-from hf_ckpt.forecast.report import SUFFIXES as REPORTS
 from hf_ckpt.forecast.report import import_plotly, save_report
 from hf_ckpt.spec.files import refuse_unwritable
 from hf_ckpt.spec.plan import SUFFIXES
@@ -47,9 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         refuse_unwritable(arguments.out, SUFFIXES)
     if arguments.html is not None:
-        refuse_unwritable(arguments.html, REPORTS)
+        refuse_unwritable(arguments.html, (".html",))
     quiet_libraries()
-    asked, program = _read_config(arguments)
+    asked, written = _read_config(arguments)
     if arguments.html is not None:
         import_plotly("a report in HTML")
     console = make_console(stderr=arguments.json)
@@ -57,8 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     with progress(f"{asked.model}: loading torch and transformers") as tell:
         with importing(to_plan=True):
             from hf_ckpt.forecast.forecast import Forecaster
-        several = arguments.json or arguments.html is not None
-        forecast = Forecaster(asked, tell, program=program, frontier=several).answer()
+        forecast = Forecaster(asked, tell, written=written).answer()
     if arguments.json:
         print(json.dumps(forecast.to_dict(), indent=1))
     else:
@@ -78,11 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if forecast.fits else 2
 
 
-def _read_config(arguments: argparse.Namespace) -> tuple[Question, str]:
-    """Return the question of the options and of a training file, and the file's program. Findings go to stderr."""
+def _read_config(arguments: argparse.Namespace) -> tuple[Question, dict[str, str]]:
+    """Return the question of the options and of a training file, and how answers are written. Findings go to stderr."""
     given = asked_of(arguments)
     if arguments.config is None:
-        return question(given), ""
+        return question(given), {}
     with progress(f"reading {arguments.config}"), importing(to_plan=True):
         from hf_ckpt.doctor.rules import diagnose
         from hf_ckpt.doctor.trainings import fields_of, read_training
@@ -90,4 +88,7 @@ def _read_config(arguments: argparse.Namespace) -> tuple[Question, str]:
         training = read_training([arguments.config])
         for finding in diagnose(training):
             print(f"hf-ckpt: {arguments.config}: {finding.where}: {finding.what}", file=sys.stderr)
-        return question(fields_of(training, given)), training.program.name
+        program = training.program
+        keys = {field: key for key, field in program.keys.items()}
+        own = {"program": program.name, **keys} if program.name in ("axolotl", "LLaMA-Factory") else {}
+        return question(fields_of(training, given)), own

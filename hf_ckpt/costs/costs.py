@@ -283,6 +283,17 @@ class Moment:
         """Most bytes alive while it runs."""
         return self.start_bytes + self.part.peak
 
+    def parts(self) -> dict[str, int]:
+        """What fills its peak: name -> bytes. The bytes add up to `peak_bytes`."""
+        work = self.peak_bytes - self.static_bytes - self.gradient_bytes
+        kept = max(0, min(self.kept_bytes, work))  # some of it may be freed by then
+        return {
+            "weights and optimizer state": self.static_bytes,
+            "gradients": self.gradient_bytes,
+            "kept for backward": kept,
+            f"temporary in {self.label}": work - kept,
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
@@ -308,15 +319,7 @@ class Timeline:
 
     def parts(self) -> dict[str, int]:
         """What fills the peak: name -> bytes. The bytes add up to `peak_bytes`."""
-        worst = self.worst
-        work = worst.peak_bytes - worst.static_bytes - worst.gradient_bytes
-        kept = max(0, min(worst.kept_bytes, work))  # some of it may be freed by then
-        return {
-            "weights and optimizer state": worst.static_bytes,
-            "gradients": worst.gradient_bytes,
-            "kept for backward": kept,
-            f"temporary in {worst.label}": work - kept,
-        }
+        return self.worst.parts()
 
 
 def step_nanoseconds(costs: Costs, choice: Choice) -> int:

@@ -1,24 +1,32 @@
-"""`Forecast`: the answer to one question, which the console, the report and the page show. It imports no torch."""
+"""`Forecast`: the answer to one question, which the console, the report and the page show; and its sentences and lines.
+
+Importing it does not import torch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.question import Question
 from hf_ckpt.spec.plan import Plan
-from hf_ckpt.units import format_bytes, format_seconds
+from hf_ckpt.units import GIB, exact_size, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_ckpt.costs.costs import Costs, Timeline
+    from hf_ckpt.costs.costs import Timeline
 
-Within = Callable[[float | str], "Forecast"]
 HEADS = ("way to train it", "options to set", "peak", "step", "tokens/s", "fits")
 """Columns of the table of rows."""
+NONE = {"policy": "none"}
+"""The spec without checkpointing."""
+_OPTIM = {"adamw": "adamw_torch_fused", "adam": "adamw_torch_fused", "adamw8bit": "adamw_8bit", "lion": "lion_32bit"}
+"""Short names of optimizers -> their names in Trainer's `optim`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +39,8 @@ class Row:
     """Options with which `hf-ckpt plan` plans for it, if they differ from the question's; empty if none do."""
     peak_bytes: int
     """Most bytes of tensors alive at any moment of a step."""
-    step_seconds: float | None
-    """Seconds of one optimizer step with all its micro-steps; None if nothing was timed."""
+    step_seconds: float
+    """Seconds of one optimizer step with all its micro-steps."""
     tokens_per_second: float | None
     """Tokens that one rank trains on in a second; None if they are not counted."""
     fits: bool
@@ -49,6 +57,8 @@ class Forecast:
     print(forecast.answer)  # Fits: 59.9 of 79.1 GiB on an H100 SXM, 8,000 tokens a second.
     forecast.plan.save("plan.json")
     forecast.within("50GiB").step_seconds  # another budget; takes milliseconds
+
+    If no plan fits (`predict` then raises an error), the figures are those of the plan with the lowest peak.
     """
 
     fits: bool
@@ -64,44 +74,41 @@ class Forecast:
     budget_bytes: int
     """The peak that is allowed."""
     peak_bytes: int
-    """Predicted peak of the plan: most bytes of tensors alive at any moment. Without a plan, `floor_bytes`."""
+    """Predicted peak of the plan: most bytes of tensors alive at any moment."""
     floor_bytes: int
     """The lowest peak of any plan."""
     parts: Mapping[str, int]
     """What fills the peak: name -> bytes. They add up to `peak_bytes`."""
-    step_seconds: float | None = None
-    """Predicted seconds of one optimizer step with all its micro-steps; None without a plan."""
-    tokens_per_second: float | None = None
+    step_seconds: float
+    """Predicted seconds of one optimizer step with all its micro-steps."""
+    tokens_per_second: float | None
     """Predicted tokens per second of one rank; None if tokens are not counted."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     """What else to know."""
-    rows: tuple[Row, ...] = ()
-    """The plan and other ways to train; without a plan, what fits with a change."""
-    frontier: tuple[Row, ...] = ()
-    """The fastest plans for other budgets, if they were asked for; the lowest peak comes first."""
-    write: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What to copy: where it goes -> its lines; empty without a plan."""
-    plan: Plan = None  # type: ignore[assignment]
-    """The plan; None if nothing fits, where `predict` raises an error."""
-    costs: Costs = dataclasses.field(default=None, repr=False, compare=False)  # type: ignore[assignment]
-    """The costs from which the plan was made. `to_dict` leaves these three out."""
-    timeline: Timeline = dataclasses.field(default=None, repr=False, compare=False)  # type: ignore[assignment]
-    """Memory over one step under the plan."""
-    within: Within = dataclasses.field(default=None, repr=False, compare=False)  # type: ignore[assignment]
+    rows: tuple[Row, ...]
+    """The plan and other ways to train; if no plan fits, what fits with a change."""
+    frontier: tuple[Row, ...]
+    """The fastest plans for other budgets; the lowest peak comes first."""
+    write: Mapping[str, str]
+    """What to copy: where it goes -> its lines; empty if no plan fits."""
+    plan: Plan
+    """The plan; None if no plan fits."""
+    timeline: Timeline = dataclasses.field(repr=False, compare=False)
+    """Memory over one step under the plan. `to_dict` leaves this and `within` out."""
+    within: Callable[[float | str], Forecast] = dataclasses.field(repr=False, compare=False)
     """Returns the forecast for another budget: bytes, a text such as "20GiB", or a share of the device ("80%" or 0.8).
     Raises `InfeasibleError` if no plan fits, and `UnitError` for an invalid budget."""
 
     @property
     def usual(self) -> tuple[Row, ...]:
         """The ways of transformers; `none` comes first."""
-        return tuple(row for row in self.rows if row.spec is None and not row.options)
+        return tuple(row for row in self.rows if row.spec is None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict that can be written as JSON."""
-        left_out = dict.fromkeys(("plan", "costs", "timeline", "within"))
+        left_out = dict.fromkeys(("plan", "timeline", "within"))
         saved = dataclasses.asdict(dataclasses.replace(self, **left_out))  # type: ignore[arg-type]
-        kept = {key: value for key, value in saved.items() if key not in left_out}
-        return {**kept, "plan": self.plan and self.plan.to_dict()}
+        return {**{key: saved[key] for key in saved if key not in left_out}, "plan": self.plan and self.plan.to_dict()}
 
     def table(self) -> list[tuple[str, ...]]:
         """The rows as texts, in the columns of `HEADS`."""
@@ -116,38 +123,124 @@ class Forecast:
 
 def print_forecast(forecast: Forecast, console: Console) -> None:
     """Print whether it fits, what to copy, the plan, what fills its peak, and the rows. Long lines are not wrapped."""
-    lines = [forecast.assumed, *(f"note: {note}" for note in forecast.notes)]
-    for title, text in forecast.write.items():
-        lines += ["", f"{title}:", *(f"  {line}" for line in text.splitlines())]
-    lines += ["", str(forecast.plan)] if forecast.plan else []
-    _say(console, [forecast.answer], style="bold")
-    _say(console, lines)
-    parts = [(name, format_bytes(size)) for name, size in forecast.parts.items() if size]
-    lowest, title = "", "ways to train it; all figures are predicted"
-    if not forecast.plan:
-        lowest = "lowest "
-        title = f"what fits into {format_bytes(forecast.budget_bytes)} with a change; each row is the fastest plan"
-    _print_table(console, f"{lowest}peak: {format_bytes(forecast.peak_bytes)}", ("part", "bytes"), parts)
-    if forecast.rows:
-        _print_table(console, title, HEADS, forecast.table())
-    if not forecast.plan:
-        first = [f"gradient_checkpointing_kwargs for the first: {json.dumps(row.spec)}" for row in forecast.rows[:1]]
-        _say(console, first or ["Nothing near it fits, either."])
-
-
-def _say(console: Console, lines: Iterable[str], style: str | None = None) -> None:
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True, style=style)
-
-
-def _print_table(console: Console, title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    _say(console, ["", title])
-    table = Table()
-    for number, head in enumerate(heads):
-        table.add_column(head, justify="left" if (number < 2 and len(heads) > 2) or not number else "right")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
+    def say(*lines: str, style: str = "") -> None:
+        console.print(Text("\n".join(lines), style), soft_wrap=True)
+
+    say(forecast.answer, style="bold")
+    say(forecast.assumed, *(f"note: {note}" for note in forecast.notes))
+    for title, text in forecast.write.items():
+        say("", f"{title}:", *(f"  {line}" for line in text.splitlines()))
+    if forecast.plan:
+        say("", str(forecast.plan))
+    parts = [f"  {format_bytes(size):>10}  {name}" for name, size in forecast.parts.items() if size]
+    say("", f"{'' if forecast.plan else 'lowest '}peak: {format_bytes(forecast.peak_bytes)}", *parts, "")
+    if forecast.rows:
+        within = f"what fits into {format_bytes(forecast.budget_bytes)} with a change; each row is the fastest plan"
+        say("ways to train it; all figures are predicted" if forecast.plan else within)
+        table = Table(*HEADS[:2], *(Column(head, justify="right") for head in HEADS[2:]))
+        for row in forecast.table():
+            table.add_row(*map(Text, row))
+        console.print(table)
+    if not forecast.plan:
+        first = [f"gradient_checkpointing_kwargs for the first: {json.dumps(row.spec)}" for row in forecast.rows[:1]]
+        say(*first or ["Nothing near it fits, either."])
+
+
+def said(asked: Question, model: str, device: Device, own: Row, budget_bytes: int) -> tuple[str, str]:
+    """Whether the plan of a row fits, and what was assumed, in one line each. `model` is the class of the model.
+
+    "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens a second." A rank trains on these tokens.
+    """
+    on = "" if device.memory_bytes is None else "an " if device.title[0] in "AEFHILMNORSX8" else "a "
+    on += device.title
+    peak_bytes, whole_bytes, speed = own.peak_bytes, device.memory_bytes or budget_bytes, own.tokens_per_second
+    sizes = (peak_bytes, budget_bytes, whole_bytes)
+    peak, budget, whole = (f"{size / GIB:.{1 if size >= GIB else 3}f}" for size in sizes)
+    if peak_bytes > min(budget_bytes, whole_bytes):
+        plans = "every plan" if peak_bytes > budget_bytes else "the plan"
+        answer = f"Does not fit: {plans} needs {peak} GiB or more. The budget is {budget} GiB, and {on} has {whole}."
+    else:
+        tokens = f", {speed:,.0f} tokens a second" if speed else ""
+        each = f" on each of {asked.ranks} ranks" if asked.ranks > 1 else ""
+        answer = f"Fits: {peak} of {whole} GiB on {on}{tokens}{each}."
+    targets = asked.lora_targets
+    layers = ", ".join([targets] if isinstance(targets, str) else targets).replace("all-linear", "every linear layer")
+    computing = f"autocast {asked.autocast_name}" if asked.autocast_name else "no autocast"
+    if not device.bfloat16 and "float16" in (asked.dtype, asked.autocast_name):
+        computing += f" ({on} has no bfloat16)"
+    accumulated = f" x {asked.accumulation} micro-steps" if asked.accumulation > 1 else ""
+    parts = (
+        "every weight" if asked.lora is None else f"LoRA r={asked.lora} on {layers}",
+        "base in 4 bits" if asked.load_in_4bit else "",
+        "the rest in float32" if asked.prepared else "",
+        f"weights {asked.dtype}",
+        computing,
+        asked.optimizer,
+        f"batch {asked.batch} x {asked.tokens} tokens{accumulated}",
+        asked.attention,
+        f"{asked.trainer.upper()} of TRL" if asked.trainer else "",
+        "packed" if asked.packing else "",
+        f"{asked.ranks} ranks ({asked.parallel})" if asked.ranks > 1 else "",
+    )
+    trained = f"{asked.model} ({model}): {', '.join(filter(None, parts))}"
+    return answer, f"{trained}; {device.title}, budget {format_bytes(budget_bytes)}"
+
+
+def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str, Any]:
+    """The shortest spec with which a training makes this plan by itself, for the peak and host memory allowed."""
+    chunks = {name: how for name, how in (("head", plan.head), ("mlp", plan.mlp)) if how != "full"}
+    if not chunks and all(action.kind == "keep" for _, action in plan.actions):
+        return NONE
+    spec = {"policy": "budget", "budget": f"{budget_bytes // 2**20}MiB", **chunks}
+    moved = any(action.moved or action.kind == "offload" for _, action in plan.actions)
+    return {**spec, "host_budget": exact_size(host_budget)} if moved and host_budget else spec
+
+
+def to_write(asked: Question, spec: Mapping[str, Any], program: str = "", **keys: str) -> dict[str, str]:
+    """What to copy: where it goes -> its lines. Nested values are written as JSON, which YAML includes.
+
+    These are fields of `TrainingArguments` or of a config of TRL, and Python. For a `program` (`axolotl` or
+    `LLaMA-Factory`), they are `keys` of its files (field of a `Question` -> key) and the command that starts it.
+    """
+    trainer, computing, checkpoints = asked.trainer, asked.autocast_name, spec != NONE
+    own, factory = bool(program), program == "LLaMA-Factory"
+    arguments = {
+        keys.get("batch", "per_device_train_batch_size"): asked.batch,
+        "gradient_accumulation_steps": asked.accumulation if asked.accumulation > 1 else None,
+        keys.get("tokens", "max_length"): asked.tokens if own or trainer in ("sft", "dpo") else None,
+        keys.get("packing", "packing"): True if asked.packing and (own or trainer == "sft") else None,
+        keys.get("lora"): asked.lora,
+        keys.get("optimizer", "optim"): _OPTIM.get(asked.optimizer, asked.optimizer),
+        "bf16": True if computing == "bfloat16" else False if trainer and computing != "float16" else None,
+        "fp16": True if computing == "float16" else None,
+        "plugins": ["hf_ckpt.integrations.axolotl.HfCkptPlugin"] if program == "axolotl" and checkpoints else None,
+        "disable_gradient_checkpointing": True if factory else None,  # its own goes off, for that of hf_ckpt
+        "gradient_checkpointing": None if factory else checkpoints,
+        "gradient_checkpointing_kwargs": dict(spec) if checkpoints and not factory else None,
+    }
+    written = {key: value for key, value in arguments.items() if key and value is not None}
+    yaml = "\n".join(
+        f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in written.items()
+    )
+    if own:
+        start = f"python -m hf_ckpt --spec {shlex.quote(json.dumps(spec))} -m llamafactory.launcher train.yaml"
+        return {f"File of {program} (YAML)": yaml, **({"To start it": start} if factory and checkpoints else {})}
+    double = ", bnb_4bit_use_double_quant=True" if asked.double_quant else ""
+    nf4 = f'load_in_4bit=True, bnb_4bit_quant_type="nf4"{double}, bnb_4bit_compute_dtype=torch.{asked.dtype}'
+    dropout = f", lora_dropout={asked.lora_dropout:g}" if asked.lora_dropout else ""
+    adapters = f"r={asked.lora}, target_modules={json.dumps(asked.lora_targets)}{dropout}"
+    prepared = "model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)"
+    flat = asked.packing and trainer != "sft"
+    lines = {
+        f"dtype=torch.{asked.dtype}": True,
+        f"quantization_config=BitsAndBytesConfig({nf4})": asked.load_in_4bit,
+        f"{prepared}  # of peft, as assumed here; without it: --no-kbit-preparation": asked.prepared,
+        f"peft_config=LoraConfig({adapters})": asked.lora is not None,
+        "data_collator=DataCollatorWithFlattening()  # of transformers: a batch is one packed row": flat,
+        "hf_ckpt.install(model)  # or start the script by: python -m hf_ckpt train.py": checkpoints,
+    }
+    python = "\n".join(line for line, applies in lines.items() if applies)
+    return {"Training arguments (YAML)": yaml, "With the model (Python)": python}

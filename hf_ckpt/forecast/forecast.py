@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from hf_ckpt.costs.costs import Costs, timeline, with_offloading
+from hf_ckpt.costs.costs import Choice, Costs, timeline, with_offloading
 from hf_ckpt.errors import HfCkptError, InfeasibleError
-from hf_ckpt.forecast import words
-from hf_ckpt.forecast.answer import Forecast, Row
+from hf_ckpt.forecast.answer import Forecast, Row, said, spec_of, to_write
 from hf_ckpt.forecast.devices import device_named, this_device
 from hf_ckpt.forecast.model import ShallowModel, model_of_workload, quantisation_of
 from hf_ckpt.forecast.question import FIELDS, MOST_TOKENS, OF_THE_PLAN, Question, on_device, question, words_of
@@ -28,14 +28,6 @@ from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import GIB, budget_bytes, format_bytes, format_seconds, parse_budget
 
-Progress = Callable[[str], None]
-"""Called with a short message at the start of each slow part."""
-_HOST_BUDGET = 64 * GIB
-"""Host memory that is tried, in bytes."""
-_LARGEST = 2**20
-"""Most sequences that the search for the largest batch tries."""
-_GAIN = 0.01
-"""Share of time that a change of the question must save to be worth mentioning."""
 _OF_THE_MODEL = {
     *("lora", "lora_targets", "lora_dropout", "load_in_4bit", "double_quant", "kbit_preparation"),
     *("dtype", "attention", "architecture"),
@@ -47,7 +39,7 @@ def predict(
     model: str | Path | nn.Module | Any,
     batch: int = 1,
     *,
-    on_progress: Progress = lambda text: None,
+    on_progress: Callable[[str], None] = lambda text: None,
     **asked: Any,
 ) -> Forecast:
     """Predict the memory and time of a training step, and find the fastest plan within a budget.
@@ -65,23 +57,20 @@ def predict(
         asked: options of `hf-ckpt plan`, by the names of the fields of `Question`, such as `tokens`, `lora`, `trainer`,
             `device` (default: this machine) and `budget` (bytes, "20GiB", "80%" or 0.8; default 90 % of the device).
 
-    Raises:
-        InfeasibleError: no plan fits into the budget.
-        HfCkptError: an option is invalid, the model or device is unknown, or the model cannot be measured. Also if
-            options such as `lora` or `dtype` are given for a model instead of a config.
+    Raises `InfeasibleError` if no plan fits into the budget. Raises `HfCkptError` if an option is invalid, if the model
+    or device is unknown, if the model cannot be measured, and if options such as `lora` are given for a live model.
     """
-    fields = {"batch": batch, **asked}
     if isinstance(model, nn.Module):
-        fixed = sorted(_OF_THE_MODEL & fields.keys())
+        fixed = sorted(_OF_THE_MODEL & asked.keys())
         if fixed:
             raise HfCkptError(f"a live model has its own {', '.join(fixed)}: leave these out, or give its config.")
         found = find_blocks(model)
-        attention = getattr(found.base.config, "_attn_implementation", None) or "sdpa"
-        about_it = question({**fields, "model": found.model, "attention": attention})
-        return Forecaster(about_it, on_progress, live=model).forecast()
-    if isinstance(model, (str, Path)):
-        return Forecaster(question({**fields, "model": str(model)}), on_progress).forecast()
-    return Forecaster(question({**fields, "model": str(model.model_type)}), on_progress, config=model).forecast()
+        name = found.model
+        asked["attention"] = getattr(found.base.config, "_attn_implementation", None) or "sdpa"
+    else:
+        name = str(getattr(model, "model_type", model))
+    source = None if isinstance(model, (str, Path)) else model
+    return Forecaster(question({"batch": batch, **asked, "model": name}), on_progress, source).answer(nearest=False)
 
 
 class Forecaster:
@@ -90,10 +79,8 @@ class Forecaster:
     Args:
         asked: the question.
         tell: called with a short message at the start of each slow part.
-        config: the model's config, if the question does not name one that can be loaded.
-        live: a live model, which has its own class, config, types and adapters.
-        program: `axolotl` or `LLaMA-Factory` for answers in the keys of its files.
-        frontier: whether forecasts have the plans for other budgets.
+        source: the model's config, or a live model with its own types and adapters; None if the question names one.
+        written: options of `to_write`, for answers in the keys of another program's files.
 
     Raises `HfCkptError` for an unknown device, and for options that do not go together.
     """
@@ -101,210 +88,181 @@ class Forecaster:
     def __init__(
         self,
         asked: Question,
-        tell: Progress = lambda text: None,
+        tell: Callable[[str], None] = lambda text: None,
+        source: Any = None,
         *,
-        config: Any = None,
-        live: nn.Module | None = None,
-        program: str = "",
-        frontier: bool = False,
+        written: Mapping[str, str] | None = None,
     ) -> None:
         self.device = device_named(asked.device) if asked.device else this_device()
-        self.asked = on_device(asked, self.device) if live is None else asked
+        self.asked = asked if isinstance(source, nn.Module) else on_device(asked, self.device)
         self._memory = self.device.memory_bytes or device_memory(0).total_bytes
         self.budget = budget_bytes(asked.budget, self._memory)
-        self._tell, self._config, self._live = tell, config, live
-        self._program, self._with_frontier = program, frontier
-        self._models: dict[Question, ShallowModel] = {}
-        self._costs: dict[Any, Costs] = {}
-        self._usual: dict[str, Plan] = {}
+        self._tell, self._source, self._written = tell, source, written or {}
+        self._models: dict[Any, ShallowModel] = {}
+        self._costs: dict[Question, Costs] = {}
         self._frontier: dict[int, Plan] = {}
 
-    def answer(self) -> Forecast:
-        """Return the forecast. If no plan fits, its rows are what fits with a change.
-
-        Raises `HfCkptError` for a model that cannot be found or measured.
-        """
-        try:
-            return self.forecast()
-        except InfeasibleError as error:
-            hints = (f"to lower it: {hint}" for hint in error.hints)
-            said = self._said(error.floor_bytes, error.floor_bytes, error.budget_bytes, error.model, None)
-            misfit = Forecast(fits=False, **said, parts=error.parts, notes=(*error.notes, *hints))
-        self._tell("nothing fits; looking for what does")
-        return dataclasses.replace(misfit, rows=tuple(self._nearest()))
-
-    def forecast(self) -> Forecast:
+    def answer(self, *, nearest: bool = True) -> Forecast:
         """Return the fastest plan within the question's budget, with what to compare it with.
 
-        Raises `InfeasibleError` if no plan fits, and `HfCkptError` for a model that cannot be found or measured.
+        If no plan fits, return the one with the lowest peak, with what fits with a change as its rows. If `nearest` is
+        False, raise `InfeasibleError` instead. Raises `HfCkptError` for a model that cannot be found or measured.
         """
-        asked = self.asked
         self._tell("reading the model")
-        candidates = self.candidates(asked)
+        try:
+            found = self.within(self.budget)
+        except InfeasibleError as error:
+            if not nearest:
+                raise
+            self._tell("nothing fits; looking for what does")
+            found = self._about(*choice_within(self.candidates(self.asked), error.floor_bytes), self.budget)
+            notes = (*error.notes, *(f"to lower it: {hint}" for hint in error.hints))
+            rows = tuple(self._nearest())
+            return dataclasses.replace(found, notes=notes, rows=rows, write={}, plan=None)  # type: ignore[arg-type]
         self._tell("comparing")
-        plain = self.costs_of(asked, "full", "full")
-        self._usual = {name: plan_of(plain, plain.uniform(action)) for name, action in (("none", KEEP), ("full", FULL))}
-        self._frontier = frontier(candidates) if self._with_frontier else {}
-        found = self.within(self.budget)
-        (own, *others), notes = found.rows, found.notes
-        rows = (self._planned(name, changes) for name, changes in self._own_changes())
-        most_seconds = (own.step_seconds or 0.0) * (1 - _GAIN)
-        faster = [row for row in rows if row and (row.step_seconds or math.inf) < most_seconds]
-        for row in sorted(faster, key=lambda row: row.step_seconds or 0.0)[:1]:
+        (own, *usual), notes = found.rows, found.notes
+        ways = (self._planned(*change) for change in self._changes() if change[1].keys() <= OF_THE_PLAN.keys())
+        worth = 0.99 * own.step_seconds  # smaller gains are not worth mentioning
+        faster = [row for row in ways if row and row.step_seconds < worth]
+        for row in sorted(faster, key=lambda row: row.step_seconds)[:1]:
             seconds = f"{format_seconds(row.step_seconds)} instead of {format_seconds(own.step_seconds)}"
             notes = (f"faster with {row.options}: {seconds} a step", *notes)
-        if asked.max_batch:
-            faster.append(self._largest_batch())
-        return dataclasses.replace(found, rows=(own, *faster, *others), notes=notes)
+        largest = [self._largest_batch()] if self.asked.max_batch else []
+        return dataclasses.replace(found, rows=(own, *faster, *filter(None, largest), *usual), notes=notes)
 
     def within(self, budget: float | str) -> Forecast:
         """Return the fastest plan within a budget: bytes, a text such as "20GiB", or a share of the device.
 
         Raises `InfeasibleError` if no plan fits, and `UnitError` for an invalid budget.
         """
-        asked, device, candidates = self.asked, self.device, self.candidates(self.asked)
         limit = budget_bytes(parse_budget(budget), self._memory)
-        costs, chosen = choice_within(candidates, limit)
-        plan, course = plan_of(costs, chosen, limit, device.name), timeline(costs, chosen)
-        spec = words.spec_of(plan, limit, asked.host_budget)
-        own = _row("this plan", plan, limit, spec=spec)
+        return self._about(*choice_within(self.candidates(self.asked), limit), limit)
+
+    def _about(self, costs: Costs, choice: Choice, limit: int) -> Forecast:
+        """Return the forecast whose plan has these costs and actions."""
+        asked, device = self.asked, self.device
+        plan, course = plan_of(costs, choice, limit, device.name), timeline(costs, choice)
+        own = _row("this plan", plan, limit, spec=spec_of(plan, limit, asked.host_budget))
+        plain = self.costs_of(dataclasses.replace(asked, head="full", mlp="full"))
+        usual = {name: plan_of(plain, plain.uniform(action)) for name, action in (("none", KEEP), ("full", FULL))}
         (_, resident), *moving = course.parts().items()
         weights, state = costs.static.parameters, costs.static.optimizer
         parts = {"weights": weights, "optimizer state": state, "buffers and batch": resident - weights - state}
-        _, of_head = moving[-1]
-        notes = []
-        if course.is_heads and plan.head == "full" and of_head > dict(moving)["kept for backward"]:
+        parts |= dict(moving)
+        notes, of_head = costs.notes, moving[-1][1]
+        if course.is_heads and plan.head == "full" and of_head > parts["kept for backward"]:
             size = format_bytes(of_head)
-            notes = [f"{size} are of the head and its loss: no policy on blocks lowers these, but --head auto"]
+            notes = (f"{size} are of the head and its loss: no policy on blocks lowers these, but --head auto", *notes)
+        self._frontier = self._frontier or frontier(self.candidates(asked))
+        answer, assumed = said(asked, plan.model, device, own, limit)
         return Forecast(
-            fits=own.peak_bytes <= (device.memory_bytes or own.peak_bytes),
-            **self._said(own.peak_bytes, peak_of_least(candidates), limit, plan.model, own.tokens_per_second),
-            parts={**parts, **dict(moving)},
+            fits=own.fits and own.peak_bytes <= (device.memory_bytes or own.peak_bytes),
+            answer=answer,
+            assumed=assumed,
+            workload=dataclasses.replace(asked, **OF_THE_PLAN),
+            device=device.name,
+            budget_bytes=limit,
+            peak_bytes=own.peak_bytes,
+            floor_bytes=peak_of_least(self.candidates(asked)),
+            parts=parts,
             step_seconds=own.step_seconds,
             tokens_per_second=own.tokens_per_second,
-            notes=(*notes, *costs.notes),
-            rows=(own, *(_row(name, way, limit) for name, way in self._usual.items())),
+            notes=notes,
+            rows=(own, *(_row(name, way, limit) for name, way in usual.items())),
             frontier=tuple(_row("planned", way, limit) for way in self._frontier.values()),
-            write=words.to_write(asked, spec, self._program),
+            write=to_write(asked, own.spec or {}, **self._written),
             plan=plan,
-            costs=costs,
             timeline=course,
             within=self.within,
         )
 
-    def _said(self, peak: int, floor: int, limit: int, model: str, tokens_per_second: float | None) -> dict[str, Any]:
-        asked = self.asked
-        answer = words.headline(peak, limit, self.device, tokens_per_second, asked.ranks)
-        assumed = words.assumed(asked, model, self.device, limit)
-        sizes = {"budget_bytes": limit, "peak_bytes": peak, "floor_bytes": floor}
-        training = dataclasses.replace(asked, **OF_THE_PLAN)
-        return {"answer": answer, "assumed": assumed, "workload": training, "device": self.device.name, **sizes}
-
-    def _planned(self, name: str, changes: dict[str, Any]) -> Row | None:
-        """Return the row of the fastest plan that fits with these changes of the question; None if there is none."""
+    def _planned(self, name: str, change: dict[str, Any]) -> Row | None:
+        """Return the row of the fastest plan that fits with a change of the question; None if there is none."""
         try:
-            asked = dataclasses.replace(self.asked, **changes)
+            asked = dataclasses.replace(self.asked, **change)
             plan = plan_within(self.candidates(asked), self.budget)
         except HfCkptError:
             return None
-        options = " ".join(word for field, value in changes.items() for word in words_of(FIELDS[field], value))
-        spec = words.spec_of(plan, self.budget, asked.host_budget)
-        return _row(name, plan, self.budget, options, spec)
+        options = " ".join(word for field, value in change.items() for word in words_of(FIELDS[field], value))
+        return _row(name, plan, self.budget, options, spec_of(plan, self.budget, asked.host_budget))
 
-    def _own_changes(self) -> list[tuple[str, dict[str, Any]]]:
-        """Changes of the plan that leave the training as it is: (name, field -> value)."""
-        asked = self.asked
-        found: list[tuple[str, dict[str, Any]]] = []
-        if asked.head == "full" and self._can_chunk(asked) and not asked.sharded and asked.trainer is None:
-            found.append(("plan with the head in chunks", {"head": "auto"}))
-        if asked.host_budget is None and self.device.name != "cpu":
-            found.append(("plan with host memory", {"host_budget": _HOST_BUDGET}))
-        return found
+    def _changes(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return what can be changed in the question: (name, field -> value). Of one name, the first is the least."""
+        asked, all_weights = self.asked, self.asked.lora is None
+        chunks = asked.head == "full" and asked.trainer is None and not asked.sharded
+        chunks = chunks and vocabulary_head(self._model(asked).base) is not None
+        host = asked.host_budget is None and self.device.host_bandwidth > 0
+        parts = [batch for batch in range(asked.batch // 2, 0, -1) if asked.batch % batch == 0]
+        smaller = [{"batch": batch, "accumulation": asked.batch * asked.accumulation // batch} for batch in parts]
+        bits = not asked.load_in_4bit and not asked.sharded and asked.target_tokens is None
+        rows: list[tuple[bool, str, dict[str, Any]]] = [
+            (chunks, "plan with the head in chunks", {"head": "auto"}),
+            (host, "plan with host memory", {"host_budget": 64 * GIB}),
+            *((True, "smaller batch", change) for change in smaller),
+            *((asked.target_tokens is None, "shorter sequences", {"tokens": asked.tokens // by}) for by in (2, 4, 8)),
+            (asked.prepared, "without PEFT's preparation", {"kbit_preparation": False}),
+            (all_weights, "8-bit optimizer", {"optimizer": "adamw_8bit"}),
+            (all_weights, "LoRA", {"lora": 16}),
+            (bits, "LoRA, base in 4 bits", {"lora": asked.lora or 16, "load_in_4bit": True}),
+        ]
+        return [(name, change) for applies, name, change in rows if applies]
 
     def _nearest(self) -> list[Row]:
         """Return what fits with one change, or if nothing does, with as many as have to come together."""
-        asked, static = self.asked, next(iter(self._costs.values())).static
-        own = self._own_changes()
-        halves = [batch for batch in range(asked.batch // 2, 0, -1) if asked.batch % batch == 0]
-        smaller = [{"batch": batch, "accumulation": asked.batch * asked.accumulation // batch} for batch in halves]
-        changes: list[tuple[str, dict[str, Any]]] = []
-        """The changes in the order of the table; of those with one name, the first that fits counts."""
-        if static.always <= self.budget:  # otherwise, changes of activations cannot help
-            changes = [*own, *(("smaller batch, more micro-steps", change) for change in smaller)]
-            if asked.target_tokens is None:
-                changes += [("shorter sequences", {"tokens": asked.tokens // part}) for part in (2, 4, 8)]
-        if asked.prepared:
-            changes.append(("without PEFT's preparation", {"kbit_preparation": False}))
-        fewest = [] if asked.lora else [("LoRA", {"lora": 16})]
-        if not asked.lora and static.parameters <= self.budget:
-            changes += [("8-bit optimizer", {"optimizer": "adamw_8bit"}), *fewest]
-        if not asked.load_in_4bit and not asked.sharded and asked.target_tokens is None:
-            fewest = [("LoRA, base in 4 bits", {"lora": asked.lora or 16, "load_in_4bit": True})]
-            changes += fewest
-        rows: dict[str, Row] = {}
-        for name, change in changes:
-            if name not in rows and (row := self._planned(name, change)):
-                rows[name] = row
-        names: list[str] = []
-        together: dict[str, Any] = {}
-        for name, change in [*fewest, *(("smaller batch", change) for change in smaller[-1:]), *own]:
-            names, together = [*names, name], {**together, **change}
-            if not rows and len(names) > 1 and (row := self._planned(" + ".join(names), together)):
+        changes, rows = self._changes(), dict[str, Row]()
+        most = dict(changes)
+        of_weights = [name for name in most if most[name].keys() & {"lora", "optimizer", "kbit_preparation"}]
+        others = [name for name in most if name not in of_weights]
+        together = itertools.accumulate(
+            ((name, most[name]) for name in (*of_weights[-1:], *others)),
+            lambda some, more: (f"{some[0]} + {more[0]}", {**some[1], **more[1]}),
+        )
+        if self.candidates(self.asked)[0].static.always > self.budget:  # activations alone cannot help
+            changes = [change for change in changes if change[0] in of_weights]
+        for name, change in (*changes, *together):
+            done = name in rows or (rows and " + " in name)
+            if not done and (row := self._planned(name, change)):
                 rows[name] = row
         return [*rows.values()]
 
-    def _largest_batch(self) -> Row:
+    def _largest_batch(self) -> Row | None:
         """Return the row of the largest batch that fits into the budget."""
-        most = min(_LARGEST, MOST_TOKENS // self.asked.tokens)
 
         def peak(batch: int) -> int:
             return peak_of_least(self.candidates(dataclasses.replace(self.asked, batch=batch)))
 
-        high = min(self.asked.batch, most)
+        high, most = self.asked.batch, MOST_TOKENS // self.asked.tokens
         while high < most and peak(high) <= self.budget:
             high = min(2 * high, most)
         batch = bisect.bisect_right(range(1, high + 1), self.budget, key=peak)
-        title = f"largest batch: {batch}"
-        return self._planned(title, {"batch": batch}) or Row(title, "", 0, None, None, False)
+        return self._planned(f"largest batch: {batch}", {"batch": batch})
 
     def candidates(self, asked: Question) -> tuple[Costs, ...]:
         """Return the costs from which the plan for a question is made."""
-        costs = self.costs_of(asked, asked.head if self._can_chunk(asked) else "full", asked.mlp)
-        apart = with_offloading(costs, *self.device.offloading, asked.host_budget)
-        return (*apart, *(() if asked.sharded else in_segments(costs)))
-
-    def _can_chunk(self, asked: Question) -> bool:
-        return vocabulary_head(self._model(asked).base) is not None
+        costs, device = self.costs_of(asked), self.device
+        moving = with_offloading(costs, device.host_bandwidth, device.launch_nanoseconds, asked.host_budget)
+        return (*moving, *(() if asked.sharded else in_segments(costs)))
 
     def _model(self, asked: Question) -> ShallowModel:
-        # What a shallow model depends on: the training without its sizes.
-        sizes: dict[str, Any] = {"batch": 1, "tokens": 1, "target_tokens": None, "accumulation": 1, "padded": False}
-        key = dataclasses.replace(asked, **OF_THE_PLAN, optimizer="adamw", **sizes)
+        key = asked.lora, asked.load_in_4bit, asked.kbit_preparation  # what changes of a question change in its model
         if key not in self._models:
-            self._models[key] = model_of_workload(asked, self._config, live=self._live)
+            source = {"live" if isinstance(self._source, nn.Module) else "config": self._source}
+            self._models[key] = model_of_workload(asked, **source)
         return self._models[key]
 
-    def costs_of(self, asked: Question, head: int | str, mlp: int | str) -> Costs:
+    def costs_of(self, asked: Question) -> Costs:
         """Return what each action of each block costs in a step, on one rank. It measures each training once.
-
-        Args:
-            asked: the training.
-            head: how the head runs: `full`, `auto` or tokens a chunk.
-            mlp: how feed-forwards run, likewise.
 
         Raises `HfCkptError` for a model that does not run on fake tensors.
         """
-        key = dataclasses.replace(asked, **OF_THE_PLAN), head, mlp
-        if key in self._costs:
-            return self._costs[key]
-        self._tell(f"measuring steps with {asked.batch} x {asked.tokens} tokens, on fake tensors")
-        model = self._model(asked)
-        costs = costs_of_model(model, asked, self.device, head=head, mlp=mlp)
-        notes = tuple(_notes_of(costs, model, asked))
-        if asked.ranks > 1 and not asked.sharded:  # DDP copies gradients into buckets of the same size, and keeps these
-            static = dataclasses.replace(costs.static, buffers=costs.static.buffers + costs.static.gradients)
-            costs = dataclasses.replace(costs, static=static)
-        self._costs[key] = dataclasses.replace(costs, notes=notes)
+        key = dataclasses.replace(asked, host_budget=None)
+        if key not in self._costs:
+            self._tell(f"measuring steps with {asked.batch} x {asked.tokens} tokens, on fake tensors")
+            model = self._model(asked)
+            costs = costs_of_model(model, asked, self.device, head=asked.head, mlp=asked.mlp)
+            copies = costs.static.gradients if asked.ranks > 1 and not asked.sharded else 0  # in buckets of DDP
+            static = dataclasses.replace(costs.static, buffers=costs.static.buffers + copies)
+            self._costs[key] = dataclasses.replace(costs, static=static, notes=tuple(_notes_of(costs, model, asked)))
         return self._costs[key]
 
 
@@ -316,13 +274,12 @@ def _notes_of(costs: Costs, model: ShallowModel, asked: Question) -> Iterator[st
         yield "the checkpoint's MXFP4 weights are dequantised for training"
     if asked.trainer == "grpo":
         yield "completions are written before the step: the memory for that, of generate or vLLM, is not counted"
-    stacked = [(math.prod(shape) * size, size) for shape, size, _ in model.tensors if len(shape) > 2]
-    stacked_bytes = sum(total for total, _ in stacked)
-    if asked.load_in_4bit and stacked_bytes > costs.static.parameters / 2:
+    experts = sum(math.prod(shape) * size for shape, size, _ in model.tensors if len(shape) > 2)
+    if asked.load_in_4bit and experts > costs.static.parameters / 2:
         wide = ", and PEFT's preparation casts them to float32 (half with --no-kbit-preparation)"
         yield (
-            f"{format_bytes(stacked_bytes)} of the weights are experts. Since transformers 5 they are stacked in one "
-            f"tensor a layer, which bitsandbytes does not quantise{wide if stacked[0][1] == 4 else ''}"
+            f"{format_bytes(experts)} of the weights are experts. Since transformers 5 they are stacked in one tensor "
+            f"a layer, which bitsandbytes does not quantise{wide if asked.prepared else ''}"
         )
     if asked.ranks > 1:
         yield "what ranks send to each other takes time that is not predicted"
@@ -331,5 +288,5 @@ def _notes_of(costs: Costs, model: ShallowModel, asked: Question) -> Iterator[st
 def _row(name: str, plan: Plan, limit: int, options: str = "", spec: Any = None) -> Row:
     predicted = plan.prediction
     assert predicted is not None
-    peak_bytes, seconds = predicted.peak_bytes, predicted.step_seconds
-    return Row(name, options, peak_bytes, seconds or None, predicted.tokens_per_second, peak_bytes <= limit, spec)
+    peak_bytes, seconds, speed = predicted.peak_bytes, predicted.step_seconds, predicted.tokens_per_second
+    return Row(name, options, peak_bytes, seconds, speed, peak_bytes <= limit, spec)

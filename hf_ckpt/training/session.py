@@ -601,7 +601,8 @@ class Session:
         """Make and hold the fastest plan for a batch, or the one with the lowest peak, from the measurements."""
         known, base = self.known, self._base()
         costs = known.costs(batch)
-        ways = with_offloading(costs, *this_device(self._devices).offloading, self._spec.host_budget)
+        device = this_device(self._devices)
+        ways = with_offloading(costs, device.host_bandwidth, device.launch_nanoseconds, self._spec.host_budget)
         more = self._biases[True]
         static = [dataclasses.replace(way.static, parameters=way.static.parameters + more) for way in ways]
         if more:

@@ -147,7 +147,7 @@ ANSWERS = [
 )
 def test_a_question_has_its_answer(options, answer, assumed, arguments, code, plan):
     found = plan(options, 2 if "not fit" in answer else 0)
-    peak = f"{found['peak_bytes'] / GIB:.{1 if found['budget_bytes'] >= GIB else 3}f}"
+    peak = f"{found['peak_bytes'] / GIB:.{1 if found['peak_bytes'] >= GIB else 3}f}"
     assert found["answer"] == answer.format(peak=peak, speed=f"{found['tokens_per_second']:,.0f}")
     assert found["assumed"].removeprefix("mini-llama").removeprefix(".") == f" (LlamaForCausalLM): {assumed}"
     written, *lines = found["write"].values()

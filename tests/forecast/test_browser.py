@@ -35,12 +35,12 @@ def test_the_reports_slider_shows_another_answer(browser, tmp_path):
     words = "plan mini-gpt2 --batch 8 --seq 512 --device t4 --budget 700MiB --html"
     assert main.main([*words.split(), str(path)]) == 0
     browser.open(path.as_uri())
-    browser.wait(lambda: browser.text(".slider-label"))
-    assert browser.text("pre:not([hidden])").startswith("Fits: 0.6")
-    figure = "document.querySelector('.js-plotly-plot')"
-    browser.driver.execute_script(f"{figure}._fullLayout.sliders; Plotly.animate({figure}, ['0'])")
-    browser.driver.execute_script(f"{figure}.emit('plotly_sliderchange', {{step: {{value: '0'}}}})")
-    browser.wait(lambda: browser.text("pre:not([hidden])") == browser.text("#at-0"))
+    shown = "section:not([hidden]) pre"
+    browser.wait(lambda: browser.text("section:not([hidden]) .js-plotly-plot"))
+    assert browser.text(shown).startswith("Fits: 0.6")
+    browser.driver.execute_script("const [slider] = document.getElementsByTagName('input'); slider.value = 0")
+    browser.driver.execute_script("document.querySelector('input').dispatchEvent(new Event('input'))")
+    browser.wait(lambda: browser.text(shown) == browser.text("#at-0 pre"))
     assert browser.complaints() == []
     assert {url.partition("#")[0] for url in browser.requested()} == {path.as_uri()}
 

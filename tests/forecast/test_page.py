@@ -35,14 +35,14 @@ def asked_on_page(paths=True, **changes):
 @pytest.fixture(scope="module")
 def forecast():
     pytest.importorskip("plotly")
-    return Forecaster(asked_on_page(batch="8", tokens="512", device="t4", budget="700MiB"), frontier=True).forecast()
+    return Forecaster(asked_on_page(batch="8", tokens="512", device="t4", budget="700MiB")).answer()
 
 
 def test_the_report_has_the_answer_for_every_budget(forecast, tmp_path):
-    """Each position of the slider has a frame of the figure and a text; that of the question comes first."""
+    """Each position of the slider has a figure and a text; that of the question is shown first."""
     save_report(forecast, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    texts = dict(re.findall(r'<pre id="at-(\d+)"(?: hidden)?>(.*?)</pre>', page, re.DOTALL))
+    texts = dict(re.findall(r'<section id="at-(\d+)"(?: hidden)?><pre>(.*?)</pre>', page, re.DOTALL))
     budgets = sorted([*budgets_of(forecast), forecast.budget_bytes])
     assert len(texts) == len(budgets) > 5
     for budget, text in zip(budgets, map(unescape, texts.values()), strict=True):
@@ -51,7 +51,7 @@ def test_the_report_has_the_answer_for_every_budget(forecast, tmp_path):
         assert str(within.plan) in text
         spec = re.search(r"gradient_checkpointing_kwargs: (.*)", text)
         assert Spec.parse(spec[1] if spec else '{"policy": "none"}') == Spec.parse(within.rows[0].spec)
-    shown = re.findall(r'<pre id="at-(\d+)">', page)
+    shown = re.findall(r'<section id="at-(\d+)">', page)
     assert [budgets[int(number)] for number in shown] == [forecast.budget_bytes]
     assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=.https?:", page)  # nothing of other places
     assert len(page) < 8 * 2**20

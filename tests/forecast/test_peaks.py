@@ -154,7 +154,7 @@ def predicted(name: str, folder: Path, plan: Plan) -> int:
     """The peak of a training under a plan. Nothing else here uses what predicts."""
     forecaster = forecaster_of(name, folder)
     question, actions = forecaster.asked, {block.name: action for block, action in plan.actions}
-    costs = forecaster.costs_of(question, question.head, question.mlp)
+    costs = forecaster.costs_of(question)
     return timeline(costs, tuple(actions[call.blocks[0].name] for call in costs.calls)).peak_bytes
 
 

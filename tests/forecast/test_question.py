@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 
 import pytest
@@ -12,8 +13,9 @@ import hf_ckpt
 from hf_ckpt.cli import main
 from hf_ckpt.cli.arguments import asked_of
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.forecast.devices import DEVICES, device_like, device_named
+from hf_ckpt.forecast.devices import DEVICES, device_named, this_device
 from hf_ckpt.forecast.question import Question, command_of, question
+from hf_ckpt.measure import machine
 
 OPTIONS = """
 --accum 2
@@ -109,12 +111,14 @@ def test_what_cannot_be_asked_or_answered_is_refused(fields, told):
         ("6000-ada", "NVIDIA RTX 6000 Ada Generation"),
         ("5060-ti-16", "NVIDIA GeForce RTX 5060 Ti"),
         ("4070-ti-super", "NVIDIA GeForce RTX 4070 Ti SUPER"),
-        *((name, device.source.partition(",")[0]) for name, device in DEVICES.items() if name != "cpu"),
+        ("a100-80", "NVIDIA A1000 Laptop GPU"),  # unknown
+        *((name, device.title.partition(",")[0]) for name, device in DEVICES.items() if name != "cpu"),
     ],
 )
-def test_devices_are_known_by_the_names_that_they_report(name, reported):
-    assert device_like(reported) is DEVICES[name]
-    assert device_like("NVIDIA A1000 Laptop GPU") is None
+def test_devices_are_known_by_the_names_that_they_report(name, reported, monkeypatch):
+    monkeypatch.setattr(machine, "device_name", lambda devices: reported)
+    memory = machine.device_memory(0).total_bytes
+    assert this_device() == dataclasses.replace(DEVICES[name], memory_bytes=memory)
 
 
 @pytest.mark.parametrize(

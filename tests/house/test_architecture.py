@@ -55,7 +55,7 @@ def test_no_import_cycles_inside_rooms():
         done |= free
 
 
-_PURE = ("answer", "devices", "nearest", "optimizers", "presets", "question", "report", "words")
+_PURE = ("answer", "devices", "optimizers", "presets", "question", "report")
 TORCH_FREE = sorted(
     name.removesuffix("/__init__")
     for name in MODULES

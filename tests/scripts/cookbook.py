@@ -77,10 +77,8 @@ def section(question: str, command: str, found: dict) -> str:
     """The page's section for one question."""
     lines = [found["answer"], found["assumed"]]
     lines += [f"note: {note}" for note in found["notes"]]
-    if found["fits"]:
-        arguments = found["write"]["training_arguments"]
-        lines += ["", *(f"{key}: {v if isinstance(v, str) else json.dumps(v)}" for key, v in arguments.items())]
-        lines += ["", *found["write"]["model"]]
+    for text in found["write"].values():
+        lines += ["", text]
     for row in [] if found["fits"] else found["rows"]:
         peak, speed = row["peak_bytes"] / 2**30, row["tokens_per_second"]
         lines += ["", f"{row['name']} ({row['options']}): {peak:.1f} GiB, {speed:,.0f} tokens a second"]
