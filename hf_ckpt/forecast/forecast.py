@@ -212,9 +212,9 @@ class Forecaster:
         changes, rows = self._changes(), dict[str, Row]()
         most = dict(changes)
         of_weights = [name for name in most if most[name].keys() & {"lora", "optimizer", "kbit_preparation"}]
-        others = [name for name in most if name not in of_weights]
+        order = dict.fromkeys((*of_weights[-1:], "smaller batch", *most))
         together = itertools.accumulate(
-            ((name, most[name]) for name in (*of_weights[-1:], *others)),
+            ((name, most[name]) for name in order if name in most and name not in of_weights[:-1]),
             lambda some, more: (f"{some[0]} + {more[0]}", {**some[1], **more[1]}),
         )
         if self.candidates(self.asked)[0].static.always > self.budget:  # activations alone cannot help
