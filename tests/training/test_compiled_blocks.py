@@ -28,7 +28,7 @@ class Training:
     """A training with compiled blocks, under a budget or a fixed share."""
 
     def __init__(self, spec, family="llama", kind=""):
-        model = tiny_model(family, layers=4, hidden=64, attention="sdpa")
+        model = tiny_model(family, layers=8, hidden=64, attention="sdpa")
         self.model = with_lora(model, family, lora_dropout=0.0) if "lora" in kind else model
         self.autocast = torch.bfloat16 if "bf16" in kind else None
         self.batch = without_cache(self.model, tiny_batch(family, batch=4, tokens=64))
@@ -80,8 +80,8 @@ def budget_is_held(part, **model):
     training = Training({"budget": budget}, **model)
     phases = [training.step().phase for _ in range(STEPS)]
     assert phases[-1] == "plan"
-    prediction = training.planned.plan.prediction.peak_bytes
-    assert training.planned.measured_bytes == pytest.approx(prediction, rel=0.005)
+    error = training.planned.plan.prediction.peak_bytes / training.planned.measured_bytes - 1
+    assert -0.005 <= error <= 0.01  # without room to try them, the first and last block count as those between
     assert training.peak() <= 1.005 * budget
     assert 0 < sum(training.shares()) < len(training.shares())
     assert len(hf_ckpt.describe(training.model).in_graphs) == len(training.shares())
@@ -89,9 +89,10 @@ def budget_is_held(part, **model):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("steady_times")
 @sparing(("family", "kind"), [(f, k) for f in FAMILIES for k in ("", "lora", "bf16")], ("llama", ""))
 def test_a_budget_is_held_with_the_same_gradients(graphs, family, kind):
-    """Peaks are predicted to half a percent, and gradients do not change.
+    """Peaks are predicted as exactly as without compilation, and gradients do not change.
 
     How much of the budget a plan uses depends on measured times, and is not tested.
     """
@@ -102,6 +103,7 @@ def test_a_budget_is_held_with_the_same_gradients(graphs, family, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("steady_times")
 @sparing("family", FAMILIES, "gpt2")
 def test_budgets_are_held_by_inductor(family):
     training = budget_is_held(0.5, family=family)
