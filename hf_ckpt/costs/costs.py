@@ -317,10 +317,6 @@ class Timeline:
         """Whether the peak is in the head and its loss, whose own memory no action of a block reduces."""
         return self.worst.label.startswith("head")
 
-    def parts(self) -> dict[str, int]:
-        """What fills the peak: name -> bytes. The bytes add up to `peak_bytes`."""
-        return self.worst.parts()
-
 
 def step_nanoseconds(costs: Costs, choice: Choice) -> int:
     """Predicted nanoseconds of one optimizer step with all its micro-steps."""

@@ -145,7 +145,7 @@ class Forecaster:
         own = _row("this plan", plan, limit, spec=spec_of(plan, limit, asked.host_budget))
         plain = self.costs_of(dataclasses.replace(asked, head="full", mlp="full"))
         usual = {name: plan_of(plain, plain.uniform(action)) for name, action in (("none", KEEP), ("full", FULL))}
-        (_, resident), *moving = course.parts().items()
+        (_, resident), *moving = course.worst.parts().items()
         weights, state = costs.static.parameters, costs.static.optimizer
         parts = {"weights": weights, "optimizer state": state, "buffers and batch": resident - weights - state}
         parts |= dict(moving)

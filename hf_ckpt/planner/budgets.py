@@ -95,7 +95,7 @@ def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, devic
         peak_bytes=course.peak_bytes,
         step_seconds=step_nanoseconds(costs, choice) / 1e9,
         tokens=costs.tokens * costs.accumulation,
-        parts=tuple(course.parts().items()),
+        parts=tuple(course.worst.parts().items()),
         budget_bytes=budget_bytes,
         device=device,
     )
@@ -133,7 +133,7 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
     lowest = fastest(costs, lowest_peak(costs))
     assert lowest is not None
     course, static = timeline(costs, lowest), costs.static
-    parts = course.parts()
+    parts = course.worst.parts()
     shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     if static.always + static.gradients > budget_bytes:
         weights = static.parameters + static.gathered

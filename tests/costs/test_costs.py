@@ -70,7 +70,7 @@ def test_a_step_by_hand(accumulation):
     assert [m.peak_bytes - m.start_bytes for m in course.moments] == [8, 11, 12, 30, 31, 7, 30, 7]
     assert course.worst.label == "head and loss, backward"
     assert step_nanoseconds(costs, (FULL, KEEP)) == accumulation * (10 + 21 + 60 + 20 + 40 + 30 + 50) + 1000
-    assert course.parts() == {
+    assert course.worst.parts() == {
         "weights and optimizer state": 148,
         "gradients": resident,
         "kept for backward": 13,

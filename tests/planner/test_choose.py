@@ -59,8 +59,8 @@ def test_what_the_end_of_a_stack_frees_breaks_no_limit(costs):
     courses = [timeline(costs, choice) for choice in chosen]
     assert courses[0].peak_bytes == low
     assert all(course.peak_bytes <= low + more for more, course in enumerate(courses))
-    assert all(sum(course.parts().values()) == course.peak_bytes for course in courses)
-    assert min(size for course in courses for size in course.parts().values()) >= 0
+    assert all(sum(course.worst.parts().values()) == course.peak_bytes for course in courses)
+    assert min(size for course in courses for size in course.worst.parts().values()) >= 0
     times = [step_nanoseconds(costs, choice) for choice in chosen]
     assert times == sorted(times, reverse=True)
 
