@@ -49,8 +49,17 @@ class Functions:
         for name, action in plan.active().items():
             key = name, action, runs.get(name, ())
             if key not in self.made:
-                mover = None if name in last else self._mover
-                self.made[key] = make(self._request(name, action, key[2], mover))
+                request = Request(
+                    name,
+                    action,
+                    engine=self.spec.engine,
+                    preserve_rng_state=self.spec.preserve_rng_state,
+                    determinism_check=self.spec.determinism_check,
+                    segment=self._segments.setdefault(key[2], Segment(key[2])) if key[2] else None,
+                    mover=None if name in last else self._mover,
+                    known=name in self.known,
+                )
+                self.made[key] = make(request)
             regions[name] = self.made[key]
         return regions
 
@@ -64,21 +73,6 @@ class Functions:
                 del self.made[key]
         runs = {run for _, _, run in self.made}
         self._segments = {run: segment for run, segment in self._segments.items() if run in runs}
-
-    def _request(self, name: str, action: Action, run: tuple[str, ...], mover: Mover | None) -> Request:
-        spec = self.spec
-        return Request(
-            name,
-            action,
-            engine=spec.engine,
-            # `auto` always preserves it: on the CPU, keeping the state is lost in the noise of a recomputation,
-            # while looking for an active dropout takes 12 us (plain model) to 160 us (LoRA) a block.
-            preserve_rng_state=spec.preserve_rng_state,
-            determinism_check=spec.determinism_check,
-            segment=self._segments.setdefault(run, Segment(run)) if run else None,
-            mover=mover,
-            known=name in self.known,
-        )
 
     def counts(self, what: str, regions: Regions) -> dict[str, int]:
         """Return a count (`forwards` or `recomputed`) of every block over all functions that it has had.

@@ -266,10 +266,6 @@ class PartHook(ModelHook):
                 del vars(part)[name]
         getattr(part, self.name)(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PartHook:
-        part, whole, name = self._arguments()
-        return PartHook(memo.get(id(part), part), memo.get(id(whole)), name)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.base, None, self.name)  # a part may be pickled by itself
 

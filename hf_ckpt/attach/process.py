@@ -29,7 +29,10 @@ log = logging.getLogger(__name__)
 
 
 class ProcessHooks:
-    """The replaced methods of other packages' classes, and the models that were enabled through them."""
+    """The replaced methods of other packages' classes, and the models that were enabled through them.
+
+    The methods below whose first argument is `own` take the place of a class's method, which they get as `own`.
+    """
 
     def __init__(self, install: Callable[[nn.Module], object]) -> None:
         self.install = install
@@ -48,9 +51,15 @@ class ProcessHooks:
         """Why a model that seemed to train was left alone, and what to do about it."""
 
     def replace(self, owner: type, name: str, function: Callable[..., Any]) -> None:
-        """Replace a class's method by `function`, until `undo`."""
+        """Replace a class's method by `function(own, *args, **kwargs)`, with that method as `own`, until `undo`."""
+        own = getattr(owner, name)
         self.replaced.append((owner, name, vars(owner).get(name, Absent.ABSENT)))
-        setattr(owner, name, function)
+
+        @functools.wraps(own)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return function(own, *args, **kwargs)
+
+        setattr(owner, name, method)
 
     def undo(self) -> None:
         """Restore every method, and remove hf_ckpt from every model that was enabled through these hooks."""
@@ -61,6 +70,48 @@ class ProcessHooks:
                 setattr(owner, name, original)
         for model in list(self.models):
             detach(model)
+
+    # --- in place of methods ---
+
+    def enable_method(
+        self,
+        own: Callable[..., None],
+        model: Any,
+        gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool | str = False,
+        *,
+        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Handle an enable call of a model. A model without known blocks has its own method called."""
+        asked = gradient_checkpointing_kwargs or activation_checkpointing_kwargs or {}
+        try:
+            self.enable(model, asked, every_n_layers, offload)
+        except NoBlocksError as error:  # the model may checkpoint in its own forward
+            name = type(model).__name__
+            warn_once(log, "hf_ckpt leaves %s to its own code, which may checkpoint by itself: %s", name, error)
+            own(model, {key: asked[key] for key in compat.TORCH_OPTIONS if key in asked} or None)
+
+    def prepare(self, own: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Enable every model that `Accelerator.prepare` gets, and remember its optimizers."""
+        for value in (*args, *kwargs.values()):
+            compat.remember_optimizer(value)
+            if isinstance(value, nn.Module) and is_trained(value) and not kwargs.get("evaluation_mode"):
+                self.enable_unasked(value)
+        return own(accelerator, *args, **kwargs)
+
+    def build(self, own: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Record a model after its constructor has run."""
+        own(model, *args, **kwargs)
+        self.built.add(model)
+
+    def call(self, own: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Pass forwards with gradients to `meet`, until the model was met in training."""
+        if not compat.is_compiling() and torch.is_grad_enabled() and model not in self.met:
+            self.meet(model, (*args, *kwargs.values()))
+        return own(model, *args, **kwargs)
+
+    # --- what they do ---
 
     def enable(self, base: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Handle an enable call of a model: install on it if nothing is installed, then call its enable hook.
@@ -103,7 +154,11 @@ class ProcessHooks:
             module: a PreTrainedModel, or a model that torch.compile has wrapped.
             inputs: of the forward. If one requires gradients, that is training, too: of prompts, for example.
         """
-        bases = [self._whole(inner) for inner in outermost_models(module)]
+        # PEFT calls a model's `forward` past all hooks, so the outermost model that holds it is the one to enable.
+        bases = []
+        for inner in outermost_models(module):
+            around = [other for other in list(self.built) if any(part is inner for part in other.modules())]
+            bases.append(max(around, key=lambda other: sum(1 for _ in other.modules()), default=inner))
         if not bases:  # a part of a model, which is compiled by itself
             self.met.add(module)
             return
@@ -122,11 +177,6 @@ class ProcessHooks:
             for base in bases:
                 self.enable_unasked(base)
             self.met.update([module, *bases])
-
-    def _whole(self, model: nn.Module) -> nn.Module:
-        """Return the outermost model that holds `model`: PEFT calls that model's `forward` past all hooks."""
-        around = [other for other in list(self.built) if any(part is model for part in other.modules())]
-        return max(around, key=lambda other: sum(1 for _ in other.modules()), default=model)
 
 
 _everywhere: ProcessHooks | None = None
@@ -150,19 +200,20 @@ def hook_process(
     global _everywhere
     unhook_process()
     hooks = ProcessHooks(install)
-
     for name in compat.ENABLE_NAMES:
-        hooks.replace(compat.PreTrainedModel, name, _answering(hooks, vars(compat.PreTrainedModel)[name]))
+        hooks.replace(compat.PreTrainedModel, name, hooks.enable_method)
     if enable_when_trained:
-        accelerator = compat.accelerator_class()
         for name in ("prepare", "prepare_model"):
-            hooks.replace(accelerator, name, _enabling(hooks, getattr(accelerator, name)))
-        hooks.replace(compat.PreTrainedModel, "__init__", _noting(hooks, compat.PreTrainedModel.__init__))
+            hooks.replace(compat.accelerator_class(), name, hooks.prepare)
+        hooks.replace(compat.PreTrainedModel, "__init__", hooks.build)
         for owner in (compat.PreTrainedModel, compat.compiled_module_class()):
-            hooks.replace(owner, "__call__", _meeting(hooks, owner.__call__))
+            hooks.replace(owner, "__call__", hooks.call)
     if around_training_step is not None:
-        trainer = compat.trainer_class()
-        hooks.replace(trainer, "training_step", _around(around_training_step, trainer.training_step))
+
+        def around(own: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            return around_training_step(trainer, functools.partial(own, trainer), *args, **kwargs)
+
+        hooks.replace(compat.trainer_class(), "training_step", around)
     _everywhere = hooks
 
 
@@ -182,73 +233,3 @@ def enable_calls_since_hooked() -> int:
 def missed_since_hooked() -> str | None:
     """Return why a model that was trained since `hook_process` was left alone, and what to do; None if none was."""
     return None if _everywhere is None else _everywhere.missed
-
-
-def _answering(hooks: ProcessHooks, own: Callable[..., None]) -> Callable[..., None]:
-    """Return an enable method that lets `hooks` handle the call, and calls `own` for a model without known blocks."""
-
-    @functools.wraps(own)
-    def enable(
-        self: Any,
-        gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
-        every_n_layers: int = 1,
-        offload: bool | str = False,
-        *,
-        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        asked = gradient_checkpointing_kwargs or activation_checkpointing_kwargs or {}
-        try:
-            hooks.enable(self, asked, every_n_layers, offload)
-        except NoBlocksError as error:  # the model may checkpoint in its own forward
-            name = type(self).__name__
-            warn_once(log, "hf_ckpt leaves %s to its own code, which may checkpoint by itself: %s", name, error)
-            own(self, {key: asked[key] for key in compat.TORCH_OPTIONS if key in asked} or None)
-
-    return enable
-
-
-def _enabling(hooks: ProcessHooks, prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that enables hf_ckpt on every model among its arguments, and then calls `prepare`."""
-
-    @functools.wraps(prepare)
-    def enable_and_prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for given in (*args, *kwargs.values()):
-            compat.remember_optimizer(given)
-        for model in () if kwargs.get("evaluation_mode") else (*args, *kwargs.values()):
-            if isinstance(model, nn.Module) and is_trained(model):
-                hooks.enable_unasked(model)
-        return prepare(self, *args, **kwargs)
-
-    return enable_and_prepare
-
-
-def _noting(hooks: ProcessHooks, build: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor of models that calls `build` and then records the model."""
-
-    @functools.wraps(build)
-    def build_and_note(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **kwargs)
-        hooks.built.add(self)
-
-    return build_and_note
-
-
-def _meeting(hooks: ProcessHooks, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `__call__` of models that passes forwards with gradients to `meet` until a model was met in training."""
-
-    def meet_and_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not compat.is_compiling() and torch.is_grad_enabled() and self not in hooks.met:
-            hooks.meet(self, (*args, *kwargs.values()))
-        return call(self, *args, **kwargs)
-
-    return meet_and_call
-
-
-def _around(function: Callable[..., Any], training_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that calls `function` with the trainer, its own `training_step`, and the arguments."""
-
-    @functools.wraps(training_step)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(self, functools.partial(training_step, self), *args, **kwargs)
-
-    return run

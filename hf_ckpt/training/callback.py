@@ -20,6 +20,7 @@ saving:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import statistics
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_ckpt import compat
@@ -114,9 +115,7 @@ class MemoryTimeCallback(TrainerCallback):
 
     # --- events, which the Trainer calls ---
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Choose a memory meter, hook the model and its head, and write the first row of the metrics file."""
         self._forget()
         self._go_before_reporters()
@@ -124,16 +123,17 @@ class MemoryTimeCallback(TrainerCallback):
         devices = compat.devices_of_model(model)
         self._clock, self._meter = TrainingClock(devices), peak_meter(devices)
         self._handles.append(model.register_forward_pre_hook(self._counts.see_model, with_kwargs=True))
-        head = _head(model)
-        if head is not None:
-            self._handles.append(head.register_forward_hook(self._counts.see_head))
+        with contextlib.suppress(NoBlocksError):
+            head = head_module(base_model(model), find_blocks(model).family)
+            if head is not None:
+                self._handles.append(head.register_forward_hook(self._counts.see_head))
         record = _record(model)
         if record is not None and not record.enabled and record.plan.active():
             log.warning(
                 "hf_ckpt is installed on this model, but not enabled: pass activation_checkpointing=True (formerly "
                 "gradient_checkpointing=True) to TrainingArguments, or call model.gradient_checkpointing_enable()."
             )
-        plan = _enabled_plan(record)
+        is_on = record is not None and record.enabled and not record.measuring
         self._write(
             args,
             state,
@@ -141,12 +141,10 @@ class MemoryTimeCallback(TrainerCallback):
             memory_source=self._meter.source,
             world_size=args.world_size,
             spec=record.spec.to_dict() if record else None,
-            plan=None if record is None or plan is None or record.measuring else plan.to_dict(),
+            plan=record.plan.to_dict() if record is not None and is_on else None,
         )
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Check the plan at the first step, and start the clock if it is paused.
 
         Raises `PlanLostError` if a planned block has lost its checkpointing function.
@@ -164,36 +162,26 @@ class MemoryTimeCallback(TrainerCallback):
             self._meter.reset()
             self._clock.resume()
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Record a plan that was made for a micro-step."""
         self._note_plan(args, state, kwargs["model"])
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step, and record a plan that was made in it."""
         self._clock.count_step()
         self._note_plan(args, state, kwargs["model"])
         if not control.should_log:  # otherwise `on_log` follows, and waits for the accelerator
             self._pause_for_others(control)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Pause the clock if evaluation or saving follows without a log before it."""
         # The Trainer logs a step only once: if the last step was logged already, no log follows.
         if not control.should_log or not self._clock.steps:
             self._pause_for_others(control)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the figures of the window that ends now to the Trainer's log and to the metrics file."""
+        logs = kwargs.get("logs")
         if logs is None or "loss" not in logs:  # the log of an evaluation, or the totals at the end
             return
         metrics = self._take_window(args, kwargs["model"])
@@ -206,9 +194,7 @@ class MemoryTimeCallback(TrainerCallback):
             state.log_history[-1].update(known)
         self._write(args, state, "log", **metrics)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write and print the summary of the run, including steps since the last log, and remove all hooks."""
         record = _record(kwargs["model"])
         if self._clock.steps:
@@ -216,7 +202,7 @@ class MemoryTimeCallback(TrainerCallback):
         summary = _summarise(self._windows)
         self._write(args, state, "end", **summary)
         if self.summary and state.is_world_process_zero and self._meter is not None and self._windows:
-            _print_summary(summary, self._meter, _enabled_plan(record), record.measuring if record else None)
+            _print_summary(summary, self._meter, record if record is not None and record.enabled else None)
         self._forget()
 
     # --- what the events do ---
@@ -240,7 +226,7 @@ class MemoryTimeCallback(TrainerCallback):
         except (NoBlocksError, OwnerConflictError):  # nothing to check
             self._watch = None
 
-    def _note_plan(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
+    def _note_plan(self, args: Any, state: TrainerState, model: nn.Module) -> None:
         """Write each plan of `budget` or `auto` to the metrics file once; warn if torch.compile prevents a part."""
         record = _record(model)
         if record is None or not record.enabled:
@@ -293,7 +279,7 @@ class MemoryTimeCallback(TrainerCallback):
         self._peak = _largest(self._peak, self._meter.peak_bytes())
         self._reserved = _largest(self._reserved, self._meter.reserved_bytes())
 
-    def _take_window(self, args: TrainingArguments, model: nn.Module) -> Metrics | None:
+    def _take_window(self, args: Any, model: nn.Module) -> Metrics | None:
         """Return the figures of the window over all ranks, or None if it has no step, and begin a new window."""
         if self._meter is None:
             return None
@@ -322,22 +308,19 @@ class MemoryTimeCallback(TrainerCallback):
             return None
         found = {key: _over(ranks, key, sum if key in ("tokens", "mismatches") else max) for key in ranks[0]}
         slowest = found["seconds"] or seconds
+        samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * steps
         metrics: Metrics = {
             "memory/peak_gib": to_gib(found["peak"]),
             "memory/reserved_gib": to_gib(found["reserved"]),
             "memory/head_gib": to_gib(found["head"]),
+            **({"plan/bucket": float(used[-1].shape.tokens)} if used else {}),
         }
-        if used:
-            metrics["plan/bucket"] = float(used[-1].shape.tokens)
         if found["predicted"]:
             metrics["memory/predicted_gib"] = to_gib(found["predicted"])
             metrics["memory/prediction_error"] = _share(found["above"], found["predicted"])
         metrics["time/step_s"] = slowest / steps
-        if found["tokens"]:
-            metrics["time/tokens_per_s"] = found["tokens"] / slowest
-        else:
-            samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * steps
-            metrics["time/samples_per_s"] = samples / slowest
+        rate = "time/tokens_per_s" if found["tokens"] else "time/samples_per_s"
+        metrics[rate] = (found["tokens"] or samples) / slowest
         if found["mismatches"] is not None:
             metrics["ckpt/mismatch"] = found["mismatches"]
         self._windows.append(metrics)
@@ -361,7 +344,7 @@ class MemoryTimeCallback(TrainerCallback):
         before, self._mismatches = self._mismatches, len(watch.differences)
         return float(max(0, self._mismatches - before))
 
-    def _write(self, args: TrainingArguments, state: TrainerState, event: str, **row: Any) -> None:
+    def _write(self, args: Any, state: TrainerState, event: str, **row: Any) -> None:
         """Append a row to the metrics file, on the first rank only; warn once if that fails."""
         if not state.is_world_process_zero or args.output_dir is None:
             return
@@ -414,19 +397,6 @@ def _record(model: nn.Module) -> Installation | None:
         return None
 
 
-def _enabled_plan(record: Installation | None) -> Plan | None:
-    """Return the plan of a record; None if none is enabled."""
-    return record.plan if record is not None and record.enabled else None
-
-
-def _head(model: nn.Module) -> nn.Module | None:
-    """Return the head of a model; None if it is not known."""
-    try:
-        return head_module(base_model(model), find_blocks(model).family)
-    except NoBlocksError:
-        return None
-
-
 def _largest(*values: float | None) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
@@ -451,8 +421,8 @@ def _summarise(windows: list[Metrics]) -> Metrics:
     return summary
 
 
-def _print_summary(summary: Metrics, meter: PeakMeter, plan: Plan | None, measuring: str | None) -> None:
-    """Print the figures of a training run as a table, to stderr."""
+def _print_summary(summary: Metrics, meter: PeakMeter, enabled: Installation | None) -> None:
+    """Print the figures of a training run as a table, to stderr, with the plan of an enabled installation."""
     from rich.table import Table
 
     def size(key: str) -> str:
@@ -472,9 +442,9 @@ def _print_summary(summary: Metrics, meter: PeakMeter, plan: Plan | None, measur
         rate = summary.get(key)
         if rate is not None:
             rows[name] = f"{rate:,.1f}"
-    rows["plan"] = "none is enabled" if plan is None else plan.summary()
-    if plan is not None and measuring is not None:
-        rows["plan"] = f"not made yet: {measuring}"
+    rows["plan"] = "none is enabled" if enabled is None else enabled.plan.summary()
+    if enabled is not None and enabled.measuring is not None:
+        rows["plan"] = f"not made yet: {enabled.measuring}"
     table = Table(title="hf_ckpt: this training run", show_header=False, title_justify="left")
     for row in rows.items():
         table.add_row(*row)
