@@ -157,18 +157,12 @@ def describe(model: nn.Module) -> Description:
     record = installation(model)
     if record is None:
         raise HfCkptError("nothing is installed on this model; call hf_ckpt.install(model) first.")
-    return description(model, find_blocks(model), record)
-
-
-def description(model: nn.Module, found: FoundBlocks, record: Installation) -> Description:
-    """Return the plan of a record, with counts of what it has done so far."""
-    planned = record.plan.active()
-    regions = record.regions.values()
+    active, regions, planned = record.plan.active(), record.regions.values(), record.planned
     return Description(
         plan=record.plan,
         spec=record.spec.to_dict(),
         enabled=record.enabled,
-        frozen=tuple(name for name in frozen_prefix(model, found) if name in planned),
+        frozen=tuple(name for name in frozen_prefix(model, find_blocks(model)) if name in active),
         forwards=record.functions.counts("forwards", record.regions),
         recomputed=record.functions.counts("recomputed", record.regions),
         dropped=_total(region.dropped for region in regions),
@@ -181,10 +175,8 @@ def description(model: nn.Module, found: FoundBlocks, record: Installation) -> D
         chunked_mlps=record.tiles.calls,
         head_in_graph=record.heads.in_graph,
         mlp_in_graph=record.tiles.in_graph,
-        plans=dict(record.planned.plans) if record.planned is not None else {},
         measuring=record.measuring,
-        costs=record.planned.costs if record.planned is not None else (),
-        measured_bytes=None if record.planned is None else record.planned.measured_bytes,
+        **({} if planned is None else {key: getattr(planned, key) for key in ("plans", "costs", "measured_bytes")}),
         moved=_total([{name: region.moved_bytes} for name, region in record.regions.items() if region.moved_bytes]),
         watched=None if record.watch is None else record.watch.report(),
     )

@@ -37,7 +37,7 @@ class Boundaries:
         self._graphs: Callable[[], _Graphs | None] = lambda: None
         self._lock = threading.Lock()
         self._inside: str | None = None
-        self._in_backward = 0
+        self._in_backward = False
         self._handles: list[Any] = []
         for name, module in blocks.items():
             before = _Boundary(self, name, False)
@@ -74,31 +74,32 @@ class Boundaries:
             if self._mark is not None:
                 self._mark(what, name, has_graph)
 
-    def _begins(self, name: str, inputs: Any) -> None:
-        if self._inside is None and not self._in_backward and _counts():
-            self._inside = name
-            self._note("forward", name, _first_with_graph(inputs) is not None)
-
-    def _has_ended(self, name: str, output: Any) -> None:
-        if self._inside != name:
-            return
-        self._inside = None
-        hidden = _first_with_graph(output)
-        self._note("forwarded", name, hidden is not None)
-        if hidden is not None:
-            graphs = self._graphs()  # this hook belongs to the graph, and holds them as long as that exists
-            hidden.register_hook(lambda gradient, held=graphs: self._begins_backward(name))  # type: ignore[no-untyped-call]
+    def _at(self, name: str, ended: bool, values: Any) -> None:
+        """The forward of a block begins with these inputs, or has ended with these outputs."""
+        tensors = (value for value in compat.tree_leaves(values) if isinstance(value, torch.Tensor))
+        hidden = next((tensor for tensor in tensors if tensor.requires_grad), None)
+        if not ended and self._inside is None and not self._in_backward:
+            if torch.is_grad_enabled() and not compat.is_compiling():
+                self._inside = name
+                self._note("forward", name, hidden is not None)
+        elif ended and self._inside == name:
+            self._inside = None
+            self._note("forwarded", name, hidden is not None)
+            if hidden is not None:
+                graphs = self._graphs()  # this hook belongs to the graph, and holds them as long as that exists
+                begins: Any = lambda gradient, held=graphs: self._begins_backward(name)  # noqa: E731
+                hidden.register_hook(begins)  # type: ignore[no-untyped-call]
 
     def _begins_backward(self, name: str) -> None:
         if self._mark is None or compat.is_compiling():
             return
         if not self._in_backward:
             compat.call_after_backward(self._ends_backward)
-        self._in_backward += 1
+        self._in_backward = True
         self._note("backward", name)
 
     def _ends_backward(self) -> None:
-        self._in_backward = 0
+        self._in_backward = False
         self._note("end")
 
 
@@ -109,26 +110,14 @@ class _Graphs:
 class _Boundary:
     """A hook of one block. On a copy of the model it does nothing."""
 
-    def __init__(self, owner: Boundaries | None, name: str, after: bool) -> None:
+    def __init__(self, owner: Boundaries | None, name: str, ended: bool) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
-        self._name, self._after = name, after
+        self._name, self._ended = name, ended
 
     def __call__(self, module: nn.Module, args: Any, other: Any) -> None:
         owner = None if self._owner is None else self._owner()
-        if owner is not None and self._after:
-            owner._has_ended(self._name, other)
-        elif owner is not None:
-            owner._begins(self._name, (args, other))
+        if owner is not None:
+            owner._at(self._name, self._ended, other if self._ended else (args, other))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Boundary, (None, self._name, self._after)
-
-
-def _counts() -> bool:
-    return torch.is_grad_enabled() and not compat.is_compiling()
-
-
-def _first_with_graph(values: Any) -> torch.Tensor | None:
-    """Return the first tensor that requires gradients; in a block's output, this is its hidden states."""
-    leaves = (value for value in compat.tree_leaves(values) if isinstance(value, torch.Tensor))
-    return next((value for value in leaves if value.requires_grad), None)
+        return _Boundary, (None, self._name, self._ended)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt.attach import attach as on_model
-from hf_ckpt.attach.attach import attach, description, detach
+from hf_ckpt.attach.attach import attach, describe, detach
 from hf_ckpt.attach.process import hook_process, unhook_process
 from hf_ckpt.attach.record import GIVEN_PLAN, Installation, installation, spec_of
 from hf_ckpt.models.blocks import FoundBlocks, feed_forwards, find_blocks
@@ -58,12 +58,18 @@ def install(
         OwnerConflictError: the model is part of a larger model whose plan is enabled.
     """
     if model is None:
-        _install_everywhere(spec, enable_when_trained, around_training_step)
+        if not isinstance(spec, Plan):
+            spec = Spec.parse(spec)  # an invalid one is refused before anything changes
+            if spec.plan is not None:
+                Plan.load(spec.plan)
+        hook_process(
+            functools.partial(install_one, spec=spec),
+            enable_when_trained=enable_when_trained,
+            around_training_step=around_training_step,
+        )
         return None
-    found = install_one(model, spec)
-    record = installation(found.base)
-    assert record is not None
-    return description(model, found, record)
+    install_one(model, spec)
+    return describe(model)
 
 
 def uninstall(model: nn.Module | None = None) -> None:
@@ -101,15 +107,14 @@ def trial(model: nn.Module, spec: SpecLike | Plan = None) -> Iterator[None]:
         yield
 
 
-def install_one(model: nn.Module, spec: SpecLike | Plan) -> FoundBlocks:
-    """Install on one model and return its blocks. Without a spec, keep an installed plan.
+def install_one(model: nn.Module, spec: SpecLike | Plan) -> None:
+    """Install on one model. Without a spec, keep an installed plan.
 
     Raises the errors of `install`.
     """
     found = find_blocks(model)
     if spec is not None or installation(found.base) is None:
         attach(found, *decide(found, spec), DECIDER)
-    return found
 
 
 def decide(found: FoundBlocks, asked: SpecLike | Plan) -> tuple[Spec, Plan]:
@@ -128,32 +133,14 @@ def decide(found: FoundBlocks, asked: SpecLike | Plan) -> tuple[Spec, Plan]:
     return spec, plan
 
 
-def _install_everywhere(
-    spec: SpecLike | Plan, enable_when_trained: bool, around_training_step: Callable[..., Any] | None
-) -> None:
-    """Install on every model of the process. Raises `SpecError` for an invalid spec before anything changes."""
-    if not isinstance(spec, Plan):
-        spec = Spec.parse(spec)
-        if spec.plan is not None:
-            Plan.load(spec.plan)
-    hook_process(
-        functools.partial(install_one, spec=spec),
-        enable_when_trained=enable_when_trained,
-        around_training_step=around_training_step,
-    )
-
-
 class _Decider:
     """Chooses plans for the hooks on a model: see `attach.record.Decider`."""
 
     def asked(self, found: FoundBlocks, record: Installation, asked: Mapping[str, Any]) -> tuple[Spec, Plan] | None:
         """Return the spec and plan after an enable call with the arguments `asked`; None if they do not change."""
         spec = record.spec.updated(asked)
-        changed = {
-            block.name for block, _ in record.plan.actions
-        } != found.modules.keys()  # layers were added or dropped
-        if spec == record.spec and not changed:
-            return None
+        if spec == record.spec and {block.name for block, _ in record.plan.actions} == found.modules.keys():
+            return None  # no layers were added or dropped, either
         # Keep a plan that was loaded or passed before; its file may be gone by now.
         same = spec.plan is not None and spec.plan == record.spec.plan
         plan = decide(found, record.plan if same else spec)[1]

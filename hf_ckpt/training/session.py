@@ -88,8 +88,6 @@ class Planned:
     """Measured minus predicted peak. The limit of plans is reduced by this."""
     over: bool = False
     """Whether no plan fits; then this is the one with the lowest peak."""
-    measures: bool = False
-    """Whether the session is still measuring; then the plan is enabled for one step."""
     phase: str = "plan"
     """What the session does in this step: `warm-up`, `measure full`, `try actions`, `time`, `check` or `plan`."""
     steps_left: int = 0
@@ -100,6 +98,11 @@ class Planned:
     """For each action: (its name, bytes that a block saves, its time as a share of the time under `full`)."""
     measured_bytes: int | None = dataclasses.field(default=None, compare=False)
     """The measured peak of its first step; None before that step, and if steps are not measured."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether the session is still measuring; then the plan is enabled for one step."""
+        return self.phase not in ("check", "plan")
 
     @property
     def plans(self) -> dict[str, Plan]:
@@ -312,7 +315,7 @@ class Session:
         self._look_at(base)
         self._forwards = [forward]
         batch = Batch(self._state.expected.get(forward, (forward,)), self._resident)
-        planned, tried = self._next(batch)
+        planned, tried = self._next(base, batch)
         if self._together:
             planned = self._agreed(planned)
         measured = planned.phase not in ("warm-up", "plan")
@@ -366,7 +369,7 @@ class Session:
 
     # --- the phases ---
 
-    def _next(self, batch: Batch) -> tuple[Planned, Mapping[str, Action]]:
+    def _next(self, base: nn.Module, batch: Batch) -> tuple[Planned, Mapping[str, Action]]:
         """Return the plan for a batch, and the blocks in it that do not run under `full` to be measured."""
         known, came_before = self.known, self._came_before(batch)
         first = self._was_resident and not batch.resident
@@ -400,7 +403,9 @@ class Session:
         if serving is not None:
             unchecked = serving.shape == batch and serving.measured_bytes is None and serving.plan.prediction
             return dataclasses.replace(serving, phase="check" if unchecked else "plan"), {}
-        if batch.resident and not self._optimizer_has_stepped() and self._may_wait(batch):
+        if batch.resident and not self._stepped:
+            self._stepped = any(optimizer.state for optimizer in compat.optimizers_of(base))
+        if batch.resident and not self._stepped and self._may_wait(batch):
             self._say("waits", "hf_ckpt: planned after the first step of the optimizer, when its state is there.")
             return self._trying(batch, "warm-up"), {}
         # check
@@ -415,7 +420,7 @@ class Session:
         steps = (known.reference(batch) is None) + (tries if self._may_try else 0)
         steps *= 1 + self._is_compiled  # the first step under an action compiles its graphs
         left = max(1, steps + max(0, TIMED_STEPS - known.timed))
-        return Planned(batch, self.limit_bytes, plan, self.bias_bytes, False, True, phase, left, self.plans)
+        return Planned(batch, self.limit_bytes, plan, self.bias_bytes, False, phase, left, self.plans)
 
     def _room(self, batch: Batch, share: float) -> int:
         """The peak that a step which tries or times actions may have: a share of the limit.
@@ -440,20 +445,13 @@ class Session:
             del seen[next(iter(seen))]
         return before
 
-    def _optimizer_has_stepped(self) -> bool:
-        """Whether the optimizer has its state."""
-        base = self._base()
-        if not self._stepped and base is not None:
-            self._stepped = any(optimizer.state for optimizer in compat.optimizers_of(base))
-        return self._stepped
-
     def _agreed(self, planned: Planned) -> Planned:
         """Return the plan of the rank with the largest batch. All ranks must call it."""
         ranks = compat.of_all_ranks((planned.shape.elements, planned.plan.to_dict()))
         chosen = Plan.from_dict(max(ranks, key=lambda rank: rank[0])[1])
         if chosen == planned.plan:
             return planned
-        return dataclasses.replace(planned, plan=chosen, measures=True, phase="warm-up")
+        return dataclasses.replace(planned, plan=chosen, phase="warm-up")
 
     # --- a step ---
 
