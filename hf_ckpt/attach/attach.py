@@ -441,7 +441,7 @@ def _pass_hooks(found: FoundBlocks, record: Installation) -> dict[nn.Module, Pas
             found.base,
             None if module is found.base else owned.get(module, name),
             compat.forward_parameters(module),
-            frozenset(block for block, its in found.modules.items() if its in inside),
+            tuple(block for block, its in found.modules.items() if its in inside),
             drops_caches,
             module is found.owners[-1],
             [],

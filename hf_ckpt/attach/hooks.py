@@ -100,7 +100,7 @@ class PassHook(ModelHook):
         base: nn.Module,
         place: str | None,
         parameters: list[str],
-        blocks: frozenset[str],
+        blocks: tuple[str, ...],
         drops_caches: bool,
         runs_last: bool,
         starts: list[Callable[..., Any]],
