@@ -105,30 +105,44 @@ class Verification:
         return {"ok": self.ok, **dataclasses.asdict(self), "plan": self.plan.to_dict()}
 
     def __str__(self) -> str:
+        plan, equal = self.plan, self.parameters - self.different
         early = f"; not yet the plan of the run: {self.measuring}" if self.measuring else ""
-        lines = {
-            f"plan: {self.plan.summary()}{early}": True,
-            f"loss {self.loss:.6f}, "
-            + ("equal" if not self.loss_difference else f"differs by {self.loss_difference:.3g}"): True,
-            f"{self.parameters - self.different} of {self.parameters} gradients bit-equal"
-            + (f"; first difference: {self.first_difference}" if self.first_difference else ""): True,
-            f"{sum(self.recomputed.values())} recomputations of {len(self.plan.active())} planned blocks": True,
-            f"buffers that differ: {', '.join(self.different_buffers)}": self.different_buffers,
-            f"head: {self.chunked_heads} calls in chunks; last call: {self.head_ran or 'none'}": self.plan.head
-            != "full",
-            f"feed-forwards: {self.chunked_mlps} calls in chunks; last call: {self.mlp_ran or 'none'}": self.plan.mlp
-            != "full",
-            f"{len(self.compiled)} blocks compiled, compared with the same blocks at share 1": self.compiled,
-            f"largest difference {self.largest_difference:.2g} of a gradient's norm, allowed "
-            f"{self.allowed_difference:g}": self.allowed_difference,
-            f"planned but not recomputed: {', '.join(self.not_recomputed)}": self.not_recomputed,
-            f"planned, but moved nothing to host memory: {', '.join(self.not_moved)} (the device has no streams, "
-            "`host_budget` is too small, or all tensors are small)": self.not_moved,
-            "torch.compile hides what is recomputed in its graphs: verify the model before it is compiled, or in "
-            "`with torch.compiler.set_stance('force_eager')`": set(self.in_graphs) - set(self.compiled),
-            "no parameter got a gradient: nothing was compared": not self.parameters,
-        }
-        return "\n".join(line for line, is_shown in lines.items() if is_shown)
+        loss = f"differs by {self.loss_difference:.3g}" if self.loss_difference else "equal"
+        first = f"; first difference: {self.first_difference}" if self.first_difference else ""
+        lines: list[tuple[Any, str]] = [
+            (True, f"plan: {plan.summary()}{early}"),
+            (True, f"loss {self.loss:.6f}, {loss}"),
+            (True, f"{equal} of {self.parameters} gradients bit-equal{first}"),
+            (True, f"{sum(self.recomputed.values())} recomputations of {len(plan.active())} planned blocks"),
+            (self.different_buffers, f"buffers that differ: {', '.join(self.different_buffers)}"),
+            (
+                plan.head != "full",
+                f"head: {self.chunked_heads} calls in chunks; last call: {self.head_ran or 'none'}",
+            ),
+            (
+                plan.mlp != "full",
+                f"feed-forwards: {self.chunked_mlps} calls in chunks; last call: {self.mlp_ran or 'none'}",
+            ),
+            (self.compiled, f"{len(self.compiled)} blocks compiled, compared with the same blocks at share 1"),
+            (
+                self.allowed_difference,
+                f"largest difference {self.largest_difference:.2g} of a gradient's norm, allowed "
+                f"{self.allowed_difference:g}",
+            ),
+            (self.not_recomputed, f"planned but not recomputed: {', '.join(self.not_recomputed)}"),
+            (
+                self.not_moved,
+                f"planned, but moved nothing to host memory: {', '.join(self.not_moved)} (the device has no streams, "
+                "`host_budget` is too small, or all tensors are small)",
+            ),
+            (
+                set(self.in_graphs) - set(self.compiled),
+                "torch.compile hides what is recomputed in its graphs: verify the model before it is compiled, or in "
+                "`with torch.compiler.set_stance('force_eager')`",
+            ),
+            (not self.parameters, "no parameter got a gradient: nothing was compared"),
+        ]
+        return "\n".join(line for is_shown, line in lines if is_shown)
 
 
 class _Step(NamedTuple):
