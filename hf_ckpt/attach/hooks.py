@@ -191,9 +191,8 @@ class PassHook(ModelHook):
         another compiler of blocks are looked for in the first forward of a module only.
         """
         active = compat.transforms()
-        for name in self.blocks if active else ():
-            region = record.regions.get(name)
-            if region is not None and not active <= region.transforms:
+        for name, region in record.regions.items() if active else ():
+            if name in self.blocks and not active <= region.transforms:
                 raise TransformError(name, sorted(active - region.transforms))
         if compat.is_replica(module) and (record.plan.head, record.plan.mlp) != ("full", "full"):
             raise HfCkptError(

@@ -80,9 +80,11 @@ class FullRegion(Region):
             return self._with_inputs(counted, args)
         # Until it is known whether the block changes its hidden states in place, it is recomputed from a copy of them.
         hidden, version = args[0], args[0]._version
-        copied = hidden.detach().clone().requires_grad_(hidden.requires_grad)
-        if copied.stride() != hidden.stride():  # an expansion or a slice: kernels may take another way for a copy
+        copied = hidden.detach().clone()
+        # An expansion or a slice: kernels may take another way for a copy. Transforms of torch.func know no leaves.
+        if copied.stride() != hidden.stride() or compat.transforms():
             return self._with_inputs(counted, args)
+        copied.requires_grad_(hidden.requires_grad)
         output = self._with_inputs(_FromCopy(counted, hidden), (copied, *args[1:]))
         if self.changes_input is None:
             self.changes_input = hidden._version != version

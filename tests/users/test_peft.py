@@ -241,4 +241,5 @@ def test_adapters_that_save_sparse_tensors(spec, times):
     hf_ckpt.install(model, spec)
     enable(model)
     assert_same(expected, step(model, tiny_batch("llama")))
-    assert len(recomputed(model)) >= times * len(ALL)
+    # The input of the first block needs no gradient, so that its norm has no graph to be rebuilt from.
+    assert len(recomputed(model)) >= times * len(ALL) - (spec["policy"] == "selective")
