@@ -56,20 +56,9 @@ class _Measured:
     reference: float
     """Time of the pass without gradients, which is part of the head's, as a multiple of that of the model's forward."""
 
-    def nanoseconds(self, block: str) -> int:
-        """Time of a block's forward and backward."""
-        call = self.step[block, 0]
-        assert call is not None
-        return call.forward.nanoseconds + (call.backward.nanoseconds if call.backward else 0)
-
 
 def costs_of_model(
-    model: ShallowModel,
-    asked: Question,
-    device: Device,
-    *,
-    head: int | str = "full",
-    mlp: int | str = "full",
+    model: ShallowModel, asked: Question, device: Device, *, head: int | str = "full", mlp: int | str = "full"
 ) -> Costs:
     """What a model costs under every action, for one batch shape.
 
@@ -86,20 +75,18 @@ def costs_of_model(
     sharding = Sharding(model, asked) if asked.sharded else None
     step = micro_step(asked, model.base)
     static = _static(model, asked, step.batch, device)
-    plain = _measure(model, asked, step, device, FULL, "full", mlp)
-    whole = plain if head == "full" else _measure(model, asked, step, device, FULL, head, mlp)
+    plain = _measure(model, asked, device, FULL, "full", mlp)
+    whole = plain if head == "full" else _measure(model, asked, device, FULL, head, mlp)
     deep, like = _at_real_depth(model, whole)
     kinds = {block: number for number, block in enumerate(dict.fromkeys(like.values()))}
     changes: dict[tuple[int, Action], Change] = {}
     ratios: dict[tuple[int, Action], float] = {}
     steps = {FULL: whole}
     for action in actions[:-1]:
-        other = steps[action] = _measure(model, asked, step, device, action, "full", mlp)
+        other = steps[action] = _measure(model, asked, device, action, "full", mlp)
         for block, number in kinds.items():
-            change = _change(plain, other, block)
-            if change is not None:
-                changes[number, action] = change
-                ratios[number, action] = other.nanoseconds(block) / max(1, plain.nanoseconds(block))
+            if changed := _change(plain, other, block):
+                changes[number, action], ratios[number, action] = changed
     forward, backward = whole.head
     # What the last stack frees at its end is not alive in the head; what the blocks allocated counts with them.
     freed = sum(list(whole.ends.values())[-1])
@@ -160,13 +147,7 @@ def _static(model: ShallowModel, asked: Question, batch: Mapping[str, Any], devi
 
 
 def _measure(
-    model: ShallowModel,
-    asked: Question,
-    step: MicroStep,
-    device: Device,
-    action: Action,
-    head: int | str,
-    mlp: int | str,
+    model: ShallowModel, asked: Question, device: Device, action: Action, head: int | str, mlp: int | str
 ) -> _Measured:
     """Measure one micro-step of the shallow model with all blocks under one action; once for each."""
     key = dataclasses.replace(asked, **OF_THE_PLAN, optimizer="adamw"), device, action, head, mlp
@@ -179,7 +160,7 @@ def _measure(
     kernels = contextlib.nullcontext() if device.name == "cpu" else compat.accelerator_kernels()
     try:
         with trial(base, plan), kernels, model.fake, compat.fake_values_count(), compat.any_type_in_grouped_products():
-            model.measured[key] = measured = _run(base, blocks.modules, asked, step, device)
+            model.measured[key] = measured = _run(base, blocks.modules, asked, device)
             return measured
     except HfCkptError:
         raise
@@ -196,9 +177,8 @@ def _measure(
             parameter.grad = None
 
 
-def _run(
-    model: nn.Module, modules: Mapping[str, nn.Module], asked: Question, step: MicroStep, device: Device
-) -> _Measured:
+def _run(model: nn.Module, modules: Mapping[str, nn.Module], asked: Question, device: Device) -> _Measured:
+    step = micro_step(asked, model)
     inputs: dict[str, Any] = {
         name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
         for name, value in step.batch.items()
@@ -349,15 +329,18 @@ def _stack_ends(blocks: list[str], ends: Mapping[Action, Mapping[str, tuple[int,
         first += len(found)
 
 
-def _change(full: _Measured, other: _Measured, block: str) -> Change | None:
-    """What an action changes in a block of the shallow model, compared with `full`; None if it has no backward."""
+def _change(full: _Measured, other: _Measured, block: str) -> tuple[Change, float] | None:
+    """What an action changes in a block of the shallow model, compared with `full`, and its time as a multiple of that
+    under `full`; None if the block has no backward."""
     whole, part = full.step[block, 0], other.step[block, 0]
-    if whole is None or part is None or whole.backward is None or part.backward is None:
+    if not (whole and part and whole.backward and part.backward):
         return None
     is_last = whole is full.step.calls[-1]
-    return Change(
+    change = Change(
         forward_peak=part.forward.peak - whole.forward.peak,
         forward_net=part.forward.net - whole.forward.net - is_last * (other.input_freed - full.input_freed),
         later=full.freed[block] - other.freed[block],
         backward_peak=part.backward.peak - whole.backward.peak,
     )
+    spent = part.forward.nanoseconds + part.backward.nanoseconds
+    return change, spent / max(1, whole.forward.nanoseconds + whole.backward.nanoseconds)
