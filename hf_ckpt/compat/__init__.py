@@ -74,7 +74,6 @@ from hf_ckpt.compat.frames import (
     input_of_dropout,
     is_called_by_a_library,
     python_call,
-    rebound,
     running_function,
     running_modules,
 )

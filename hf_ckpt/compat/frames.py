@@ -1,11 +1,11 @@
-"""Reads call frames for facts that no argument carries, and rebinds functions from one model to another."""
+"""Reads call frames for facts that no argument carries."""
 
 from __future__ import annotations
 
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -81,33 +81,3 @@ def _caller() -> types.FrameType | None:
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("hf_ckpt."):
         frame = frame.f_back
     return frame
-
-
-def rebound(forward: types.MethodType, other: nn.Module) -> types.MethodType:
-    """Rebind a forward that was set on one model to `other`.
-
-    The closures of such functions refer to the first model, its methods, and functions that wrap these.
-    """
-    known: dict[int, Any] = {id(forward.__self__): other}
-    return types.MethodType(_rebound(forward.__func__, known), other)
-
-
-def _rebound(value: Any, known: dict[int, Any]) -> Any:
-    """Return `value` with objects in its closures replaced: `known` maps the id of an object to its replacement."""
-    if id(value) in known:
-        return known[id(value)]
-    if isinstance(value, types.MethodType) and id(value.__self__) in known:
-        return types.MethodType(_rebound(value.__func__, known), known[id(value.__self__)])
-    if not isinstance(value, types.FunctionType) or not value.__closure__:
-        return value
-    cells = tuple(types.CellType() for _ in value.__closure__)
-    made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
-    made.__kwdefaults__ = value.__kwdefaults__
-    made.__dict__.update(value.__dict__)
-    known[id(value)] = made
-    for cell, old in zip(cells, value.__closure__, strict=True):
-        try:
-            cell.cell_contents = _rebound(old.cell_contents, known)
-        except ValueError:  # an empty cell stays empty
-            continue
-    return made

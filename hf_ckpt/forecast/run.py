@@ -220,7 +220,7 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], asked: Question, de
             handles.append(module.register_forward_pre_hook(pass_inputs))
     boundaries = Boundaries(modules, mark)
     if step.forward is not None:
-        vars(model)["forward"] = compat.rebound(step.forward, model)
+        vars(model)["forward"] = step.forward
     try:
         with contextlib.ExitStack() as around:
             around.callback(standing_for.reset, standing_for.set(meter.one_for_many))

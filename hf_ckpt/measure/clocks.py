@@ -1,14 +1,18 @@
-"""Clocks: wall time of training steps, and times between points of a step on the devices of a model."""
+"""Clocks: wall time of training steps, and times at the boundaries of a step on the devices of a model."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from hf_ckpt import compat
+
+Reading = tuple[int, int] | Callable[[], tuple[int, int] | None]
+"""(bytes alive, most bytes alive since the last reading). A meter that learns them after the step returns a function;
+its result is None if they stay unknown."""
 
 
 class TrainingClock:
@@ -58,11 +62,36 @@ class TrainingClock:
         return taken
 
 
-class DeviceClock:
-    """Times between points of a step.
+class Meter:
+    """Reads memory and time at the boundaries of a step. This one reads nothing."""
 
-    Accelerators record an event at each point, so that nothing waits for them while the step runs. If their events
-    measure no time, each point waits for the devices.
+    counts = False
+    """Whether it reads memory."""
+
+    def read(self) -> Reading:
+        """Return (bytes alive, most bytes alive since the last call), or a function for them; see `Reading`."""
+        return 0, 0
+
+    def stamp(self) -> Any:
+        """Return a time stamp, without waiting for the device."""
+        return 0
+
+    def between(self, first: Any, last: Any) -> int:
+        """Return the nanoseconds between two stamps. Waits for the device."""
+        return int(last - first)
+
+    def start(self) -> None:
+        """Begin to measure, or go on after `stop`."""
+
+    def stop(self) -> None:
+        """Stop measuring."""
+
+
+class DeviceClock(Meter):
+    """The `Meter` that reads only the time.
+
+    Accelerators record an event at each boundary, so that nothing waits for them while the step runs. If their events
+    measure no time, each boundary waits for the devices.
 
     Args:
         devices: the devices of the model; without an accelerator among them, the clock is the host's.
@@ -73,14 +102,13 @@ class DeviceClock:
         self._by_events = bool(self._devices) and all(map(compat.has_timed_events, self._devices))
 
     def stamp(self) -> Any:
-        """Return the time of this point, for `between`."""
         if self._by_events:
             return [compat.timed_event(device) for device in self._devices]
         compat.synchronize(self._devices)
         return time.perf_counter_ns()
 
     def between(self, first: Any, last: Any) -> int:
-        """Return the nanoseconds between two points, on the device that worked longest. Waits for the devices."""
+        """Return the nanoseconds between two stamps, on the device that worked longest. Waits for the devices."""
         if not self._by_events:
             return int(last - first)
         for event in last:

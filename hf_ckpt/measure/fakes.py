@@ -20,7 +20,7 @@ Price = Callable[[int, int, int], int]
 
 
 class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
-    """The `levels.Meter` of a step on fake tensors. It also answers operations that ask for values.
+    """The `Meter` of a step on fake tensors. It also answers operations that ask for values.
 
     Args:
         price: the time of an operation on the device.
@@ -28,8 +28,6 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
         padded: whether an attention mask masks anything. A boolean value is taken to mean "nothing is masked".
         casts: whether a tensor equals the tensor that it was cast from, which the rebuild engine asks on a CPU.
     """
-
-    counts = True
 
     def __init__(self, price: Price, *holders: Holder, padded: bool, casts: bool) -> None:
         self.part: Any = None
@@ -48,25 +46,9 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
         self._parts: dict[int, Any] = {}
         """Address of a storage -> the part that allocated it."""
 
-    def read(self) -> tuple[int, int]:
-        """Return (bytes alive, most bytes alive since the last call)."""
-        current, peak = self.current_bytes, self.peak_bytes
-        self.peak_bytes = current
-        return current, peak
-
     def stamp(self) -> Any:
         """Return the nanoseconds so far."""
         return self._nanoseconds
-
-    def between(self, first: Any, last: Any) -> int:
-        """Return the nanoseconds between two stamps."""
-        return int(last - first)
-
-    def start(self) -> None:
-        """Nothing: it measures inside a `with` block."""
-
-    def stop(self) -> None:
-        """Nothing: it measures inside a `with` block."""
 
     @contextlib.contextmanager
     def one_for_many(self, times: int) -> Iterator[None]:

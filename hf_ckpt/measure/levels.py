@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
 from hf_ckpt import compat
 from hf_ckpt.costs.steps import Call, CallName, Part, Step
-from hf_ckpt.measure.clocks import DeviceClock
+from hf_ckpt.measure.clocks import DeviceClock, Meter, Reading
 from hf_ckpt.measure.live import Holder, LiveBytes
-from hf_ckpt.measure.memory import AllocatorMeter, keeps_statistics
+from hf_ckpt.measure.memory import PeakMeter, keeps_statistics
 from hf_ckpt.measure.recorded import RecordedLevels
-
-Reading = tuple[int, int] | Callable[[], tuple[int, int] | None]
-"""(bytes alive, most bytes alive since the last reading). A meter that learns them after the step returns a function;
-its result is None if they stay unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,44 +41,7 @@ class Level:
     """Time since the previous boundary; 0 in a step that was not timed."""
 
 
-class Meter(Protocol):
-    """Reads the memory of a device."""
-
-    counts: bool
-    """Whether it reads memory."""
-
-    def read(self) -> Reading:
-        """Return (bytes alive, most bytes alive since the last call), or a function for them; see `Reading`."""
-
-    def stamp(self) -> Any:
-        """Return a time stamp, without waiting for the device."""
-
-    def between(self, first: Any, last: Any) -> int:
-        """Return the nanoseconds between two stamps. Waits for the device."""
-
-    def start(self) -> None:
-        """Begin to measure, or go on after `stop`."""
-
-    def stop(self) -> None:
-        """Stop measuring."""
-
-
-class Timed(DeviceClock):
-    """The `Meter` that reads only the time."""
-
-    counts = False
-
-    def read(self) -> tuple[int, int]:
-        return 0, 0
-
-    def start(self) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-
-class AllocatorLevels(Timed):
+class AllocatorLevels(DeviceClock):
     """The `Meter` of the allocators of accelerators.
 
     Each boundary costs one read of the statistics, one reset of the peak and one event per device.
@@ -95,7 +54,7 @@ class AllocatorLevels(Timed):
 
     def __init__(self, devices: Collection[torch.device]) -> None:
         super().__init__(devices)
-        self._allocators = AllocatorMeter(devices)
+        self._allocators = PeakMeter(devices)
 
     def read(self) -> tuple[int, int]:
         return self._allocators.take()
@@ -113,7 +72,6 @@ class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
         device: type of the device whose tensors are counted.
     """
 
-    counts = True
     supports_higher_order_operators = True
 
     def __init__(self, *holders: Holder, device: str = "cpu") -> None:
@@ -133,17 +91,6 @@ class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
         if not self._stopped:  # stopped during an operation, when the mode cannot be left
             self._count_all(result)
         return result
-
-    def read(self) -> tuple[int, int]:
-        current, peak = self.current_bytes, self.peak_bytes
-        self.peak_bytes = current
-        return current, peak
-
-    def stamp(self) -> Any:
-        return 0
-
-    def between(self, first: Any, last: Any) -> int:
-        return 0
 
     def start(self) -> None:
         if self._stopped:
@@ -217,7 +164,7 @@ def meter_for(
     if there and all(map(keeps_statistics, there)):
         return AllocatorLevels(there)
     if timed_only:
-        return Timed(there)
+        return DeviceClock(there)
     if compiled and not there:
         return RecordedLevels(*holders)
     return CountedLevels(*holders, device=there[0].type if there else "cpu")

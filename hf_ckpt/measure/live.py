@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.measure.clocks import Meter
 
 Holder = nn.Module | torch.optim.Optimizer | Mapping[str, Any]
 """What holds tensors that are alive before counting begins: a model, an optimizer, or a batch (a mapping)."""
@@ -27,7 +28,7 @@ class _Alive(weakref.ref):  # type: ignore[type-arg]
     size: int
 
 
-class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(compat.TorchDispatchMode, Meter):  # type: ignore[no-untyped-call]
     """Counts the bytes of all live tensor storages, each once, after every operation of forward and backward.
 
         with LiveBytes(model) as live:
@@ -43,6 +44,8 @@ class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         device: device type, such as `cuda`, whose storages are counted; those of fake tensors are on `meta`. None for
             all devices.
     """
+
+    counts = True
 
     def __init__(self, *holders: Holder, device: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -74,6 +77,12 @@ class LiveBytes(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count_all(result)
         self.timeline.append(self.current_bytes)
         return result
+
+    def read(self) -> tuple[int, int]:
+        """Return (bytes alive, most bytes alive since the last call)."""
+        current, peak = self.current_bytes, self.peak_bytes
+        self.peak_bytes = current
+        return current, peak
 
     def _count_all(self, result: Any) -> None:
         """Count the storages of the tensors that an operation returned."""

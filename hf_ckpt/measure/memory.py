@@ -1,5 +1,4 @@
-"""Meters of peak memory, for the devices of a model: the allocators of accelerators (exact) or, on a CPU, the kernel's
-counter of the process's peak resident size (Linux). `PeakMeter.source` says which one it is."""
+"""Peaks of memory: each accelerator's allocator, which has one peak for all readers, and a meter of a model's peak."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import sys
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -20,34 +18,6 @@ log = logging.getLogger(__name__)
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-
-
-class PeakMeter(Protocol):
-    """A meter of the largest memory use since the last `reset`. Unknown figures are None, never 0."""
-
-    source: str
-    """Where the figures come from, in words."""
-    exact: bool
-    """Whether the figures count bytes of tensors and nothing else."""
-
-    def reset(self) -> None:
-        """Start a new window: forget the peak so far."""
-
-    def peak_bytes(self) -> int | None:
-        """Return the peak of this window, in bytes."""
-
-    def reserved_bytes(self) -> int | None:
-        """Return the peak of a caching allocator's reserved memory, in bytes; None if there is no such allocator."""
-
-
-def peak_meter(devices: Iterable[torch.device]) -> PeakMeter:
-    """Make the best meter for a model on these devices."""
-    there = compat.accelerators(devices)
-    if not there:
-        return ResidentMeter() if _STATUS.exists() else NoMeter(sys.platform)
-    if not all(map(keeps_statistics, there)):
-        return NoMeter(there[0].type)
-    return AllocatorMeter(there)
 
 
 def keeps_statistics(device: torch.device) -> bool:
@@ -73,7 +43,7 @@ class Allocator:
         self.device = device
         self.highest_bytes = 0
         """The highest peak so far."""
-        self._peaks: weakref.WeakKeyDictionary[AllocatorMeter, int] = weakref.WeakKeyDictionary()
+        self._peaks: weakref.WeakKeyDictionary[PeakMeter, int] = weakref.WeakKeyDictionary()
         """For each meter, the peak of its window before the allocator's peak was last reset."""
 
     def read(self) -> compat.AllocatorBytes:
@@ -87,11 +57,11 @@ class Allocator:
         self.read()
         return self.highest_bytes
 
-    def peak_of(self, meter: AllocatorMeter) -> int:
+    def peak_of(self, meter: PeakMeter) -> int:
         """Return the peak of a meter's window."""
         return max(self._peaks.get(meter, 0), self.read().peak)
 
-    def restart(self, meter: AllocatorMeter | None = None) -> tuple[int, int]:
+    def restart(self, meter: PeakMeter | None = None) -> tuple[int, int]:
         """Return (bytes in use, peak of a meter's window), and start a new window of this meter.
 
         Raises RuntimeError if the allocator keeps no statistics.
@@ -112,77 +82,52 @@ def allocator_of(device: torch.device) -> Allocator:
     return Allocator(device)
 
 
-class AllocatorMeter:
-    """A `PeakMeter` of the allocators of some accelerators. Their figures are added up. Reading them does not wait."""
+class PeakMeter:
+    """The largest memory use of some devices since the last `reset`. Unknown figures are None, never 0.
 
-    exact = True
+    The allocators of accelerators tell the bytes of tensors; reading them does not wait, and several are added up. On a
+    CPU under Linux, the figure is the kernel's own peak of the process's resident size: `VmHWM` in /proc/self/status.
+    Writing 5 to /proc/self/clear_refs resets it (`man 5 proc_pid_clear_refs`). If the kernel does not allow that, as in
+    some containers, the peak is that since the process began.
+
+    Args:
+        devices: the devices of a model.
+    """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._allocators = [allocator_of(device) for device in devices]
-        self.source = f"{self._allocators[0].device.type} allocator"
-        self.reset()
+        there = compat.accelerators(devices)
+        self._allocators = [allocator_of(device) for device in there] if all(map(keeps_statistics, there)) else []
+        self._is_resident = not there and _STATUS.exists()
+        self.exact = bool(self._allocators)
+        """Whether the figures count bytes of tensors and nothing else."""
+        place = there[0].type if there else sys.platform
+        self.source = f"{place} allocator" if self.exact else f"unknown ({place} reports no peak)"
+        """Where the figures come from, in words."""
+        if not self.reset():
+            self.source = "process resident size, kernel peak since the process began"
+        elif self._is_resident:
+            self.source = "process resident size, kernel peak"
+
+    def reset(self) -> bool:
+        """Start a new window: forget the peak so far. Returns False if the kernel does not allow that."""
+        self.take()
+        try:
+            return not self._is_resident or _CLEAR_REFS.write_text("5") > 0
+        except OSError:
+            return False
 
     def take(self) -> tuple[int, int]:
-        """Return (bytes in use, peak of this window), and start a new window."""
+        """Return (bytes in use, peak of this window) of the accelerators, and start a new window."""
         read = [allocator.restart(self) for allocator in self._allocators]
         return sum(current for current, _ in read), sum(peak for _, peak in read)
 
-    def reset(self) -> None:
-        self.take()
-
     def peak_bytes(self) -> int | None:
-        return sum(allocator.peak_of(self) for allocator in self._allocators)
+        """Return the peak of this window, in bytes."""
+        if self._is_resident:
+            lines = (line.split() for line in _STATUS.read_text().splitlines())
+            return next((int(words[1]) * 1024 for words in lines if words[:1] == ["VmHWM:"]), None)
+        return sum(allocator.peak_of(self) for allocator in self._allocators) if self.exact else None
 
     def reserved_bytes(self) -> int | None:
-        return sum(allocator.read().reserved_peak for allocator in self._allocators)
-
-
-class ResidentMeter:
-    """A `PeakMeter` of the process's resident size. It reads the kernel's own peak: `VmHWM` in /proc/self/status.
-
-    Writing 5 to /proc/self/clear_refs resets it (`man 5 proc_pid_clear_refs`). If the kernel does not allow that, as in
-    some containers, the peak is that since the process began.
-    """
-
-    exact = False
-
-    def __init__(self) -> None:
-        resets = self._reset()
-        self.source = "process resident size, kernel peak" + ("" if resets else " since the process began")
-
-    def _reset(self) -> bool:
-        try:
-            _CLEAR_REFS.write_text("5")
-        except OSError:
-            return False
-        return True
-
-    def reset(self) -> None:
-        self._reset()
-
-    def peak_bytes(self) -> int | None:
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-        return None
-
-    def reserved_bytes(self) -> int | None:
-        return None
-
-
-class NoMeter:
-    """The `PeakMeter` of a device whose allocator reports no peak: all its figures are None."""
-
-    exact = False
-
-    def __init__(self, device: str) -> None:
-        self.source = f"unknown ({device} reports no peak)"
-
-    def reset(self) -> None:
-        pass
-
-    def peak_bytes(self) -> int | None:
-        return None
-
-    def reserved_bytes(self) -> int | None:
-        return None
+        """Return the peak of the allocators' reserved memory, in bytes; None without an allocator."""
+        return sum(allocator.read().reserved_peak for allocator in self._allocators) if self.exact else None

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.measure.clocks import Meter
 from hf_ckpt.measure.live import Holder, LiveBytes, tensors_of
 
 _MARK = "hf_ckpt "
 
 
-class RecordedLevels:
+class RecordedLevels(Meter):
     """The `Meter` that records the CPU's allocations between `start` and `stop`, in the thread of the step.
 
     The record has three limits. It does not show when memory is released that is older than its start, such as old
@@ -62,12 +63,6 @@ class RecordedLevels:
             self._sizes, self._bytes = {}, 0  # what was recorded may have been released since
             self._settle(number)
         return lambda: self._readings.get(number)
-
-    def stamp(self) -> Any:
-        return 0
-
-    def between(self, first: Any, last: Any) -> int:
-        return 0
 
     def start(self) -> None:
         if self._thread is None:

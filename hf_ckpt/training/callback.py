@@ -41,7 +41,7 @@ from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.errors import NoBlocksError, OwnerConflictError, PlanLostError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.measure.clocks import TrainingClock
-from hf_ckpt.measure.memory import PeakMeter, peak_meter
+from hf_ckpt.measure.memory import PeakMeter
 from hf_ckpt.models.blocks import base_model, find_blocks, head_module
 from hf_ckpt.spec.files import append_line
 from hf_ckpt.spec.plan import Plan
@@ -121,7 +121,7 @@ class MemoryTimeCallback(TrainerCallback):
         self._go_before_reporters()
         model: nn.Module = kwargs["model"]
         devices = compat.devices_of_model(model)
-        self._clock, self._meter = TrainingClock(devices), peak_meter(devices)
+        self._clock, self._meter = TrainingClock(devices), PeakMeter(devices)
         self._handles.append(model.register_forward_pre_hook(self._counts.see_model, with_kwargs=True))
         with contextlib.suppress(NoBlocksError):
             head = head_module(base_model(model), find_blocks(model).family)

@@ -47,7 +47,8 @@ from hf_ckpt.costs.steps import Step
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import PLANS
-from hf_ckpt.measure.levels import Levels, Meter, meter_for, step_of
+from hf_ckpt.measure.clocks import Meter
+from hf_ckpt.measure.levels import Levels, meter_for, step_of
 from hf_ckpt.measure.live import held_bytes, state_bytes
 from hf_ckpt.measure.machine import device_memory, device_name
 from hf_ckpt.measure.memory import keeps_statistics

@@ -22,6 +22,7 @@ from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.training.install import trial
 
 MIB = 2**20
+ON_CPU, FIRST, SECOND = {torch.device("cpu")}, torch.device("cuda", 0), torch.device("cuda", 1)
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
 
@@ -94,7 +95,7 @@ def test_live_bytes_of_one_device():
 
 @on_linux
 def test_resident_peak_follows_a_large_block_and_forgets_it():
-    meter = memory.ResidentMeter()
+    meter = memory.PeakMeter(ON_CPU)
     meter.reset()
     before = meter.peak_bytes()
     # Pages from the kernel: freed tensors may stay with the C allocator.
@@ -113,15 +114,13 @@ def test_resident_peak_follows_a_large_block_and_forgets_it():
 @on_linux
 def test_where_the_kernel_does_not_reset_its_peak(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "no" / "such" / "file")
-    meter = memory.peak_meter(ON_CPU)
+    meter = memory.PeakMeter(ON_CPU)
     meter.reset()
     assert meter.peak_bytes() > 0
     assert "since the process began" in meter.source
 
 
 # --- accelerators, without one ----------------------------------------------------------------------------------------
-
-ON_CPU, FIRST, SECOND = {torch.device("cpu")}, torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 class Cuda:
@@ -171,7 +170,7 @@ def cuda(monkeypatch):
 
 def test_everything_is_asked_of_the_devices_of_the_model(cuda):
     """Not of the machine: a model trains on the second device, on both, or on the CPU beside them."""
-    meters = [memory.peak_meter(there) for there in ({SECOND}, {FIRST, SECOND}, ON_CPU)]
+    meters = [memory.PeakMeter(there) for there in ({SECOND}, {FIRST, SECOND}, ON_CPU)]
     cuda.use(FIRST, 10)
     cuda.use(SECOND, 1000)
     cuda.use(SECOND, -1000)
@@ -190,12 +189,12 @@ def test_everything_is_asked_of_the_devices_of_the_model(cuda):
     counted = levels.meter_for(ON_CPU, model)
     counted.stop()
     assert counted.read() == (440, 440)
-    assert type(levels.meter_for(ON_CPU, timed_only=True)) is levels.Timed
+    assert type(levels.meter_for(ON_CPU, timed_only=True)) is clocks.DeviceClock
 
 
 def test_a_peak_counts_after_a_meter_has_reset_it(cuda):
     """All readers share the allocator's one peak: the callback resets it just before a check asks for spare memory."""
-    meters = [memory.peak_meter({SECOND}) for _ in range(2)]
+    meters = [memory.PeakMeter({SECOND}) for _ in range(2)]
     for meter in meters:
         cuda.use(SECOND, 1000)
         cuda.use(SECOND, -1000)
@@ -221,7 +220,7 @@ def test_an_allocator_without_statistics_ends_nothing(missing, memory_of_both, s
     assert (found.total_bytes, found.available_bytes) == memory_of_both if memory_of_both else found.total_bytes > 10**8
     assert machine.spare_bytes(both) == spare
     for _ in range(2):
-        meter = memory.peak_meter(both)
+        meter = memory.PeakMeter(both)
         counted = levels.CountedLevels if missing != "mem_get_info" else levels.AllocatorLevels
         assert type(levels.meter_for(both)) is counted
     assert (meter.peak_bytes() is None) is (missing != "mem_get_info")
@@ -232,7 +231,7 @@ def test_an_allocator_without_statistics_ends_nothing(missing, memory_of_both, s
 @pytest.mark.parametrize("device_type", ["mps", "xla"])
 def test_an_accelerator_that_tells_nothing_is_unknown(device_type):
     device = torch.device(device_type, 0)
-    meter = memory.peak_meter({device})
+    meter = memory.PeakMeter({device})
     assert meter.peak_bytes() is None
     assert meter.source == f"unknown ({device_type} reports no peak)"
     assert type(levels.meter_for({device})) is levels.CountedLevels
@@ -256,7 +255,7 @@ def test_statistics_without_a_module_of_their_own(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_allocator_peak():
     torch.cuda.init()
-    meter = memory.peak_meter([torch.device("cuda", 0)])
+    meter = memory.PeakMeter([torch.device("cuda", 0)])
     meter.reset()
     before = meter.peak_bytes()
     big = torch.ones(25 * MIB, device="cuda")

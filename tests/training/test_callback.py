@@ -19,7 +19,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.errors import PlanLostError
-from hf_ckpt.measure.memory import NoMeter, peak_meter
+from hf_ckpt.measure.memory import PeakMeter
 from hf_ckpt.models.tiny import tiny_model
 from hf_ckpt.training import callback
 from hf_ckpt.training.callback import MemoryTimeCallback
@@ -50,7 +50,7 @@ def test_figures_reach_the_file_the_history_and_the_console(tmp_path, capsys):
         # logits of the training step: batch 2, 12 tokens, 320 entries of 4 bytes
         assert row["memory/head_gib"] * 2**30 == 2 * 12 * 320 * 4
     start = metrics(tmp_path, "start")[0]
-    assert start["memory_source"] == peak_meter({torch.device("cpu")}).source
+    assert start["memory_source"] == PeakMeter({torch.device("cpu")}).source
     assert [row["action"] for row in start["plan"]["stacks"]["decoder"]] == ["full"] * 4
     history = [row for row in run.state.log_history if "loss" in row]
     assert [row["memory/peak_gib"] for row in history] == [row["memory/peak_gib"] for row in rows]
@@ -78,7 +78,7 @@ def test_a_cpu_compares_no_peak_of_the_process_with_bytes_of_tensors(tmp_path, c
     """The predicted peak is compared only with a meter that counts tensors: resident size includes Python itself."""
     found = {}
     for exact in (False, True):
-        monkeypatch.setattr(callback, "peak_meter", lambda devices, exact=exact: Meter(exact))
+        monkeypatch.setattr(callback, "PeakMeter", lambda devices, exact=exact: Meter(exact))
         model = tiny_model("llama")
         hf_ckpt.install(model)
         spec = {f"{FLAG}_kwargs": {"policy": "budget", "budget": "1GiB"}}
@@ -93,11 +93,11 @@ def test_a_cpu_compares_no_peak_of_the_process_with_bytes_of_tensors(tmp_path, c
     assert found[True] == pytest.approx(2**30 / (row["memory/predicted_gib"] * 2**30) - 1)
 
 
-class Meter(NoMeter):
+class Meter(PeakMeter):
     """A meter that always reads 1 GiB."""
 
     def __init__(self, exact: bool) -> None:
-        super().__init__("made up")
+        super().__init__([torch.device("mps")])
         self.exact = exact
 
     def peak_bytes(self) -> int:
@@ -114,7 +114,7 @@ def test_of_a_head_in_chunks_a_chunk_is_told(tmp_path):
 
 
 def test_unknown_memory_is_null_never_zero(tmp_path, monkeypatch):
-    monkeypatch.setattr(callback, "peak_meter", lambda devices: NoMeter("mps"))
+    monkeypatch.setattr(callback, "PeakMeter", lambda devices: PeakMeter([torch.device("mps")]))
     run = trainer(tmp_path, max_steps=1)
     run.train()
     row = metrics(tmp_path)[0]

@@ -530,7 +530,7 @@ def test_an_accelerator_is_read_once_a_boundary(monkeypatch):
     A callback still reads the peak of the whole step although boundaries reset it.
     """
     allocator, there = Allocator(monkeypatch), {torch.device("cuda", 0)}
-    meter = memory.peak_meter(there)
+    meter = memory.PeakMeter(there)
     allocator.take(100)
     meter.reset()
     found = levels.Levels(levels.meter_for(there))
