@@ -221,8 +221,10 @@ class PassHook(ModelHook):
 
 def _refuse_deepspeed(version: str, asked_reentrant: bool) -> None:
     """Raise `HfCkptError` for a DeepSpeed that cannot recompute frozen parameters non-reentrantly under ZeRO-3."""
-    who = "which TRL has set by itself" if compat.trl_trains() else "which was asked for"
-    reentrant = f" With `use_reentrant=True`, {who}, transformers' own checkpointing works there, without hf_ckpt."
+    reentrant = (
+        " With `use_reentrant=True`, which was asked for (TRL does so by itself), transformers' own checkpointing "
+        "works there, without hf_ckpt."
+    )
     raise HfCkptError(
         f"DeepSpeed {version} cannot recompute blocks with frozen parameters non-reentrantly under ZeRO-3, as hf_ckpt "
         "does (training would stop with a CheckpointError: recomputed shape [0]). Install a DeepSpeed after "

@@ -159,4 +159,4 @@ from hf_ckpt.compat.transformers import (
     uninitialised,
     wants_use_cache,
 )
-from hf_ckpt.compat.trl import fused_forward, trl_trains
+from hf_ckpt.compat.trl import fused_forward

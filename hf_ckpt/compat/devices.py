@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -117,8 +117,7 @@ def _module_with(name: str, device: torch.device) -> Any:
 def memory_info(device: torch.device) -> tuple[int, int]:
     """Return the (free, total) bytes of a device, counting all processes. Raises RuntimeError if it does not tell."""
     own = getattr(getattr(torch, device.type, None), "mem_get_info", None)
-    read = _module_with("get_memory_info", device).get_memory_info if own is None else own
-    free, total = read(device)
+    free, total = (own or _module_with("get_memory_info", device).get_memory_info)(device)
     return int(free), int(total)
 
 
@@ -126,13 +125,9 @@ def release_memory() -> None:
     """Collect unreachable Python objects, and empty the cache of the accelerator's allocator."""
     gc.collect()
     device = current_accelerator()
-    if device is None:
-        return
-    empty = getattr(torch.accelerator, "empty_cache", None)  # since torch 2.9
-    empty = empty or getattr(getattr(torch, device.type, None), "empty_cache", None)
-    with contextlib.suppress(RuntimeError):  # an allocator without a cache
-        if empty is not None:
-            empty()
+    if device is not None:
+        with contextlib.suppress(RuntimeError):  # an allocator without a cache
+            _module_with("empty_cache", device).empty_cache()
 
 
 def empty_host_cache() -> None:
@@ -230,11 +225,9 @@ def is_capturing() -> bool:
     captures = getattr(module, "is_current_stream_capturing", None)
     if captures is not None:
         return bool(captures())
-    if not hasattr(torch.Stream, "is_capturing"):  # torch 2.13
-        return False
     try:
         return bool(torch.accelerator.current_stream().is_capturing())
-    except RuntimeError:  # a device without graphs
+    except (AttributeError, RuntimeError):  # an older torch than 2.13, or a device without graphs
         return False
 
 
@@ -248,7 +241,8 @@ def is_initialized(module: Any) -> bool:
 
 Autocast = Mapping[str, torch.dtype | None]
 """Type of a device -> autocast's type there; None while autocast is off."""
-_any_autocast = private("torch._C._is_any_autocast_enabled")
+autocast_is_on: Callable[[], bool] = private("torch._C._is_any_autocast_enabled")
+"""Returns whether autocast is enabled for any device."""
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -261,11 +255,6 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 def autocast_now() -> Autocast:
     """Return autocast's current types on the CPU and on the accelerator."""
     return {device_type: autocast_dtype(device_type) for device_type in ("cpu", accelerator_type() or "cpu")}
-
-
-def autocast_is_on() -> bool:
-    """Whether autocast is enabled for any device."""
-    return bool(_any_autocast())
 
 
 def autocast_to(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -33,32 +34,35 @@ def add_lora(
 
     Raises `HfCkptError` if no layer matches `targets`.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     chosen = targets if isinstance(targets, str) else list(targets)
-    asked = LoraConfig(r=rank, target_modules=chosen, lora_dropout=lora_dropout, **config)
+    return add_adapters(
+        model, {"default": LoraConfig(r=rank, target_modules=chosen, lora_dropout=lora_dropout, **config)}
+    )
+
+
+def add_adapters(model: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
+    """Add adapters to a model: name -> config of PEFT. Raises `HfCkptError` if PEFT refuses them."""
+    from peft import get_peft_model
+
+    adapted: Any = model
     try:
-        adapted: nn.Module = get_peft_model(model, asked)
+        for name, config in configs.items():
+            if adapted is model:
+                adapted = get_peft_model(model, copy.deepcopy(config), adapter_name=name)
+            else:
+                adapted.add_adapter(name, copy.deepcopy(config))
     except ValueError as error:
         raise HfCkptError(f"PEFT puts no adapters on {type(model).__name__}: {reason_of(error)}.") from error
-    return adapted
+    with_adapters: nn.Module = adapted
+    return with_adapters
 
 
-def add_same_adapters(model: nn.Module, live: nn.Module) -> nn.Module:
-    """Add the adapters of a live model, plain or wrapped, to a new one. Raises `HfCkptError` if PEFT refuses them."""
-    configs = (getattr(module, "peft_config", None) for module in live.modules())
-    adapters: dict[str, Any] = next((found for found in configs if isinstance(found, dict)), {})
-    for number, (name, config) in enumerate(adapters.items()):
-        from peft import PeftModel, get_peft_model
-
-        try:
-            if number and isinstance(model, PeftModel):
-                model.add_adapter(name, copy.deepcopy(config))
-            else:
-                model = get_peft_model(model, copy.deepcopy(config), adapter_name=name)
-        except ValueError as error:
-            raise HfCkptError(f"PEFT puts no adapters on {type(model).__name__}: {reason_of(error)}.") from error
-    return model
+def adapters_of(model: nn.Module) -> dict[str, Any]:
+    """Return the adapters of a model, plain or wrapped: name -> config of PEFT."""
+    configs = (getattr(module, "peft_config", None) for module in model.modules())
+    return next((found for found in configs if isinstance(found, dict)), {})
 
 
 def like_bitsandbytes(model: nn.Module, layer_class: type[nn.Module]) -> None:
@@ -70,15 +74,12 @@ def like_bitsandbytes(model: nn.Module, layer_class: type[nn.Module]) -> None:
             result: torch.Tensor = self.base_layer(x, *args, **kwargs)
             if self.disable_adapters:
                 return result
-            result = result.clone()
+            result, casts = result.clone(), not torch.is_autocast_enabled()
             for name in self.active_adapters:
-                if torch.is_autocast_enabled():
-                    output = self.lora_B[name](self.lora_A[name](self.lora_dropout[name](x))) * self.scaling[name]
-                else:
+                if casts:
                     x = self._cast_input_dtype(x, self.lora_A[name].weight.dtype)
-                    output = self.lora_B[name](self.lora_A[name](self.lora_dropout[name](x))) * self.scaling[name]
-                    output = output.to(result.dtype)
-                result = result + output
+                output = self.lora_B[name](self.lora_A[name](self.lora_dropout[name](x))) * self.scaling[name]
+                result = result + (output.to(result.dtype) if casts else output)
             return result
 
     for module in model.modules():
@@ -89,15 +90,11 @@ def like_bitsandbytes(model: nn.Module, layer_class: type[nn.Module]) -> None:
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Disable a model's adapters inside this context, as PEFT's `disable_adapter` does."""
-    off: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
-    before = [module._disable_adapters for module in off]
-    for module in off:
-        module._disable_adapters = True
-    try:
+    with contextlib.ExitStack() as off:
+        for module in model.modules():
+            if hasattr(module, "_disable_adapters"):
+                off.enter_context(mock.patch.object(module, "_disable_adapters", True))
         yield
-    finally:
-        for module, value in zip(off, before, strict=True):
-            module._disable_adapters = value
 
 
 def is_adapter(kind: type) -> bool:

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 import types
-from typing import Any
 
 from torch import nn
 
 from hf_ckpt.errors import MissingDependencyError
 
 
-def trl_trains() -> bool:
-    """Whether a trainer of TRL is imported. For adapters under ZeRO-3, they set `use_reentrant=True` themselves.
+def fused_forward(model: nn.Module, outputs: tuple[str, ...]) -> types.MethodType:
+    """Return the forward that TRL's trainers set on a causal language model; the model itself is not changed.
 
-    https://github.com/huggingface/trl/blob/main/trl/trainer/sft_trainer.py
-    """
-    return any(name.startswith("trl.trainer.") and name.endswith("trainer") for name in sys.modules)
-
-
-def fused_forward(model: nn.Module, outputs: tuple[str, ...] = ("log_probs",)) -> types.MethodType | None:
-    """Return the forward that TRL's trainers set on a model; the model itself is not changed.
-
-    Called with `fused_lm_head=True`, it returns log probabilities of labels without computing logits. None if this
-    version of TRL (before 1.9) has no such forward; its trainers compute their loss from logits.
-
-    Args:
-        model: a causal language model.
-        outputs: what it computes for each token, as for TRL's `add_fused_lm_head`.
-
-    Raises `MissingDependencyError` if TRL is not installed.
+    Called with `fused_lm_head=True`, it returns log probabilities of labels without computing logits. `outputs` are
+    what it computes for each token. Raises `MissingDependencyError` without TRL 1.9 or later.
     """
     try:
-        from trl.trainer import utils
+        from trl.trainer.utils import add_fused_lm_head
     except ImportError as error:
-        raise MissingDependencyError("trl", "planning for its trainers", "pip install trl") from error
-    add: Any = getattr(utils, "add_fused_lm_head", None)
-    if add is None:
-        return None
-    add(model, outputs=outputs)
+        raise MissingDependencyError("trl>=1.9", "planning for its trainers", 'pip install "trl>=1.9"') from error
+    add_fused_lm_head(model, outputs=outputs)
     forward: types.MethodType = vars(model).pop("forward")
     return forward

@@ -62,7 +62,7 @@ def micro_step(asked: Question, base: Any) -> MicroStep:
         raise HfCkptError(f"{name} is no causal language model, which the trainer {asked.trainer} needs.")
     loss, outputs = _OF_TRL[asked.trainer]
     forward = compat.fused_forward(base, ("log_probs", "entropy", *outputs))
-    return MicroStep({**batch, **({"fused_lm_head": True} if forward is not None else {})}, loss, forward)
+    return MicroStep({**batch, "fused_lm_head": True}, loss, forward)
 
 
 def _inputs(asked: Question, base: Any) -> dict[str, Any]:
@@ -104,14 +104,11 @@ def _mean_square(outputs: Any) -> torch.Tensor:
 
 
 def _of_label_scores(outputs: Any) -> torch.Tensor:
-    """A loss of the labels' log probabilities, [sequences, tokens], from the outputs of TRL's forward, or from logits.
+    """A loss of the labels' log probabilities, [sequences, tokens], from the outputs of TRL's forward.
 
     What DPO and GRPO compute from these takes little memory and time.
     """
-    scores = getattr(outputs, "log_probs", None)
-    if not isinstance(scores, torch.Tensor):
-        scores = outputs.logits[:, :-1].log_softmax(-1)[..., 0]
-    return -nn.functional.logsigmoid(scores.sum(1)).mean()
+    return -nn.functional.logsigmoid(outputs.log_probs.sum(1)).mean()
 
 
 _OF_TRL: dict[str, tuple[Callable[[Any], torch.Tensor] | None, tuple[str, ...]]] = {

@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.compat.peft import add_lora, add_same_adapters, like_bitsandbytes
+from hf_ckpt.compat.peft import adapters_of, add_adapters, add_lora, like_bitsandbytes
 from hf_ckpt.errors import HfCkptError, reason_of, shown
 from hf_ckpt.forecast.batches import DTYPES
 from hf_ckpt.forecast.presets import presets
@@ -122,7 +122,7 @@ def _like_live(made: nn.Module, live: nn.Module, base: Any) -> nn.Module:
     if getattr(base, "is_loaded_in_4bit", False):
         stored = base.config.quantization_config
         quantise(made, base.dtype, double=bool(getattr(stored, "bnb_4bit_use_double_quant", False)))
-    made = add_same_adapters(made, live)
+    made = add_adapters(made, adapters_of(live))
     like_bitsandbytes(made, QuantisedLinear)
     inner = base_model(made)
     ours = dict((*inner.named_parameters(), *inner.named_buffers()))
