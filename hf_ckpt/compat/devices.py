@@ -141,6 +141,8 @@ def empty_host_cache() -> None:
 FULL = (
     "out of memory",  # CUDA, HIP, XPU, MPS, NPU, MLU, MUSA
     "STATUS_ALLOC_FAILED",  # cuBLAS, hipBLAS, muBLAS, cuDNN
+    "CUDNN_STATUS_NOT_SUPPORTED.",  # accelerate takes it for one, too
+    "DefaultCPUAllocator: can't allocate memory",
     "RESULT_ERROR_OUT_OF_DEVICE_MEMORY",  # XPU: level zero (ZE_) and unified runtime (UR_)
     "RESULT_ERROR_OUT_OF_HOST_MEMORY",
     "UR_RESULT_ERROR_OUT_OF_RESOURCES",
@@ -151,16 +153,12 @@ FULL = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device or the host is out of memory. accelerate knows some of these messages."""
-    from accelerate.utils.memory import should_reduce_batch_size
-
+    """Whether an error says that a device or the host is out of memory."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    if not isinstance(error, RuntimeError):
-        return False
-    if isinstance(error, getattr(torch, "AcceleratorError", ())) and getattr(error, "error_code", None) == 2:
+    if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) == 2:
         return True  # cudaErrorMemoryAllocation, hipErrorOutOfMemory
-    return should_reduce_batch_size(error) or any(words in str(error) for words in FULL)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
 
 
 # --- streams, events and graphs ---------------------------------------------------------------------------------------

@@ -29,9 +29,11 @@ def steps_in_lockstep(model: nn.Module) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP or ZeRO-3 shards the parameters over ranks."""
-    return any(
-        type(module).__name__.startswith(("FSDP", "FullyShardedDataParallel")) for module in model.modules()
-    ) or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    return any(map(_is_fsdp, model.modules())) or ranks_recompute_together(model)
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    return type(module).__name__.startswith(("FSDP", "FullyShardedDataParallel"))
 
 
 def ranks_recompute_together(model: nn.Module) -> bool:
@@ -62,7 +64,7 @@ def parameters_stay(module: nn.Module) -> bool:
     They do not if FSDP, ZeRO-3 or tensor parallelism shards them, or if accelerate's hooks move them in and out.
     """
     return not any(
-        type(inner).__name__.startswith(("FSDP", "FullyShardedDataParallel"))
+        _is_fsdp(inner)
         or hasattr(inner, "_hf_hook")
         or any(hasattr(p, "ds_id") or hasattr(p.data, "device_mesh") for p in inner.parameters(recurse=False))
         for inner in module.modules()
