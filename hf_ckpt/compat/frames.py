@@ -5,13 +5,25 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 _LIBRARIES = {"accelerate", "hf_ckpt", "peft", "torch", "transformers", "trl"}
+_DROPOUT = getattr(functional.dropout, "__code__", None)
+
+PythonCall = tuple[types.FrameType, int]
+"""A call in Python code: the caller's frame, which keeps local variables alive, and the position of the call in it."""
+
+
+def callers() -> Iterator[types.FrameType]:
+    """Yield the frames from which hf_ckpt is called, without its own, innermost first."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not str(frame.f_globals.get("__name__")).startswith("hf_ckpt."):
+            yield frame
+        frame = frame.f_back
 
 
 def is_called_by_a_library() -> bool:
@@ -25,59 +37,33 @@ def input_of_dropout() -> torch.Tensor | None:
     `nn.Dropout` calls that function, too. None if hf_ckpt is called from anything else, such as a replacement of that
     function.
     """
-    frame = _caller()
+    frame = next(callers(), None)
     if frame is None or frame.f_code is not _DROPOUT or frame.f_code.co_filename != functional.__file__:
         return None
     given: torch.Tensor = frame.f_locals["input"]
     return given
 
 
-_DROPOUT = getattr(functional.dropout, "__code__", None)
-
-
-class PythonCall(NamedTuple):
-    """A call in Python code."""
-
-    frame: types.FrameType
-    """The caller's frame. It keeps local variables alive, so do not hold it for long."""
-    instruction: int
-    """Position of the call in the code."""
-
-
 def python_call() -> PythonCall | None:
     """Return the call that led to hf_ckpt, such as a call to torch that led to a saved-tensor hook.
 
-    Two tensors that autograd saves in the same call come from the same function of torch.
+    Two tensors that autograd saves in the same call come from the same function of torch. Do not hold it for long.
     """
-    frame = _caller()
-    return None if frame is None else PythonCall(frame, frame.f_lasti)
+    frame = next(callers(), None)
+    return None if frame is None else (frame, frame.f_lasti)
 
 
 def running_modules() -> Iterator[nn.Module]:
     """Yield the modules from whose methods hf_ckpt is called, for example in a saved-tensor hook, innermost first."""
-    frame = _caller()
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, nn.Module):
-            yield found
-        frame = frame.f_back
+    found = (frame.f_locals.get("self") for frame in callers())
+    yield from (module for module in found if isinstance(module, nn.Module))
 
 
 def running_function() -> str | None:
     """Return the name of the custom autograd Function from whose backward hf_ckpt is called; None outside of one."""
-    frame = _caller()
-    while frame is not None:
+    for frame in callers():
         for value in frame.f_locals.values():
             if isinstance(value, torch.autograd.function.BackwardCFunction):
                 function = getattr(value, "_forward_cls", None)
                 return None if function is None else str(function.__qualname__)
-        frame = frame.f_back
     return None
-
-
-def _caller() -> types.FrameType | None:
-    """The frame from which hf_ckpt is called."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("hf_ckpt."):
-        frame = frame.f_back
-    return frame

@@ -7,7 +7,6 @@ import contextvars
 import functools
 import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel as PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
 
+from hf_ckpt.compat.frames import callers
 from hf_ckpt.compat.torch import is_compiling
 from hf_ckpt.errors import MissingDependencyError
 
@@ -248,12 +248,10 @@ def callback_handler_of(callback: object) -> Any | None:
     """
     from transformers.trainer_callback import CallbackHandler
 
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         handler = frame.f_locals.get("self")
         if isinstance(handler, CallbackHandler) and any(found is callback for found in handler.callbacks):
             return handler
-        frame = frame.f_back  # type: ignore[assignment]
     return None
 
 
