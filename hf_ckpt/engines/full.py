@@ -177,11 +177,11 @@ class _FromCopy:
 
 
 def is_plain(args: tuple[Any, ...]) -> bool:
-    """Whether the first argument is an ordinary tensor that no saved-tensor hooks of the user would store."""
+    """Whether the first argument is an ordinary tensor, outside torch.func, that no hooks of the user would store."""
     hidden = args[0] if args else None
     if type(hidden) is not torch.Tensor or hidden.is_inference() or not hidden.numel():
         return False
-    return compat.top_saved_tensor_hooks() is None and not compat.is_fake(hidden)
+    return not (compat.top_saved_tensor_hooks() or compat.is_fake(hidden) or compat.transforms())
 
 
 def needs_gradient(output: Any) -> bool:
