@@ -99,7 +99,7 @@ TRAPS = {
         engines/test_in_place.py::test_the_warning_names_block_and_operation
         engines/test_in_place.py::test_a_trial_leaves_nothing_behind
         engines/test_in_place.py::test_what_cannot_be_helped_is_told_with_the_block
-        engines/test_in_place.py::test_under_the_users_hooks_nothing_can_be_proved
+        engines/test_in_place.py::test_under_the_users_hooks_nothing_is_dropped
         engines/test_in_place.py::test_what_is_changed_in_place_is_not_offloaded
         engines/test_in_place.py::test_memory_that_runs_out_in_a_trial_is_no_proof
     """,
