@@ -237,19 +237,6 @@ class RebuildError(HfCkptError, RuntimeError):
         )
 
 
-class NothingSavedError(HfCkptError, RuntimeError):
-    """A block ran no operation that `save` names, so `selective` would save no more than `full`."""
-
-    def __init__(self, block: str, save: tuple[str, ...]) -> None:
-        self.block = block
-        self.save = save
-        super().__init__(
-            f"block {block!r}: `save` is {list(save)}, but the block ran no such operation, so this would be `full` at "
-            'a higher price. Use "policy": "full", another `save`, another attention implementation, or '
-            '"engine": "rebuild".'
-        )
-
-
 class OutOfPlansError(HfCkptError, RuntimeError):
     """A step ran out of memory, and no tighter plan is left to try.
 

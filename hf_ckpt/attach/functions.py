@@ -52,7 +52,6 @@ class Functions:
                 request = Request(
                     name,
                     action,
-                    engine=self.spec.engine,
                     preserve_rng_state=self.spec.preserve_rng_state,
                     determinism_check=self.spec.determinism_check,
                     segment=self._segments.setdefault(key[2], Segment(key[2])) if key[2] else None,

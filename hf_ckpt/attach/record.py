@@ -61,7 +61,7 @@ GIVEN_PLAN = "(given as a Plan object)"
 
 def spec_of(plan: Plan, options: Spec) -> Spec:
     """Return the spec of a plan that was passed as an object, with what `options` says about how it runs."""
-    keys = ("engine", "preserve_rng_state", "determinism_check", "host_budget", "check_every", "on_mismatch")
+    keys = ("preserve_rng_state", "determinism_check", "host_budget", "check_every", "on_mismatch")
     return Spec(plan=GIVEN_PLAN, head=plan.head, mlp=plan.mlp, **{key: getattr(options, key) for key in keys})
 
 

@@ -77,8 +77,6 @@ class Request:
     """Qualified name of the block."""
     action: Action
     """What to do with its activations."""
-    engine: str = "auto"
-    """`Spec.engine`: `auto`, `rebuild` or `sac`."""
     preserve_rng_state: bool = True
     """Whether a recomputation draws the same random numbers; an argument of `torch.utils.checkpoint`."""
     determinism_check: str = "default"

@@ -1,22 +1,21 @@
 """`selective` by PyTorch's selective activation checkpointing (SAC), which keeps the results of named operations.
 
 A dispatch mode sees every operation of the block in the forward, and another one in backward, which costs host time.
-torch.compile supports SAC, so `engine: auto` uses it there.
+torch.compile supports SAC, so `selective` uses it in models that are compiled.
 https://docs.pytorch.org/docs/stable/checkpoint.html#torch.utils.checkpoint.create_selective_checkpoint_contexts
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
-from hf_ckpt.errors import NothingSavedError
 
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "linear": (
@@ -48,11 +47,7 @@ up when first needed."""
 @functools.cache
 def operations(save: tuple[str, ...]) -> frozenset[Any]:
     """Return the operations of the classes in `save` that this build of torch has."""
-    return looked_up(name for op_class in save for name in OPERATIONS.get(op_class, ()))
-
-
-def looked_up(names: Iterable[str]) -> frozenset[Any]:
-    """Return the named operations (such as `aten.mm.default`) that this build of torch has."""
+    names = (name for op_class in save for name in OPERATIONS.get(op_class, ()))
     return frozenset(operation for name in names if (operation := _lookup(name)) is not None)
 
 
@@ -68,56 +63,17 @@ class SacRegion(FullRegion):
     may_copy = False  # the copy would be an operation in backward that the dispatch modes did not see in the forward
     keeps_choices = False  # the replacement of `topk` would be another such operation
 
-    def __init__(
-        self,
-        block: str,
-        *,
-        save: Sequence[str],
-        preserve_rng_state: bool = True,
-        determinism_check: str = "default",
-    ) -> None:
-        super().__init__(block, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check)
+    def __init__(self, block: str, *, save: Sequence[str], **options: Any) -> None:
+        super().__init__(block, **options)
         self.save = tuple(save)
-        self.matched = 0
-        """Number of operations whose results were kept, over all forwards."""
 
     def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run the block under SAC.
-
-        Raises `NothingSavedError` if the block runs no operation that `save` names. Backward raises `InPlaceError` if a
-        kept result was changed in place.
-        """
-        if compat.is_compiling():  # the policy runs while tracing; counting would be a side effect there
-            return self._checkpointed(fn, *args, context_fn=functools.partial(_contexts, self.save))
-        before = self.matched
-        output = self._checkpointed(
-            fn,
-            *args,
-            context_fn=functools.partial(_counting_contexts, self),
-            **compat.SEEN_BY_HOOKS,
-        )
-        if self.matched == before:
-            raise NothingSavedError(self.block, self.save)
-        return output
-
-
-_made: Callable[..., Any] = create_selective_checkpoint_contexts
+        """Run the block under SAC."""
+        hooks = {} if compat.is_compiling() else compat.SEEN_BY_HOOKS
+        return self._checkpointed(fn, *args, context_fn=functools.partial(_contexts, self.save), **hooks)
 
 
 def _contexts(save: tuple[str, ...]) -> Any:
-    """Return the two contexts of SAC, without counting. torch calls this where Dynamo does not trace the look-up."""
-    return _made(list(operations(save)))
-
-
-def _counting_contexts(region: SacRegion) -> Any:
-    """Return the two contexts of SAC, and count the operations whose results are kept in `region.matched`."""
-    kept = operations(region.save)
-
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operation not in kept:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if not context.is_recompute:
-            region.matched += 1
-        return CheckpointPolicy.MUST_SAVE
-
-    return _made(policy)
+    """Return the two contexts of SAC. torch calls this where Dynamo does not trace the look-up of the operations."""
+    contexts: Callable[..., Any] = create_selective_checkpoint_contexts
+    return contexts(list(operations(save)))

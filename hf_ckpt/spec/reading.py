@@ -10,7 +10,7 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,14 @@ _OTHERS = (record.name for record in ACTIONS.values() if record.is_policy and re
 POLICIES = ("none", "full", *_OTHERS, "budget", "auto")
 SAVING = tuple(record.name for record in ACTIONS.values() if record.is_policy and "save" in record.options)
 """Policies with the option `save`."""
-ENGINES = ("auto", "rebuild", "sac")
-CHUNKS = ("full", "auto")
 
 LayerRange = tuple[int, int]
 """First and last position of a range of blocks; a negative one counts from the end."""
 Layers = str | tuple[tuple[str, str], ...]
 """A choice of blocks like "0-15,-1" for every stack, or (stack, such a choice) pairs."""
 
-_MOST_PROBLEMS = 20  # that are listed for one list of rules
+Reader = Callable[[Any], Any]
+_MOST_PROBLEMS = 10  # rules with problems, or unknown keys, that an error lists
 _RANGE = re.compile(r"(-?\d+)(-(-?\d+)?)?")
 
 
@@ -54,19 +53,8 @@ class Rule:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as a dict, as in a spec."""
-        full = {
-            "stack": self.stack,
-            "layers": self.layers,
-            "policy": self.policy,
-            "save": self.save and list(self.save),
-            "share": self.share,
-        }
-        return {key: value for key, value in full.items() if value is not None}
-
-
-def saving_policies() -> str:
-    """Return the policies in `SAVING` as text for messages."""
-    return " or ".join(f"`policy: {name}`" for name in SAVING)
+        values = {key: value for key, value in vars(self).items() if value is not None}
+        return values | ({"save": list(self.save)} if self.save else {})
 
 
 def parse_layers(text: str) -> tuple[LayerRange, ...]:
@@ -85,36 +73,80 @@ def parse_layers(text: str) -> tuple[LayerRange, ...]:
     return tuple(ranges)
 
 
-def unknown_key(key: object, known: Sequence[str] | Mapping[str, Any], reasons: Mapping[str, str] | None = None) -> str:
-    """Return a sentence about an unknown key: its entry in `reasons`, or the most similar known keys."""
-    if reasons and key in reasons:
-        return f"`{key}` {reasons[str(key)]}"
-    name = shown(key, 60, quoted=False)
-    near = similar_keys(key, known)
-    hint = f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else f"; known: {', '.join(known)}."
-    return f"`{name}` is not a key of the spec{hint}"
+def similar(key: object, known: Iterable[Any], most: int = 2) -> list[str]:
+    """Return the known names that a text may be a misspelling of, the most similar first."""
+    return difflib.get_close_matches(shown(key, 60, quoted=False), [str(name) for name in known], n=most, cutoff=0.6)
 
 
-def similar_keys(key: object, known: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    """Return at most two known keys that a key may be a misspelling of, the most similar first."""
-    return difflib.get_close_matches(shown(key, 60, quoted=False), list(known), n=2, cutoff=0.6)
+def read_keys(
+    given: Mapping[Any, Any], readers: Mapping[str, Reader], reasons: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """Read each value of a mapping by the reader of its key.
+
+    Returns key -> value, and a sentence for each key that is unknown or whose value is invalid. `reasons` continue the
+    sentence about keys that people know from elsewhere.
+    """
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    unknown = 0
+    for key, value in given.items():
+        if key in readers:
+            try:
+                values[key] = readers[key](value)
+            except ValueError as error:
+                problems.append(f"`{key}` {error}.".replace("?.", "?"))
+            continue
+        unknown += 1
+        if unknown > _MOST_PROBLEMS:
+            continue
+        near = " or ".join(f"`{name}`" for name in similar(key, readers))
+        hint = f"did you mean {near}?" if near else f"known: {', '.join(readers)}."
+        usual = f"is not a key of the spec; {hint}"
+        problems.append(f"`{shown(key, 60, quoted=False)}` {(reasons or {}).get(key, usual)}")
+    if unknown > _MOST_PROBLEMS:
+        problems.append(f"{unknown - _MOST_PROBLEMS} further keys are not keys of the spec.")
+    return values, problems
 
 
-def one_of(*allowed: object) -> Callable[[Any], Any]:
+def one_of(*allowed: object) -> Reader:
     """Return a reader that accepts these values only. It does not accept 0 and 1 for False and True."""
 
     def read(value: Any) -> Any:
         for choice in allowed:
             if value == choice and isinstance(value, bool) == isinstance(choice, bool):
                 return choice
-        given = shown(value, 60, quoted=False)
-        near = difflib.get_close_matches(given, [str(choice) for choice in allowed], n=1, cutoff=0.6)
+        near = similar(value, allowed, 1)
         choices = ", ".join(json.dumps(choice) for choice in allowed)
-        raise ValueError(
-            f"must be one of {choices}, but is {shown(value)} instead{f'; did you mean {near[0]!r}?' if near else ''}"
-        )
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"must be one of {choices}, but is {shown(value)} instead{hint}")
 
     return read
+
+
+def _whole(least: int, *others: str) -> Reader:
+    """Return a reader of whole numbers of at least `least`, and of these texts."""
+    known = [f"a whole number of at least {least}", *map(repr, others)]
+
+    def read(value: Any) -> int | str:
+        if (type(value) is int and value >= least) or (isinstance(value, str) and value in others):
+            return value
+        near = similar(value, others, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"must be {' or '.join(known)}, but is {shown(value)} instead{hint}")
+
+    return read
+
+
+def _optional(read: Reader, what: str = "") -> Reader:
+    """Return a reader for which None is allowed, too. `what` begins the message about texts without a unit."""
+
+    def read_some(value: Any) -> Any:
+        try:
+            return None if value is None else read(value)
+        except UnitError as error:
+            raise ValueError(f"is no {what}: {error}".rstrip(".")) from None
+
+    return read_some
 
 
 def _read_reentrant(value: Any) -> bool:
@@ -129,65 +161,23 @@ def _read_reentrant(value: Any) -> bool:
     raise ValueError(f"must be true or false, but is {shown(value)} instead")
 
 
-def _read_every(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"must be a whole number of at least 1, but is {shown(value)} instead")
-    return value
-
-
-def _read_count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"must be a whole number of at least 0, but is {shown(value)} instead")
-    return value
-
-
 def _read_layer_text(value: Any) -> str:
     """Read a choice of blocks in one stack: a number, a list of numbers, or a text like "0-15,-1"."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)
-    if isinstance(value, (list, tuple)) and value and all(type(index) is int for index in value):
-        value = ",".join(str(index) for index in value)
+    numbers = [value] if type(value) is int else value
+    if isinstance(numbers, (list, tuple)) and numbers and all(type(index) is int for index in numbers):
+        value = ",".join(str(index) for index in numbers)
     if not isinstance(value, str):
         raise ValueError(f"must be a list like '0-15,-1', but is {shown(value)} instead")
     parse_layers(value)
     return value.replace(" ", "")
 
 
-def _read_layers(value: Any) -> Layers | None:
-    if value is None:
-        return None
+def _read_layers(value: Any) -> Layers:
     if not isinstance(value, Mapping):
         return _read_layer_text(value)
     if not value:
         raise ValueError("must name at least one stack, but is empty")
     return tuple((str(stack), _read_layer_text(text)) for stack, text in value.items())
-
-
-def _read_segments(value: Any) -> int | str | None:
-    if value is None or value == "sqrt":
-        return value  # type: ignore[no-any-return]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"must be a whole number of at least 1 or 'sqrt', but is {shown(value)} instead")
-    return value
-
-
-def _parsed(parse: Callable[[Any], float], what: str) -> Callable[[Any], float | None]:
-    """Return a reader of bytes or a share by `parse`; None stays None."""
-
-    def read(value: Any) -> float | None:
-        try:
-            return None if value is None else parse(value)
-        except UnitError as error:
-            raise ValueError(f"is no {what}: {error}".rstrip(".")) from None
-
-    return read
-
-
-def _read_tokens(value: Any) -> int | str:
-    """Read the tokens of a chunk: a number, or one of `CHUNKS`."""
-    if type(value) is int and value >= 1:
-        return value
-    return one_of(*CHUNKS, "a number of tokens of at least 1")(value)  # type: ignore[no-any-return]
 
 
 def _read_save(value: Any) -> tuple[str, ...]:
@@ -197,12 +187,16 @@ def _read_save(value: Any) -> tuple[str, ...]:
     return tuple(name for name in SAVE_CLASSES if name in names)
 
 
-def _read_share(value: Any) -> float | None:
-    if value is None:
-        return None
+def _read_share(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise ValueError(f"must be a number from 0 to 1, but is {shown(value)} instead")
     return float(value)
+
+
+def _read_plan(value: Any) -> str:
+    if not isinstance(value, (str, Path)) or not str(value):
+        raise ValueError(f"must be the path of a saved plan, but is {shown(value)} instead")
+    return str(value)
 
 
 def _read_rules(value: Any) -> tuple[Rule, ...]:
@@ -211,76 +205,66 @@ def _read_rules(value: Any) -> tuple[Rule, ...]:
             f"must be a list of mappings with `policy` and `layers` or `stack`, but is {shown(value)} instead"
         )
     problems: list[str] = []
-    rules = []
-    for number, rule in enumerate(value):
-        rules.append(_read_rule(number, rule, problems))
+    rules: list[Rule] = []
+    for number, given in enumerate(value):
+        try:
+            rules.append(_read_rule(given))
+        except ValueError as error:
+            problems.append(f"[{number}] {error}")
         if len(problems) >= _MOST_PROBLEMS:
             problems.append("what follows was not read")
             break
     if problems:
-        raise ValueError("; ".join(problem.rstrip(".") for problem in problems))
-    return tuple(rule for rule in rules if rule is not None)
+        raise ValueError("; ".join(problems))
+    return tuple(rules)
 
 
-def _read_rule(number: int, given: Any, problems: list[str]) -> Rule | None:
-    """Read the rule at this position of the list. On failure, add to `problems` and return None."""
+def _read_rule(given: Any) -> Rule:
     if not isinstance(given, Mapping):
-        problems.append(f"[{number}] must be a mapping, but is {shown(given)} instead")
-        return None
-    readers: dict[str, Callable[[Any], Any]] = {
-        "stack": lambda value: None if value is None else str(value),
-        "layers": lambda value: None if value is None else _read_layer_text(value),
-        "policy": one_of(*(policy for policy in POLICIES if policy not in ("budget", "auto"))),
-        "save": _read_save,
-        "share": _read_share,
-    }
-    values: dict[str, Any] = {}
-    before = len(problems)
-    for key, value in given.items():
-        try:
-            if key not in readers:
-                problems.append(f"[{number}] {unknown_key(key, readers)}")
-            else:
-                values[key] = readers[key](value)
-        except ValueError as error:
-            problems.append(f"[{number}].{key} {error}")
+        raise ValueError(f"must be a mapping, but is {shown(given)} instead")
+    values, problems = read_keys(given, RULE_READERS)
+    policy = values.get("policy")
     if "policy" not in given:
-        problems.append(f"[{number}] needs `policy`")
+        problems.append("needs `policy`")
     if given.get("layers") is None and given.get("stack") is None:
-        problems.append(f"[{number}] needs `layers` or `stack`")
-    if values.get("save") and values.get("policy") not in (None, *SAVING):
-        problems.append(f"[{number}].save goes with {saving_policies()}, but policy is {values['policy']!r}")
-    if values.get("share") is not None and values.get("policy") == "none":
-        problems.append(f"[{number}].share is how much planned blocks keep, but policy is 'none'")
-    return Rule(**values) if len(problems) == before else None
+        problems.append("needs `layers` or `stack`")
+    if values.get("save") and policy not in (None, *SAVING):
+        listed = " or ".join(f"`policy: {name}`" for name in SAVING)
+        problems.append(f"`save` goes with {listed}, but policy is {policy!r}")
+    if values.get("share") is not None and policy == "none":
+        problems.append("`share` is how much planned blocks keep, but policy is 'none'")
+    if problems:
+        raise ValueError(", and ".join(problem.rstrip(".") for problem in problems))
+    return Rule(**values)
 
 
-def _read_plan(value: Any) -> str | None:
-    if value is not None and (not isinstance(value, (str, Path)) or not str(value)):
-        raise ValueError(f"must be the path of a saved plan, but is {shown(value)} instead")
-    return None if value is None else str(value)
-
-
+# Key of a rule -> its reader.
+RULE_READERS: dict[str, Reader] = {
+    "stack": _optional(str),
+    "layers": _optional(_read_layer_text),
+    "policy": one_of(*(policy for policy in POLICIES if policy not in ("budget", "auto"))),
+    "save": _read_save,
+    "share": _optional(_read_share),
+}
 # Key of a spec -> its reader.
-READERS: dict[str, Callable[[Any], Any]] = {
+READERS: dict[str, Reader] = {
     "policy": one_of(*POLICIES),
     "save": _read_save,
-    "every_n_layers": _read_every,
-    "layers": _read_layers,
-    "segments": _read_segments,
-    "budget": _parsed(parse_budget, "budget"),
-    "host_budget": _parsed(parse_bytes, "size"),
+    "every_n_layers": _whole(1),
+    "layers": _optional(_read_layers),
+    "segments": _optional(_whole(1, "sqrt")),
+    "budget": _optional(parse_budget, "budget"),
+    "host_budget": _optional(parse_bytes, "size"),
     "offload": one_of(False, True, "saved"),
     "rules": _read_rules,
-    "engine": one_of(*ENGINES),
     "preserve_rng_state": one_of(True, False),
     "determinism_check": one_of("default", "none"),
     "use_reentrant": _read_reentrant,
-    "head": _read_tokens,
-    "mlp": _read_tokens,
-    "check_every": _read_count,
+    "head": _whole(1, "full", "auto"),
+    "mlp": _whole(1, "full", "auto"),
+    "check_every": _whole(0),
     "on_mismatch": one_of("warn", "raise"),
-    "plan": _read_plan,
+    "plan": _optional(_read_plan),
     "compile": one_of(None, "blocks"),
-    "share": _read_share,
+    "share": _optional(_read_share),
 }

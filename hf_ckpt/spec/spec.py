@@ -10,23 +10,14 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import SpecError, shown
 from hf_ckpt.spec.actions import SAVE_CLASSES
 from hf_ckpt.spec.files import parse_values, read_values
-from hf_ckpt.spec.reading import (
-    POLICIES,
-    READERS,
-    SAVING,
-    Layers,
-    Rule,
-    saving_policies,
-    similar_keys,
-    unknown_key,
-)
+from hf_ckpt.spec.reading import POLICIES, READERS, SAVING, Layers, Rule, read_keys, similar
 from hf_ckpt.units import exact_size
 
 PLANNED_POLICIES = ("budget", "auto")
@@ -36,7 +27,6 @@ SELECTING_KEYS = frozenset(
     | {"compile", "share"}
 )
 """Keys that choose blocks or actions. An enable call without any of them keeps the installed plan."""
-_MOST_UNKNOWN = 10  # unknown keys that an error lists
 # Keys that people know from elsewhere -> why they are refused.
 _FOREIGN_KEYS = {
     "context_fn": "is a callable, which TrainingArguments cannot save as JSON; ask for `policy: selective` instead.",
@@ -80,8 +70,6 @@ class Spec:
     `selective` saves."""
     rules: tuple[Rule, ...] = ()
     """Exceptions to `policy`. If several match a block, the last one counts."""
-    engine: str = "auto"
-    """For `selective`: `rebuild`, `sac`, or `auto`, which is `rebuild` in eager mode and `sac` under torch.compile."""
     preserve_rng_state: bool = True
     """Whether a recomputation draws the same random numbers as the forward, for dropout."""
     determinism_check: str = "default"
@@ -222,187 +210,106 @@ def _from_mapping(given: Any, source: str | None) -> Spec:
         raise SpecError(
             [f"a spec must be a mapping of keys, but is {type(given).__name__} instead: {shown(given)}"], source
         )
-    problems: list[str] = []
-    values: dict[str, Any] = {}
-    broken: set[str] = set()
-    """Keys whose value is unknown, because it is invalid or the key is misspelt."""
-    unknown = 0
-    for key, value in given.items():
-        reader = READERS.get(key)
-        if reader is None:
-            unknown += 1
-            broken.update(similar_keys(key, READERS))
-            if unknown <= _MOST_UNKNOWN:
-                problems.append(unknown_key(key, READERS, _FOREIGN_KEYS))
-            continue
-        try:
-            values[key] = reader(value)
-            continue
-        except ValueError as error:
-            problems.append(f"`{key}` {error}.".replace("?.", "?"))
-        except RecursionError:
-            problems.append(f"`{key}` is nested too deep.")
-        broken.add(key)
-    if unknown > _MOST_UNKNOWN:
-        problems.append(f"{unknown - _MOST_UNKNOWN} further keys are not keys of the spec.")
+    values, problems = read_keys(given, READERS, _FOREIGN_KEYS)
+    # Keys whose value is unknown, because it is invalid or the key is misspelt.
+    broken = {key for key in given if key in READERS and key not in values}
+    broken.update(near for key in given if key not in READERS for near in similar(key, READERS))
     if "policy" not in given:
-        values["policy"] = _implied_policy(values)
+        chosen = {"layers", "every_n_layers", "segments"} & values.keys()
+        values["policy"] = "none" if values.get("rules") and not chosen else "full"
+        if values.get("budget") is not None:
+            values["policy"] = "budget"
     spec = Spec(**{key: value for key, value in values.items() if value is not None})
-    # A conflict with such a key would follow from a mistake that is already listed.
+    # A conflict with a broken key would follow from a mistake that is already listed.
     problems += [text for text in _conflicts(spec, given) if broken.isdisjoint(re.findall(r"\w+", text))]
     if problems:
         raise SpecError(problems, source)
     return spec
 
 
-def _implied_policy(values: Mapping[str, Any]) -> str:
-    """Return the policy of a spec that names none, from its other keys."""
-    if values.get("budget") is not None:
-        return "budget"
-    chosen = {"layers", "every_n_layers", "segments"} & values.keys()
-    return "none" if values.get("rules") and not chosen else "full"
-
-
-_Checks = list[tuple[bool, str]]
-"""(whether keys are in conflict, a sentence that says so) for each checked combination."""
-
-
 def _conflicts(spec: Spec, given: Mapping[str, Any]) -> list[str]:
     """Return a sentence for every combination of keys that is in conflict."""
     policies = {spec.policy, *(rule.policy for rule in spec.rules)}
-    planned = set(PLANNED_POLICIES) & policies
-    checks = [
-        *_budget_checks(spec),
-        *_selective_checks(spec, given, policies, planned),
-        *_offload_checks(spec, policies, planned),
-        *_choice_checks(spec, planned),
-        *_compile_checks(spec, given, policies, planned),
-        (
-            spec.plan is not None
-            and bool(SELECTING_KEYS & given.keys() - {"plan", "host_budget", "every_n_layers", "offload"}),
-            "`plan` already says what every block gets; remove the other selecting keys.",
-        ),
-    ]
-    return [problem for wrong, problem in checks if wrong]
-
-
-def _budget_checks(spec: Spec) -> _Checks:
-    """Check `budget` against the policy."""
-    return [
-        (spec.policy == "budget" and spec.budget is None, "`policy: budget` needs `budget`, for example '20GiB'."),
-        (
-            spec.budget is not None and spec.policy != "budget",
-            f"`budget` goes with `policy: budget`, but policy is {spec.policy!r}.",
-        ),
-    ]
-
-
-def _selective_checks(spec: Spec, given: Mapping[str, Any], policies: set[str], planned: set[str]) -> _Checks:
-    """Check the keys of `selective`: `save` and `engine`."""
-    return [
-        (
-            "save" in given and not ({*SAVING} | planned) & policies,
-            f"`save` goes with {saving_policies()}, but policy is {spec.policy!r}.",
-        ),
-        (
-            spec.engine != "auto" and not ({"selective"} | planned) & policies,
-            f"`engine` goes with `policy: selective`, but policy is {spec.policy!r}.",
-        ),
-        (
-            spec.engine == "sac" and spec.mlp != "full",
-            "`mlp` in chunks needs the rebuild engine: SAC would keep the results of every chunk.",
-        ),
-    ]
-
-
-def _offload_checks(spec: Spec, policies: set[str], planned: set[str]) -> _Checks:
-    """Check the keys about host memory: `host_budget` and `offload`."""
-    return [
-        (
-            spec.host_budget is not None
-            and not ({"offload"} | planned) & policies
-            and not spec.offload
-            and spec.plan is None,
-            f"`host_budget` goes with offload, budget or auto, but policy is {spec.policy!r}.",
-        ),
-        (
-            spec.offload is True and not ({"full", "offload"} | planned) & policies,
-            f"`offload: true` moves what `full` keeps, but policy is {spec.policy!r}; for `selective` it is 'saved'.",
-        ),
-        (
-            spec.offload == "saved" and not ({"selective"} | planned) & policies,
-            f"`offload: saved` moves what `selective` saves, but policy is {spec.policy!r}; for `full` it is true.",
-        ),
-        (
-            spec.offload == "saved" and spec.engine == "sac",
-            "`offload: saved` needs the rebuild engine: SAC does not let what it saves be moved.",
-        ),
-        (
-            spec.offload is True and spec.segments is not None,
-            "`offload` moves the hidden states of single blocks; it cannot be combined with `segments`.",
-        ),
-    ]
-
-
-def _compile_checks(spec: Spec, given: Mapping[str, Any], policies: set[str], planned: set[str]) -> _Checks:
-    """Check the keys of compiled blocks: `compile` and `share`."""
+    planned = spec.is_planned
     compiled = spec.compile is not None
     shares = spec.share is not None or any(rule.share is not None for rule in spec.rules)
-    others = [key for key in ("save", "engine", "offload", "segments", "host_budget") if given.get(key)]
-    others = [key for key in others if given[key] != "auto"]
-    return [
+    every = spec.every_n_layers != 1
+    choosing = [key for key in ("layers", "segments") if getattr(spec, key) is not None]
+    choosing += ["every_n_layers"] if every else []
+    left_to_compiler = [key for key in ("save", "offload", "segments", "host_budget") if given.get(key)]
+    beside_plan = SELECTING_KEYS & given.keys() - {"plan", "host_budget", "every_n_layers", "offload"}
+
+    def needs(key: str, is_given: bool, allowed: Sequence[str], hint: str = "") -> tuple[bool, str]:
+        """Return a row for a key that goes with some policies only."""
+        listed = " or ".join(f"`policy: {name}`" for name in allowed)
+        text = f"`{key}` goes with {listed}, but policy is {spec.policy!r}{hint}."
+        return is_given and policies.isdisjoint(allowed), text
+
+    # (whether keys are in conflict, a sentence that says so)
+    rows = [
+        (spec.policy == "budget" and spec.budget is None, "`policy: budget` needs `budget`, for example '20GiB'."),
+        needs("budget", spec.budget is not None, ["budget"]),
+        needs("save", "save" in given and not planned, SAVING),
+        needs(
+            "host_budget",
+            spec.host_budget is not None and not spec.offload and spec.plan is None,
+            ["offload", *PLANNED_POLICIES],
+        ),
+        needs(
+            "offload: true",
+            spec.offload is True and not planned,
+            ["full", "offload"],
+            "; to move what `selective` saves, write 'saved'",
+        ),
+        needs(
+            "offload: saved",
+            spec.offload == "saved" and not planned,
+            ["selective"],
+            "; to move what `full` saves, write true",
+        ),
+        needs("segments", spec.segments is not None, ["full"]),
+        (
+            spec.segments is not None and (spec.layers is not None or every or bool(spec.rules)),
+            "`segments` covers whole stacks; it cannot be combined with `layers`, `every_n_layers` or `rules`.",
+        ),
+        (
+            spec.segments is not None and spec.offload is True,
+            "`offload` moves the hidden states of single blocks; it cannot be combined with `segments`.",
+        ),
+        (
+            spec.layers is not None and every,
+            "`layers` and `every_n_layers` both choose blocks; give one of them.",
+        ),
+        (
+            planned and bool(choosing or spec.rules),
+            f"`policy: {spec.policy}` chooses the blocks itself; remove {', '.join(choosing) or 'rules'}.",
+        ),
+        (
+            spec.policy == "none" and bool(choosing) and spec.segments is None,
+            f"`policy: none` leaves every block as it is; remove {', '.join(choosing)}.",
+        ),
         (shares and not compiled, '`share` is how much compiled blocks keep; it needs `compile: "blocks"`.'),
         (
-            compiled and spec.share is not None and spec.policy == "none",
-            "`share` is for the blocks that the policy is about, but policy is 'none'; leave one of them out.",
+            compiled and shares and (planned or (spec.policy == "none" and spec.share is not None)),
+            f"`share` is how much the blocks of a policy keep, but policy is {spec.policy!r}; leave one of them out.",
         ),
         (
-            compiled and shares and bool(planned),
-            f"`share` is what the plan chooses, but policy is {spec.policy!r}; leave one of them out.",
+            compiled and not policies.isdisjoint(("offload", "full+selective")),
+            "compiled blocks are not offloaded, and leave to the compiler what is rebuilt; take `none`, `selective` or "
+            "`full`, or a `share`.",
         ),
         (
-            compiled and "offload" in policies,
-            "compiled blocks are not offloaded; take `none`, `selective` or `full`, or a `share`.",
-        ),
-        (
-            compiled and "full+selective" in policies,
-            "compiled blocks leave to the compiler what is rebuilt; take `none`, `selective` or `full`, or a `share`.",
-        ),
-        (
-            compiled and bool(others),
-            f'`compile: "blocks"` leaves to the compiler what a block keeps; remove {", ".join(others)}.',
+            compiled and bool(left_to_compiler),
+            f'`compile: "blocks"` leaves to the compiler what a block keeps; remove {", ".join(left_to_compiler)}.',
         ),
         (
             compiled and spec.mlp != "full",
             "`mlp` in chunks would be a loop in the graph of a compiled block, which the compiler takes apart again; "
             "leave `mlp` or `compile` out.",
         ),
-    ]
-
-
-def _choice_checks(spec: Spec, planned: set[str]) -> _Checks:
-    """Check the keys that choose blocks: `layers`, `every_n_layers`, `segments` and `rules`."""
-    selecting = [key for key in ("layers", "segments") if getattr(spec, key) is not None]
-    selecting += ["every_n_layers"] if spec.every_n_layers != 1 else []
-    return [
         (
-            spec.layers is not None and spec.every_n_layers != 1,
-            "`layers` and `every_n_layers` both choose blocks; give one of them.",
-        ),
-        (
-            spec.segments is not None and spec.policy != "full",
-            f"`segments` goes with `policy: full`, but policy is {spec.policy!r}.",
-        ),
-        (
-            spec.segments is not None and (spec.layers is not None or spec.every_n_layers != 1 or bool(spec.rules)),
-            "`segments` covers whole stacks; it cannot be combined with `layers`, `every_n_layers` or `rules`.",
-        ),
-        (
-            bool(selecting or spec.rules) and bool(planned),
-            f"`policy: {spec.policy}` chooses the blocks itself; remove {', '.join(selecting) or 'rules'}.",
-        ),
-        (
-            spec.policy == "none" and bool(selecting) and spec.segments is None,
-            f"`policy: none` leaves every block as it is; remove {', '.join(selecting)}.",
+            spec.plan is not None and bool(beside_plan),
+            "`plan` already says what every block gets; remove the other selecting keys.",
         ),
     ]
+    return [sentence for wrong, sentence in rows if wrong]

@@ -38,7 +38,6 @@ SPECS = {
     "selective": {"policy": "selective"},
     "save attention": {"policy": "selective", "save": ["attention"]},
     "save linear": {"policy": "selective", "save": ["linear"]},
-    "sac": {"policy": "selective", "engine": "sac"},
     "segments": {"segments": 2},
     "offload": {"policy": "offload"},
     "saved": {"policy": "selective", "offload": "saved"},
@@ -173,7 +172,6 @@ CASES = [
     for engine in SPECS
     for run, families in RUNS.items()
     for family in families
-    if (engine, run) != ("sac", second_derivative)  # SAC allows one backward only
 ]
 
 
@@ -296,8 +294,7 @@ def test_copies_and_saved_plans_work_by_themselves(engine, lanes, tmp_path):
         for chunks in ("chunked_heads", "chunked_mlps"):
             assert getattr(found, chunks) == times * getattr(before, chunks)
             assert bool(getattr(found, chunks)) == (engine == "chunks")
-        if not (engine == "sac" and twin is loaded):  # the spec chooses SAC, not the plan
-            assert found.recomputed == {name: times * count for name, count in before.recomputed.items()}
+        assert found.recomputed == {name: times * count for name, count in before.recomputed.items()}
         assert not found.moved or mover(twin).held_bytes == mover(model).held_bytes
         hf_ckpt.uninstall(twin)
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in twin.modules())

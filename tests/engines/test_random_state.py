@@ -75,7 +75,6 @@ RUN_AGAIN = {
     "full": {"policy": "full"},
     "segments": {"segments": 2},
     "offload": OFFLOAD,
-    "sac": {"policy": "selective", "engine": "sac"},
     "torch's state is not kept": {"policy": "full", "preserve_rng_state": False},
 }
 

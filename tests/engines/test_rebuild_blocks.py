@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_ckpt
 from hf_ckpt.engines.rebuild.region import RebuildRegion
-from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -342,13 +341,3 @@ def test_compiled_and_then_not(dynamo):
     assert rebuilt(model) == 0
     assert_same(expected, step(model, tiny_batch("llama")))
     assert rebuilt(model) > 0
-
-
-def test_engine_rebuild_refuses_to_be_compiled(dynamo):
-    model = tiny_model("llama", layers=1)
-    hf_ckpt.install(model, {**SELECTIVE, "engine": "rebuild"})
-    enable(model)
-    with pytest.raises(
-        (HfCkptError, torch._dynamo.exc.TorchDynamoException), match=r"cannot work under torch\.compile"
-    ):
-        torch.compile(model, backend="aot_eager")(**without_cache(model, tiny_batch("llama")))

@@ -230,8 +230,7 @@ def test_tokens_go_to_the_same_experts(name, implementation, lanes):
     assert len(routers) == 2
     assert all(expected[key].any() for key in routers)
     hf_ckpt.install(model)
-    sac = [{"policy": "selective", "engine": "sac"}] if name != "gpt_oss" else []  # changes in place what SAC keeps
-    for spec in (*SELECTIVE, *sac, *SPECS.values()):
+    for spec in (*SELECTIVE, *SPECS.values()):
         enable(model, spec)
         assert_same(expected, step(model, batch), f"{name} {spec}")
         done = hf_ckpt.describe(model).recomputed

@@ -60,7 +60,7 @@ def test_values_that_are_gone_are_a_named_error(change, engine):
     assert [module.training for module in model.modules()] == before
 
 
-@pytest.mark.parametrize("engine", ["full", "segments", "sac"])
+@pytest.mark.parametrize("engine", ["full", "segments"])
 def test_merging_adapters_is_a_named_error(engine):
     model = enabled(two_adapters(), engine)
     loss = loss_of(model)

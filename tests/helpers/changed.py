@@ -24,7 +24,6 @@ ENGINES = {
     "selective": {"policy": "selective"},
     "full+selective": {"policy": "full+selective", "save": ["attention"]},
     "save attention": {"policy": "selective", "save": ["attention"]},
-    "sac": {"policy": "selective", "engine": "sac", "save": ["linear"]},
     "mixed": {
         "policy": "full",
         "rules": [{"layers": "1", "policy": "selective"}, {"layers": "2", "policy": "offload"}],

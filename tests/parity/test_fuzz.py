@@ -49,7 +49,7 @@ from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.spec.actions import ACTIONS, KEEP, SAVE_CLASSES, Action
 from hf_ckpt.spec.plan import Plan
-from hf_ckpt.spec.reading import ENGINES, POLICIES
+from hf_ckpt.spec.reading import POLICIES
 from hf_ckpt.spec.spec import Spec
 
 FUZZ = int(os.environ.get("HF_CKPT_FUZZ", "0"))
@@ -150,7 +150,6 @@ def values(layers):
         "segments": st.integers(1, 9) | st.just("sqrt"),
         "rules": st.lists(rules(layers), min_size=1, max_size=3),
         "save": SAVE,
-        "engine": st.sampled_from(ENGINES),
         "offload": st.sampled_from([True, False, "saved"]),
         "host_budget": SIZE,
         "preserve_rng_state": st.booleans(),
@@ -203,7 +202,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 KEYS = st.sampled_from([*(field.name for field in dataclasses.fields(Spec)), "polcy", "context_fn"])
-WORDS = st.sampled_from([*POLICIES, *SAVE_CLASSES, *ENGINES, "saved", "sqrt", "20GiB", "80%", "0-3,-1", "1-", "-", ","])
+WORDS = st.sampled_from([*POLICIES, *SAVE_CLASSES, "saved", "sqrt", "20GiB", "80%", "0-3,-1", "1-", "-", ","])
 YAML = ["!!int", "!!bool", "!!float", "!!timestamp", "!!binary", "!!null", "!!set", "!!merge", "&a", "*a", "<<", "---"]
 YAML += ["{", "}", "[", "]", ":", ",", "'", '"', "|", ">", "%", "@", "`", "?", "- ", "0x", "0b", "1_", ".inf", ".nan"]
 YAML += ["1:2", "2001-01-01", "~", "yes", "0.5", "9", "\t", "\\", "é", "\x85", "\ud800"]
@@ -282,7 +281,6 @@ def test_hostile_texts(text, tmp_path):
 @pytest.mark.long
 @examples(60, 0.2)
 @given(valid_specs(-3, 3), st.booleans(), st.sampled_from(FAMILIES))
-@example({"policy": "selective", "save": ["attention"], "engine": "sac"}, False, "gpt2")  # has no attention op to save
 @example({"policy": "full", "mlp": 5}, False, "bert")
 @example({"policy": "none", "head": 5, "mlp": 5}, True, "t5")
 def test_a_spec_works_on_every_family_or_is_refused(given_spec, through_enable, family):
@@ -396,7 +394,6 @@ CHOICES = {
     "full": {"policy": "full"},
     "selective": {"policy": "selective"},
     "attention": {"policy": "selective", "save": ["attention"]},
-    "sac": {"policy": "selective", "engine": "sac"},
     "every 2": {"every_n_layers": 2},
     "first": {"layers": "0"},
     "last": {"policy": "selective", "layers": "-1"},

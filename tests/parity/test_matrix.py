@@ -30,7 +30,6 @@ from hf_ckpt.engines.moved import Group
 from hf_ckpt.engines.offload import OffloadRegion
 from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
 from hf_ckpt.engines.rebuild.region import RebuildRegion
-from hf_ckpt.engines.sac import SacRegion
 from hf_ckpt.engines.segments import SegmentRegion
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
@@ -276,7 +275,6 @@ REGIONS = {
     "full+selective": FullSelectiveRegion,
     "selective": RebuildRegion,
     "moved": RebuildRegion,
-    "sac": SacRegion,
     "segment": SegmentRegion,
     "offload": OffloadRegion,
 }
@@ -352,13 +350,10 @@ ACTIONS = {
     "selective": Asked(selective(), "selective selective selective"),
     "save attention": Asked(selective("attention"), "selective selective selective"),
     "save linear": Asked(selective("linear"), "selective selective selective", FORMS),
-    "engine rebuild": Asked(selective(engine="rebuild", every_n_layers=2), "selective - selective", ("dropout",)),
+    "selective, every 2": Asked(selective(every_n_layers=2), "selective - selective", ("dropout",)),
     "full+selective": Asked({"policy": "full+selective"}, BOTH, ("dropout", "autocast", "kept graph", "bf16")),
     "both, save attention": Asked({"policy": "full+selective", "save": ["attention"]}, BOTH, ("sdpa", "lora_dropout")),
     "both, save linear": Asked({"policy": "full+selective", "save": ["linear"]}, BOTH, ("dropout",)),
-    "sac": Asked(selective(engine="sac"), "sac sac sac", (*FORMS, "accumulation", "two losses", "enabled, then LoRA")),
-    "sac, save attention": Asked(selective("attention", engine="sac"), "sac sac sac", FORMS),
-    "sac, save linear": Asked(selective("linear", engine="sac"), "sac sac sac", FORMS),
     "selective, full and none": Asked(
         selective(rules=[rule("1", "full"), rule("2", "none")]), "selective full -", (*CHOICES, "accumulation")
     ),
@@ -378,9 +373,9 @@ ACTIONS = {
     "head and selective": Asked(selective(head=5), "selective selective selective", FORMS),
 }
 # Actions whose engines recompute blocks in different ways.
-CHANGES = ("full", "selective", "save attention", "sac, save linear", "2 segments", "offload", "full around selective")
+CHANGES = ("full", "selective", "save attention", "2 segments", "offload", "full around selective")
 # Actions that also run on the oldest transformers.
-COMPAT = ("full", "layers", "selective", "sac", "1 segment", "2 segments")
+COMPAT = ("full", "layers", "selective", "1 segment", "2 segments")
 
 
 def cells():
@@ -435,9 +430,6 @@ def check_counts(mode, engines, frozen, found, regions):
         assert set(found.frozen) == frozen & engines.keys()
     for name, engine in engines.items():
         times, region = found.recomputed[name], regions[name]
-        if engine == "sac":
-            assert region.matched > 0
-            assert region.matched % mode.forwards == 0
         if engine == "full+selective":
             assert region.rebuilding.recomputed > 0
         if name in frozen:

@@ -152,9 +152,9 @@ def twice(monkeypatch):
     with pytest.raises(SpecError, match="'twice'"):
         Spec.parse({"policy": "twice"})
     monkeypatch.setitem(ACTIONS, "twice", record)
-    # These two are derived from the records' names on import.
-    monkeypatch.setattr(reading, "POLICIES", (*reading.POLICIES, "twice"))
-    monkeypatch.setitem(reading.READERS, "policy", reading.one_of(*reading.POLICIES))
+    # These are derived from the records' names on import.
+    for readers in (reading.READERS, reading.RULE_READERS):
+        monkeypatch.setitem(readers, "policy", reading.one_of(*reading.POLICIES, "twice"))
     return record
 
 

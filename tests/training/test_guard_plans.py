@@ -43,11 +43,11 @@ def test_where_the_first_plan_comes_from(monkeypatch):
 
 def test_options_of_the_spec_stay():
     model = tiny_model("llama")
-    hf_ckpt.install(model, {"policy": "selective", "engine": "sac", "determinism_check": "none"})
+    hf_ckpt.install(model, {"policy": "selective", "check_every": 7, "determinism_check": "none"})
     model.gradient_checkpointing_enable()
     assert tighten(model) == FULL
     spec = installation(model).spec
-    assert (spec.engine, spec.determinism_check) == ("sac", "none")
+    assert (spec.check_every, spec.determinism_check) == (7, "none")
 
 
 # --- the next plan --------------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ POLICIES = {
     "selective": {"policy": "selective"},
     "full+selective": {"policy": "full+selective"},
     "segments": {"policy": "full", "segments": 2},
-    "sac": {"policy": "selective", "engine": "sac"},
 }
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 
@@ -626,15 +625,10 @@ STEPS = {
     looks_at_its_graph: 1,
 }
 """A step -> number of checks that end in it."""
-NOT_UNDER_SAC = ("sac", keeps_its_graph), ("sac", looks_at_its_graph)
-"""SAC returns saved tensors only once."""
 
 
-@pytest.mark.parametrize(
-    ("policy", "run"),
-    [(policy, run) for policy in POLICIES for run in STEPS if (policy, run) not in NOT_UNDER_SAC],
-    ids=lambda each: each if isinstance(each, str) else each.__name__,
-)
+@each_policy
+@pytest.mark.parametrize("run", STEPS, ids=lambda run: run.__name__)
 def test_steps_of_every_shape(policy, run):
     plain, model = tiny_model("llama", layers=LAYERS, dropout=0.1), watched(policy)
     for _ in range(2):

@@ -65,7 +65,6 @@ TRAPS = {
     """,
     13: """selective that is really full
         engines/test_sac.py::test_attention_is_not_run_again
-        engines/test_sac.py::test_no_match_is_an_error_that_says_what_to_do
     """,
     14: """a budget on saved bytes is not one on the peak
         training/test_budgets_held.py::test_budgets_hold

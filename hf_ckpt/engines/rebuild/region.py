@@ -29,7 +29,6 @@ from hf_ckpt.engines.rebuild.tape import Tape, enter_module, hand_to_first_block
 from hf_ckpt.engines.rebuild.values import Kept, Work, unpack
 from hf_ckpt.engines.region import Hook, Region, Request
 from hf_ckpt.engines.sac import SacRegion
-from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import FoundBlocks, cheap_modules, embedding_norms
 
 log = logging.getLogger(__name__)
@@ -112,13 +111,12 @@ class RebuildRegion(Region):
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, and drop the cheap results that autograd saves.
 
-        Raises `HfCkptError` under torch.compile if `engine` is `rebuild`.
+        In a graph of torch.compile, which has no autograd graph to read yet, SAC runs it.
         """
         if not torch.is_grad_enabled():
             return fn(*args)
         if compat.is_compiling():
-            if self.compiled is None:
-                raise HfCkptError('"engine": "rebuild" cannot work under torch.compile; "auto" takes SAC there.')
+            assert self.compiled is not None, "only `full+selective` has none, and runs no forward here while compiling"
             return self.compiled(fn, *args)
         fn, args = compat.block_call(fn, args)
         self.forwards += 1
@@ -240,15 +238,12 @@ def _is_right(held: Saved) -> bool:
 
 
 def make(request: Request) -> Region:
-    """The engine of `selective`: rebuilding, or SAC if the spec asks for it. `auto` uses SAC under torch.compile."""
+    """The engine of `selective`: rebuilding, and SAC in graphs of torch.compile."""
     save = request.action.save
-    sac = SacRegion(request.block, save=save, **request.options)
-    if request.engine == "sac":
-        return sac
     return RebuildRegion(
         request.block,
         save=save,
-        compiled=sac if request.engine == "auto" else None,
+        compiled=SacRegion(request.block, save=save, **request.options),
         mover=request.mover if request.action.moved else None,
         fallback=None if request.known else FullRegion(request.block, **request.options),
     )
