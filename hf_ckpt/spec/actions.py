@@ -1,7 +1,7 @@
 """The actions on the activations of a block, one record each.
 
-A new action is a record here and a file in `engines/` that the record names. Specs, plans, the planner, tables and
-pictures read these records.
+A new action is a record here and a file in `engines/` that the record names. Specs, plans and the planner read
+these records.
 """
 
 from __future__ import annotations
@@ -52,8 +52,6 @@ class ActionKind:
 
     name: str
     """Name of the action in specs and plans."""
-    keeps: str
-    """What a block saves from its forward to its backward, in words."""
     engine: str = ""
     """`module:function` that makes a block's checkpointing function from an `engines.region.Request`; empty if the
     block runs as it is."""
@@ -75,8 +73,6 @@ class ActionKind:
     """The action that replaces this one if a step runs out of memory. It needs less; None if no action does."""
     next_in_words: str = ""
     """The change to `next`, for messages."""
-    colours: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Printed form of the action -> its colour in pictures."""
 
 
 # Name -> record. Actions that keep most come first.
@@ -85,16 +81,13 @@ ACTIONS: dict[str, ActionKind] = {
     for record in (
         ActionKind(
             "keep",
-            keeps="everything that autograd saves",
             is_policy=False,
             candidates=(KEEP,),
             next=SELECTIVE,
             next_in_words="`selective` for blocks that kept everything",
-            colours={"keep": "#4c72b0"},
         ),
         ActionKind(
             "selective",
-            keeps="the results of the operations that `save` names, and what is needed to recompute the others",
             engine="hf_ckpt.engines.rebuild.region:make",
             hooks="hf_ckpt.engines.rebuild.region:hooks",
             options=("save", "moved"),
@@ -102,46 +95,31 @@ ACTIONS: dict[str, ActionKind] = {
             offloads={dataclasses.replace(SELECTIVE, moved=True): SELECTIVE},
             next=FULL,
             next_in_words="`full` for `selective` blocks",
-            colours={
-                "selective (save linear, attention)": "#55a868",
-                "selective (save linear)": "#8fbf9f",
-                "selective (save attention)": "#b5d99c",
-                "selective (save linear, attention in host memory)": "#da8bc3",
-            },
         ),
         ActionKind(
             "full",
-            keeps="the block's inputs",
             engine="hf_ckpt.engines.segments:make",
             hooks="hf_ckpt.engines.segments:hooks",
             options=("segment",),
             candidates=(FULL,),
             next=OFFLOAD,
             next_in_words="hidden states in host memory",
-            colours={"full": "#dd8452"},
         ),
         ActionKind(
             "full+selective",
-            keeps="the block's inputs; while it is recomputed, what `selective` keeps",
             engine="hf_ckpt.engines.rebuild.full_selective:make",
             options=("save",),
             candidates=(FULL_SELECTIVE,),
             next=OFFLOAD,
             next_in_words="hidden states in host memory",
-            colours={
-                "full+selective (save linear, attention)": "#c96a3b",
-            },
         ),
         ActionKind(
             "offload",
-            keeps="the block's inputs, of which the hidden states lie in host memory",
             engine="hf_ckpt.engines.offload:make",
             offloads={OFFLOAD: FULL},
-            colours={"offload": "#8172b3"},
         ),
         ActionKind(
             "compiled",
-            keeps="what the compiler takes from the block's inputs and results, by its `share`",
             engine="hf_ckpt.engines.compiled:make",
             is_policy=False,
             options=("share",),
@@ -149,12 +127,6 @@ ACTIONS: dict[str, ActionKind] = {
             candidates=(Action("compiled", share=1.0), Action("compiled", share=0.8), COMPILED),
             next=COMPILED,
             next_in_words="share 0 for compiled blocks",
-            colours={
-                "compiled (share 1)": "#937860",
-                "compiled (share 0.8)": "#a98a72",
-                "compiled (share 0.5)": "#b39b84",
-                "compiled (share 0)": "#d6c7b8",
-            },
         ),
     )
 }
@@ -176,9 +148,3 @@ def offloads() -> dict[Action, Action]:
     """
     records = reversed(ACTIONS.values())
     return {kept: moved for record in records for moved, kept in record.offloads.items()}
-
-
-def colour_of(action: Action | str) -> str:
-    """Return an action's colour in pictures, by its printed form; grey if it has none."""
-    colours = {shown: colour for record in ACTIONS.values() for shown, colour in record.colours.items()}
-    return colours.get(str(action), "0.5")

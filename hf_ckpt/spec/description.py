@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hf_ckpt.spec.plan import Plan
-from hf_ckpt.units import format_bytes, format_seconds
+from hf_ckpt.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,70 +96,49 @@ class Description:
 
     def __str__(self) -> str:
         state = "enabled" if self.enabled else "installed, not enabled (call model.gradient_checkpointing_enable())"
-        lines = [f"hf_ckpt: {state}; spec {json.dumps(self.spec)}", str(self.plan)]
-        if self.measuring is not None:
-            lines.append(f"  not the plan of the run yet: {self.measuring}")
-        predicted = self.plan.prediction
-        if predicted is not None:
-            allowed = predicted.budget_bytes
-            fits = allowed is None or predicted.peak_bytes <= allowed
-            within = "" if allowed is None else f" {'within' if fits else 'above'} {format_bytes(allowed)}"
-            within += "" if fits else " (no plan needs less)"
-            timed = f", step {format_seconds(predicted.step_seconds)}" if predicted.step_seconds else ", not timed"
-            lines.append(f"  predicted: peak {format_bytes(predicted.peak_bytes)}{within}{timed}")
-        if self.measured_bytes is not None:
-            lines.append(f"  measured: peak {format_bytes(self.measured_bytes)} in the first step of this plan")
-        if len(self.plans) > 1:
-            lines.append(f"  plans for batches of {len(self.plans)} sizes:")
-            lines += [f"    {shape}: {_in_a_line(plan)}" for shape, plan in self.plans.items()]
-        if self.costs:
-            lines.append("  measured here, for one block: bytes kept, and time as a share of that under `full`")
-            for action, kept, share in self.costs:
-                lines.append(f"    {action}: {format_bytes(kept)}, {'not timed' if share is None else f'{share:.2f}'}")
-        if self.frozen:
-            lines.append(
-                f"  kept in effect: {len(self.frozen)} blocks below the first trainable parameter save nothing"
-            )
-        if any(self.forwards.values()):
-            lines.append(
-                f"  so far: {sum(self.forwards.values())} checkpointed block calls, "
-                f"{sum(self.recomputed.values())} recomputations"
-            )
-        if self.watched is not None:
-            lines.append(f"  watched: {self.watched}")
-            lines += [f"    {found}" for found in self.watched.differences]
-            lines += [f"    not checked: {what} ({why})" for what, why in self.watched.not_checked.items()]
-        if self.in_graphs:
-            lines.append(f"  in graphs of torch.compile, where nothing is counted: {len(self.in_graphs)} blocks")
-        if self.compiled_by_others:
-            lines.append(
-                f"  compiled by something else, so that no share counts: {len(self.compiled_by_others)} blocks"
-            )
-        if self.head_in_graph:
-            lines.append("  in a graph of torch.compile, where it runs as a whole: the head")
-        if self.mlp_in_graph:
-            lines.append("  in a graph of torch.compile, where they run as a whole: feed-forwards")
-        if self.moved:
-            moved = format_bytes(sum(self.moved.values()))
-            lines.append(f"  moved to host memory in the last forward: {moved} of {len(self.moved)} blocks")
-        for what, ran in (("head", self.head_ran), ("feed-forward", self.mlp_ran)):
-            lines += [f"  {what}, last call: {ran}"] if ran else []
-        if self.chunked_heads:
-            lines.append(f"  so far: {self.chunked_heads} calls of the head in chunks")
-        if self.chunked_mlps:
-            lines.append(f"  so far: {self.chunked_mlps} calls of feed-forwards in chunks")
-        for verb, parts in (("dropped, to be rebuilt", self.dropped), ("kept", self.kept)):
-            if parts:
-                shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-                lines.append(f"  {verb} in the last forward: {format_bytes(sum(parts.values()))} ({shown})")
-        return "\n".join(lines)
+        watched, moved = self.watched, format_bytes(sum(self.moved.values()))
+        calls, recomputed = sum(self.forwards.values()), sum(self.recomputed.values())
+        not_counted = "in graphs of torch.compile, where nothing is counted"
+        lines = {
+            f"hf_ckpt: {state}; spec {json.dumps(self.spec)}\n{self.plan}": True,
+            f"  not the plan of the run yet: {self.measuring}": self.measuring,
+            f"  predicted: {self.plan.prediction}": self.plan.prediction,
+            f"  measured: peak {format_bytes(self.measured_bytes)} in the first step of this plan": self.measured_bytes,
+            f"  plans for batches of {len(self.plans)} sizes:": len(self.plans) > 1,
+            **{
+                f"    {shape}: {plan.summary()}; {plan.prediction or 'not predicted'}": len(self.plans) > 1
+                for shape, plan in self.plans.items()
+            },
+            "  measured here, for one block: bytes kept, and time as a share of that under `full`": self.costs,
+            **{
+                f"    {action}: {format_bytes(kept)}, {'not timed' if share is None else f'{share:.2f}'}": True
+                for action, kept, share in self.costs
+            },
+            f"  {len(self.frozen)} blocks below the first trainable parameter save nothing": self.frozen,
+            f"  so far: {calls} checkpointed block calls, {recomputed} recomputations": calls,
+            f"  watched: {watched}": watched,
+            **{f"    {difference}": True for difference in (watched.differences if watched else ())},
+            **{
+                f"    not checked: {what} ({why})": True
+                for what, why in (watched.not_checked if watched else {}).items()
+            },
+            f"  {not_counted}: {len(self.in_graphs)} blocks": self.in_graphs,
+            f"  compiled by something else, so that no share counts: {len(self.compiled_by_others)} blocks": (
+                self.compiled_by_others
+            ),
+            "  in a graph of torch.compile, where it runs as a whole: the head": self.head_in_graph,
+            "  in a graph of torch.compile, where they run as a whole: feed-forwards": self.mlp_in_graph,
+            f"  moved to host memory in the last forward: {moved} of {len(self.moved)} blocks": self.moved,
+            f"  head, last call: {self.head_ran}; {self.chunked_heads} calls in chunks so far": self.head_ran,
+            f"  feed-forward, last call: {self.mlp_ran}; {self.chunked_mlps} calls in chunks so far": self.mlp_ran,
+            f"  dropped, to be rebuilt in the last forward: {_bytes_of(self.dropped)}": self.dropped,
+            f"  kept in the last forward: {_bytes_of(self.kept)}": self.kept,
+        }
+        return "\n".join(line for line, is_shown in lines.items() if is_shown)
 
 
-def _in_a_line(plan: Plan) -> str:
-    """Return the number of blocks with each action, and the predicted peak, in one line."""
-    counts = collections.Counter(str(action) for _, action in plan.actions)
-    found = ", ".join(f"{count} x {action}" for action, count in counts.items())
-    chunks = "" if plan.head == "full" else ", head in chunks"
-    chunks += "" if plan.mlp == "full" else ", feed-forward in chunks"
-    peak = "" if plan.prediction is None else f"; peak {format_bytes(plan.prediction.peak_bytes)}"
-    return found + chunks + peak
+def _bytes_of(parts: Mapping[str, int]) -> str:
+    """Return the sum of some bytes, and each part by its name."""
+    return (
+        f"{format_bytes(sum(parts.values()))} ({', '.join(f'{name} {format_bytes(n)}' for name, n in parts.items())})"
+    )

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import PlanMismatchError, shown
-from hf_ckpt.spec.actions import ACTIONS, COMPILED, SAVE_CLASSES, Action
+from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, Action
 from hf_ckpt.spec.files import YAML_SUFFIXES, read_values, refuse_unwritable, write_text
+from hf_ckpt.spec.reading import OPTIONS, READERS, one_of, read_keys
+from hf_ckpt.units import format_bytes, format_seconds
 
 FORMAT_VERSION = 1
 """Format version of saved plans, which each file contains."""
@@ -59,6 +61,15 @@ class Prediction:
     def tokens_per_second(self) -> float | None:
         """Tokens trained on in a second, as predicted; None if tokens are not counted."""
         return self.tokens / self.step_seconds if self.tokens and self.step_seconds else None
+
+    def __str__(self) -> str:
+        within = ""
+        if self.budget_bytes is not None:
+            fits = self.peak_bytes <= self.budget_bytes
+            within = f" {'within' if fits else 'above'} {format_bytes(self.budget_bytes)}"
+            within += "" if fits else " (no plan needs less)"
+        timed = f"step {format_seconds(self.step_seconds)}" if self.step_seconds else "not timed"
+        return f"peak {format_bytes(self.peak_bytes)}{within}, {timed}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able dict, which `Prediction.from_dict` reads back."""
@@ -130,12 +141,10 @@ class Plan:
         """Return a JSON-able dict, which `Plan.from_dict` reads back to an equal plan."""
 
         def row(block: Block, action: Action) -> dict[str, Any]:
-            return {"block": block.name, "kind": block.kind, "action": action.kind} | (
-                ({"save": list(action.save)} if action.save else {})
-                | ({"segment": action.segment} if action.segment is not None else {})
-                | ({"moved": True} if action.moved else {})
-                | ({"share": action.share} if action.share is not None else {})
-            )
+            values = {key: getattr(action, key) for key in OPTIONS}
+            written = {key: value for key, value in values.items() if value != getattr(KEEP, key)}
+            written |= {"save": list(action.save)} if action.save else {}
+            return {"block": block.name, "kind": block.kind, "action": action.kind, **written}
 
         stacks = {stack: [row(*pair) for pair in pairs] for stack, pairs in self.stacks().items()}
         found = {"hf_ckpt_plan": FORMAT_VERSION, "family": self.family, "model": self.model, "stacks": stacks}
@@ -156,8 +165,10 @@ class Plan:
             actions = tuple(_read_rows(data["stacks"]))
             predicted = data.get("prediction")
             prediction = None if predicted is None else Prediction.from_dict(predicted)
-            head, mlp = _read_tokens(data, "head"), _read_tokens(data, "mlp")
-            return cls(str(data["family"]), str(data["model"]), actions, prediction, head, mlp)
+            chunks, problems = read_keys({key: data[key] for key in ("head", "mlp") if key in data}, READERS)
+            if problems:
+                raise ValueError(" ".join(problems))
+            return cls(str(data["family"]), str(data["model"]), actions, prediction, **chunks)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise PlanMismatchError(f"{source} is damaged: {shown(error, 400)}") from error
 
@@ -187,7 +198,8 @@ class Plan:
         """Return the actions in one line: `full on blocks 0, 2 of 4`. Several stacks are listed one by one."""
         stacks = self.stacks()
         parts = [(f"{stack}: " if len(stacks) > 1 else "") + _summary(pairs) for stack, pairs in stacks.items()]
-        return "; ".join([*parts, *(["head in chunks"] if self.head != "full" else [])])
+        chunks = {"head in chunks": self.head, "feed-forwards in chunks": self.mlp}
+        return "; ".join([*parts, *(text for text, tokens in chunks.items() if tokens != "full")])
 
     def __str__(self) -> str:
         lines = [f"{self.model} (family {self.family}), {len(self.active())} of {len(self.actions)} blocks planned"]
@@ -255,14 +267,6 @@ def _whole(value: Any, name: str) -> int:
     return value
 
 
-def _read_tokens(data: Mapping[str, Any], key: str) -> int | str:
-    """Read `Plan.head` or `Plan.mlp` from a saved plan. Raises `ValueError` if it is invalid."""
-    tokens = data.get(key, "full")
-    if tokens not in ("full", "auto") and not (type(tokens) is int and tokens >= 1):
-        raise ValueError(f"its {key} is {shown(tokens)}, which is neither a number of tokens nor `auto` nor `full`")
-    return tokens  # type: ignore[no-any-return]
-
-
 def _read_rows(stacks: Mapping[str, list[Mapping[str, Any]]]) -> Iterator[tuple[Block, Action]]:
     """Read `Plan.actions` from a saved plan. Raises `KeyError` or `ValueError` if a row is invalid."""
     seen: set[str] = set()
@@ -278,30 +282,15 @@ def _read_rows(stacks: Mapping[str, list[Mapping[str, Any]]]) -> Iterator[tuple[
 
 
 def _read_action(row: Mapping[str, Any]) -> Action:
-    kind, block = row["action"], shown(row["block"], quoted=False)
-    if kind not in ACTIONS:
-        raise ValueError(f"{block} has the unknown action {shown(kind)}")
-    segment, moved, save = row.get("segment"), row.get("moved", False), row.get("save", [])
-    share = row.get("share")
-    if segment is not None and type(segment) is not int:
-        raise ValueError(f"{block} has the segment {shown(segment)}, which must be a number")
-    if type(moved) is not bool:
-        raise ValueError(f"{block} has `moved` {shown(moved)}, which must be true or false")
-    if not isinstance(save, (list, tuple)) or any(name not in SAVE_CLASSES for name in save):
-        raise ValueError(f"{block} saves {shown(save)}, which must be a list out of {list(SAVE_CLASSES)}")
-    if share is not None and (type(share) not in (int, float) or not 0 <= share <= 1):
-        raise ValueError(f"{block} has the share {shown(share)}, which must be a number from 0 to 1")
-    if kind == COMPILED.kind and share is None:
-        raise ValueError(f"{block} is compiled, so that it needs a `share` from 0 to 1")
-    options = {"segment": segment is not None, "moved": moved, "save": bool(save), "share": share is not None}
-    for option, given in options.items():
-        if given and option not in ACTIONS[kind].options:
+    kind, block = one_of(*ACTIONS)(row["action"]), shown(row["block"], quoted=False)
+    values, problems = read_keys({key: row[key] for key in OPTIONS if key in row}, OPTIONS)
+    options = {key: value for key, value in values.items() if value != getattr(KEEP, key)}
+    for option in options:
+        if option not in ACTIONS[kind].options:
             owners = " or ".join(f"`{record.name}`" for record in ACTIONS.values() if option in record.options)
-            raise ValueError(f"{block} has `{option}`, which goes with {owners}, but its action is `{kind}`")
-    return Action(
-        kind,
-        tuple(name for name in SAVE_CLASSES if name in save),
-        segment,
-        moved,
-        None if share is None else float(share),
-    )
+            problems.append(f"`{option}` goes with {owners}, but its action is `{kind}`.")
+    if kind == COMPILED.kind and values.get("share") is None:
+        problems.append("it is compiled, so that it needs a `share` from 0 to 1.")
+    if problems:
+        raise ValueError(f"{block}: {' '.join(problems)}")
+    return Action(kind, **options)

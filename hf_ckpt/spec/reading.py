@@ -268,3 +268,10 @@ READERS: dict[str, Reader] = {
     "compile": one_of(None, "blocks"),
     "share": _optional(_read_share),
 }
+# Option of an action in a saved plan -> its reader.
+OPTIONS: dict[str, Reader] = {
+    "save": _read_save,
+    "segment": _optional(_whole(0)),
+    "moved": one_of(True, False),
+    "share": _optional(_read_share),
+}

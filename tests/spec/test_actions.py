@@ -25,7 +25,6 @@ from hf_ckpt.spec.actions import (
     Action,
     ActionKind,
     candidates,
-    colour_of,
     offloads,
 )
 from hf_ckpt.spec.plan import Plan
@@ -50,11 +49,10 @@ def test_the_records():
 
 @each_record
 def test_a_record_is_complete(record):
-    """Its engine creates a block's function, its forms have only its own options, and each form has a colour."""
+    """Its engine creates a block's function, and its forms have only its own options."""
     forms = [*record.candidates, *record.offloads]
     forms += [COMPILED] if record.name == COMPILED.kind else []
     assert forms
-    assert record.keeps
     assert bool(record.engine) == (record.name != "keep")
     assert not record.hooks or callable(pkgutil.resolve_name(record.hooks))
     assert (record.next is None) == (not record.next_in_words)
@@ -62,7 +60,6 @@ def test_a_record_is_complete(record):
     assert defaults.keys() == set(record.options)
     for form in forms:
         assert dataclasses.replace(form, **defaults) == Action(record.name)
-        assert colour_of(form) == record.colours[str(form)] != colour_of("no such action")
         if record.engine:
             assert isinstance(make(Request("block", form)), Region)
 
@@ -139,7 +136,6 @@ def twice(monkeypatch):
     """Add a fifth action, as if its record had existed when hf_ckpt was imported."""
     record = ActionKind(
         "twice",
-        keeps="the block's inputs",
         engine=f"{__name__}:make_twice",
         hooks=f"{__name__}:hooks_of_twice",
         options=("moved",),
@@ -147,7 +143,6 @@ def twice(monkeypatch):
         offloads={dataclasses.replace(TWICE, moved=True): TWICE},
         next=FULL,
         next_in_words="`full` for blocks that ran twice",
-        colours={"twice": "#123456"},
     )
     with pytest.raises(SpecError, match="'twice'"):
         Spec.parse({"policy": "twice"})
@@ -178,10 +173,9 @@ def test_a_new_record_is_carried_out(twice, tmp_path):
     assert all(not module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_new_record_is_found_by_planner_and_pictures(twice):
+def test_a_new_record_is_found_by_the_planner(twice):
     assert candidates()[-1] == TWICE
     assert offloads()[TWICE] == dataclasses.replace(TWICE, moved=True)
-    assert colour_of(TWICE) == "#123456"
     plan = Plan.from_dict(plan_with(action="twice", moved=True))
     assert plan.actions[0][1] == dataclasses.replace(TWICE, moved=True)
     with pytest.raises(PlanMismatchError, match="goes with `selective`"):

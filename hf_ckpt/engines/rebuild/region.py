@@ -29,6 +29,7 @@ from hf_ckpt.engines.rebuild.tape import Tape, enter_module, hand_to_first_block
 from hf_ckpt.engines.rebuild.values import Kept, Work, unpack
 from hf_ckpt.engines.region import Hook, Region, Request
 from hf_ckpt.engines.sac import SacRegion
+from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import FoundBlocks, cheap_modules, embedding_norms
 
 log = logging.getLogger(__name__)
