@@ -125,11 +125,6 @@ def reduction_buckets(model: nn.Module) -> list[torch.Tensor]:
     return seen.tensors
 
 
-def rank() -> int:
-    """Return the rank of this process; 0 without torch.distributed."""
-    return torch.distributed.get_rank() if is_distributed() else 0
-
-
 def ranks() -> int:
     """Return how many processes train together; 1 without torch.distributed."""
     return torch.distributed.get_world_size() if is_distributed() else 1

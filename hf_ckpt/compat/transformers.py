@@ -212,14 +212,6 @@ def makes_inputs_require_gradients(hook: object) -> bool:
     return name.endswith(("make_inputs_require_grads", "make_inputs_require_grad"))
 
 
-def cached_tokens(value: Any) -> int:
-    """Return how many tokens a key/value cache holds, in its fullest layer; 0 for an empty one."""
-    if isinstance(value, EncoderDecoderCache):
-        return max(cached_tokens(value.self_attention_cache), cached_tokens(value.cross_attention_cache))
-    counted = [layer for layer in value.layers if hasattr(layer, "get_seq_length")]  # not those of linear attention
-    return max((int(layer.get_seq_length()) for layer in counted), default=0)
-
-
 def is_filled(value: Any) -> bool:
     """Whether a cache argument holds anything: keys and values, or states of linear attention. Also True if unknown.
 
@@ -231,8 +223,11 @@ def is_filled(value: Any) -> bool:
         return is_filled(value.self_attention_cache) or is_filled(value.cross_attention_cache)
     if not isinstance(value, Cache) or not hasattr(value, "layers"):
         return True
-    states = (getattr(layer, "has_previous_state", None) for layer in value.layers)
-    return cached_tokens(value) > 0 or any(any(each.values()) for each in states if each)
+    return any(
+        (hasattr(layer, "get_seq_length") and layer.get_seq_length() > 0)
+        or any((getattr(layer, "has_previous_state", None) or {}).values())  # of linear attention
+        for layer in value.layers
+    )
 
 
 def trainer_class() -> Any:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
+from hf_ckpt.compat.distributed import data_parallel
 from hf_ckpt.errors import HfCkptError, NoBlocksError, OutOfPlansError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.training.guard import OomGuard
@@ -191,8 +192,8 @@ def test_data_parallel_inside_a_compiled_model_is_seen(monkeypatch):
     nn.Module.__init__(wrapped)
     wrapped.process_group = None
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    assert compat.data_parallel(torch.compile(wrapped)) is wrapped
-    assert compat.data_parallel(torch.compile(nn.Linear(2, 2))) is None
+    assert data_parallel(torch.compile(wrapped)) is wrapped
+    assert data_parallel(torch.compile(nn.Linear(2, 2))) is None
 
 
 def test_a_model_without_blocks_is_refused_before_it_runs():

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import hf_ckpt
-from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
+from hf_ckpt.compat.transformers import is_cache
 from hf_ckpt.engines import full
 from hf_ckpt.errors import HfCkptError, SpecError
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
@@ -173,7 +173,7 @@ def test_no_cache_is_built_in_either_run():
     model = tiny_model("llama")
 
     def with_cache(module, args, kwargs, output):
-        return output[0] * (1.5 if any(map(compat.is_cache, kwargs.values())) else 1.0), *output[1:]
+        return output[0] * (1.5 if any(map(is_cache, kwargs.values())) else 1.0), *output[1:]
 
     model.model.layers[0].self_attn.register_forward_hook(with_cache, with_kwargs=True)
     assert hf_ckpt.verify(model, tiny_batch("llama"))
