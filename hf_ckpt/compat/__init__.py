@@ -144,7 +144,6 @@ from hf_ckpt.compat.transformers import (
     gguf_config,
     is_filled,
     is_implementation,
-    layer_types,
     makes_inputs_require_gradients,
     module_of,
     quantised_layers,

@@ -149,20 +149,11 @@ def is_implementation(name: str, value: Any) -> bool:
     return name.endswith("_implementation_internal")
 
 
-def layer_types(config: Any) -> list[str] | None:
-    """Return a config's type of each layer, which some models look up at run time; None if it has none."""
-    types = getattr(config, "layer_types", None)
-    return None if types is None else list(types)
-
-
-def set_layer_types(config: Any, types: Sequence[str | None]) -> None:
-    """Set a config's type of each layer. `None` stands for layers without a type.
+def set_layer_types(config: Any, types: Sequence[str]) -> None:
+    """Set a config's type of each layer, which some models look up at run time.
 
     Some configs compute the list and reject another one; such a config gets a new subclass with this list.
     """
-    now = layer_types(config)
-    if now is None or now == list(types) or None in types:
-        return
     try:
         config.layer_types = list(types)
     except AttributeError:

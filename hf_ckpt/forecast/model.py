@@ -157,7 +157,7 @@ def _cut(model: nn.Module) -> tuple[Stack, ...]:
                 "blocks. `selective`, `full` and other policies need no plan."
             )
         config: Any = getattr(owner, "config", found.base.config)
-        types = compat.layer_types(config) or []
+        types = list(getattr(config, "layer_types", None) or [])
         types = types if len(types) == len(blocks) else []
         kinds = [
             (_look_of(found.modules[block.name], place), types[place:][:1], block.name in frozen)
@@ -172,7 +172,7 @@ def _cut(model: nn.Module) -> tuple[Stack, ...]:
         kept = [lists[container][place] for place in places]
         lists[container]._modules.clear()
         lists[container].extend(kept)
-        if types:
+        if types and len(places) < len(types):
             compat.set_layer_types(config, [types[place] for place in places])
         for key in depth_keys(config, stack):
             with contextlib.suppress(NotImplementedError):  # derived from others, such as ProphetNet's
