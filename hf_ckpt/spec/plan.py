@@ -17,7 +17,7 @@ from typing import Any
 from hf_ckpt.errors import PlanMismatchError, shown
 from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, Action
 from hf_ckpt.spec.files import YAML_SUFFIXES, read_values, refuse_unwritable, write_text
-from hf_ckpt.spec.reading import OPTIONS, READERS, one_of, read_keys
+from hf_ckpt.spec.reading import OPTIONS, READERS, one_of, read_keys, whole
 from hf_ckpt.units import format_bytes, format_seconds
 
 FORMAT_VERSION = 1
@@ -78,16 +78,14 @@ class Prediction:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
         """Read the dict that `to_dict` returns. Raises `KeyError`, `TypeError` or `ValueError` if it is invalid."""
-        parts = tuple((str(name), _whole(size, f"part {name!r}")) for name, size in data["parts"].items())
-        counts = {name: _whole(data[name], name) for name in ("peak_bytes", "tokens")}
+        parts = tuple((str(name), whole(0)(size)) for name, size in data["parts"].items())
+        counts = {key: whole(0)(data[key]) for key in ("peak_bytes", "tokens")}
         if data.get("budget_bytes") is not None:
-            counts["budget_bytes"] = _whole(data["budget_bytes"], "budget_bytes")
+            counts["budget_bytes"] = whole(0)(data["budget_bytes"])
         device, seconds = data.get("device", ""), data["step_seconds"]
-        if not isinstance(device, str):
-            raise ValueError(f"its device must be a text, but is {shown(device)} instead")
         # Converted, because YAML reads 2e-05 as a text.
-        if isinstance(seconds, bool) or not 0 <= float(seconds) < math.inf:
-            raise ValueError(f"its step_seconds must be a number of seconds, but is {shown(seconds)} instead")
+        if not isinstance(device, str) or isinstance(seconds, bool) or not 0 <= float(seconds) < math.inf:
+            raise ValueError(f"its device is {shown(device)} and its step takes {shown(seconds)} seconds")
         return cls(**{**data, **counts, "parts": parts, "step_seconds": float(seconds)})
 
 
@@ -258,13 +256,6 @@ def spans(indices: list[int]) -> str:
         else:
             runs.append([index])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _whole(value: Any, name: str) -> int:
-    """Return a value if it is a whole number of at least 0. Raises `ValueError` if it is not."""
-    if type(value) is not int or value < 0:
-        raise ValueError(f"its {name} must be a whole number of at least 0, but is {shown(value)} instead")
-    return value
 
 
 def _read_rows(stacks: Mapping[str, list[Mapping[str, Any]]]) -> Iterator[tuple[Block, Action]]:

@@ -123,7 +123,7 @@ def one_of(*allowed: object) -> Reader:
     return read
 
 
-def _whole(least: int, *others: str) -> Reader:
+def whole(least: int, *others: str) -> Reader:
     """Return a reader of whole numbers of at least `least`, and of these texts."""
     known = [f"a whole number of at least {least}", *map(repr, others)]
 
@@ -150,15 +150,10 @@ def _optional(read: Reader, what: str = "") -> Reader:
 
 
 def _read_reentrant(value: Any) -> bool:
-    if value is True:
-        warn_once(
-            log,
-            "hf_ckpt recomputes non-reentrantly: same gradients, fewer conditions. `use_reentrant=True` changes "
-            "nothing.",
-        )
-    if value is True or value is False:
-        return False
-    raise ValueError(f"must be true or false, but is {shown(value)} instead")
+    if one_of(True, False)(value):
+        text = "hf_ckpt recomputes non-reentrantly: same gradients, fewer conditions."
+        warn_once(log, f"{text} `use_reentrant=True` changes nothing.")
+    return False
 
 
 def _read_layer_text(value: Any) -> str:
@@ -250,9 +245,9 @@ RULE_READERS: dict[str, Reader] = {
 READERS: dict[str, Reader] = {
     "policy": one_of(*POLICIES),
     "save": _read_save,
-    "every_n_layers": _whole(1),
+    "every_n_layers": whole(1),
     "layers": _optional(_read_layers),
-    "segments": _optional(_whole(1, "sqrt")),
+    "segments": _optional(whole(1, "sqrt")),
     "budget": _optional(parse_budget, "budget"),
     "host_budget": _optional(parse_bytes, "size"),
     "offload": one_of(False, True, "saved"),
@@ -260,9 +255,9 @@ READERS: dict[str, Reader] = {
     "preserve_rng_state": one_of(True, False),
     "determinism_check": one_of("default", "none"),
     "use_reentrant": _read_reentrant,
-    "head": _whole(1, "full", "auto"),
-    "mlp": _whole(1, "full", "auto"),
-    "check_every": _whole(0),
+    "head": whole(1, "full", "auto"),
+    "mlp": whole(1, "full", "auto"),
+    "check_every": whole(0),
     "on_mismatch": one_of("warn", "raise"),
     "plan": _optional(_read_plan),
     "compile": one_of(None, "blocks"),
@@ -271,7 +266,7 @@ READERS: dict[str, Reader] = {
 # Option of an action in a saved plan -> its reader.
 OPTIONS: dict[str, Reader] = {
     "save": _read_save,
-    "segment": _optional(_whole(0)),
+    "segment": _optional(whole(0)),
     "moved": one_of(True, False),
     "share": _optional(_read_share),
 }

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 import hf_ckpt
-from hf_ckpt import Family
+from hf_ckpt import Family, compat
 from hf_ckpt.errors import NoBlocksError, OwnerConflictError
 from hf_ckpt.models import families
 from hf_ckpt.models.blocks import base_model, find_blocks, frozen_prefix, head_module, plain_name
@@ -23,23 +23,10 @@ from hf_ckpt.models.families import register_family
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
 TOKENS = {"vocab_size": 320, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-DECODER = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
-ENCODER = {
-    "hidden_size": 32,
-    "embedding_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
+SIZES = {"hidden_size": 32, "num_attention_heads": 4}
+DEPTH = {"num_hidden_layers": 3, "intermediate_size": 64, "max_position_embeddings": 64}
+DECODER = {**SIZES, **DEPTH, "num_key_value_heads": 2, "head_dim": 8}
+ENCODER = {**SIZES, **DEPTH, "embedding_size": 32}
 GPT = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 NEO = {
     "hidden_size": 32,
@@ -195,7 +182,7 @@ def test_generic_stacks_are_named_after_their_paths():
     """Generic stacks are called `encoder` and `decoder` if that is clear, else by their path; names are unique."""
     bart = other_model("BartForConditionalGeneration", encoder_layers=2, decoder_layers=3)
     assert depths(find_blocks(bart)) == {"encoder": 2, "decoder": 3}
-    side = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    side = {**SIZES, "intermediate_size": 64}
     clip = transformers.CLIPModel(
         transformers.CLIPConfig(
             text_config={**side, "num_hidden_layers": 2, **TOKENS},
@@ -297,16 +284,76 @@ def test_something_that_is_no_module(thing):
         hf_ckpt.install(thing)
 
 
-def test_a_model_without_blocks_names_the_known_families():
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
-    model = transformers.ResNetModel(config)
+class PlainBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden_states):
+        return hidden_states + self.linear(hidden_states).tanh()
+
+
+class GoodBlock(compat.GradientCheckpointingLayer, PlainBlock):
+    """The same block, based on transformers' layer."""
+
+
+class RemoteConfig(transformers.PretrainedConfig):
+    model_type = "from_the_hub"
+
+
+class RemoteModel(transformers.PreTrainedModel):
+    """Custom model code in the format of 2022."""
+
+    config_class = RemoteConfig
+    supports_gradient_checkpointing = True
+
+    def __init__(self, block_class):
+        super().__init__(RemoteConfig())
+        self.layers = nn.ModuleList(block_class() for _ in range(3))
+        self.post_init()
+
+    def _init_weights(self, module):
+        """Linear layers initialise themselves."""
+
+    def _set_gradient_checkpointing(self, module, value=False):
+        if isinstance(module, RemoteModel):
+            module.gradient_checkpointing = value
+
+    def forward(self, hidden_states):
+        for layer in self.layers:
+            hidden_states = layer(hidden_states)
+        return hidden_states
+
+
+RESNET = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: transformers.ResNetModel(RESNET), "ResNetModel (model_type 'resnet')"),
+        (lambda: RemoteModel(PlainBlock), "RemoteModel (model_type 'from_the_hub')"),
+    ],
+    ids=["resnet", "remote code"],
+)
+def test_a_model_without_blocks_names_the_known_families(make, named):
+    model = make()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     with pytest.raises(NoBlocksError, match=r"has no blocks built on GradientCheckpointingLayer") as caught:
         hf_ckpt.install(model)
     text = str(caught.value)
-    assert "ResNetModel (model_type 'resnet')" in text
+    assert named in text
     assert all(row.name in text and row.model_types[-1] in text for row in families.families())
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_remote_code_with_blocks_is_generic(caplog):
+    model = RemoteModel(GoodBlock).train()
+    hf_ckpt.install(model)
+    assert "3 checkpointable blocks found, used as family `generic`" in caplog.text
+    enable(model)
+    model(torch.randn(2, 8)).sum().backward()
+    assert recomputed(model) == ["layers.0", "layers.1", "layers.2"]
 
 
 def test_a_block_in_torchs_own_wrapper_has_an_owner_already():

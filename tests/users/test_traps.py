@@ -124,8 +124,8 @@ TRAPS = {
         attach/test_caches.py::test_two_steps_without_a_warning
     """,
     26: """remote code in the old format
-        models/test_remote_code.py::test_remote_code_without_blocks_is_an_error_with_the_families
-        models/test_remote_code.py::test_remote_code_with_blocks_is_generic
+        models/test_blocks.py::test_a_model_without_blocks_names_the_known_families
+        models/test_blocks.py::test_remote_code_with_blocks_is_generic
     """,
     27: """pinned memory rounds to powers of two, and runs out
         engines/test_offload_host_memory.py::test_a_host_budget_counts_powers_of_two
