@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Collection, Iterable
 
-from hf_ckpt.engines.host import Mover
+from hf_ckpt.engines.offload import Mover
 from hf_ckpt.engines.region import Region, Request, Segment, make
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Plan

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hf_ckpt.engines.host import Mover
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.spec.actions import ACTIONS, Action
 
@@ -83,8 +82,9 @@ class Request:
     """How to compare a recomputation with the forward; an argument of `torch.utils.checkpoint`."""
     segment: Segment | None = None
     """The neighbouring blocks that the block is recomputed with, if its action names a segment."""
-    mover: Mover | None = None
-    """Moves tensors to host memory and back. None for the last block of a stack, whose backward comes first."""
+    mover: Any = None
+    """An `offload.Mover`, which moves tensors to host memory and back. None for the last block of a stack, whose
+    backward comes first."""
     known: bool = True
     """Whether the block's in-place changes are known; see `models.blocks.blocks_of_known_code`."""
 

@@ -29,7 +29,7 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import adopt, end_watch, put_on
 from hf_ckpt.attach.record import carriers, installation, is_on, spec_of
-from hf_ckpt.engines.host import lane_of
+from hf_ckpt.engines.offload import lane_of
 from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import HfCkptError, OutOfPlansError
 from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head

@@ -15,7 +15,7 @@ import hf_ckpt
 from accelerator import device
 from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
-from hf_ckpt.engines import host
+from hf_ckpt.engines import offload
 from hf_ckpt.engines.rebuild import ops
 from hf_ckpt.measure import machine, memory
 from hf_ckpt.measure.live import LiveBytes
@@ -250,7 +250,7 @@ def test_dropout_is_rebuilt_by_a_rule_that_was_tried(rounding, dtype, monkeypatc
 @pytest.mark.parametrize("spec", [{"policy": "offload"}, {"policy": "selective", "offload": "saved"}], ids=str)
 def test_torch_s_streams_suffice_to_offload(spec, where, monkeypatch):
     device.needs(where)
-    monkeypatch.setattr(host, "LEAST_BYTES", 0)
+    monkeypatch.setattr(offload, "LEAST_BYTES", 0)
     model, batch = model_on(where), batch_on(where)
     expected = step(model, batch)
     hf_ckpt.install(model, spec)
@@ -264,7 +264,7 @@ def test_torch_s_streams_suffice_to_offload(spec, where, monkeypatch):
         if device.IS_SIMULATED:  # which counts copies
             assert after["bytes_to_host"] - before["bytes_to_host"] >= moved
     assert hf_ckpt.verify(model, batch)
-    monkeypatch.setattr(host, "lane_of", lambda device: None)
+    monkeypatch.setattr(offload, "lane_of", lambda device: None)
     refused = hf_ckpt.verify(model, batch, spec)
     assert not refused
     assert "moved nothing to host memory: model.layers.0, model.layers.1, " in str(refused)
@@ -294,7 +294,7 @@ def test_the_guard_frees_the_cache_of_the_accelerator():
 
 def test_nothing_is_kept_in_mind_of_a_meter_that_is_gone():
     before = len(memory.allocator_of(torch.device(FIRST))._peaks)
-    meter = memory.PeakMeter([torch.device(FIRST)])
+    meter = memory.peak_meter([torch.device(FIRST)])
     assert len(memory.allocator_of(torch.device(FIRST))._peaks) == before + 1
     del meter
     assert len(memory.allocator_of(torch.device(FIRST))._peaks) == before

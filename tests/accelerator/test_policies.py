@@ -15,7 +15,7 @@ from helpers.steps import ROUNDING, ROUNDING_16, assert_near, assert_same, enabl
 
 import hf_ckpt
 from accelerator import device
-from hf_ckpt.engines import host
+from hf_ckpt.engines import offload
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
 
@@ -88,7 +88,7 @@ def copied_since(before):
 @pytest.fixture
 def even_the_smallest(monkeypatch):
     """Move even the smallest tensors."""
-    monkeypatch.setattr(host, "LEAST_BYTES", 0)
+    monkeypatch.setattr(offload, "LEAST_BYTES", 0)
 
 
 CELLS = [

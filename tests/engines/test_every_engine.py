@@ -12,7 +12,7 @@ import threading
 import pytest
 import torch
 from helpers.lanes import DeviceBytes
-from helpers.offloading import mover
+from helpers.offloading import mover, said
 from helpers.steps import (
     CACHED_BYTES,
     assert_frees_everything,
@@ -166,7 +166,7 @@ RUNS = {
     own_checkpoint_inside_a_block: ("bert",),
     own_hooks_around_the_model: ("llama", "bert"),
 }
-"""Way of training -> families. Under hooks around the model, `selective` drops and moves nothing."""
+"""Way of training -> families. Under hooks around the model, nothing is moved, and `selective` drops nothing."""
 CASES = [
     pytest.param(engine, run, family, id=f"{engine}-{run.__name__}-{family}")
     for engine in SPECS
@@ -176,13 +176,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("engine", "run", "family"), CASES)
-def test_gradients_of_other_ways_of_training(engine, run, family):
+def test_gradients_of_other_ways_of_training(engine, run, family, caplog):
     dropout = 0.1 if "checkpoint" in run.__name__ else 0.0
     model = ours(family, engine, dropout=dropout)
     assert_same(run(tiny_model(family, layers=3, dropout=dropout), family), run(model, family))
     hooked = "around" in run.__name__
-    drops_nothing = hooked and SPECS[engine].get("policy") == "selective" and engine != "sac"
-    check(model, engine in (("offload",) if hooked else MOVING), recomputes=not drops_nothing)
+    drops_nothing = hooked and SPECS[engine].get("policy") == "selective"
+    check(model, engine in MOVING and not hooked, recomputes=not drops_nothing)
+    told = ["hooks around the model" in message for message in said(caplog)]
+    assert told == [True] * (hooked and engine == "offload")
 
 
 @each_engine

@@ -22,8 +22,7 @@ from torch.nn import functional
 
 import hf_ckpt
 from hf_ckpt.engines.full import FullRegion
-from hf_ckpt.engines.host import Mover
-from hf_ckpt.engines.offload import OffloadRegion
+from hf_ckpt.engines.offload import Mover, OffloadRegion
 from hf_ckpt.engines.rebuild import values
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.errors import InPlaceError, ReplayError

@@ -12,10 +12,8 @@ from helpers.offloading import OFFLOAD, SAVED, moved, mover, ours, said
 from helpers.steps import CACHED_BYTES, assert_same, step, without_cache
 
 from hf_ckpt.compat import devices
-from hf_ckpt.engines import host, offload
-from hf_ckpt.engines.host import Mover
-from hf_ckpt.engines.moved import Group
-from hf_ckpt.engines.offload import OffloadRegion
+from hf_ckpt.engines import offload
+from hf_ckpt.engines.offload import Group, Mover, OffloadRegion
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
@@ -54,34 +52,37 @@ def test_longer_batches_get_buffers_of_their_own(lanes):
 
 def test_pools_of_a_mover():
     lane, other = Delayed(), Delayed()
-    pool = Mover(limit_bytes=64, make_lane=Delayed)
+    pool = Mover(limit_bytes=64)
     assert [pool.take(lane, size).numel() for size in (1, 2, 3, 16, 17)] == [1, 2, 4, 16, 32]
     assert pool.held_bytes == 55
     assert pool.take(lane, 10) is None
     small = pool.take(lane, 8)
     pool.give(lane, small)
-    assert pool.take(other, 8) is None  # copies of the other lane may still read it
     assert pool.take(lane, 7) is small
-    pool = Mover(limit_bytes=64, make_lane=Delayed)
+    pool.give(lane, small)
+    assert pool.take(other, 8) is not small  # copies of the first lane may still read it
+    assert pool.held_bytes == 63
+    pool = Mover(limit_bytes=64)
     buffers = [pool.take(lane, 16) for _ in range(4)]
     for buffer in buffers[:3]:
         pool.give(lane, buffer)
-    assert pool.take(lane, 3) is not None  # in a larger buffer
-    assert pool.take(lane, 32) is None  # while others are in use
-    pool.give(lane, buffers[3])
+    assert pool.take(lane, 3).numel() == 16
     assert pool.held_bytes == 64
+    assert pool.take(lane, 32).numel() == 32  # the two free ones give way
+    assert pool.held_bytes == 64
+    assert pool.take(lane, 1) is None
 
 
 def test_what_comes_back_has_the_bits_it_left_with():
     """Tensors of every dtype come back bit-equal, although they share one buffer."""
-    lane, pool = Delayed(), Mover(make_lane=Delayed)
+    lane, pool = Delayed(), Mover()
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float32):
         tensor = torch.randn(1024 // dtype.itemsize, generator=generator, dtype=torch.float64).to(dtype)
         expected = tensor.clone()
         group = Group(pool, "block", lane, tensor)
         slot = group.send(tensor)
-        group.close()
+        group.leave_device()
         tensor.fill_(torch.nan)  # its memory may be reused now
         found = slot.fetch()
         assert found.dtype is dtype
@@ -154,8 +155,8 @@ def test_a_lane_serves_one_thread_at_a_time():
             pool.lock.release()
         return gets_in
 
-    with ThreadPoolExecutor(1) as others:
-        pool = Mover(make_lane=Asked)
+    with ThreadPoolExecutor(1) as others, lanes_of(Asked):
+        pool = Mover()
         first, second = OffloadRegion("0", pool), OffloadRegion("1", pool)
         one = first(torch.sin, torch.ones(4, requires_grad=True) * 1)
         two = second(torch.sin, one)
@@ -167,10 +168,10 @@ def test_a_lane_serves_one_thread_at_a_time():
 @pytest.mark.parametrize("how", ["no room", "too small"])
 def test_what_finds_no_room_in_host_memory_is_freed(how, monkeypatch):
     """Tensors that do not fit host memory are freed after a forward without a backward, as in evaluation."""
-    least_bytes = host.LEAST_BYTES
+    least_bytes = offload.LEAST_BYTES
     with lanes_of(Eager):
         if how == "too small":
-            monkeypatch.setattr(host, "LEAST_BYTES", least_bytes)
+            monkeypatch.setattr(offload, "LEAST_BYTES", least_bytes)
         model = ours(spec={**SAVED, **({"host_budget": "2KiB"} if how == "no room" else {})}, layers=2)
         batch = without_cache(model, tiny_batch("llama"))
         step(model, batch)
@@ -188,4 +189,4 @@ def test_devices_without_streams_have_no_lane(monkeypatch):
     """Nor has `mps`, which has streams but uses the host's memory."""
     for device_type in ("cpu", "mps", "xla"):
         monkeypatch.setattr(devices, "accelerator_type", lambda device_type=device_type: device_type)
-        assert host.lane_of(torch.device(device_type, 0)) is None, device_type
+        assert offload.lane_of(torch.device(device_type, 0)) is None, device_type

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from hf_ckpt.engines import host as host_memory
+from hf_ckpt.engines import offload
 from hf_ckpt.measure.live import LiveBytes
 
 HIDDEN = 2 * 16 * 32 * 4
@@ -107,5 +107,5 @@ def lanes_of(lane_class):
         made.append(lane_class())
         return made[-1]
 
-    with mock.patch.object(host_memory, "lane_of", lane_of), mock.patch.object(host_memory, "LEAST_BYTES", 0):
+    with mock.patch.object(offload, "lane_of", lane_of), mock.patch.object(offload, "LEAST_BYTES", 0):
         yield made

@@ -26,8 +26,7 @@ from torch import nn
 import hf_ckpt
 from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.full import FullRegion
-from hf_ckpt.engines.moved import Group
-from hf_ckpt.engines.offload import OffloadRegion
+from hf_ckpt.engines.offload import Group, OffloadRegion
 from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.engines.segments import SegmentRegion

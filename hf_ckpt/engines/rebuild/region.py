@@ -21,9 +21,7 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.engines.check import Saved, difference_of
 from hf_ckpt.engines.full import FullRegion
-from hf_ckpt.engines.host import Mover
-from hf_ckpt.engines.moved import Group
-from hf_ckpt.engines.offload import EndOfStack
+from hf_ckpt.engines.offload import EndOfStack, Mover
 from hf_ckpt.engines.rebuild.ops import ops_for
 from hf_ckpt.engines.rebuild.tape import Tape, enter_module, hand_to_first_block, leave_module, running
 from hf_ckpt.engines.rebuild.values import Kept, Work, unpack
@@ -127,24 +125,12 @@ class RebuildRegion(Region):
             return self.fallback(fn, *args) if self.failed and self.fallback is not None else fn(*args)
         if self.trial and not any(map(compat.is_fake, filter(torch.is_tensor, args))):
             return self._try(fn, args)
-        group = self._open_group(args)
-        if group is None:
+        if self.mover is None or self.trial or not args:
             return self.run(fn, args)
-        try:
-            output = self.run(fn, args, store=(group.pack, group.unpack))
-        except BaseException:
-            group.abandon()
-            raise
-        group.close_late()
-        self.moved_bytes = group.moved_bytes
+        with self.mover.moving(self.block, args[0], late=True) as group:
+            output = self.run(fn, args, store=None if group is None else (group.pack, group.unpack))
+        self.moved_bytes = 0 if group is None else group.moved_bytes
         return output
-
-    def _open_group(self, args: tuple[Any, ...]) -> Group | None:
-        """Make a group for the tensors that this forward moves to host memory; None if it moves nothing."""
-        if self.mover is None or self.trial or not args or not isinstance(args[0], torch.Tensor):
-            return None
-        lane = self.mover.lane(args[0])
-        return None if lane is None else Group(self.mover, self.block, lane, args[0])
 
     def run(
         self,
