@@ -222,7 +222,7 @@ TRAPS = {
         training/test_callback_files.py::test_a_file_that_cannot_be_written_is_warned_of_once
     """,
     52: """TRL forces `use_reentrant=True`, and the user is refused for what they never wrote
-        users/test_deepspeed.py::test_the_refusal_says_who_asked_for_reentrant_checkpointing
+        users/test_deepspeed.py::test_the_refusal_names_reentrant_checkpointing_where_it_was_asked_for
     """,
     53: """files of TRL, axolotl and LLaMA-Factory are read by the wrong rules
         doctor/test_doctor.py::test_the_same_qlora_is_the_same_training_in_each_program
