@@ -85,9 +85,12 @@ class FullRegion(Region):
         if copied.stride() != hidden.stride() or compat.transforms():
             return self._with_inputs(counted, args)
         copied.requires_grad_(hidden.requires_grad)
-        output = self._with_inputs(_FromCopy(counted, hidden), (copied, *args[1:]))
+        from_copy = _FromCopy(counted, hidden)
+        output = self._with_inputs(from_copy, (copied, *args[1:]))
         if self.changes_input is None:
             self.changes_input = hidden._version != version
+            if not self.changes_input:
+                from_copy.use(hidden, copied)
         return output
 
     def _with_inputs(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -170,9 +173,22 @@ class _FromCopy:
         self.fn = fn
         self.hidden: torch.Tensor | None = hidden
         """The hidden states for the forward; None once it has run."""
+        self.given: torch.Tensor | None = None
+        """The hidden states, if they are what the block is recomputed from."""
+        self.version = 0
+        """Their in-place version after the forward."""
+
+    def use(self, hidden: torch.Tensor, copied: torch.Tensor) -> None:
+        """Recompute the block from its hidden states, which it does not change, and free the copy's memory."""
+        self.given, self.version = hidden.detach(), hidden._version
+        copied.data = self.given
 
     def __call__(self, copied: torch.Tensor, *args: Any) -> Any:
         hidden, self.hidden = self.hidden, None
+        if hidden is None and self.given is not None:
+            if self.given._version != self.version:
+                raise InPlaceError(self.fn.region.block, tuple(copied.shape), self.version, self.given._version)
+            return self.fn(copied, *args)
         return self.fn(copied.clone() if hidden is None else hidden, *args)
 
 
