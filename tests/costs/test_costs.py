@@ -24,6 +24,8 @@ from hf_ckpt.costs.costs import (
     with_offloading,
 )
 from hf_ckpt.costs.steps import Part
+from hf_ckpt.forecast.forecast import Forecaster
+from hf_ckpt.forecast.question import Question
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.planner.budgets import choice_within, peak_of_least, plan_of, plan_of_least, plan_within
 from hf_ckpt.planner.choose import fastest
@@ -196,7 +198,8 @@ def test_peaks_with_host_memory_are_those_that_are_reached(action, too_high):
     """Predictions for saved tensors in host memory are too high, because tensors are freed earlier."""
     model = tiny_model("llama", layers=6, hidden=64, attention="sdpa").to(torch.bfloat16)
     batch = tiny_batch("llama", batch=4, tokens=128)
-    costs = hf_ckpt.predict(model, 4, tokens=128, optimizer="sgd", device="h100").costs
+    asked = Question("tiny", 4, 128, optimizer="sgd", device="h100")
+    costs = Forecaster(asked, source=model).costs_of(asked)
     (moving,) = (ways for ways in with_offloading(costs, GIGA, 1, 2**40) if action in ways.actions)
     choice = moving.uniform(action)
     with lanes_of(Eager), trial(model, plan_of(moving, choice)), DeviceBytes(model, batch) as live:
