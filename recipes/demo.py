@@ -117,7 +117,7 @@ class Training:
             with live or contextlib.nullcontext():
                 loss = forward_and_backward() if guard is None else guard(forward_and_backward)
                 self.optimizer.step()
-            compat.synchronize(parameter.device for parameter in self.trained)
+            compat.devices.synchronize(parameter.device for parameter in self.trained)
             seconds = time.perf_counter() - start
             done = hf_ckpt.describe(self.model)
         self.values = [parameter.detach().clone() for parameter in self.trained]
@@ -171,8 +171,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with progress("loading the model") as tell:
         label, model, tokenizer, text_label, text = load(tiny=arguments.tiny)
         torch.manual_seed(0)
-        model = model.to(compat.accelerator_type() or "cpu").train()
-        model = compat.add_lora(model, rank=LORA_RANK, lora_dropout=0.05, task_type="CAUSAL_LM")
+        model = model.to(compat.devices.accelerator_type() or "cpu").train()
+        model = compat.peft.add_lora(model, rank=LORA_RANK, lora_dropout=0.05, task_type="CAUSAL_LM")
         shape = (arguments.steps + 2, arguments.batch, arguments.tokens)
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][: torch.Size(shape).numel()]
         pieces = torch.tensor(ids, device=model.device).view(shape)

@@ -39,10 +39,10 @@ def every_warning_may_be_given_again():
 def nothing_left_on_the_process():
     """`hf_ckpt.install()` changes a class: fail if a test forgets to undo it, because later tests would see the
     change."""
-    names = (*compat.ENABLE_NAMES, *compat.DISABLE_NAMES)
-    before = {name: vars(compat.PreTrainedModel)[name] for name in names}
+    names = (*compat.transformers.ENABLE_NAMES, *compat.transformers.DISABLE_NAMES)
+    before = {name: vars(compat.transformers.PreTrainedModel)[name] for name in names}
     yield
-    after = {name: vars(compat.PreTrainedModel)[name] for name in names}
+    after = {name: vars(compat.transformers.PreTrainedModel)[name] for name in names}
     hf_ckpt.uninstall()
     assert after == before
 
@@ -63,8 +63,8 @@ def nothing_left_by_accelerate():
 def no_count_left_on():
     """Stop a session's live-byte counter and its profiler when the test ends, not when the model is collected."""
     yield
-    if compat.profiler_is_active():
-        list(compat.stop_allocation_record())
+    if compat.profiler.profiler_is_active():
+        list(compat.profiler.stop_allocation_record())
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, CountedLevels):
             mode.stop()
@@ -97,7 +97,7 @@ def graphs(monkeypatch):
         found.append(graph)
         return lookup_backend("aot_eager_decomp_partition")(graph, inputs)
 
-    monkeypatch.setattr(compat, "compile_graph", compile_graph)
+    monkeypatch.setattr(compat.compiler, "compile_graph", compile_graph)
     return found
 
 

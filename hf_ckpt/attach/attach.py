@@ -119,8 +119,8 @@ def _first_record(found: FoundBlocks, spec: Spec, plan: Plan, decider: Decider |
     record.before = {name: read_switches(module) for name, module in carriers(found.base).items()}
     attributes = vars(found.base)
     attributes[RECORD] = record
-    attributes.update(dict.fromkeys(compat.ENABLE_NAMES, EnableHook(found.base)))
-    attributes.update(dict.fromkeys(compat.DISABLE_NAMES, DisableHook(found.base)))
+    attributes.update(dict.fromkeys(compat.transformers.ENABLE_NAMES, EnableHook(found.base)))
+    attributes.update(dict.fromkeys(compat.transformers.DISABLE_NAMES, DisableHook(found.base)))
     return record
 
 
@@ -139,7 +139,7 @@ def detach(model: nn.Module) -> None:
     for name, attributes in record.before.items():
         if name in modules:
             write_switches(modules[name], attributes)
-    for name in (*compat.ENABLE_NAMES, *compat.DISABLE_NAMES, RECORD):
+    for name in (*compat.transformers.ENABLE_NAMES, *compat.transformers.DISABLE_NAMES, RECORD):
         vars(base).pop(name, None)
 
 
@@ -401,8 +401,8 @@ def put_on(found: FoundBlocks, record: Installation) -> None:
         _put_on_tiles(found, record)
     blocks = set(found.modules.values())
     for part in base.modules():  # a model inside this one may be enabled by itself
-        inner = isinstance(part, compat.PreTrainedModel) and part is not base
-        for name in compat.ENABLE_NAMES if inner and not blocks.isdisjoint(part.modules()) else ():
+        inner = isinstance(part, compat.transformers.PreTrainedModel) and part is not base
+        for name in compat.transformers.ENABLE_NAMES if inner and not blocks.isdisjoint(part.modules()) else ():
             vars(part).setdefault(name, PartHook(part, base, name))
     passes = _pass_hooks(found, record)
     if regions:
@@ -433,14 +433,16 @@ def _pass_hooks(found: FoundBlocks, record: Installation) -> dict[nn.Module, Pas
     sees_batches = record.spec.is_planned or bool(record.spec.check_every)
     passes: dict[nn.Module, PassHook] = {}
     for name, module in found.base.named_modules():
-        around = isinstance(module, compat.PreTrainedModel) and not owned.keys().isdisjoint(module.modules())
+        around = isinstance(module, compat.transformers.PreTrainedModel) and not owned.keys().isdisjoint(
+            module.modules()
+        )
         if (module not in owned and not around) or not (drops_caches or sees_batches or record.plan.head != "full"):
             continue
         inside = set(module.modules()) if module in owned else ()
         passes[module] = PassHook(
             found.base,
             None if module is found.base else owned.get(module, name),
-            compat.forward_parameters(module),
+            compat.transformers.forward_parameters(module),
             tuple(block for block, its in found.modules.items() if its in inside),
             drops_caches,
             module is found.owners[-1],
@@ -452,11 +454,11 @@ def _pass_hooks(found: FoundBlocks, record: Installation) -> dict[nn.Module, Pas
 
 def _always_after(module: nn.Module, hook: Callable[..., Any]) -> Any:
     """Register a forward hook that is also called when the module raises an error."""
-    with compat.same_hook_number(module._forward_hooks):
+    with compat.torch.same_hook_number(module._forward_hooks):
         return module.register_forward_hook(hook, always_call=True)
 
 
-def take_off(base: compat.PreTrainedModel, record: Installation) -> None:
+def take_off(base: compat.transformers.PreTrainedModel, record: Installation) -> None:
     """Disable the record's plan. The record, and the hooks that replace the enable and disable methods, remain."""
     for name, module in carriers(base).items():
         switch_off(module, record.before.get(name, {}))
@@ -466,7 +468,7 @@ def take_off(base: compat.PreTrainedModel, record: Installation) -> None:
     for module in base.modules():  # not only the current head: adapters may have wrapped it since
         for name in [key for key, value in vars(module).items() if isinstance(value, (HeadForward, TiledForward))]:
             del vars(module)[name]
-        for name in compat.ENABLE_NAMES:
+        for name in compat.transformers.ENABLE_NAMES:
             if isinstance(vars(module).get(name), PartHook):
                 del vars(module)[name]
     for name in _INPUT_GRADIENT_NAMES:
@@ -502,7 +504,7 @@ def _put_on_tiles(found: FoundBlocks, record: Installation) -> None:
             vars(owner)[method] = forward
 
 
-def _drop_input_gradients(base: compat.PreTrainedModel, record: Installation) -> None:
+def _drop_input_gradients(base: compat.transformers.PreTrainedModel, record: Installation) -> None:
     """Remove the hook that makes the embeddings' output require gradients, and keep PEFT and TRL from adding it.
 
     The hook exists for reentrant checkpointing. Non-reentrant checkpointing needs no input that requires gradients, and
@@ -510,7 +512,11 @@ def _drop_input_gradients(base: compat.PreTrainedModel, record: Installation) ->
     https://github.com/huggingface/transformers/issues/21381
     """
     for module in base.modules():
-        found = [key for key, hook in module._forward_hooks.items() if compat.makes_inputs_require_gradients(hook)]
+        found = [
+            key
+            for key, hook in module._forward_hooks.items()
+            if compat.transformers.makes_inputs_require_gradients(hook)
+        ]
         for key in found:  # not by handle: a second enable call loses the first one's handle
             del module._forward_hooks[key]
         record.input_gradient_hooks = max(record.input_gradient_hooks, len(found))
@@ -546,7 +552,7 @@ class EnableHook(ModelHook):
         asked = gradient_checkpointing_kwargs or activation_checkpointing_kwargs or {}
         if not isinstance(asked, Mapping):
             raise SpecError([f"the checkpointing kwargs must be a dict, but are {asked!r} instead"])
-        if compat.accelerate_owns_checkpointing():
+        if compat.distributed.accelerate_owns_checkpointing():
             raise OwnerConflictError(
                 "accelerate's FSDP plugin is set to checkpoint activations too (`fsdp_activation_checkpointing: true`)"
                 ", and it recomputes without preserving random state. Set it to false: checkpointing needs one owner."

@@ -76,10 +76,10 @@ class Boundaries:
 
     def _at(self, name: str, ended: bool, values: Any) -> None:
         """The forward of a block begins with these inputs, or has ended with these outputs."""
-        tensors = (value for value in compat.tree_leaves(values) if isinstance(value, torch.Tensor))
+        tensors = (value for value in compat.torch.tree_leaves(values) if isinstance(value, torch.Tensor))
         hidden = next((tensor for tensor in tensors if tensor.requires_grad), None)
         if not ended and self._inside is None and not self._in_backward:
-            if torch.is_grad_enabled() and not compat.is_compiling():
+            if torch.is_grad_enabled() and not compat.torch.is_compiling():
                 self._inside = name
                 self._note("forward", name, hidden is not None)
         elif ended and self._inside == name:
@@ -91,10 +91,10 @@ class Boundaries:
                 hidden.register_hook(begins)  # type: ignore[no-untyped-call]
 
     def _begins_backward(self, name: str) -> None:
-        if self._mark is None or compat.is_compiling():
+        if self._mark is None or compat.torch.is_compiling():
             return
         if not self._in_backward:
-            compat.call_after_backward(self._ends_backward)
+            compat.torch.call_after_backward(self._ends_backward)
         self._in_backward = True
         self._note("backward", name)
 

@@ -123,7 +123,7 @@ class PassHook(ModelHook):
         """
         if kwargs is None:  # how torch calls a hook that another hook of this forward removed
             return None
-        if compat.is_compiling():
+        if compat.torch.is_compiling():
             return self._without_cache(module, args, kwargs) if torch.is_grad_enabled() else None
         for start in self.starts:
             start(module, args)
@@ -144,8 +144,8 @@ class PassHook(ModelHook):
         if outermost:
             record.before_batch(self.base, module, self.place, args, kwargs)
         if outermost and record.regions and self.drops_caches:
-            caches = compat.caches_among(self.parameters, args, kwargs)
-            filled = next((name for name, cache in caches.items() if compat.is_filled(cache)), None)
+            caches = compat.transformers.caches_among(self.parameters, args, kwargs)
+            filled = next((name for name, cache in caches.items() if compat.transformers.is_filled(cache)), None)
             if filled is None:
                 # Planned blocks would not write into them, but others would, for the next forward to find them.
                 args = tuple(None if any(arg is cache for cache in caches.values()) else arg for arg in args)
@@ -165,7 +165,7 @@ class PassHook(ModelHook):
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook, called even after an error; then `output` is None."""
-        if compat.is_compiling():
+        if compat.torch.is_compiling():
             return
         for end in self.ends:
             end(module, args, output)
@@ -175,7 +175,9 @@ class PassHook(ModelHook):
 
     def _without_cache(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments with `use_cache=False`; None if that is not needed, or if they contain a cache."""
-        if not (self.drops_caches and module.training) or compat.caches_among(self.parameters, args, kwargs):
+        if not (self.drops_caches and module.training) or compat.transformers.caches_among(
+            self.parameters, args, kwargs
+        ):
             return None
         if "use_cache" not in self.parameters:
             return args, kwargs
@@ -190,11 +192,11 @@ class PassHook(ModelHook):
         Another owner of checkpointing that came after the plan was enabled, a DeepSpeed that cannot recompute and
         another compiler of blocks are looked for in the first forward of a module only.
         """
-        active = compat.transforms()
+        active = compat.torch.transforms()
         for name, region in record.regions.items() if active else ():
             if name in self.blocks and not active <= region.transforms:
                 raise TransformError(name, sorted(active - region.transforms))
-        if compat.is_replica(module) and (record.plan.head, record.plan.mlp) != ("full", "full"):
+        if compat.torch.is_replica(module) and (record.plan.head, record.plan.mlp) != ("full", "full"):
             raise HfCkptError(
                 "neither the head nor feed-forwards can run in chunks in copies of a model, whose weights are no "
                 "parameters, as nn.DataParallel makes them. Use DistributedDataParallel (torchrun or accelerate "
@@ -208,8 +210,8 @@ class PassHook(ModelHook):
         if not record.functions.made or (self._checked is not None and self._checked() is module):
             return
         refuse_other_owner(module)
-        stay = compat.parameters_stay(module)
-        empty_shapes = None if stay else compat.deepspeed_with_empty_shapes(module)
+        stay = compat.distributed.parameters_stay(module)
+        empty_shapes = None if stay else compat.distributed.deepspeed_with_empty_shapes(module)
         for region in record.functions.made.values():  # also those of alternating plans
             if region.block in self.blocks:
                 if empty_shapes is not None and region.runs_block_again:
@@ -237,7 +239,7 @@ def _refuse_other_compiler(owner: nn.Module) -> None:
     """Raise `OwnerConflictError` for a block that hf_ckpt should compile, but that something else compiles."""
     for name, module in owner.named_modules():
         region = function_of(getattr(module, "_orig_mod", module))
-        if isinstance(region, Region) and region.compiles_block and compat.is_compiled(module):
+        if isinstance(region, Region) and region.compiles_block and compat.compiler.is_compiled(module):
             raise OwnerConflictError(
                 f"block {name!r} of {type(owner).__name__} is compiled by something else (accelerate's regional "
                 "compilation, or `module.compile()`), which would decide what is kept. Leave that out, or leave "
@@ -262,7 +264,7 @@ class PartHook(ModelHook):
         if whole is not None and record is not None and record.enabled and part in set(whole.modules()):
             say_part(part)
             return
-        for name in compat.ENABLE_NAMES:
+        for name in compat.transformers.ENABLE_NAMES:
             if isinstance(vars(part).get(name), PartHook):
                 del vars(part)[name]
         getattr(part, self.name)(*args, **kwargs)
@@ -295,16 +297,18 @@ class HeadForward(ModelHook):
         run = functools.partial(type(head).forward, head)
         if not (torch.is_grad_enabled() and head.training) or kwargs or len(args) != 1:
             return run(*args, **kwargs)
-        if compat.is_compiling():
+        if compat.torch.is_compiling():
             self.counter.in_graph = True
             return run(*args)
         self.counter.missed = 0
         if not self.checked:
             self.checked = True
-            if not compat.parameters_stay(self.base):
+            if not compat.distributed.parameters_stay(self.base):
                 self.plain = "its parameters are sharded or moved (FSDP, ZeRO-3, tensor parallelism, device maps)"
         plain = self.plain or ("it has an active dropout, whose draws would be others" if has_dropout(head) else None)
-        plain = plain or ("a transform of torch.func or forward-mode AD is active" if compat.transforms() else None)
+        plain = plain or (
+            "a transform of torch.func or forward-mode AD is active" if compat.torch.transforms() else None
+        )
         if plain is not None:
             warn_plain(f"the head of {type(self.base).__name__}", plain)
             return run(*args)
@@ -359,7 +363,7 @@ class TiledForward(ModelHook):
         run = functools.partial(getattr(type(owner), method), owner)
         if not (torch.is_grad_enabled() and owner.training) or kwargs or len(args) != 1:
             return run(*args, **kwargs)
-        if compat.is_compiling():
+        if compat.torch.is_compiling():
             self.counter.in_graph = True
             return run(*args)
         parts = [owner.get_submodule(part) for part in inside]
@@ -368,7 +372,7 @@ class TiledForward(ModelHook):
             warn_plain(f"the feed-forward {name}", plain)
             return run(*args)
         if self.whole is None:
-            self.whole = compat.parameters_stay(self.base)
+            self.whole = compat.distributed.parameters_stay(self.base)
         if self.settings is None or not self.settings.hold(owner):
             self.settings = Settings(owner)
         tokens = tokens_per_tile(self.asked, args[0].shape[:-1].numel(), trained=mostly_trained(parts))
@@ -382,11 +386,11 @@ class TiledForward(ModelHook):
 
     def _reason(self, owner: nn.Module, parts: list[nn.Module]) -> str | None:
         """Return why the feed-forward cannot run in chunks now; None if it can."""
-        if not all(any(True for _ in part.parameters()) and compat.parameters_stay(part) for part in parts):
+        if not all(any(True for _ in part.parameters()) and compat.distributed.parameters_stay(part) for part in parts):
             return "its parameters are sharded or moved (FSDP1, ZeRO-3, tensor parallelism, device maps)"
-        if compat.transforms():
+        if compat.torch.transforms():
             return "a transform of torch.func or forward-mode AD is active"
-        if self.keeps_draws and compat.is_capturing():
+        if self.keeps_draws and compat.devices.is_capturing():
             return "a CUDA graph is captured, where random state cannot be read"
         if any(is_watched(module) for part in parts for module in part.modules() if module is not owner):
             return "a hook lies on one of its modules, which would see each chunk by itself"
@@ -402,7 +406,7 @@ class SkippedHook:
     def __call__(self) -> None:
         """Log that nothing is done, and warn if a script called it: libraries call it only for checkpointing."""
         log.info("%s skipped: non-reentrant checkpointing needs no input that requires gradients.", self.name)
-        if self.name.startswith("enable") and not compat.is_called_by_a_library():
+        if self.name.startswith("enable") and not compat.frames.is_called_by_a_library():
             warn_once(
                 log,
                 "%s() does nothing while a plan of hf_ckpt is enabled: non-reentrant checkpointing needs no input that "

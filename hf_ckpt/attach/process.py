@@ -90,12 +90,12 @@ class ProcessHooks:
         except NoBlocksError as error:  # the model may checkpoint in its own forward
             name = type(model).__name__
             warn_once(log, "hf_ckpt leaves %s to its own code, which may checkpoint by itself: %s", name, error)
-            own(model, {key: asked[key] for key in compat.TORCH_OPTIONS if key in asked} or None)
+            own(model, {key: asked[key] for key in compat.transformers.TORCH_OPTIONS if key in asked} or None)
 
     def prepare(self, own: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
         """Enable every model that `Accelerator.prepare` gets, and remember its optimizers."""
         for value in (*args, *kwargs.values()):
-            compat.remember_optimizer(value)
+            compat.torch.remember_optimizer(value)
             if isinstance(value, nn.Module) and is_trained(value) and not kwargs.get("evaluation_mode"):
                 self.enable_unasked(value)
         return own(accelerator, *args, **kwargs)
@@ -107,7 +107,7 @@ class ProcessHooks:
 
     def call(self, own: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Pass forwards with gradients to `meet`, until the model was met in training."""
-        if not compat.is_compiling() and torch.is_grad_enabled() and model not in self.met:
+        if not compat.torch.is_compiling() and torch.is_grad_enabled() and model not in self.met:
             self.meet(model, (*args, *kwargs.values()))
         return own(model, *args, **kwargs)
 
@@ -126,7 +126,7 @@ class ProcessHooks:
         if fresh:  # an existing record is the newer request
             self.install(base)
         try:
-            vars(base_model(base))[compat.ENABLE_NAMES[0]](*args, **kwargs)
+            vars(base_model(base))[compat.transformers.ENABLE_NAMES[0]](*args, **kwargs)
         except HfCkptError:
             if fresh:
                 detach(base)
@@ -166,7 +166,7 @@ class ProcessHooks:
         if not trained:
             return
         name = ", ".join(type(base).__name__ for base in bases)
-        if compat.is_replica(module):
+        if compat.torch.is_replica(module):
             self.missed = f"{name} is copied by nn.DataParallel for every step; train with DistributedDataParallel"
         elif not module.training:
             self.missed = (
@@ -200,20 +200,20 @@ def hook_process(
     global _everywhere
     unhook_process()
     hooks = ProcessHooks(install)
-    for name in compat.ENABLE_NAMES:
-        hooks.replace(compat.PreTrainedModel, name, hooks.enable_method)
+    for name in compat.transformers.ENABLE_NAMES:
+        hooks.replace(compat.transformers.PreTrainedModel, name, hooks.enable_method)
     if enable_when_trained:
         for name in ("prepare", "prepare_model"):
-            hooks.replace(compat.accelerator_class(), name, hooks.prepare)
-        hooks.replace(compat.PreTrainedModel, "__init__", hooks.build)
-        for owner in (compat.PreTrainedModel, compat.compiled_module_class()):
+            hooks.replace(compat.distributed.accelerator_class(), name, hooks.prepare)
+        hooks.replace(compat.transformers.PreTrainedModel, "__init__", hooks.build)
+        for owner in (compat.transformers.PreTrainedModel, compat.compiler.compiled_module_class()):
             hooks.replace(owner, "__call__", hooks.call)
     if around_training_step is not None:
 
         def around(own: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
             return around_training_step(trainer, functools.partial(own, trainer), *args, **kwargs)
 
-        hooks.replace(compat.trainer_class(), "training_step", around)
+        hooks.replace(compat.transformers.trainer_class(), "training_step", around)
     _everywhere = hooks
 
 

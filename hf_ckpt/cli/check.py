@@ -97,7 +97,7 @@ def _models(arguments: argparse.Namespace, spec: Any) -> Iterator[tuple[str, Any
         model = saved.from_pretrained(arguments.model, dtype=dtype)
     except Exception as error:  # of all kinds: no such model, broken files, a missing package
         raise HfCkptError(f"cannot load a model from {arguments.model!r}: {reason_of(error)}.") from error
-    model = model.to(compat.accelerator_type() or "cpu").train()
+    model = model.to(compat.devices.accelerator_type() or "cpu").train()
     torch.manual_seed(0)
     if arguments.tokens > (learned_positions(config) or arguments.tokens):
         raise HfCkptError(f"{arguments.model} has positions for {learned_positions(config)} tokens only.")

@@ -1,155 +1,20 @@
-"""Everything that depends on a version, a build or a private name of another package, with a file for each package.
+"""Everything that depends on a version, a build or a private name of another package, with a module for each package.
 
 Features are detected (`hasattr`, `inspect.signature`) rather than inferred from versions, and only in this folder.
-Use it as `from hf_ckpt import compat; compat.is_compiling()`.
+Use it as `from hf_ckpt import compat; compat.torch.is_compiling()`.
 """
 
 from __future__ import annotations
 
-from hf_ckpt.compat.compiler import (
-    MOST_CHOICES,
-    call_parts,
-    compile_graph,
-    compiled_copy,
-    compiled_graphs,
-    compiled_module_class,
-    is_compile_error,
-    is_compiled,
-    keeping,
-    missing_compiler,
-    outside_graphs,
-)
-from hf_ckpt.compat.devices import (
-    AllocatorBytes,
-    accelerator_type,
-    accelerators,
-    allocator_bytes,
-    autocast_as,
-    autocast_dtype,
-    autocast_is_on,
-    autocast_now,
-    autocast_off,
-    autocast_to,
-    current_accelerator,
-    device_name,
-    empty_host_cache,
-    has_timed_events,
-    is_capturing,
-    is_out_of_memory,
-    memory_info,
-    new_stream,
-    on_stream,
-    release_memory,
-    reset_peak,
-    shares_host_memory,
-    synchronize,
-    timed_event,
-)
-from hf_ckpt.compat.distributed import (
-    FOREIGN_OWNER_SEGMENT,
-    WRAPPER_SEGMENTS,
-    accelerate_owns_checkpointing,
-    accelerator_class,
-    counted_by_deepspeed,
-    deepspeed_with_empty_shapes,
-    devices_of_model,
-    flat_parameters,
-    is_distributed,
-    local,
-    of_all_ranks,
-    parameters_stay,
-    plain_class,
-    ranks,
-    ranks_recompute_together,
-    reduction_buckets,
-    steps_in_lockstep,
-)
-from hf_ckpt.compat.fakes import run_on_fakes
-from hf_ckpt.compat.frames import (
-    PythonCall,
-    input_of_dropout,
-    is_called_by_a_library,
-    python_call,
-    running_function,
-    running_modules,
-)
-from hf_ckpt.compat.kernels import accelerator_kernels
-from hf_ckpt.compat.peft import adapters_off, add_lora, is_adapter, is_merged
-from hf_ckpt.compat.profiler import (
-    mark_in_record,
-    profiler_is_active,
-    start_allocation_record,
-    stop_allocation_record,
-)
-from hf_ckpt.compat.random_state import RandomState, all_devices, devices_of
-from hf_ckpt.compat.torch import (
-    SEEN_BY_HOOKS,
-    FakeTensorMode,
-    SavedTensorHooks,
-    TorchDispatchMode,
-    any_type_in_grouped_products,
-    call_after_backward,
-    call_around_optimizers,
-    came_with_state,
-    depends_on_values,
-    enter_dispatch_mode_below,
-    has_global_hooks,
-    has_gradient_hooks,
-    inner_saved_tensor_hooks,
-    is_any_wrapper,
-    is_changed_in_place,
-    is_compiling,
-    is_fake,
-    is_held_by_hooks,
-    is_in_backward,
-    is_read_twice,
-    is_replica,
-    is_seen_by_modes,
-    is_unused_random_state,
-    leave_dispatch_mode,
-    next_autograd_sequence_number,
-    optimizer_changes,
-    optimizers_of,
-    parts_with_storage,
-    registered_hooks,
-    remember_optimizer,
-    remember_optimizers_that_step,
-    rename_checkpoint_errors,
-    same_hook_number,
-    top_saved_tensor_hooks,
-    transforms,
-    tree_leaves,
-    tree_map,
-    unseen_by_modes,
-    untraced,
-    unwatch_resizes,
-    watch_resizes,
-    without_torch_function,
-)
-from hf_ckpt.compat.transformers import (
-    BLOCKS_TAKE_CACHES,
-    DISABLE_NAMES,
-    ENABLE_NAMES,
-    HOOKS_STAY_OUTSIDE,
-    TORCH_OPTIONS,
-    GradientCheckpointingLayer,
-    PreTrainedModel,
-    block_call,
-    caches_among,
-    callback_handler_of,
-    config_of,
-    copied_context,
-    fake_values_count,
-    forward_parameters,
-    gguf_config,
-    is_filled,
-    is_implementation,
-    makes_inputs_require_gradients,
-    module_of,
-    quantised_layers,
-    set_layer_types,
-    trainer_class,
-    uninitialised,
-    wants_use_cache,
-)
-from hf_ckpt.compat.trl import fused_forward
+from hf_ckpt.compat import compiler as compiler
+from hf_ckpt.compat import devices as devices
+from hf_ckpt.compat import distributed as distributed
+from hf_ckpt.compat import fakes as fakes
+from hf_ckpt.compat import frames as frames
+from hf_ckpt.compat import kernels as kernels
+from hf_ckpt.compat import peft as peft
+from hf_ckpt.compat import profiler as profiler
+from hf_ckpt.compat import random_state as random_state
+from hf_ckpt.compat import torch as torch
+from hf_ckpt.compat import transformers as transformers
+from hf_ckpt.compat import trl as trl

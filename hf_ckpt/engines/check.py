@@ -112,7 +112,7 @@ def share_of_difference(one: torch.Tensor, other: torch.Tensor, least: float = 0
 def beyond_rounding(expected: torch.Tensor, found: torch.Tensor) -> float | None:
     """Return the norm of the difference over the norm of `expected`; None if rounding explains it."""
     share = share_of_difference(expected, found)
-    small = expected.element_size() < 4 or compat.autocast_is_on()
+    small = expected.element_size() < 4 or compat.devices.autocast_is_on()
     return share if share > (ROUNDING_16 if small else ROUNDING) else None
 
 
@@ -135,17 +135,19 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 def _has_no_values(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (compat.is_fake(value) or value.is_meta)
+    return isinstance(value, torch.Tensor) and (compat.torch.is_fake(value) or value.is_meta)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the values of a tensor can be compared."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return plain and not (tensor.is_nested or tensor.is_quantized or _has_no_values(tensor) or compat.is_compiling())
+    return plain and not (
+        tensor.is_nested or tensor.is_quantized or _has_no_values(tensor) or compat.torch.is_compiling()
+    )
 
 
 def _tensors(*values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in compat.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in compat.torch.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 # --- what changed meanwhile -------------------------------------------------------------------------------------------
@@ -192,14 +194,14 @@ class _Facts(dict[str, Any]):
         self.running = True
         """Whether the forward is still running."""
         self.versions = list(map(_version_of, inputs))
-        self.autocast = compat.autocast_now()
+        self.autocast = compat.devices.autocast_now()
         self.parameters = list(map(id, module.parameters()))
         self.seen: list[dict[tuple[str, str], Any]] = []
         """Attributes and buffers of the block before its forward, after it, and when its backward begins."""
         self.given: dict[tuple[int | str, int], tuple[torch.Tensor, int]] = {}
         """(argument, number of the tensor in it) -> an input tensor of the block in its forward, and its version."""
         self.names: set[int | str] = set()
-        self.random: compat.RandomState | None = None
+        self.random: compat.random_state.RandomState | None = None
         self.drawn = False, False
         """Whether the forward drew numbers from torch, and from Python or numpy."""
 
@@ -210,7 +212,9 @@ class _Facts(dict[str, Any]):
         named = _named_tensors(args, keywords).items()
         self.given = {key: (value.detach(), _version_of(value)) for key, value in named if take_room_for(value)}
         self.names = {*range(len(args)), *keywords}
-        self.random = compat.RandomState(compat.devices_of([*self.module.parameters(), *_tensors(args, keywords)]))
+        self.random = compat.random_state.RandomState(
+            compat.random_state.devices_of([*self.module.parameters(), *_tensors(args, keywords)])
+        )
         self.seen.append(_seen_in(self.module))
 
     def forward_has_ended(self) -> None:
@@ -244,7 +248,7 @@ class _Facts(dict[str, Any]):
         ]
         self["inputs"] = ", ".join(others[:3])
         self["stored"], self.given = False, {}
-        self["autocast"] = compat.autocast_now() != self.autocast
+        self["autocast"] = compat.devices.autocast_now() != self.autocast
         from_torch, from_host = self.drawn
         self["random"] = from_torch and self.random.of_torch_has_moved()
         self["host"] = from_host and self.random.of_host_has_moved()
@@ -311,7 +315,7 @@ class Saved:
 
     __slots__ = ("address", "load", "module", "operation", "packed", "parameter", "place", "shape", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, hooks: compat.SavedTensorHooks) -> None:
+    def __init__(self, tensor: torch.Tensor, hooks: compat.torch.SavedTensorHooks) -> None:
         self.packed, self.load = hooks[0](tensor), hooks[1]
         self.tensor: torch.Tensor | None = None
         """The reference; None if the tensor is not compared, or was."""
@@ -379,7 +383,7 @@ class Check:
         """Whether the end of the check is scheduled or has come."""
         self.facts: _Facts | None = None
         """What may be the cause of a difference, while the check runs."""
-        self.outer: compat.SavedTensorHooks | None = None
+        self.outer: compat.torch.SavedTensorHooks | None = None
         """The outer hooks while the forward runs. They hold the inputs of the block."""
         self._first_call = threading.Lock()
         self._storages: set[int] = set()
@@ -388,7 +392,12 @@ class Check:
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `function(fn, *args)`, where `fn` is the block's own forward."""
         self.put_back(self)
-        unusual = compat.is_compiling() or compat.is_capturing() or compat.transforms() or not torch.is_grad_enabled()
+        unusual = (
+            compat.torch.is_compiling()
+            or compat.devices.is_capturing()
+            or compat.torch.transforms()
+            or not torch.is_grad_enabled()
+        )
         if not self.is_first_call() or unusual or any(map(_has_no_values, args)):
             return self.function(fn, *args)
         bound = fn if isinstance(fn, functools.partial) else functools.partial(fn)
@@ -413,7 +422,7 @@ class Check:
         """Whether this is the first call: another thread may run the same block at the same time."""
         return self._first_call.acquire(blocking=False)
 
-    @compat.untraced  # compiled parts of a block call it
+    @compat.torch.untraced  # compiled parts of a block call it
     def pack(self, tensor: torch.Tensor) -> Saved:
         """Saved-tensor hook: pass a tensor to the outer hooks, and keep a reference to it."""
         assert self.outer is not None
@@ -421,7 +430,7 @@ class Check:
         self.saved += 1
         is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
         if _is_plain(tensor) and (self.whole if is_parameter else self._take_room_for(tensor)):
-            running = (self._names[id(inner)] for inner in compat.running_modules() if id(inner) in self._names)
+            running = (self._names[id(inner)] for inner in compat.frames.running_modules() if id(inner) in self._names)
             saved.refer_to(tensor, self.saved, next(running, ""))
         else:
             self.left_out += 1
@@ -440,15 +449,15 @@ class Check:
             self._storages.add(storage._cdata)
         return True
 
-    @compat.untraced
+    @compat.torch.untraced
     def unpack(self, saved: Saved) -> torch.Tensor:
         """Saved-tensor hook: return what the outer hooks return, after comparing it with the reference."""
         # Compare nothing in a second backward, or when an engine or other code reads what a node has saved.
         if self.facts is None or self.facts.running or not self.end_later():
             return saved.load(saved.packed)
         tensor = saved.load(saved.packed)
-        if saved.tensor is not None and not compat.is_unused_random_state(tensor):
-            with torch.no_grad(), compat.unseen_by_modes():
+        if saved.tensor is not None and not compat.torch.is_unused_random_state(tensor):
+            with torch.no_grad(), compat.torch.unseen_by_modes():
                 self._compare(saved, tensor)
         saved.tensor = None
         return tensor
@@ -486,7 +495,7 @@ class Check:
 
     def end_later(self) -> bool:
         """Schedule the end of the check for the end of the running backward; return False if none is running."""
-        if not self.ends and compat.call_after_backward(self._end):
+        if not self.ends and compat.torch.call_after_backward(self._end):
             self.ends = True
             assert self.facts is not None
             self.facts.backward_begins()
@@ -536,7 +545,7 @@ class _Forward:
         if check is not None and facts is None:
             facts = self.facts = check.facts
             assert facts is not None
-            with torch.no_grad(), compat.unseen_by_modes():
+            with torch.no_grad(), compat.torch.unseen_by_modes():
                 facts.forward_begins(args, kwargs, check._take_room_for)
             if not torch.is_grad_enabled():
                 check.is_reentrant = True
@@ -544,20 +553,20 @@ class _Forward:
                 self.outputs = [tensor.detach() for tensor in _tensors(output)]
                 return output
             self.check = None
-            check.outer = compat.top_saved_tensor_hooks()
+            check.outer = compat.torch.top_saved_tensor_hooks()
             if check.outer is None:
                 return self.function(*args, **kwargs)
-            with compat.inner_saved_tensor_hooks(check.pack, check.unpack):
+            with compat.torch.inner_saved_tensor_hooks(check.pack, check.unpack):
                 return self.function(*args, **kwargs)
         if facts is not None and facts["stored"] and not facts.running:
-            with torch.no_grad(), compat.unseen_by_modes():
+            with torch.no_grad(), compat.torch.unseen_by_modes():
                 facts.runs_again(args, kwargs)
         if check is None or self.outputs is None:
             return self.function(*args, **kwargs)
         first, self.outputs, self.check = self.outputs, None, None
         check.end_later()
         output = self.function(*args, **kwargs)
-        with torch.no_grad(), compat.unseen_by_modes():
+        with torch.no_grad(), compat.torch.unseen_by_modes():
             check.compare_outputs(first, _tensors(output))
         return output
 
@@ -577,11 +586,11 @@ class Rerun(Check):
         hidden = args[0] if args else None
         if (
             not torch.is_grad_enabled()
-            or compat.is_compiling()
+            or compat.torch.is_compiling()
             or not isinstance(hidden, torch.Tensor)
             or not hidden.requires_grad
-            or compat.is_fake(hidden)
-            or compat.is_seen_by_modes()  # then the block runs as plain code
+            or compat.torch.is_fake(hidden)
+            or compat.torch.is_seen_by_modes()  # then the block runs as plain code
         ):
             self.done(self)
             return self.function(fn, *args)
@@ -589,10 +598,10 @@ class Rerun(Check):
             self.saved = self.left_out = 1
             self.done(self)
             return self.function(fn, *args)
-        autocast = compat.autocast_now()
+        autocast = compat.devices.autocast_now()
         given = hidden.clone()  # its gradient comes from this block alone
         plain_fn, plain_args = as_given(fn, args, ran=True)
-        context = compat.copied_context()
+        context = compat.transformers.copied_context()
         output = self.function(fn, given, *args[1:])
         if not getattr(self.function, "in_graph", False):
             return output  # it ran as plain code, because it does not compile or has hooks
@@ -612,11 +621,11 @@ class Rerun(Check):
                 return
             self.ends = True
             self.saved = len(arrived) + 1
-            with torch.enable_grad(), compat.unseen_by_modes(), contextlib.ExitStack() as around:
-                state = StepState(self.module, compat.devices_of([given]))
+            with torch.enable_grad(), compat.torch.unseen_by_modes(), contextlib.ExitStack() as around:
+                state = StepState(self.module, compat.random_state.devices_of([given]))
                 around.enter_context(state.kept())
                 around.enter_context(contextlib.suppress(RuntimeError))  # no memory for it, or its inputs were changed
-                around.enter_context(compat.autocast_as(autocast))
+                around.enter_context(compat.devices.autocast_as(autocast))
                 plain = given.detach().requires_grad_()
                 again = [result for result in _tensors(plain_fn(plain, *plain_args[1:])) if result.requires_grad]
                 if not state.random.may_have_moved():  # a graph draws other numbers than plain code

@@ -79,22 +79,22 @@ class CompiledRegion(Region):
         """
         if not torch.is_grad_enabled():
             return fn(*args)
-        if compat.is_compiling():
+        if compat.torch.is_compiling():
             self.in_graph = self.left_to_others = True
             return fn(*args)
-        fn, args = compat.block_call(fn, args)
-        if not self.compiles or compat.is_seen_by_modes():  # such as a count of all operations
+        fn, args = compat.transformers.block_call(fn, args)
+        if not self.compiles or compat.torch.is_seen_by_modes():  # such as a count of all operations
             return self._run_eagerly(fn, args)
-        module = compat.module_of(fn)
+        module = compat.transformers.module_of(fn)
         if module is not None and self._is_hooked(fn, module):
             self.in_graph = False
             return self._run_eagerly(fn, args)
         self.forwards += 1
         kind = _Kind(self.block.rpartition(".")[0], None if module is None else type(module), self.share)
         try:
-            output = _compiled(kind)(*compat.call_parts(fn), args)
+            output = _compiled(kind)(*compat.compiler.call_parts(fn), args)
         except Exception as error:
-            if not compat.is_compile_error(error):
+            if not compat.compiler.is_compile_error(error):
                 raise
             self.forwards -= 1
             self._fall_back(error)
@@ -104,13 +104,15 @@ class CompiledRegion(Region):
 
     def _is_hooked(self, fn: Callable[..., Any], module: nn.Module) -> bool:
         """Whether a hook would be called inside the block. Searched again only after some hook was registered."""
-        registered = compat.registered_hooks()
+        registered = compat.torch.registered_hooks()
         if registered == self.without_hooks:
             return False
-        called_whole = compat.call_parts(fn)[0].__name__ != "forward"  # with its own hooks, until transformers 5.17
+        called_whole = (
+            compat.compiler.call_parts(fn)[0].__name__ != "forward"
+        )  # with its own hooks, until transformers 5.17
         inside = (part for part in module.modules() if called_whole or part is not module)
         hooked = next((part for part in inside if is_watched(part)), None)
-        if hooked is None and not compat.has_global_hooks():
+        if hooked is None and not compat.torch.has_global_hooks():
             self.without_hooks = registered
             return False
         warn_once(
@@ -138,7 +140,7 @@ class CompiledRegion(Region):
 
     def _fall_back(self, error: Exception) -> None:
         """Run the block in eager mode from now on. Raises `HfCkptError` if there is no compiler."""
-        missing = compat.missing_compiler(error)
+        missing = compat.compiler.missing_compiler(error)
         if missing:
             raise HfCkptError(
                 f"block {self.block!r} cannot be compiled, because {missing}. Without one leave `compile` out: blocks "
@@ -192,7 +194,7 @@ def _compiled(kind: _Kind) -> _Run:
 
     The share limits which results it keeps beside the graph's inputs.
     """
-    return compat.compiled_copy(_run, str(kind), functools.partial(_compile, kind.share))
+    return compat.compiler.compiled_copy(_run, str(kind), functools.partial(_compile, kind.share))
 
 
 def _run(function: Callable[..., Any], first: Sequence[Any], kwargs: dict[str, Any], args: Sequence[Any]) -> Any:
@@ -201,5 +203,5 @@ def _run(function: Callable[..., Any], first: Sequence[Any], kwargs: dict[str, A
 
 def _compile(share: float, graph: Any, inputs: Any) -> Any:
     """Compile a graph with this share, and keep random draws and the experts that routers choose."""
-    with compat.keeping(share):
-        return compat.compile_graph(graph, inputs)
+    with compat.compiler.keeping(share):
+        return compat.compiler.compile_graph(graph, inputs)

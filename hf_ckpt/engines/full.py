@@ -53,8 +53,8 @@ class FullRegion(Region):
 
         A replica of `nn.DataParallel` exists for one forward only, so nobody can change it.
         """
-        block, settings = compat.module_of(fn), self.settings
-        if block is None or compat.is_replica(block):
+        block, settings = compat.transformers.module_of(fn), self.settings
+        if block is None or compat.torch.is_replica(block):
             block = settings = None
         elif settings is None or not settings.hold(block):
             settings = self.settings = Settings(block)
@@ -68,8 +68,8 @@ class FullRegion(Region):
         """
         if not torch.is_grad_enabled():
             return fn(*args)
-        fn, args = compat.block_call(fn, args)
-        if compat.is_compiling():
+        fn, args = compat.transformers.block_call(fn, args)
+        if compat.torch.is_compiling():
             self.in_graph = True  # counting here would recompile for every value of the count
             return self._checkpoint(fn, *args)
         self.refuse_capturing()
@@ -82,7 +82,7 @@ class FullRegion(Region):
         hidden, version = args[0], args[0]._version
         copied = hidden.detach().clone()
         # An expansion or a slice: kernels may take another way for a copy. Transforms of torch.func know no leaves.
-        if copied.stride() != hidden.stride() or compat.transforms():
+        if copied.stride() != hidden.stride() or compat.torch.transforms():
             return self._with_inputs(counted, args)
         copied.requires_grad_(hidden.requires_grad)
         from_copy = _FromCopy(counted, hidden)
@@ -107,7 +107,7 @@ class FullRegion(Region):
 
     def refuse_capturing(self) -> None:
         """Raise `GraphCaptureError` if random state is preserved while a CUDA graph is captured."""
-        if self.preserve_rng_state and compat.is_capturing():
+        if self.preserve_rng_state and compat.devices.is_capturing():
             raise GraphCaptureError(
                 f"block {self.block!r} preserves random state, which cannot be read while a CUDA graph is captured. "
                 'Set "preserve_rng_state": false if no dropout is active, or capture without checkpointing.'
@@ -122,7 +122,7 @@ class FullRegion(Region):
             *args,
             use_reentrant=False,  # torch is reentrant by default
             # `ForwardState` does it faster.
-            preserve_rng_state=self.preserve_rng_state and compat.is_compiling(),
+            preserve_rng_state=self.preserve_rng_state and compat.torch.is_compiling(),
             determinism_check=self.determinism_check,
             **options,
         )
@@ -145,7 +145,7 @@ class Counted:
     def __call__(self, *args: Any) -> Any:
         if not self.ran:
             self.ran = True
-            compat.rename_checkpoint_errors(functools.partial(named, self.region.block))
+            compat.torch.rename_checkpoint_errors(functools.partial(named, self.region.block))
             return self.state.run(self.fn, args)
         self.region.recomputed += 1
         return self.state.recompute(self.fn, args)
@@ -153,10 +153,10 @@ class Counted:
 
 def named(block: str, error: RuntimeError) -> RecomputeError:
     """Return the error to raise in place of one that torch's checkpoint raises in the backward of a block."""
-    if not compat.is_read_twice(error):
+    if not compat.torch.is_read_twice(error):
         text = str(error).partition("\nTip:")[0].removeprefix("torch.utils.checkpoint: ")
         return RecomputeError(block, f"its recomputation does not repeat its forward. {' '.join(text.split())}")
-    function = compat.running_function()
+    function = compat.frames.running_function()
     return RecomputeError(
         block,
         f"the backward of {'a custom Function' if function is None else f'`{function}`'} reads a tensor of "
@@ -197,12 +197,12 @@ def is_plain(args: tuple[Any, ...]) -> bool:
     hidden = args[0] if args else None
     if type(hidden) is not torch.Tensor or hidden.is_inference() or not hidden.numel():
         return False
-    return not (compat.top_saved_tensor_hooks() or compat.is_fake(hidden) or compat.transforms())
+    return not (compat.torch.top_saved_tensor_hooks() or compat.torch.is_fake(hidden) or compat.torch.transforms())
 
 
 def needs_gradient(output: Any) -> bool:
     """Whether a backward may reach a block that returned `output`."""
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in compat.tree_leaves(output))
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in compat.torch.tree_leaves(output))
 
 
 def versions_of(values: tuple[Any, ...]) -> list[int | None]:

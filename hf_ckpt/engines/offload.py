@@ -76,7 +76,7 @@ class Lane:
     def _begin(self, source: torch.Tensor, target: torch.Tensor, made: torch.Tensor | None) -> Copy:
         computing = torch.accelerator.current_stream(self._device)
         self._stream.wait_stream(computing)
-        with torch.no_grad(), compat.on_stream(self._stream):
+        with torch.no_grad(), compat.devices.on_stream(self._stream):
             target.copy_(source, non_blocking=True)
         return Copy(self._stream.record_event(), computing, made)
 
@@ -94,7 +94,7 @@ class Lane:
 
 def lane_of(device: torch.device) -> Lane | None:
     """Make the lane of a device; None for a device without streams: the CPU, or `mps`, which shares host memory."""
-    stream = compat.new_stream(device)
+    stream = compat.devices.new_stream(device)
     return None if stream is None else Lane(device, stream)
 
 
@@ -149,7 +149,7 @@ class Mover:
             late: whether the computing stream waits for the copies at the end of the next block, not of this one.
         """
         lane = self.lane(hidden) if isinstance(hidden, torch.Tensor) else None
-        if lane is not None and compat.top_saved_tensor_hooks() is not None:
+        if lane is not None and compat.torch.top_saved_tensor_hooks() is not None:
             warn_once(
                 log,
                 "hf_ckpt: nothing is moved to host memory, because there are saved-tensor hooks around the model "
@@ -175,7 +175,7 @@ class Mover:
         """Return the lane of a tensor's device; None, with one warning, if nothing is moved from there."""
         device = tensor.device
         if device not in self._lanes:
-            if compat.is_fake(tensor):
+            if compat.torch.is_fake(tensor):
                 return None
             with self.lock:
                 if device not in self._lanes:
@@ -214,7 +214,7 @@ class Mover:
                 for (_, free), buffers in self._free.items():
                     self.held_bytes -= free * len(buffers)
                     buffers.clear()
-                compat.empty_host_cache()
+                compat.devices.empty_host_cache()
             if size not in large and self.held_bytes + size <= limit:
                 buffer = self._pinned(size)
                 self.held_bytes += size
@@ -240,7 +240,7 @@ class Mover:
     def _pinned(self, size: int) -> torch.Tensor:
         if self._can_pin:
             try:
-                pin = compat.accelerator_type() is not None
+                pin = compat.devices.accelerator_type() is not None
                 return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
             except RuntimeError as error:
                 self._can_pin = False
@@ -272,7 +272,7 @@ class Group:
     def __init__(self, mover: Mover, block: str, lane: Lane, hidden: torch.Tensor, least_bytes: int = 1) -> None:
         self.mover, self.block, self.lane, self.least_bytes = mover, block, lane, least_bytes
         self.slots: list[weakref.ref[Slot]] = []
-        self.first = compat.next_autograd_sequence_number()
+        self.first = compat.torch.next_autograd_sequence_number()
         """Autograd nodes of this block have this sequence number or a larger one."""
         self.moved_bytes = 0
         self._before: weakref.ref[Group] | None = None
@@ -283,7 +283,7 @@ class Group:
         self._input: int | None = hidden.untyped_storage()._cdata
         """The storage of the only input of the block that may be moved; None once the block has ended."""
 
-    @compat.untraced
+    @compat.torch.untraced
     def pack(self, tensor: torch.Tensor) -> _InSlot | Kept:
         """Saved-tensor hook: move the storage of the tensor, if it is wanted there and there is host memory for it.
 
@@ -363,7 +363,7 @@ class Group:
             before.send_back()
 
     @staticmethod
-    @compat.untraced
+    @compat.torch.untraced
     def unpack(packed: _InSlot | Kept) -> torch.Tensor:
         """Saved-tensor hook: return the tensor that `pack` got. Raises `InPlaceError` if it was changed."""
         if isinstance(packed, Kept):
@@ -483,9 +483,9 @@ class OffloadRegion(FullRegion):
         Raises `InPlaceError` if the block changes hidden states during their copy, and `GraphCaptureError` if
         random state is preserved while a CUDA graph is captured.
         """
-        if not torch.is_grad_enabled() or compat.is_compiling():
+        if not torch.is_grad_enabled() or compat.torch.is_compiling():
             return super().__call__(fn, *args)
-        fn, args = compat.block_call(fn, args)
+        fn, args = compat.transformers.block_call(fn, args)
         hidden = args[0] if args else None
         if self.changes_input or not (self.known or self.changes_input is False):
             hidden = None  # it is recomputed from a copy, which `full` holds
@@ -516,5 +516,5 @@ class EndOfStack:
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Wait for those copies."""
-        if not compat.is_compiling():
+        if not compat.torch.is_compiling():
             self.mover.end_of_block(None)

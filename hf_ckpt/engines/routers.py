@@ -93,13 +93,13 @@ _running = _Running()
 
 def enter_router(router: nn.Module, args: tuple[Any, ...]) -> None:
     """Forward pre-hook of a router: in a checkpointed block, start to intercept its choices."""
-    if not compat.is_compiling() and _running.choices is not None and not compat.transforms():
+    if not compat.torch.is_compiling() and _running.choices is not None and not compat.torch.transforms():
         _running.choices.enter()
 
 
 def leave_router(router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Forward hook of a router, called even after an error: stop intercepting its choices."""
-    if not compat.is_compiling() and _running.choices is not None:
+    if not compat.torch.is_compiling() and _running.choices is not None:
         _running.choices.leave()
 
 
@@ -144,7 +144,7 @@ def _with(dim: int, tensor: torch.Tensor, dims: int) -> torch.Tensor:
 def _small(indices: torch.Tensor, scores: torch.Tensor, dim: int) -> torch.Tensor | None:
     """Return indices into `scores` in the smallest type that holds them; None if they are too many for a router."""
     experts = scores.shape[dim]
-    if _with(dim, indices, scores.dim()).shape[dim] > compat.MOST_CHOICES:
+    if _with(dim, indices, scores.dim()).shape[dim] > compat.compiler.MOST_CHOICES:
         return None
     return indices.to(torch.uint8 if experts <= 2**8 else torch.int16 if experts <= 2**15 else torch.int32)
 

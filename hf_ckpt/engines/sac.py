@@ -69,7 +69,7 @@ class SacRegion(FullRegion):
 
     def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run the block under SAC."""
-        hooks = {} if compat.is_compiling() else compat.SEEN_BY_HOOKS
+        hooks = {} if compat.torch.is_compiling() else compat.torch.SEEN_BY_HOOKS
         return self._checkpointed(fn, *args, context_fn=functools.partial(_contexts, self.save), **hooks)
 
 

@@ -86,8 +86,8 @@ class _Call:
     def __init__(self, counted: Counted, args: tuple[Any, ...]) -> None:
         fn, self.counted = counted.fn, counted
         if isinstance(fn, functools.partial):  # the block's keyword arguments
-            fn = functools.partial(fn.func, *fn.args, **compat.tree_map(_detached, fn.keywords))
-        self.fn, self.args = fn, compat.tree_map(_detached, args)
+            fn = functools.partial(fn.func, *fn.args, **compat.torch.tree_map(_detached, fn.keywords))
+        self.fn, self.args = fn, compat.torch.tree_map(_detached, args)
         self.place = 0
         """Which leaf of the block's output is the input of the next block."""
 
@@ -97,7 +97,7 @@ class _Call:
         # Without gradients, torch may choose other kernels, which round differently. So drop what autograd saves.
         with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, lambda packed: packed):
             output = self.counted.state.recompute(self.fn, (hidden, *self.args))
-        made: torch.Tensor = _detached(compat.tree_leaves(output)[self.place])
+        made: torch.Tensor = _detached(compat.torch.tree_leaves(output)[self.place])
         return made
 
 
@@ -114,7 +114,7 @@ class _Run:
         self.inputs: dict[int, torch.Tensor] = {}
         """Number of a call -> its input, from when backward makes it until it uses it."""
         self.device_type = hidden.device.type
-        self.autocast_dtype = compat.autocast_dtype(self.device_type)
+        self.autocast_dtype = compat.devices.autocast_dtype(self.device_type)
 
     def continues(self, segment: Segment, hidden: torch.Tensor) -> bool:
         """Whether a block of `segment` with this input continues the run: the last block returned that input."""
@@ -127,7 +127,7 @@ class _Run:
     def add(self, call: _Call, output: Any) -> None:
         """Add a call that has ended."""
         self.calls.append(call)
-        leaves = enumerate(compat.tree_leaves(output))
+        leaves = enumerate(compat.torch.tree_leaves(output))
         tensors = {place: leaf for place, leaf in leaves if isinstance(leaf, torch.Tensor)}
         self.outputs = {place: (weakref.ref(tensor), tensor._version) for place, tensor in tensors.items()}
 
@@ -137,7 +137,7 @@ class _Run:
         if hidden is not None:
             return hidden
         hidden = self.first.value().detach().requires_grad_(self.requires_grad)
-        with compat.autocast_to(self.device_type, self.autocast_dtype, caches=False):
+        with compat.devices.autocast_to(self.device_type, self.autocast_dtype, caches=False):
             for place, call in enumerate(self.calls[:number], start=1):
                 hidden = self.inputs[place] = call.again(hidden)
         return self.inputs.pop(number, hidden)
@@ -151,7 +151,7 @@ class _Input:
         self.hidden: torch.Tensor | None = hidden
         """The input until it is saved; then None."""
 
-    @compat.untraced
+    @compat.torch.untraced
     def pack(self, tensor: torch.Tensor) -> _Input | Kept:
         """Saved-tensor hook: store this object in place of the input; others stay as they are."""
         hidden = self.hidden
@@ -161,7 +161,7 @@ class _Input:
         return self
 
     @staticmethod
-    @compat.untraced
+    @compat.torch.untraced
     def unpack(packed: _Input | Kept) -> torch.Tensor:
         """Saved-tensor hook: return the tensor that `pack` got, or one with the same values."""
         return packed.run.input_of(packed.number) if isinstance(packed, _Input) else packed.value()

@@ -68,15 +68,17 @@ class Settings:
             if type(module) not in _INDIFFERENT or module is block:
                 owners[name] = own
                 self.attributes[name] = {key: value for key, value in own.items() if _is_plain(key, value)}
-            config = compat.config_of(module)
+            config = compat.transformers.config_of(module)
             if config is not None and not any(vars(config) is owner for owner in owners.values()):
                 owners[f"{name}.config"] = vars(config)
-                implementations = {k: value for k, value in vars(config).items() if compat.is_implementation(k, value)}
+                implementations = {
+                    k: value for k, value in vars(config).items() if compat.transformers.is_implementation(k, value)
+                }
                 self.attributes[f"{name}.config"] = implementations
             self.tensors += [box for box in (own["_parameters"], own["_buffers"]) if box]
             self.buffers += [(own["_buffers"], key) for key in own["_buffers"]]
             for key, box in own.items():
-                if key in _HOOKS or compat.is_merged(key, box) or _is_box(key, box):
+                if key in _HOOKS or compat.peft.is_merged(key, box) or _is_box(key, box):
                     self.boxes[key, name] = box
         self.contents = {label: box.copy() for label, box in self.boxes.items()}
         self.keys = [tuple(box) for box in self.tensors]
@@ -134,7 +136,7 @@ def _is_plain(key: str, value: Any) -> bool:
     Other attributes may hold what a forward stored, and to keep them would keep its activations alive. DeepSpeed's
     counters do not count either: they go on during a recomputation.
     """
-    if compat.counted_by_deepspeed(key):
+    if compat.distributed.counted_by_deepspeed(key):
         return False
     return type(value) in _SIMPLE or (type(value) is list and bool(value) and all(type(item) is str for item in value))
 
@@ -174,17 +176,17 @@ class ForwardState:
         self, name: str, block: nn.Module | None, settings: Settings | None, *, whole: bool, keeps_draws: bool
     ) -> None:
         self.name, self.block, self.settings, self.keeps_draws = name, block, settings, keeps_draws
-        self.context = compat.copied_context()
+        self.context = compat.transformers.copied_context()
         tensors = tuple(chain.from_iterable(map(dict.values, settings.tensors))) if settings and whole else ()
         # A trace on fake tensors may change them freely.
-        self.tensors = () if tensors and tensors[0] is not None and compat.is_fake(tensors[0]) else tensors
+        self.tensors = () if tensors and tensors[0] is not None and compat.torch.is_fake(tensors[0]) else tensors
         """Parameters and buffers; None for one that is not set."""
         try:
             self.marks = _marks(self.tensors)
         except RuntimeError:  # inference tensors have no version
             self.tensors, self.marks = (), []
         self.choices = Choices() if settings is not None and settings.chooses else None
-        self.draws: compat.RandomState | None = None
+        self.draws: compat.random_state.RandomState | None = None
         """Random state before the forward; None if the forward drew nothing."""
         self.copies: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
         """(dict, name, buffer, its values before the forward) for each buffer that the forward may change."""
@@ -198,7 +200,9 @@ class ForwardState:
         """Run the block for the first time, and record what a recomputation needs to run it in the same way."""
         settings = self.settings
         of_host = settings is None or settings.draws_on_host is not False
-        before = compat.RandomState(compat.devices_of(args), of_torch=self.keeps_draws, of_host=of_host)
+        before = compat.random_state.RandomState(
+            compat.random_state.devices_of(args), of_torch=self.keeps_draws, of_host=of_host
+        )
         if self.choices is None:
             output = fn(*args)
         else:
@@ -210,7 +214,9 @@ class ForwardState:
             settings.written, settings.draws_on_host = set(self._overwritten()), before.of_host_has_moved()
         if settings is not None and settings.buffers:
             if settings.changing is None:  # compared by value: a batch norm does not count its changes
-                self.copies = [row for row in self.copies if compat.is_fake(row[2]) or not torch.equal(row[2], row[3])]
+                self.copies = [
+                    row for row in self.copies if compat.torch.is_fake(row[2]) or not torch.equal(row[2], row[3])
+                ]
                 settings.changing = [(box, key) for box, key, *_ in self.copies]
             elif self._overwritten():
                 settings.changing = None  # one more than before: the next forward compares all of them again
@@ -225,9 +231,9 @@ class ForwardState:
         try:
             return self.in_context(self._recompute, fn, args)
         except _OF_THE_BLOCK as error:
-            if isinstance(error, HfCkptError) or compat.is_out_of_memory(error):
+            if isinstance(error, HfCkptError) or compat.devices.is_out_of_memory(error):
                 raise
-            if isinstance(error, RuntimeError) and compat.is_changed_in_place(error):
+            if isinstance(error, RuntimeError) and compat.torch.is_changed_in_place(error):
                 raise InPlaceError(self.name) from error
             raise RecomputeError(
                 self.name,
@@ -281,7 +287,7 @@ class ForwardState:
         tensors = iter(self.tensors)
         for keys, box in zip(settings.keys, settings.tensors, strict=True):
             content = {key: next(tensors) for key in keys} if self.tensors else dict(box)
-            with compat.unseen_by_modes():
+            with compat.torch.unseen_by_modes():
                 content |= {key: values.clone() for of, key, _, values in self.copies if of is box}
             lend(box, content, undo)
         there = [tensor for tensor in self.tensors if tensor is not None]
@@ -323,7 +329,7 @@ class _Refused(TorchFunctionMode):
             value = function(*args)
             if not isinstance(value, torch.Tensor):
                 return value
-        for value in compat.tree_leaves((args, kwargs)):
+        for value in compat.torch.tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor) and id(value) in self.tensors:
                 raise ChangedBlockError(self.name, f"{self.tensors[id(value)]} was overwritten")
         return function(*args, **(kwargs or {}))
@@ -356,7 +362,7 @@ class StepState:
     """
 
     def __init__(self, module: nn.Module, devices: Iterable[torch.device]) -> None:
-        self.random = compat.RandomState(devices)
+        self.random = compat.random_state.RandomState(devices)
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if not buffer.is_inference()]
 
     def restore(self) -> None:

@@ -109,7 +109,7 @@ class Tiles:
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run all chunks without a graph, and return the output [..., tokens, hidden size]."""
         self.device_type = hidden.device.type
-        self.autocast_dtype = compat.autocast_dtype(self.device_type)
+        self.autocast_dtype = compat.devices.autocast_dtype(self.device_type)
         with torch.no_grad(), autocast(self.device_type, self.autocast_dtype):
             output: torch.Tensor = self.state.run(self._all, (hidden,))
         return output
@@ -159,7 +159,7 @@ class Tiles:
         rows = _as_rows(hidden)
         some = across_chunks(rows.shape[1], self.tokens)
         with self._as_in_forward():
-            before = compat.RandomState(compat.devices_of([hidden]))
+            before = compat.random_state.RandomState(compat.random_state.devices_of([hidden]))
             given = rows[:, some].detach().requires_grad_()
             made = self.run(given)
             (expected,) = torch.autograd.grad(made, given, _as_rows(gradient)[:, some])
@@ -185,8 +185,8 @@ class Tiles:
                 lend(box, contents[id(box)], around)
             around.enter_context(torch.enable_grad())
             # Cast weights once for all chunks; inside another autocast, the casts would be held until that one ends.
-            alone = not compat.autocast_is_on()
-            around.enter_context(compat.autocast_to(self.device_type, self.autocast_dtype, caches=alone))
+            alone = not compat.devices.autocast_is_on()
+            around.enter_context(compat.devices.autocast_to(self.device_type, self.autocast_dtype, caches=alone))
             yield [stand_ins[number] for number in range(len(self.parameters))]
 
 

@@ -41,7 +41,7 @@ def micro_step(asked: Question, base: Any) -> MicroStep:
     Raises `HfCkptError` for models of pairs of images and texts, for images of a text model, and for a trainer of TRL
     with a model that has no language-model head; `MissingDependencyError` without TRL.
     """
-    name, takes = type(base).__name__, compat.forward_parameters(base)
+    name, takes = type(base).__name__, compat.transformers.forward_parameters(base)
     if "return_loss" in takes:
         raise HfCkptError(
             f"{name} compares every image of a batch with every text, which cannot be planned for. `full`, "
@@ -61,7 +61,7 @@ def micro_step(asked: Question, base: Any) -> MicroStep:
     if vocabulary_head(base) is None or base.config.is_encoder_decoder:
         raise HfCkptError(f"{name} is no causal language model, which the trainer {asked.trainer} needs.")
     loss, outputs = _OF_TRL[asked.trainer]
-    forward = compat.fused_forward(base, ("log_probs", "entropy", *outputs))
+    forward = compat.trl.fused_forward(base, ("log_probs", "entropy", *outputs))
     return MicroStep({**batch, "fused_lm_head": True}, loss, forward)
 
 

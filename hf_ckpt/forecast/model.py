@@ -56,9 +56,9 @@ class Stack:
 class ShallowModel:
     """A model with few blocks on fake tensors, and the sizes of the real one."""
 
-    fake: compat.FakeTensorMode
+    fake: compat.torch.FakeTensorMode
     """The mode that its tensors belong to."""
-    base: compat.PreTrainedModel
+    base: compat.transformers.PreTrainedModel
     """The model."""
     stacks: tuple[Stack, ...]
     outside: Tensors
@@ -100,8 +100,8 @@ def model_of_workload(workload: Question, config: Any = None, live: nn.Module | 
         config = base.config
     config = load_config(workload.model) if config is None else config
     _refuse(config, workload, "" if live is not None else quantisation_of(config))
-    with torch.device("meta"), compat.uninitialised():
-        model = _make(config, workload, None if base is None else compat.plain_class(base))
+    with torch.device("meta"), compat.transformers.uninitialised():
+        model = _make(config, workload, None if base is None else compat.distributed.plain_class(base))
         if live is not None:
             model = _like_live(model, live, base)
         stacks = _cut(model)  # before adapters, which are slow to add
@@ -173,7 +173,7 @@ def _cut(model: nn.Module) -> tuple[Stack, ...]:
         lists[container]._modules.clear()
         lists[container].extend(kept)
         if types and len(places) < len(types):
-            compat.set_layer_types(config, [types[place] for place in places])
+            compat.transformers.set_layer_types(config, [types[place] for place in places])
         for key in depth_keys(config, stack):
             with contextlib.suppress(NotImplementedError):  # derived from others, such as ProphetNet's
                 config.update({key: len(places)})
@@ -192,7 +192,7 @@ def _look_of(block: nn.Module, place: int) -> str:
 def _on_fakes(model: nn.Module, stacks: tuple[Stack, ...]) -> ShallowModel:
     """A model whose other blocks are gone, with fake tensors in place of its own."""
     found = find_blocks(model)
-    fake = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    fake = compat.torch.FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def faked(value: torch.Tensor) -> torch.Tensor:
@@ -238,7 +238,7 @@ def load_config(name: str) -> Any:
         if path.is_dir() and not (path / "config.json").exists():
             path = min(path.glob("*.gguf"), default=path)
         if path.suffix == ".gguf" and path.is_file():
-            return compat.gguf_config(path)
+            return compat.transformers.gguf_config(path)
         return transformers.AutoConfig.from_pretrained(path if path.exists() else name)
     except HfCkptError:
         raise

@@ -75,7 +75,7 @@ def quantise(model: nn.Module, compute: torch.dtype, *, double: bool) -> None:
     Embeddings, heads, modules that a model keeps in float32, and experts with stacked weights instead of linear layers
     are not replaced. `compute` is the type of products; with `double`, scales are quantised, too.
     """
-    for name in compat.quantised_layers(model):
+    for name in compat.transformers.quantised_layers(model):
         model.set_submodule(name, QuantisedLinear(model.get_submodule(name), compute, double=double))
     model.requires_grad_(False)
     vars(model)["is_loaded_in_4bit"] = True

@@ -157,16 +157,22 @@ def _measure(
     base = model.base.train()
     blocks = find_blocks(base)
     plan = Plan(blocks.family, blocks.model, tuple((block, action) for block in blocks.blocks), head=head, mlp=mlp)
-    kernels = contextlib.nullcontext() if device.name == "cpu" else compat.accelerator_kernels()
+    kernels = contextlib.nullcontext() if device.name == "cpu" else compat.kernels.accelerator_kernels()
     try:
-        with trial(base, plan), kernels, model.fake, compat.fake_values_count(), compat.any_type_in_grouped_products():
+        with (
+            trial(base, plan),
+            kernels,
+            model.fake,
+            compat.transformers.fake_values_count(),
+            compat.torch.any_type_in_grouped_products(),
+        ):
             model.measured[key] = measured = _run(base, blocks.modules, asked, device)
             return measured
     except HfCkptError:
         raise
     except Exception as error:
         reason = f"it does not run without its weights: {type(error).__name__}: {error}"
-        if compat.depends_on_values(error):  # experts called one by one
+        if compat.torch.depends_on_values(error):  # experts called one by one
             reason = (
                 f"how large its tensors are depends on their values ({error}). If that is how tokens find their "
                 'experts, load the model with experts_implementation="grouped_mm" or "batched_mm"'
@@ -183,7 +189,7 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], asked: Question, de
         name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
         for name, value in step.batch.items()
     }
-    if compat.wants_use_cache(model):
+    if compat.transformers.wants_use_cache(model):
         inputs["use_cache"] = False
     if asked.accumulation > 1:  # the largest micro-step adds to the gradients of earlier ones
         for parameter in model.parameters():
@@ -249,7 +255,7 @@ def _loss(
     outputs = model(**inputs)
     stamps.append(meter.stamp())
     if asked.reference is not None:
-        off = compat.adapters_off(model) if asked.reference == "adapters-off" else contextlib.nullcontext()
+        off = compat.peft.adapters_off(model) if asked.reference == "adapters-off" else contextlib.nullcontext()
         with torch.no_grad(), off:
             held = model(**inputs)
     begun, forwarded, ended = *stamps, meter.stamp()

@@ -25,7 +25,7 @@ class TrainingClock:
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
-        self._devices = compat.accelerators(devices)
+        self._devices = compat.devices.accelerators(devices)
         self._running_since: float | None = None
         self._seconds = 0.0
         self.steps = 0
@@ -53,7 +53,7 @@ class TrainingClock:
 
     def take(self) -> tuple[float, int]:
         """Return (seconds, steps) since the last `take`, and start again from zero. Waits for the devices."""
-        compat.synchronize(self._devices)
+        compat.devices.synchronize(self._devices)
         if self.running:
             self.pause()
             self.resume()
@@ -98,13 +98,13 @@ class DeviceClock(Meter):
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
-        self._devices = compat.accelerators(devices)
-        self._by_events = bool(self._devices) and all(map(compat.has_timed_events, self._devices))
+        self._devices = compat.devices.accelerators(devices)
+        self._by_events = bool(self._devices) and all(map(compat.devices.has_timed_events, self._devices))
 
     def stamp(self) -> Any:
         if self._by_events:
-            return [compat.timed_event(device) for device in self._devices]
-        compat.synchronize(self._devices)
+            return [compat.devices.timed_event(device) for device in self._devices]
+        compat.devices.synchronize(self._devices)
         return time.perf_counter_ns()
 
     def between(self, first: Any, last: Any) -> int:

@@ -62,14 +62,14 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.next_part is not None:
             self.part, self.next_part = self.next_part, None
-        if func is torch.ops.prim.device.default and compat.is_fake(args[0]):
+        if func is torch.ops.prim.device.default and compat.torch.is_fake(args[0]):
             return args[0].fake_device  # asked about as often as anything is computed
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             return not self._padded
         if func is torch.ops.aten.equal.default:
             return self._casts and self._source(args[0]) == self._source(args[1])
         kwargs = kwargs or {}
-        result = compat.run_on_fakes(func, args, kwargs)
+        result = compat.fakes.run_on_fakes(func, args, kwargs)
         if func is torch.ops.aten._to_copy.default and self._casts:
             storage = result.untyped_storage()
             self._sources[storage._cdata] = self._source(args[0])

@@ -85,7 +85,7 @@ class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # `super()` would double torch's own overhead around this method, and keep a timeline.
-        if types and compat.is_any_wrapper(types):
+        if types and compat.torch.is_any_wrapper(types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if not self._stopped:  # stopped during an operation, when the mode cannot be left
@@ -95,13 +95,13 @@ class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
     def start(self) -> None:
         if self._stopped:
             self._stopped = False
-            compat.enter_dispatch_mode_below(self)
-            compat.watch_resizes(self.count_storage)
+            compat.torch.enter_dispatch_mode_below(self)
+            compat.torch.watch_resizes(self.count_storage)
 
     def stop(self) -> None:
         self._stopped = True
-        compat.unwatch_resizes(self.count_storage)
-        compat.leave_dispatch_mode(self)
+        compat.torch.unwatch_resizes(self.count_storage)
+        compat.torch.leave_dispatch_mode(self)
 
 
 class Levels:
@@ -160,7 +160,7 @@ def meter_for(
         timed_only: whether only times are needed.
         compiled: whether blocks are compiled, so that no tensors can be counted inside them.
     """
-    there = compat.accelerators(devices)
+    there = compat.devices.accelerators(devices)
     if there and all(map(keeps_statistics, there)):
         return AllocatorLevels(there)
     if timed_only:

@@ -28,7 +28,7 @@ class _Alive(weakref.ref):  # type: ignore[type-arg]
     size: int
 
 
-class LiveBytes(compat.TorchDispatchMode, Meter):  # type: ignore[no-untyped-call]
+class LiveBytes(compat.torch.TorchDispatchMode, Meter):  # type: ignore[no-untyped-call]
     """Counts the bytes of all live tensor storages, each once, after every operation of forward and backward.
 
         with LiveBytes(model) as live:
@@ -63,15 +63,15 @@ class LiveBytes(compat.TorchDispatchMode, Meter):  # type: ignore[no-untyped-cal
 
     def __enter__(self) -> Any:
         super().__enter__()  # type: ignore[no-untyped-call]
-        compat.watch_resizes(self.count_storage)
+        compat.torch.watch_resizes(self.count_storage)
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        compat.unwatch_resizes(self.count_storage)
+        compat.torch.unwatch_resizes(self.count_storage)
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and compat.is_any_wrapper(types):
+        if types and compat.torch.is_any_wrapper(types):
             return NotImplemented  # the wrapper's implementation runs, and its operations on wrapped tensors come here
         result = func(*args, **(kwargs or {}))
         self._count_all(result)
@@ -90,7 +90,7 @@ class LiveBytes(compat.TorchDispatchMode, Meter):  # type: ignore[no-untyped-cal
             if type(result) in _PLAIN and result.layout is torch.strided:
                 self._count(result)
             else:
-                for part in compat.parts_with_storage(result):
+                for part in compat.torch.parts_with_storage(result):
                     self._count(part)
         elif isinstance(result, (tuple, list)):
             for part in result:
@@ -132,14 +132,14 @@ def tensors_of(holder: Holder) -> Iterator[torch.Tensor]:
     state of an optimizer; or the values of a batch."""
     if isinstance(holder, nn.Module):
         yield from holder.buffers()
-        yield from compat.reduction_buckets(holder)
-        for parameter in (*holder.parameters(), *compat.flat_parameters(holder)):
+        yield from compat.distributed.reduction_buckets(holder)
+        for parameter in (*holder.parameters(), *compat.distributed.flat_parameters(holder)):
             yield parameter
             if parameter.grad is not None:
                 yield parameter.grad
     else:
         held = list((holder.state if isinstance(holder, torch.optim.Optimizer) else holder).values())
-        yield from (value for value in compat.tree_leaves(held) if isinstance(value, torch.Tensor))
+        yield from (value for value in compat.torch.tree_leaves(held) if isinstance(value, torch.Tensor))
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, device_types: Collection[str]) -> int:
@@ -148,7 +148,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, device_types: Collection[str])
     State that FSDP2 keeps in host memory is not part of an accelerator's peak.
     """
     values = (value for state in list(optimizer.state.values()) for value in state.values())
-    local = (compat.local(value) for value in values if isinstance(value, torch.Tensor))
+    local = (compat.distributed.local(value) for value in values if isinstance(value, torch.Tensor))
     return sum(tensor.nbytes for tensor in local if tensor.device.type in device_types)
 
 
@@ -156,7 +156,7 @@ def held_bytes(model: nn.Module) -> int:
     """Bytes that a model now holds on this rank: parameters, gradients, buffers, and the state of its optimizers."""
     total = sum(buffer.nbytes for buffer in model.buffers())
     for parameter in model.parameters():
-        total += compat.local(parameter).nbytes
-        total += 0 if parameter.grad is None else compat.local(parameter.grad).nbytes
-    types = {device.type for device in compat.devices_of_model(model)}
-    return total + sum(state_bytes(optimizer, types) for optimizer in compat.optimizers_of(model))
+        total += compat.distributed.local(parameter).nbytes
+        total += 0 if parameter.grad is None else compat.distributed.local(parameter.grad).nbytes
+    types = {device.type for device in compat.distributed.devices_of_model(model)}
+    return total + sum(state_bytes(optimizer, types) for optimizer in compat.torch.optimizers_of(model))

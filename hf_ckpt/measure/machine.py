@@ -24,7 +24,7 @@ def device_name(devices: Iterable[torch.device] | None = None) -> str:
         devices: the devices of a model; None asks for the machine's accelerator.
     """
     there = _accelerators(devices)
-    return compat.device_name(there[0]) if there else "cpu"
+    return compat.devices.device_name(there[0]) if there else "cpu"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def device_memory(held_bytes: int, devices: Iterable[torch.device] | None = None
     found = _memory_of(there, held_bytes)
     if found is not None:
         return found
-    if there and not compat.shares_host_memory(there[0].type):
+    if there and not compat.devices.shares_host_memory(there[0].type):
         warn_once(
             log,
             "hf_ckpt: torch does not tell the memory of %s, so the memory of the machine is taken in its place. Give "
@@ -75,8 +75,8 @@ def spare_bytes(devices: Iterable[torch.device]) -> int:
     On accelerators that is all that the peak leaves, or 0 if torch does not report it. On a CPU it is half of the
     memory that is available now.
     """
-    there = compat.accelerators(devices)
-    if all(compat.shares_host_memory(device.type) for device in there):
+    there = compat.devices.accelerators(devices)
+    if all(compat.devices.shares_host_memory(device.type) for device in there):
         return device_memory(0, there).available_bytes // 2
     memory = _memory_of(there, 0)
     try:
@@ -88,20 +88,20 @@ def spare_bytes(devices: Iterable[torch.device]) -> int:
 
 def _accelerators(devices: Iterable[torch.device] | None) -> list[torch.device]:
     """Return the accelerators among a model's devices, or for None the current one of the machine, if any."""
-    current = compat.current_accelerator()
-    return compat.accelerators(devices if devices is not None else [current] if current is not None else [])
+    current = compat.devices.current_accelerator()
+    return compat.devices.accelerators(devices if devices is not None else [current] if current is not None else [])
 
 
 def _memory_of(devices: Collection[torch.device], held_bytes: int) -> DeviceMemory | None:
     """Return the memory of accelerators; None without one, if it is the machine's memory, or if it is not reported."""
-    if not devices or any(compat.shares_host_memory(device.type) for device in devices):
+    if not devices or any(compat.devices.shares_host_memory(device.type) for device in devices):
         return None
     try:
-        told = [compat.memory_info(device) for device in devices]
+        told = [compat.devices.memory_info(device) for device in devices]
     except RuntimeError:  # torch has the function, but not for this device
         return None
     try:
-        held = sum(compat.allocator_bytes(device).reserved for device in devices)
+        held = sum(compat.devices.allocator_bytes(device).reserved for device in devices)
     except RuntimeError:  # an allocator without statistics
         held = held_bytes
     return DeviceMemory(sum(total for _, total in told), sum(free for free, _ in told) + held)

@@ -46,9 +46,9 @@ class Allocator:
         self._peaks: weakref.WeakKeyDictionary[PeakMeter, int] = weakref.WeakKeyDictionary()
         """For each meter, the peak of its window before the allocator's peak was last reset."""
 
-    def read(self) -> compat.AllocatorBytes:
+    def read(self) -> compat.devices.AllocatorBytes:
         """Read the statistics. Raises RuntimeError if the allocator keeps none."""
-        found = compat.allocator_bytes(self.device)
+        found = compat.devices.allocator_bytes(self.device)
         self.highest_bytes = max(self.highest_bytes, found.peak)
         return found
 
@@ -67,7 +67,7 @@ class Allocator:
         Raises RuntimeError if the allocator keeps no statistics.
         """
         found = self.read()
-        compat.reset_peak(self.device)
+        compat.devices.reset_peak(self.device)
         for other, peak in list(self._peaks.items()):
             self._peaks[other] = max(peak, found.peak)
         if meter is None:
@@ -95,7 +95,7 @@ class PeakMeter:
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        there = compat.accelerators(devices)
+        there = compat.devices.accelerators(devices)
         self._allocators = [allocator_of(device) for device in there] if all(map(keeps_statistics, there)) else []
         self._is_resident = not there and _STATUS.exists()
         self.exact = bool(self._allocators)

@@ -58,7 +58,7 @@ class RecordedLevels(Meter):
         number = len(self._older_bytes)
         self._older_bytes.append(self._older.current_bytes)
         if self._thread is not None:
-            compat.mark_in_record(f"{_MARK}{number}")
+            compat.profiler.mark_in_record(f"{_MARK}{number}")
         elif self._is_complete:
             self._sizes, self._bytes = {}, 0  # what was recorded may have been released since
             self._settle(number)
@@ -66,17 +66,17 @@ class RecordedLevels(Meter):
 
     def start(self) -> None:
         if self._thread is None:
-            self._is_complete &= not compat.profiler_is_active()
+            self._is_complete &= not compat.profiler.profiler_is_active()
             if self._is_complete:
                 self._thread = threading.get_ident()
-                compat.start_allocation_record()
+                compat.profiler.start_allocation_record()
 
     def stop(self) -> None:
         # A backward runs with a copy of the thread's state, in which the profiler cannot be stopped for good.
-        if self._thread != threading.get_ident() or compat.is_in_backward():
+        if self._thread != threading.get_ident() or compat.torch.is_in_backward():
             return
         self._thread = None
-        for event in compat.stop_allocation_record():
+        for event in compat.profiler.stop_allocation_record():
             if event.name.startswith(_MARK):
                 self._settle(int(event.name.removeprefix(_MARK)))
             elif not event.name:

@@ -24,7 +24,7 @@ from hf_ckpt.spec.plan import Block
 class FoundBlocks:
     """The blocks of a model, and the modules that they belong to."""
 
-    base: compat.PreTrainedModel
+    base: compat.transformers.PreTrainedModel
     """The base model: the outermost PreTrainedModel inside any wrappers."""
     family: str
     """Name of the model's family, or `generic`."""
@@ -38,10 +38,10 @@ class FoundBlocks:
     @property
     def model(self) -> str:
         """Class name of the base model."""
-        return compat.plain_class(self.base).__name__
+        return compat.distributed.plain_class(self.base).__name__
 
 
-def base_model(model: nn.Module) -> compat.PreTrainedModel:
+def base_model(model: nn.Module) -> compat.transformers.PreTrainedModel:
     """Return the PreTrainedModel inside PEFT, DDP, FSDP, DeepSpeed and torch.compile wrappers.
 
     Raises `NoBlocksError` if there is none, or if there are several side by side.
@@ -111,13 +111,15 @@ def plain_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def plain_name(name: str) -> str:
     """Return a qualified name without the segments that wrappers add."""
-    return ".".join(segment for segment in name.split(".") if segment not in compat.WRAPPER_SEGMENTS)
+    return ".".join(segment for segment in name.split(".") if segment not in compat.distributed.WRAPPER_SEGMENTS)
 
 
 def refuse_other_owner(model: nn.Module) -> None:
     """Raise `OwnerConflictError` if torch's checkpoint wrapper is around a block of `model`."""
     for name, module in model.named_modules():
-        if isinstance(module, compat.GradientCheckpointingLayer) and compat.FOREIGN_OWNER_SEGMENT in name.split("."):
+        if isinstance(
+            module, compat.transformers.GradientCheckpointingLayer
+        ) and compat.distributed.FOREIGN_OWNER_SEGMENT in name.split("."):
             raise OwnerConflictError(
                 f"block {name!r} is already wrapped by torch's checkpoint wrapper, most likely by "
                 "`activation_checkpointing: true` in the FSDP settings. Set it to false: checkpointing needs one owner."
@@ -167,7 +169,7 @@ def routers(block: nn.Module) -> tuple[nn.Module, ...]:
     for name, module in block.named_modules():
         kind: Any = type(module)
         inside = any(name.startswith(f"{outer}.") for outer in found)
-        if name and not inside and not compat.is_adapter(kind) and _chooses(kind):
+        if name and not inside and not compat.peft.is_adapter(kind) and _chooses(kind):
             found.append(name)
     return tuple(block.get_submodule(name) for name in found)
 
@@ -284,9 +286,9 @@ def head_module(base: nn.Module, family: str) -> nn.Module | None:
     return next((module for name, module in plain_modules(base) if ending and name.endswith(ending)), None)
 
 
-def outermost_models(model: nn.Module) -> Iterator[compat.PreTrainedModel]:
+def outermost_models(model: nn.Module) -> Iterator[compat.transformers.PreTrainedModel]:
     """Yield every PreTrainedModel in a module that is not inside another one, each time it is reached."""
-    if isinstance(model, compat.PreTrainedModel):
+    if isinstance(model, compat.transformers.PreTrainedModel):
         yield model
         return
     for child in model.children():
@@ -297,7 +299,7 @@ def _plain_blocks(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield every GradientCheckpointingLayer that is not inside another one, with its plain name."""
     seen: list[str] = []
     for name, module in base.named_modules():
-        if not isinstance(module, compat.GradientCheckpointingLayer):
+        if not isinstance(module, compat.transformers.GradientCheckpointingLayer):
             continue
         if not any(name.startswith(f"{outer}.") for outer in seen):
             seen.append(name)
@@ -338,12 +340,12 @@ def _owner_name(container: str, modules: dict[str, nn.Module]) -> str:
 
 def _kind(module: nn.Module) -> str:
     """Return a module's class name, without the class that FSDP2 puts in front of it."""
-    return compat.plain_class(module).__name__
+    return compat.distributed.plain_class(module).__name__
 
 
 def _known_class(module: nn.Module) -> bool:
     """Return whether a module's class comes from transformers itself."""
-    return compat.plain_class(module).__module__.startswith("transformers.models.")
+    return compat.distributed.plain_class(module).__module__.startswith("transformers.models.")
 
 
 def _known() -> str:

@@ -107,7 +107,7 @@ def forward_of(stack: str | None, args: tuple[Any, ...], kwargs: Mapping[str, An
     shapes = tuple(
         (name, tuple(leaf.shape))
         for name, value in sorted(arguments, key=operator.itemgetter(0))
-        for leaf in ([value] if isinstance(value, torch.Tensor) else compat.tree_leaves(value))
+        for leaf in ([value] if isinstance(value, torch.Tensor) else compat.torch.tree_leaves(value))
         if isinstance(leaf, torch.Tensor)
     )
     mask = kwargs.get("attention_mask")
@@ -128,4 +128,4 @@ def look_of(base: nn.Module, device_type: str, sharded: bool) -> tuple[Any, ...]
         parameters += here["_parameters"].values()
         modules += [module for module in here["_modules"].values() if module is not None]
     rows = tuple((p.requires_grad, 0 if sharded else p.nbytes) for p in parameters if p is not None)
-    return compat.autocast_dtype(device_type), rows
+    return compat.devices.autocast_dtype(device_type), rows

@@ -120,7 +120,7 @@ class MemoryTimeCallback(TrainerCallback):
         self._forget()
         self._go_before_reporters()
         model: nn.Module = kwargs["model"]
-        devices = compat.devices_of_model(model)
+        devices = compat.distributed.devices_of_model(model)
         self._clock, self._meter = TrainingClock(devices), PeakMeter(devices)
         self._handles.append(model.register_forward_pre_hook(self._counts.see_model, with_kwargs=True))
         with contextlib.suppress(NoBlocksError):
@@ -209,7 +209,7 @@ class MemoryTimeCallback(TrainerCallback):
 
     def _go_before_reporters(self) -> None:
         """Move this callback before the Trainer's reporters, which read what it adds to the logs."""
-        handler = compat.callback_handler_of(self)
+        handler = compat.transformers.callback_handler_of(self)
         if handler is None:
             log.warning("no callback handler found: figures go to %s only, not to the reporters.", METRICS_FILE)
             return
@@ -290,7 +290,7 @@ class MemoryTimeCallback(TrainerCallback):
         planned = record is not None and record.enabled and bool(record.regions)
         predicted = _largest(*(plan.plan.prediction.peak_bytes for plan in used if plan.plan.prediction))
         comparable = self._meter.exact and predicted is not None and self._peak is not None
-        ranks = compat.of_all_ranks(
+        ranks = compat.distributed.of_all_ranks(
             {
                 "peak": self._peak,
                 "reserved": self._reserved,
@@ -370,10 +370,10 @@ class _Counts:
 
     def see_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model: count the tokens of training forwards, and notify the watch of the first."""
-        if compat.is_compiling() or runs_again() or not (model.training and torch.is_grad_enabled()):
+        if compat.torch.is_compiling() or runs_again() or not (model.training and torch.is_grad_enabled()):
             return
         watch, self.watch = self.watch, None
-        if watch is not None and not compat.is_replica(model):
+        if watch is not None and not compat.torch.is_replica(model):
             watch(model)
         ids = kwargs.get("input_ids", args[0] if args else None)
         embeddings = kwargs.get("inputs_embeds")
@@ -384,7 +384,7 @@ class _Counts:
 
     def see_head(self, head: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the head: note the size of its largest output in a training forward."""
-        if isinstance(output, torch.Tensor) and not compat.is_compiling() and torch.is_grad_enabled():
+        if isinstance(output, torch.Tensor) and not compat.torch.is_compiling() and torch.is_grad_enabled():
             size = output.chunk_bytes() if isinstance(output, Logits) else output.nbytes
             self.head_bytes = max(self.head_bytes, size)
 

@@ -155,7 +155,7 @@ class OomGuard:
 
     def _refuse_ranks(self) -> None:
         """Raise `HfCkptError` if other ranks would wait for a rank that retries a step."""
-        if compat.ranks() > 1 or compat.steps_in_lockstep(self.model):
+        if compat.distributed.ranks() > 1 or compat.distributed.steps_in_lockstep(self.model):
             raise HfCkptError(
                 "OomGuard works in a single process only, without FSDP and DeepSpeed: ranks wait for each other inside "
                 "a step, so that one that runs out of memory cannot run it again. Use `policy: budget`, which plans "
@@ -175,7 +175,7 @@ class OomGuard:
                 continue
             self.attempts += 1
             # A fused optimizer does not count its changes of weights.
-            if failure.weights_changed or compat.has_gradient_hooks(self._trained):
+            if failure.weights_changed or compat.torch.has_gradient_hooks(self._trained):
                 reason = "Weights may have been changed in the backward (an optimizer inside it), so there is no retry."
                 self._give_up(failure, reason)
             if self._earlier and failure.gradients_changed:
@@ -195,14 +195,14 @@ class OomGuard:
         try:
             return run(), None
         except Exception as raised:
-            if isinstance(raised, OutOfPlansError) or not compat.is_out_of_memory(raised):
+            if isinstance(raised, OutOfPlansError) or not compat.devices.is_out_of_memory(raised):
                 raise
             told = str(raised).partition("\n")[0].strip(), "".join(traceback.format_exception(raised))
             error = _without_frames(raised)
         finally:
             _again.reset(token)
         changed = gradients != self._gradients(), weights != self._weights()
-        compat.release_memory()
+        compat.devices.release_memory()
         return None, _Failure(error, *told, *changed)
 
     def _tighten(self, failure: _Failure) -> None:
@@ -311,7 +311,7 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
         head_first = 3 * vocabulary > len(plan.actions) * hidden
     next_plan = tighter_plan(
         plan,
-        chunks=head is not None and "forward" not in vars(head) and compat.parameters_stay(base),
+        chunks=head is not None and "forward" not in vars(head) and compat.distributed.parameters_stay(base),
         offload=lane_of(next(base.parameters()).device) is not None,
         head_first=head_first,
     )

@@ -148,14 +148,14 @@ class _Recorder:
         running: nn.Module,
     ) -> None:
         self.planned, self.tried, self.state = planned, tried, state
-        self.graphs = compat.compiled_graphs()
+        self.graphs = compat.compiler.compiled_graphs()
         """How many graphs torch.compile had made when the step began."""
         self.levels = levels = Levels(meter)
-        modules = compat.outside_graphs(running, state.known.modules)
+        modules = compat.compiler.outside_graphs(running, state.known.modules)
         self.boundaries = Boundaries(modules, levels.mark, meter.stop)
         # An optimizer that steps within the backward must not end the measurement.
         after = lambda: meter.stop() if levels.last == "end" else None  # noqa: E731
-        handles: list[Any] = [*compat.call_around_optimizers(meter.start, after), self.boundaries]
+        handles: list[Any] = [*compat.torch.call_around_optimizers(meter.start, after), self.boundaries]
 
         def stop() -> None:
             for handle in handles:
@@ -188,11 +188,11 @@ class Session:
         self._base, self._spec = weakref.ref(base), record.spec
         self._name, self._family, self._modules = found.model, found.family, found.modules
         self._blocks = {block.name: block for block in found.blocks}
-        self._devices = compat.devices_of_model(base)
-        accelerators = compat.accelerators(self._devices)
+        self._devices = compat.distributed.devices_of_model(base)
+        accelerators = compat.devices.accelerators(self._devices)
         self._device_type = accelerators[0].type if accelerators else "cpu"
-        self._sharded = not compat.parameters_stay(base)
-        self._together = compat.is_distributed() and compat.ranks_recompute_together(base)
+        self._sharded = not compat.distributed.parameters_stay(base)
+        self._together = compat.distributed.is_distributed() and compat.distributed.ranks_recompute_together(base)
         held = held_bytes(base)
         memory = device_memory(held, self._devices)
         self.limit_bytes = budget_bytes(self._spec.budget, memory.total_bytes)
@@ -237,8 +237,8 @@ class Session:
         self._said: set[str] = set()
         self._forget_optimizers: Any = None
         """Call it to stop recording the optimizers that step."""
-        self._optimizers = compat.optimizer_changes()
-        self._known_optimizers = weakref.WeakSet(compat.optimizers_of(base))
+        self._optimizers = compat.torch.optimizer_changes()
+        self._known_optimizers = weakref.WeakSet(compat.torch.optimizers_of(base))
         self._state_bytes = self._bytes_of(self._known_optimizers)
         """Bytes of the optimizers' state when steps were last measured."""
         self._stepped = False
@@ -257,7 +257,7 @@ class Session:
     def _refuse_unmeasurable(self) -> None:
         """Raise `HfCkptError` if the memory of compiled blocks cannot be measured."""
         reason = ""
-        if not compat.HOOKS_STAY_OUTSIDE:
+        if not compat.transformers.HOOKS_STAY_OUTSIDE:
             reason = "this version of transformers runs a block together with its hooks; 5.23 does not"
         elif self._device_type != "cpu" and not all(map(keeps_statistics, self._devices)):
             reason = f"the allocator of {self._device_type} reports no peaks"
@@ -303,7 +303,7 @@ class Session:
         base = self._base()
         assert base is not None
         if self._forget_optimizers is None:  # of the whole process: a model does not refer to its optimizer
-            self._forget_optimizers = weakref.finalize(base, compat.remember_optimizers_that_step().remove)
+            self._forget_optimizers = weakref.finalize(base, compat.torch.remember_optimizers_that_step().remove)
         forward = forward_of(stack, args, kwargs, self._padded)
         self._padded |= forward.padded
         if self._goes_on(forward):
@@ -384,7 +384,7 @@ class Session:
             serving = None  # the batch comes again, and may do with less than the larger one
 
         # warm-up
-        if compat.is_distributed() and self._warm_steps < 2:
+        if compat.distributed.is_distributed() and self._warm_steps < 2:
             self._warm_steps += 1  # DDP builds its gradient buckets in the first step and rebuilds them in the second
             return self._trying(batch, "warm-up"), {}
         if first and not covering and (not came_before or known.reference(later) is not None) and self._may_wait(batch):
@@ -405,7 +405,7 @@ class Session:
             unchecked = serving.shape == batch and serving.measured_bytes is None and serving.plan.prediction
             return dataclasses.replace(serving, phase="check" if unchecked else "plan"), {}
         if batch.resident and not self._stepped:
-            self._stepped = any(optimizer.state for optimizer in compat.optimizers_of(base))
+            self._stepped = any(optimizer.state for optimizer in compat.torch.optimizers_of(base))
         if batch.resident and not self._stepped and self._may_wait(batch):
             self._say("waits", "hf_ckpt: planned after the first step of the optimizer, when its state is there.")
             return self._trying(batch, "warm-up"), {}
@@ -448,7 +448,7 @@ class Session:
 
     def _agreed(self, planned: Planned) -> Planned:
         """Return the plan of the rank with the largest batch. All ranks must call it."""
-        ranks = compat.of_all_ranks((planned.shape.elements, planned.plan.to_dict()))
+        ranks = compat.distributed.of_all_ranks((planned.shape.elements, planned.plan.to_dict()))
         chosen = Plan.from_dict(max(ranks, key=lambda rank: rank[0])[1])
         if chosen == planned.plan:
             return planned
@@ -470,13 +470,13 @@ class Session:
         has_gradients = any(parameter.grad is not None for parameter in base.parameters())
         self._was_resident, self._resident = self._resident, has_gradients
         self._stepped |= self._was_resident and not self._resident
-        changes = compat.optimizer_changes()
+        changes = compat.torch.optimizer_changes()
         if changes != self._optimizers:
             self._optimizers, self._stepped = changes, True
-            optimizers = compat.optimizers_of(base)
+            optimizers = compat.torch.optimizers_of(base)
             if self._device_type != "cpu":  # an allocator has counted what was there before the optimizer was known
                 new = [optimizer for optimizer in optimizers if optimizer not in self._known_optimizers]
-                self._state_bytes += self._bytes_of(filter(compat.came_with_state, new))
+                self._state_bytes += self._bytes_of(filter(compat.torch.came_with_state, new))
             self._known_optimizers.update(optimizers)
             state_bytes = self._bytes_of(optimizers)
             if state_bytes != self._state_bytes and any(state.plans for state in self._states.values()):
@@ -519,8 +519,8 @@ class Session:
         self, base: nn.Module, running: nn.Module, planned: Planned, tried: Mapping[str, Action], args: Any, kwargs: Any
     ) -> None:
         """Start to measure the step that begins now. `running` is the model whose forward begins, with its wrappers."""
-        batch, optimizers = {"batch": (args, kwargs)}, compat.optimizers_of(base)
-        self._is_compiled = self._compiles or any(map(compat.is_compiled, running.modules()))
+        batch, optimizers = {"batch": (args, kwargs)}, compat.torch.optimizers_of(base)
+        self._is_compiled = self._compiles or any(map(compat.compiler.is_compiled, running.modules()))
         kind = {"timed_only": planned.phase == "time", "compiled": self._is_compiled}
         meter = meter_for(self._devices, base, batch, *optimizers, **kind)
         if planned.phase != "check":
@@ -542,7 +542,7 @@ class Session:
         if recorder is None:
             return
         self._drop()
-        if compat.compiled_graphs() != recorder.graphs:
+        if compat.compiler.compiled_graphs() != recorder.graphs:
             return  # compiling takes time, and may take memory; the next step uses the new graphs
         levels, planned, known = recorder.levels, recorder.planned, recorder.state.known
         level, outside = levels.outside()

@@ -191,7 +191,7 @@ def verify(
     """
     if not model.training:
         raise HfCkptError("the model is in eval mode, where nothing is checkpointed; call model.train() first.")
-    if "use_cache" not in batch and compat.wants_use_cache(base_model(model)):
+    if "use_cache" not in batch and compat.transformers.wants_use_cache(base_model(model)):
         batch = {**batch, "use_cache": False}
     record = installation(model)
     measuring = record.measuring if record is not None and spec is None else None
@@ -207,7 +207,9 @@ def verify(
         planned = step()
         after = describe(model)
         plan = after.plan
-        own_memory = not all(compat.shares_host_memory(device.type) for device in compat.devices_of_model(model))
+        own_memory = not all(
+            compat.devices.shares_host_memory(device.type) for device in compat.distributed.devices_of_model(model)
+        )
         # The last block of a stack moves nothing, nor do blocks below the first trainable parameter.
         now = installation(model)
         assert now is not None
@@ -238,7 +240,7 @@ def verify(
         recomputed=after.recomputed,
         not_recomputed=tuple(name for name, count in after.recomputed.items() if not count and name not in hidden),
         largest_difference=max([loss_gap, *gaps.values()]),
-        allowed_difference=(ROUNDING_16 if small or compat.autocast_is_on() else ROUNDING) if rounded else 0.0,
+        allowed_difference=(ROUNDING_16 if small or compat.devices.autocast_is_on() else ROUNDING) if rounded else 0.0,
         chunked_heads=after.chunked_heads,
         chunked_mlps=after.chunked_mlps,
         head_ran=after.head_ran,
@@ -294,7 +296,7 @@ def _run(
     """Run a forward and backward from the buffers in `before`. Raises `HfCkptError` if there is no loss."""
     before.restore()
     torch.manual_seed(seed)
-    random = compat.RandomState(compat.all_devices())
+    random = compat.random_state.RandomState(compat.random_state.all_devices())
     model.zero_grad(set_to_none=True)
     outputs = model(**batch)
     loss = loss_fn(outputs) if loss_fn else getattr(outputs, "loss", None)
@@ -310,7 +312,7 @@ def _run(
 def _kept(model: nn.Module) -> Iterator[StepState]:
     """Restore a model's gradients and buffers, and the random state, after the `with` block."""
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    before = StepState(model, compat.all_devices())
+    before = StepState(model, compat.random_state.all_devices())
     try:
         with before.kept():
             yield before

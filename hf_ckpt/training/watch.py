@@ -99,7 +99,9 @@ class Watch:
         self._due |= self._forwards % self.check_every == first % self.check_every
         if record is not None and record.session is not None and record.session.is_measuring:
             return  # a check would disturb it
-        if not self._due or compat.is_capturing():  # a check waits for the device, which a CUDA graph does not allow
+        if (
+            not self._due or compat.devices.is_capturing()
+        ):  # a check waits for the device, which a CUDA graph does not allow
             return
         if record is not None and not record.regions and record.plan.head == record.plan.mlp == "full":
             self._say_once("blocks under `keep`", "their backward uses what autograd saved")
@@ -117,7 +119,7 @@ class Watch:
             self._say_once("blocks", "the plan leaves no room for a check, or torch does not tell how much there is")
             return
         if self._whole is None:
-            self._whole = compat.parameters_stay(base)
+            self._whole = compat.distributed.parameters_stay(base)
         name, module = blocks[self._turn % len(blocks)]
         self._turn += 1
         action = None if record is None else record.plan.active().get(name)
@@ -144,7 +146,9 @@ class Watch:
             blocks = [(name, module) for name, module in found if is_on(module) and getattr(module, FUNCTION, None)]
         else:
             blocks = [(name, module) for name, module in record.blocks.items() if name in record.regions]
-        compiled = {inner for module in running.modules() if compat.is_compiled(module) for inner in module.modules()}
+        compiled = {
+            inner for module in running.modules() if compat.compiler.is_compiled(module) for inner in module.modules()
+        }
         if compiled.intersection(module for _, module in blocks):
             self._say_once("blocks that something else compiles", "to check one, torch would compile it once more")
         return [(name, module) for name, module in blocks if module not in compiled]
@@ -215,7 +219,7 @@ class Watch:
 
     def _avoid(self, base: nn.Module, record: Installation) -> None:
         """Replace the actions in `_off` on all blocks of their class; forget them if ranks recompute together."""
-        if compat.ranks_recompute_together(base):
+        if compat.distributed.ranks_recompute_together(base):
             self._off.clear()
             return
         row = self._row(record.plan)
@@ -269,7 +273,7 @@ def _room_bytes(base: nn.Module, record: Installation | None, first: bool) -> in
         allowed: int = round(planned.limit_bytes * (1 - RESERVE)) - planned.bias_bytes
         if peak:
             return allowed - peak
-    devices = compat.devices_of_model(base)
-    if first and not all(compat.shares_host_memory(device.type) for device in devices):
+    devices = compat.distributed.devices_of_model(base)
+    if first and not all(compat.devices.shares_host_memory(device.type) for device in devices):
         return None
     return spare_bytes(devices)

@@ -206,14 +206,14 @@ def test_events_without_times_end_no_run():
     model, batch = model_on(FIRST), batch_on(FIRST)
     known(torch.optim.SGD(model.parameters(), lr=0.0))
     with device.no_event_times():
-        assert not compat.has_timed_events(torch.device(FIRST))
+        assert not compat.devices.has_timed_events(torch.device(FIRST))
         budgeted(model, budget)
         train(model, batch, PLANNED)
         planned = installation(model).planned
         assert not planned.measures
         assert planned.plan.prediction.step_seconds > 0
         assert peak_of(model, batch) <= budget
-    assert compat.has_timed_events(torch.device(FIRST))
+    assert compat.devices.has_timed_events(torch.device(FIRST))
 
 
 def test_no_autocast_ends_no_run():
@@ -280,7 +280,7 @@ def test_the_guard_frees_the_cache_of_the_accelerator():
     expected = step(model, batch)
     train(model, batch)
     idle = idle_bytes()
-    compat.release_memory()
+    compat.devices.release_memory()
     assert idle_bytes() == 0 if device.IS_SIMULATED else idle_bytes() < idle  # a real one also holds rests of segments
     guard = OomGuard(model)
     model.zero_grad(set_to_none=True)
@@ -301,6 +301,6 @@ def test_nothing_is_kept_in_mind_of_a_meter_that_is_gone():
 
 
 def test_a_graph_that_is_captured_is_seen():
-    assert not compat.is_capturing()
+    assert not compat.devices.is_capturing()
     with device.capturing():
-        assert compat.is_capturing() is (hasattr(torch.Stream, "is_capturing") or device.NAME == "cuda")
+        assert compat.devices.is_capturing() is (hasattr(torch.Stream, "is_capturing") or device.NAME == "cuda")

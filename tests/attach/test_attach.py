@@ -179,14 +179,14 @@ def test_every_enable_call_asks_the_decider():
     model = tiny_model("llama")
     decider = Deciding()
     attach(model, GIVEN, plan_of(model, FULL, KEEP, KEEP, KEEP), decider)
-    for number, name in enumerate(compat.ENABLE_NAMES):
+    for number, name in enumerate(compat.transformers.ENABLE_NAMES):
         getattr(model, name)({"policy": "selective"}, offload=True)
         asked = {"policy": "selective", "every_n_layers": 1, "offload": True}
         assert decider.enabled[number] == ("LlamaForCausalLM", number > 0, asked)
     assert active(model) == [ALL[0]]  # it answered None, so the plan stays
     decider.spec, decider.on_enable = Spec(policy="full"), plan_of(model, KEEP, FULL, FULL, KEEP)
     enable(model)
-    assert len(decider.enabled) == len(compat.ENABLE_NAMES) + 1
+    assert len(decider.enabled) == len(compat.transformers.ENABLE_NAMES) + 1
     assert active(model) == ALL[1:3]
     assert describe(model).spec == {"policy": "full"}
     assert decider.batches == []  # fixed policies do not ask for every batch

@@ -87,7 +87,7 @@ def with_given(model, batch, name, cache):
     """(positional, keyword) arguments of a forward that pass a cache by `name` or by position."""
     if name != "its place":
         return (), {**batch, name: cache, "use_cache": True}
-    taken = compat.forward_parameters(model)
+    taken = compat.transformers.forward_parameters(model)
     upto = taken[: max(taken.index(each) for each in (cache_argument(model), "use_cache")) + 1]
     placed = {**batch, cache_argument(model): cache, "use_cache": True}
     return [placed.get(each) for each in upto], {key: value for key, value in batch.items() if key not in upto}
@@ -134,7 +134,11 @@ def test_a_cache_of_the_caller_is_left_out_or_refused(model_type, spec):
         caches.append(transformers.EncoderDecoderCache(empty(), filled.cross_attention_cache))
     hf_ckpt.install(model, SPECS[spec])
     enable(model)
-    accepts = compat.BLOCKS_TAKE_CACHES and spec == "selective" and hf_ckpt.find_blocks(model).family != "generic"
+    accepts = (
+        compat.transformers.BLOCKS_TAKE_CACHES
+        and spec == "selective"
+        and hf_ckpt.find_blocks(model).family != "generic"
+    )
     before = 0
     for name in ("cache", "past_key_values", "its place"):
         for cache in caches:
@@ -158,7 +162,7 @@ def test_a_cache_of_the_caller_is_left_out_or_refused(model_type, spec):
             loss = model(*args, **kwargs).loss
             loss.backward()
             assert_same(expected, outcome(model, loss), name)
-            assert not compat.is_filled(cache)
+            assert not compat.transformers.is_filled(cache)
         assert len(recomputed(model)) >= before + 2
         before = len(recomputed(model))
 
@@ -188,7 +192,7 @@ def test_where_nothing_is_recomputed_a_cache_is_taken():
     assert recomputed(model) == []
 
 
-class OlderBlock(compat.GradientCheckpointingLayer):
+class OlderBlock(compat.transformers.GradientCheckpointingLayer):
     """A block from the hub whose name for the cache may be unknown to transformers' layer."""
 
     def __init__(self, index):
@@ -283,7 +287,7 @@ def test_two_steps_without_a_warning(family, wrapped, tmp_path, caplog, transfor
     config, generation = model.config.to_dict(), copy.deepcopy(getattr(model, "generation_config", None))
     with caplog.at_level(logging.WARNING, "hf_ckpt"):
         hf_ckpt.install(trained)
-        assert two_steps(compat.ENABLE_NAMES) == ([], [])
+        assert two_steps(compat.transformers.ENABLE_NAMES) == ([], [])
     assert not [record for record in caplog.records if record.name.startswith("hf_ckpt")]
     assert set(hf_ckpt.describe(trained).recomputed.values()) == {2}
     assert model.config.to_dict() == config

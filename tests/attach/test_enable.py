@@ -32,7 +32,7 @@ BARE = {
 }
 
 
-@pytest.mark.parametrize("name", compat.ENABLE_NAMES)
+@pytest.mark.parametrize("name", compat.transformers.ENABLE_NAMES)
 @pytest.mark.parametrize(("args", "kwargs"), BARE.values(), ids=BARE.keys())
 def test_a_bare_enable_keeps_the_plan(name, args, kwargs):
     model = tiny_model("llama")
@@ -41,7 +41,7 @@ def test_a_bare_enable_keeps_the_plan(name, args, kwargs):
     assert active(model) == [ALL[1], ALL[3]]
 
 
-@pytest.mark.parametrize("name", compat.ENABLE_NAMES)
+@pytest.mark.parametrize("name", compat.transformers.ENABLE_NAMES)
 @pytest.mark.parametrize("keyword", ["gradient_checkpointing_kwargs", "activation_checkpointing_kwargs", None])
 def test_new_keys_replace_the_plan_and_stay(name, keyword):
     model = tiny_model("llama")
@@ -77,7 +77,7 @@ def test_hooks_answer_as_transformers_methods_do():
     """The replaced methods keep transformers' parameter names, and return nothing."""
     model = tiny_model("llama")
     hf_ckpt.install(model)
-    for name in compat.ENABLE_NAMES:
+    for name in compat.transformers.ENABLE_NAMES:
         hook = getattr(model, name)
         assert list(inspect.signature(hook).parameters)[:3] == [
             "gradient_checkpointing_kwargs",
@@ -85,7 +85,7 @@ def test_hooks_answer_as_transformers_methods_do():
             "offload",
         ]
         assert hook() is None
-    for name in compat.DISABLE_NAMES:
+    for name in compat.transformers.DISABLE_NAMES:
         assert getattr(model, name)() is None
 
 

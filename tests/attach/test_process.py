@@ -26,7 +26,7 @@ from hf_ckpt.models.tiny import tiny_batch, tiny_model
 pytestmark = pytest.mark.compat
 
 
-@pytest.mark.parametrize("name", compat.ENABLE_NAMES)
+@pytest.mark.parametrize("name", compat.transformers.ENABLE_NAMES)
 def test_install_for_the_process_answers_every_enable(everywhere, name):
     everywhere(spec={"layers": "0"})
     early = tiny_model("llama")
@@ -42,17 +42,20 @@ def test_install_for_the_process_answers_every_enable(everywhere, name):
 
 
 def test_uninstall_for_the_process_gives_everything_back(everywhere):
-    names = (*compat.ENABLE_NAMES, *compat.DISABLE_NAMES)
-    originals = {name: vars(compat.PreTrainedModel)[name] for name in names}
+    names = (*compat.transformers.ENABLE_NAMES, *compat.transformers.DISABLE_NAMES)
+    originals = {name: vars(compat.transformers.PreTrainedModel)[name] for name in names}
     model = tiny_model("llama")
     before = snapshot(model)
     everywhere()
-    assert vars(compat.PreTrainedModel)[compat.ENABLE_NAMES[0]] is not originals[compat.ENABLE_NAMES[0]]
+    assert (
+        vars(compat.transformers.PreTrainedModel)[compat.transformers.ENABLE_NAMES[0]]
+        is not originals[compat.transformers.ENABLE_NAMES[0]]
+    )
     enable(model)
     step(model, tiny_batch("llama"))
     model.zero_grad()
     hf_ckpt.uninstall()
-    assert {name: vars(compat.PreTrainedModel)[name] for name in names} == originals
+    assert {name: vars(compat.transformers.PreTrainedModel)[name] for name in names} == originals
     assert snapshot(model) == before
     hf_ckpt.uninstall()
     enable(model, {"use_reentrant": False})  # transformers' own method again
@@ -61,14 +64,14 @@ def test_uninstall_for_the_process_gives_everything_back(everywhere):
 
 
 def test_installing_twice_for_the_process_undoes_once(everywhere):
-    original = vars(compat.PreTrainedModel)[compat.ENABLE_NAMES[0]]
+    original = vars(compat.transformers.PreTrainedModel)[compat.transformers.ENABLE_NAMES[0]]
     everywhere(spec={"layers": "0"})
     everywhere(spec={"layers": "1"})
     model = tiny_model("llama")
     enable(model)
     assert active(model) == [ALL[1]]
     hf_ckpt.uninstall()
-    assert vars(compat.PreTrainedModel)[compat.ENABLE_NAMES[0]] is original
+    assert vars(compat.transformers.PreTrainedModel)[compat.transformers.ENABLE_NAMES[0]] is original
 
 
 def test_a_model_installed_by_hand_keeps_its_plan(everywhere):
@@ -82,10 +85,10 @@ def test_a_model_installed_by_hand_keeps_its_plan(everywhere):
 
 
 def test_a_refused_process_spec_hooks_nothing(everywhere):
-    originals = [vars(compat.PreTrainedModel)[name] for name in compat.ENABLE_NAMES]
+    originals = [vars(compat.transformers.PreTrainedModel)[name] for name in compat.transformers.ENABLE_NAMES]
     with pytest.raises(SpecError):
         everywhere(spec={"layrs": "0"})
-    assert [vars(compat.PreTrainedModel)[name] for name in compat.ENABLE_NAMES] == originals
+    assert [vars(compat.transformers.PreTrainedModel)[name] for name in compat.transformers.ENABLE_NAMES] == originals
     everywhere(spec={"layers": "7"})  # a valid spec, but the model is too short
     model = tiny_model("llama")
     before = snapshot(model)
@@ -137,7 +140,7 @@ def test_a_call_on_every_part_keeps_the_plan_of_a_model_installed_by_hand(family
     model, plain = tiny_model(family), tiny_model(family)
     before = snapshot(model)
     hf_ckpt.install(model)
-    parts = [part for part in model.modules() if isinstance(part, compat.PreTrainedModel)]
+    parts = [part for part in model.modules() if isinstance(part, compat.transformers.PreTrainedModel)]
     assert len(parts) == {"bert": 2, "t5": 3}[family]
     for part in parts:
         enable(part, asked)
@@ -160,11 +163,11 @@ def test_a_part_answers_for_itself_once_the_plan_is_off_or_it_is_a_copy():
     enable(model)
     copied, pickled = copy.deepcopy(model.bert), pickle.loads(pickle.dumps(model.bert))
     again = copy.deepcopy(model)
-    getattr(model, compat.DISABLE_NAMES[-1])()
+    getattr(model, compat.transformers.DISABLE_NAMES[-1])()
     for part in (model.bert, copied, pickled):
         enable(part, {"use_reentrant": False})
         assert {layer.gradient_checkpointing for layer in part.encoder.layer} == {True}
-        assert not [name for name in vars(part) if name in compat.ENABLE_NAMES]
+        assert not [name for name in vars(part) if name in compat.transformers.ENABLE_NAMES]
     enable(again.bert, {"policy": "full"})  # a copy of the whole has its own parts
     assert lost_blocks(again) == ()
     assert [*hf_ckpt.describe(again).forwards] == ["bert.encoder.layer.0"]
@@ -178,7 +181,7 @@ def test_models_enabled_while_they_are_built_come_off_whole(everywhere):
         enable(model, {"layers": "1"})
         assert active(model) == [ALL[1]]
     hf_ckpt.uninstall()
-    ours = {"_hf_ckpt", *compat.ENABLE_NAMES}
+    ours = {"_hf_ckpt", *compat.transformers.ENABLE_NAMES}
     for model in models:
         assert flags(model) == []
         assert not [name for name, module in model.named_modules() if vars(module).keys() & ours]
@@ -271,7 +274,10 @@ def trained(loop):
 def test_a_model_is_enabled_at_its_first_training_forward(everywhere, one_rank, loop):
     expected, none = trained(loop)
     assert none is None
-    classes = {kind: dict(vars(kind)) for kind in (compat.PreTrainedModel, compat.compiled_module_class())}
+    classes = {
+        kind: dict(vars(kind))
+        for kind in (compat.transformers.PreTrainedModel, compat.compiler.compiled_module_class())
+    }
     everywhere(spec={"layers": "1-2"}, enable_when_trained=True)
     got, blocks = trained(loop)
     assert_same(expected, got)
@@ -295,7 +301,7 @@ def test_models_that_are_not_trained_or_enabled_otherwise_keep_what_they_have(ev
     assert active(own) == [ALL[3]]
     enable(ended, {"layers": "0"})
     assert active(ended) == [ALL[0]]
-    getattr(ended, compat.DISABLE_NAMES[-1])()  # after its first training forward
+    getattr(ended, compat.transformers.DISABLE_NAMES[-1])()  # after its first training forward
     assert active(ended) == []
     step(evaluated.train(), batch)
     assert recomputed(evaluated) == [ALL[1], ALL[2]]
@@ -306,7 +312,7 @@ def test_models_that_are_not_trained_or_enabled_otherwise_keep_what_they_have(ev
 
 
 def test_a_model_without_blocks_is_trained_and_said_beside_one_with_blocks(everywhere, caplog):
-    class Bare(compat.PreTrainedModel):
+    class Bare(compat.transformers.PreTrainedModel):
         config_class = type(tiny_model("llama").config)
 
         def __init__(self, config):
@@ -327,7 +333,7 @@ def test_a_model_without_blocks_is_trained_and_said_beside_one_with_blocks(every
 
 
 def test_a_model_that_checkpoints_in_its_own_forward_does_so(everywhere, caplog):
-    class Own(compat.PreTrainedModel):
+    class Own(compat.transformers.PreTrainedModel):
         config_class = type(tiny_model("llama").config)
         supports_gradient_checkpointing = True
 

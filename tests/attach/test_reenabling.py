@@ -26,7 +26,7 @@ def test_the_plan_survives_generation_in_trl():
     hf_ckpt.install(model, {"layers": "1"})
     enable(model)
     for again in ({"use_reentrant": False}, None, {}):
-        getattr(model, compat.DISABLE_NAMES[-1])()
+        getattr(model, compat.transformers.DISABLE_NAMES[-1])()
         model.generate(tiny_batch("llama")["input_ids"][:, :4], max_new_tokens=2)
         enable(model, again)
         step(model, tiny_batch("llama"))
@@ -100,7 +100,7 @@ def test_what_others_accept_in_silence_is_refused_with_the_reason(asked, said):
     with pytest.raises(SpecError, match=said):
         hf_ckpt.install(model, asked)
     hf_ckpt.install(model)
-    for name in compat.ENABLE_NAMES:
+    for name in compat.transformers.ENABLE_NAMES:
         with pytest.raises(SpecError, match=said):
             getattr(model, name)(asked)
     assert not hf_ckpt.describe(model).enabled
@@ -117,7 +117,9 @@ def test_every_n_layers_counts_each_stack(asked):
     enable(model, asked)
     step(model, tiny_batch("t5"))
     assert recomputed(model) == [f"{stack}.block.{index}" for stack in ("encoder", "decoder") for index in (0, 2)]
-    getattr(model, compat.ENABLE_NAMES[-1])(None, every_n_layers=3)  # as Trainer passes it, not in the kwargs
+    getattr(model, compat.transformers.ENABLE_NAMES[-1])(
+        None, every_n_layers=3
+    )  # as Trainer passes it, not in the kwargs
     assert list(hf_ckpt.describe(model).plan.active()) == ["encoder.block.0", "decoder.block.0"]
 
 
@@ -149,7 +151,7 @@ def test_hooks_on_embeddings_do_not_pile_up():
         enable(model)
         model.enable_input_require_grads()  # as PEFT and TRL do
     assert input_gradient_hooks(model) == 0
-    getattr(model, compat.DISABLE_NAMES[-1])()
+    getattr(model, compat.transformers.DISABLE_NAMES[-1])()
     hf_ckpt.uninstall(model)
     assert input_gradient_hooks(model) == 0
 

@@ -29,7 +29,7 @@ def through_torch(model):
 
 
 def disable(model):
-    getattr(model, compat.DISABLE_NAMES[-1])()
+    getattr(model, compat.transformers.DISABLE_NAMES[-1])()
 
 
 @pytest.mark.compat

@@ -32,7 +32,7 @@ def checkpointed_before(model, how):
         model.enable_input_require_grads()
     if how == "hf, off again":
         enable(model)
-        getattr(model, compat.DISABLE_NAMES[-1])()
+        getattr(model, compat.transformers.DISABLE_NAMES[-1])()
     return model
 
 
@@ -61,7 +61,7 @@ def test_uninstall_leaves_no_trace(family, how):
     assert_same(expected, step(model, batch))
     assert recomputed(model) == [block.name for block in find_blocks(model).blocks]
     enable(model, {"layers": "0"})
-    getattr(model, compat.DISABLE_NAMES[-1])()
+    getattr(model, compat.transformers.DISABLE_NAMES[-1])()
     enable(model)
     with hf_ckpt.paused(model):
         step(model, batch)

@@ -19,7 +19,7 @@ def nothing_known(monkeypatch):
 
 @pytest.fixture
 def mode():
-    with compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with compat.torch.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         yield mode
 
 

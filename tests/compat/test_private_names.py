@@ -141,4 +141,4 @@ def test_what_is_needed_is_an_error_that_names_torch(monkeypatch):
 def test_what_can_be_missing(monkeypatch):
     assert [name for name, without in names.PRIVATE.items() if without] == ["torch._C._accelerator_emptyHostCache"]
     monkeypatch.delattr(torch._C, "_accelerator_emptyHostCache", raising=False)
-    compat.empty_host_cache()
+    compat.devices.empty_host_cache()

@@ -251,7 +251,7 @@ def test_without_a_compiler_there_is_one_error(monkeypatch):
     def compile_graph(graph, inputs):
         raise InvalidCxxCompiler
 
-    monkeypatch.setattr(compat, "compile_graph", compile_graph)
+    monkeypatch.setattr(compat.compiler, "compile_graph", compile_graph)
     model = compiled({"share": 0.5})
     with pytest.raises(HfCkptError, match=r"model\.layers\.0.*install g\+\+ or clang.*leave `compile` out"):
         step(model, tiny_batch("llama"))
@@ -395,7 +395,7 @@ def test_draws_are_kept_of_what_the_user_adds():
 
     graph = torch.fx.Graph()
     graph.output(graph.placeholder("given"))
-    with torch._inductor.config.patch(joint_custom_post_pass=adds), compat.keeping(0.5):
+    with torch._inductor.config.patch(joint_custom_post_pass=adds), compat.compiler.keeping(0.5):
         both = torch._inductor.config.joint_custom_post_pass
     both(graph)
     kept = [node for node in graph.nodes if "recompute" in node.meta]

@@ -183,7 +183,7 @@ def test_only_the_first_forward_compares_masks(monkeypatch):
 @pytest.mark.parametrize("p", [0.25, 1.0])
 def test_masks_of_truth_values_stay_as_bits(p, counts, monkeypatch):
     """On CUDA, dropout is one operation with a boolean mask; here the test calls that operation directly."""
-    monkeypatch.setattr(compat, "input_of_dropout", lambda: torch.empty(0))
+    monkeypatch.setattr(compat.frames, "input_of_dropout", lambda: torch.empty(0))
     region = same_toys(lambda x: (torch.native_dropout(x * x, p, True)[0] + x) * SCALE, dtype=torch.bfloat16)
     assert counts["packed"] == 1
     assert region.dropped[MASK] == ELEMENTS

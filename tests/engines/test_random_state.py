@@ -28,7 +28,7 @@ def test_random_state_while_a_graph_is_captured(monkeypatch, preserve):
     expected = step(model, tiny_batch("llama"))
     hf_ckpt.install(model, {"preserve_rng_state": preserve})
     enable(model)
-    monkeypatch.setattr(compat, "is_capturing", lambda: True)
+    monkeypatch.setattr(compat.devices, "is_capturing", lambda: True)
     if preserve is False:
         assert_same(expected, step(model, tiny_batch("llama")))
         assert recomputed(model) == ALL
@@ -45,7 +45,7 @@ def test_random_state_of_mps_counts_whatever_it_says_of_itself(monkeypatch):
     monkeypatch.setattr(torch.mps, "is_initialized", lambda: False, raising=False)
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda device: states[device.type].clone())
     monkeypatch.setattr(torch.mps, "set_rng_state", lambda state, device: states.update({device.type: state}))
-    before = compat.RandomState([torch.device("mps", 0)])
+    before = compat.random_state.RandomState([torch.device("mps", 0)])
     states["mps"] += 1
     assert before.may_have_moved()
     before.restore()
@@ -57,9 +57,9 @@ def test_a_graph_of_any_accelerator_is_seen(device_type, monkeypatch):
     module = types.SimpleNamespace(is_current_stream_capturing=lambda: True, is_initialized=lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: types.SimpleNamespace(type=device_type))
     monkeypatch.setattr(torch, device_type, module, raising=False)
-    assert not compat.is_capturing()
+    assert not compat.devices.is_capturing()
     module.is_initialized = lambda: True
-    assert compat.is_capturing()
+    assert compat.devices.is_capturing()
 
 
 # --- Python's and numpy's ---------------------------------------------------------------------------------------------
@@ -104,10 +104,10 @@ def test_every_draw_is_noticed_and_only_draws_are():
     random.seed(5)
     numpy.random.seed(5)
     try:
-        seen = compat.RandomState()
+        seen = compat.random_state.RandomState()
         assert not seen.may_have_moved()
         for name, move in MOVES.items():
-            before = compat.RandomState()
+            before = compat.random_state.RandomState()
             expected = move()
             assert before.may_have_moved(), name
             if "seed" not in name and "generator" not in name:

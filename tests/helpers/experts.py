@@ -43,7 +43,7 @@ OTHERS = {
     "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM, {"num_local_experts": 4, "head_dim": 8}),
 }
 """More of them, some without auxiliary losses."""
-ONE_BY_ONE = "eager" if len(compat.ENABLE_NAMES) > 1 else None
+ONE_BY_ONE = "eager" if len(compat.transformers.ENABLE_NAMES) > 1 else None
 """The implementation that calls experts one by one; in transformers 4 it is the only one and has no name."""
 IMPLEMENTATIONS = (ONE_BY_ONE, "batched_mm", "grouped_mm") if ONE_BY_ONE else (None,)
 

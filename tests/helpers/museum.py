@@ -14,7 +14,7 @@ from hf_ckpt import compat
 LAYERS = 3
 
 
-class ExhibitBlock(compat.GradientCheckpointingLayer):
+class ExhibitBlock(compat.transformers.GradientCheckpointingLayer):
     def __init__(self):
         super().__init__()
         self.norm, self.one, self.two = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)

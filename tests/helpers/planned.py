@@ -18,7 +18,7 @@ _KEPT: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 def model_of(family="llama", *, lora=False, dropout=0.0, layers=6):
     """A small model to plan for; T5 of transformers 4 has only eager attention."""
-    has_sdpa = family != "t5" or "activation_checkpointing_enable" in compat.ENABLE_NAMES
+    has_sdpa = family != "t5" or "activation_checkpointing_enable" in compat.transformers.ENABLE_NAMES
     attention = "sdpa" if has_sdpa else "eager"
     model = tiny_model(family, layers=layers, hidden=128, attention=attention, dropout=dropout)
     return add_lora(model, rank=4, init_lora_weights=False) if lora else model
@@ -32,7 +32,7 @@ def without_state(model):
 
 def known(optimizer):
     """Register the optimizer with hf_ckpt, as its first step would."""
-    compat.remember_optimizer(optimizer)
+    compat.torch.remember_optimizer(optimizer)
     return optimizer
 
 

@@ -151,7 +151,7 @@ def _divided(value, factor, least):
 def small_model(name, config):
     """A model of the class `name` in train mode, the same each time; `ValueError` if it is too large."""
     model_class = getattr(transformers, name)
-    with torch.device("meta"), compat.uninitialised():
+    with torch.device("meta"), compat.transformers.uninitialised():
         size = sum(parameter.numel() for parameter in model_class(config).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size} parameters are more than {MOST_PARAMETERS}")

@@ -39,12 +39,12 @@ def without_cache(model, batch):
 
     A cache changes the memory layout of keys and values, which rounds differently with or without checkpointing.
     """
-    return {**batch, "use_cache": False} if compat.wants_use_cache(base_model(model)) else batch
+    return {**batch, "use_cache": False} if compat.transformers.wants_use_cache(base_model(model)) else batch
 
 
 def cache_argument(model):
     """The name of the forward's cache argument."""
-    taken = compat.forward_parameters(model)
+    taken = compat.transformers.forward_parameters(model)
     return next(name for name in ("cache", "past_key_values", "cache_params") if name in taken)
 
 
@@ -91,7 +91,7 @@ def assert_near(expected, got, most=ROUNDING, *, together=False):
 
 def enable(model, kwargs=None):
     """Enable by the newest method name; where it exists, the old one warns that it is deprecated."""
-    getattr(base_model(model), compat.ENABLE_NAMES[-1])(kwargs)
+    getattr(base_model(model), compat.transformers.ENABLE_NAMES[-1])(kwargs)
 
 
 def recomputed(model):

@@ -74,7 +74,9 @@ def sweep(model_type, ways=tuple(WAYS)):
             if not _same(*expected):
                 raise NotSwept("two steps without checkpointing differ")
             found |= {"class": type(model).__name__, "divided_by": factor, "ways": {}}
-            found["blocks"] = sum(isinstance(m, compat.GradientCheckpointingLayer) for m in model.modules())
+            found["blocks"] = sum(
+                isinstance(m, compat.transformers.GradientCheckpointingLayer) for m in model.modules()
+            )
             for way in [way for way in WAYS if way in ways]:  # adapters last: if they fail, some stay on the model
                 found["ways"][way] = tried(model, batch, expected[0], way)
         except NotSwept as reason:
@@ -103,7 +105,9 @@ def trained(model_type):
             except Exception as error:
                 reason = reason or f"{name} cannot be made: {_short(error)}"
                 continue
-            if not any(isinstance(module, compat.GradientCheckpointingLayer) for module in model.modules()):
+            if not any(
+                isinstance(module, compat.transformers.GradientCheckpointingLayer) for module in model.modules()
+            ):
                 raise NotSwept("no blocks: nothing is built on GradientCheckpointingLayer")
             for batch in batches(model):
                 try:

@@ -11,7 +11,7 @@ from helpers.steps import outcome
 from hf_ckpt import compat
 
 
-class WorkingBlock(compat.GradientCheckpointingLayer):
+class WorkingBlock(compat.transformers.GradientCheckpointingLayer):
     def __init__(self, work):
         super().__init__()
         self.one, self.two, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)

@@ -244,11 +244,11 @@ def test_statistics_without_a_module_of_their_own(monkeypatch):
     found |= {"reserved_bytes.all.current": 3, "reserved_bytes.all.peak": 4}
     monkeypatch.setattr(devices, "accelerator_type", lambda: "xla")
     monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: found if device.index else {}, raising=False)
-    assert compat.allocator_bytes(device) == (1, 2, 3, 4)
-    assert compat.allocator_bytes(torch.device("xla", 0)) == (0, 0, 0, 0)
+    assert compat.devices.allocator_bytes(device) == (1, 2, 3, 4)
+    assert compat.devices.allocator_bytes(torch.device("xla", 0)) == (0, 0, 0, 0)
     del found["active_bytes.all.peak"]
     with pytest.raises(NotImplementedError, match="keeps no active_bytes"):
-        compat.allocator_bytes(device)
+        compat.devices.allocator_bytes(device)
 
 
 @pytest.mark.gpu
@@ -301,9 +301,9 @@ def test_a_clock_of_several_devices(timed, monkeypatch):
                 raise RuntimeError("event was not created with timing")
             return end.time - self.time
 
-    monkeypatch.setattr(compat, "has_timed_events", lambda device: timed)
-    monkeypatch.setattr(compat, "timed_event", Event)
-    monkeypatch.setattr(compat, "synchronize", waited.extend)
+    monkeypatch.setattr(compat.devices, "has_timed_events", lambda device: timed)
+    monkeypatch.setattr(compat.devices, "timed_event", Event)
+    monkeypatch.setattr(compat.devices, "synchronize", waited.extend)
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(now))
     clock = clocks.DeviceClock({SECOND, FIRST})
     first = clock.stamp()

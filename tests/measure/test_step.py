@@ -31,11 +31,11 @@ class Seen(TorchDispatchMode):
 def test_a_mode_is_entered_below_those_that_are_on():
     below, before = Seen(), _get_current_dispatch_mode_stack()
     with Seen() as above:
-        compat.enter_dispatch_mode_below(below)
+        compat.torch.enter_dispatch_mode_below(below)
         assert _get_current_dispatch_mode_stack() == [below, *before, above]
         torch.ones(2) + 1
     torch.ones(2) + 1
-    compat.leave_dispatch_mode(below)
+    compat.torch.leave_dispatch_mode(below)
     torch.ones(2) + 1
     assert (above.count, below.count) == (2, 4)
     assert _get_current_dispatch_mode_stack() == before
@@ -56,8 +56,8 @@ _push_mode(first)
 alive = weakref.ref(first)
 del first
 for _ in range(3):
-    compat.enter_dispatch_mode_below(mode)
-    compat.leave_dispatch_mode(mode)
+    compat.torch.enter_dispatch_mode_below(mode)
+    compat.torch.leave_dispatch_mode(mode)
     gc.collect()
 assert alive() is not None
 print((torch.ones(2) + 1).sum().item())
@@ -83,14 +83,14 @@ def test_garbage_collected_meanwhile_does_not_leave_a_mode_on(monkeypatch):
         return _pop_mode()
 
     monkeypatch.setattr("hf_ckpt.compat.torch._pop_mode", pop)
-    compat.enter_dispatch_mode_below(old)
+    compat.torch.enter_dispatch_mode_below(old)
     model = torch.nn.Identity()
     model.itself = [model]
-    weakref.finalize(model, compat.leave_dispatch_mode, old)
+    weakref.finalize(model, compat.torch.leave_dispatch_mode, old)
     del model
-    compat.enter_dispatch_mode_below(new)
+    compat.torch.enter_dispatch_mode_below(new)
     assert gc.isenabled()
     gc.collect()
     assert _get_current_dispatch_mode_stack() == [new, *before]
-    compat.leave_dispatch_mode(new)
+    compat.torch.leave_dispatch_mode(new)
     assert _get_current_dispatch_mode_stack() == before

@@ -293,7 +293,7 @@ class PlainBlock(nn.Module):
         return hidden_states + self.linear(hidden_states).tanh()
 
 
-class GoodBlock(compat.GradientCheckpointingLayer, PlainBlock):
+class GoodBlock(compat.transformers.GradientCheckpointingLayer, PlainBlock):
     """The same block, based on transformers' layer."""
 
 

@@ -355,7 +355,7 @@ def masks_by_place(patch):
 
 
 def host_random_state_left_alone(patch):
-    patch.setattr(compat.RandomState, "restored", lambda state: contextlib.nullcontext())
+    patch.setattr(compat.random_state.RandomState, "restored", lambda state: contextlib.nullcontext())
 
 
 def hooks_not_looked_for(patch):

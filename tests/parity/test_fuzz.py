@@ -555,7 +555,7 @@ class Sequences(RuleBasedStateMachine):
         assert unchanged(self.ours, before)
 
     @precondition(lambda self: self.installed)
-    @rule(name=st.sampled_from(compat.ENABLE_NAMES), options=st.sampled_from(OPTIONS))
+    @rule(name=st.sampled_from(compat.transformers.ENABLE_NAMES), options=st.sampled_from(OPTIONS))
     def enable_bare(self, name, options):
         getattr(base_model(self.ours), name)(options)
         self.enabled = True
@@ -567,7 +567,7 @@ class Sequences(RuleBasedStateMachine):
         self.enabled, self.active = True, self.names(which)
 
     @precondition(lambda self: self.installed)
-    @rule(name=st.sampled_from(compat.DISABLE_NAMES))
+    @rule(name=st.sampled_from(compat.transformers.DISABLE_NAMES))
     def disable(self, name):
         getattr(base_model(self.ours), name)()
         self.enabled = False

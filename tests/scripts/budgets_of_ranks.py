@@ -103,7 +103,7 @@ class Wrapped:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """This rank's shard of every parameter."""
-        return {name: compat.local(value).detach().clone() for name, value in self.model.named_parameters()}
+        return {name: compat.distributed.local(value).detach().clone() for name, value in self.model.named_parameters()}
 
 
 class DeepSpeed(Wrapped):

@@ -128,7 +128,7 @@ def train(shared: nn.Module, model: nn.Module, case: Case) -> tuple[dict[str, An
                 gradient = parameter.grad
                 assert gradient is None or isinstance(gradient, DTensor) == case.by.startswith("fsdp2"), name
                 if parameter.requires_grad:
-                    found[f"{step} {name}"] = None if gradient is None else compat.local(gradient).clone()
+                    found[f"{step} {name}"] = None if gradient is None else compat.distributed.local(gradient).clone()
             model.zero_grad(set_to_none=True)
     return {"loss": torch.stack(losses), **found}, collectives.met
 
@@ -320,7 +320,7 @@ def _saved_state(accelerator: Any, model: nn.Module, optimizer: Any, folder: Pat
         loss = model(**tiny_batch("llama", seed=7 + dist.get_rank())).loss
         accelerator.backward(loss)
         optimizer.step()
-        weights = {name: compat.local(value).detach().clone() for name, value in model.named_parameters()}
+        weights = {name: compat.distributed.local(value).detach().clone() for name, value in model.named_parameters()}
         return {"loss": loss.detach(), **weights}
 
     step()
@@ -429,7 +429,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     # Inductor is slow, and other tests cover it.
-    compat.compile_graph = lambda graph, inputs: lookup_backend("aot_eager_decomp_partition")(graph, inputs)
+    compat.compiler.compile_graph = lambda graph, inputs: lookup_backend("aot_eager_decomp_partition")(graph, inputs)
     if '"zero' in Path(sys.argv[1]).read_text():
         import deepspeed
 

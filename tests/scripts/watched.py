@@ -59,7 +59,7 @@ def make(case: dict[str, Any]) -> tuple[Any, Any]:
     model: Any = tiny_model(case["family"], dropout=case["dropout"], attention=case["attention"], dtype=dtype)
     if case["lora"]:
         torch.manual_seed(0)
-        model = compat.add_lora(model, rank=4, lora_dropout=case["dropout"], init_lora_weights=False)
+        model = compat.peft.add_lora(model, rank=4, lora_dropout=case["dropout"], init_lora_weights=False)
     spec = dict(case["policy"])
     if "budget" in spec:  # weights, gradients, optimizer state, and some activations
         spec["budget"] = f"{5 * sum(p.nbytes for p in model.parameters())}B"

@@ -146,7 +146,9 @@ def test_tensorboard_event_file_has_the_figures(tmp_path):
 
 
 def test_samples_where_the_inputs_cannot_be_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(compat, "is_compiling", lambda: True)  # as inside a compiled graph, where hooks count nothing
+    monkeypatch.setattr(
+        compat.torch, "is_compiling", lambda: True
+    )  # as inside a compiled graph, where hooks count nothing
     run = trainer(tmp_path, max_steps=2)
     run.train()
     row = metrics(tmp_path)[0]
@@ -199,7 +201,7 @@ def test_evaluation_after_an_epoch_whose_last_step_is_logged_already(tmp_path, m
 class LogAtEpochEnd(transformers.TrainerCallback):
     def on_epoch_begin(self, args, state, control, **kwargs):
         # Before our callback at the end of the epoch: the default flow sets the flag there with other settings.
-        handler = compat.callback_handler_of(self)
+        handler = compat.transformers.callback_handler_of(self)
         handler.callbacks.remove(self)
         handler.callbacks.insert(0, self)
 
@@ -371,9 +373,9 @@ def test_figures_of_the_worst_rank_are_logged(tmp_path, monkeypatch):
         seen.append(values)
         return [values, other]
 
-    assert compat.of_all_ranks({"peak": 1.0}) == [{"peak": 1.0}]  # without a process group
+    assert compat.distributed.of_all_ranks({"peak": 1.0}) == [{"peak": 1.0}]  # without a process group
     seen: list[dict] = []
-    monkeypatch.setattr(compat, "of_all_ranks", two_ranks)
+    monkeypatch.setattr(compat.distributed, "of_all_ranks", two_ranks)
     trainer(tmp_path, max_steps=1).train()
     row, mine = metrics(tmp_path)[0], seen[0]
     assert row["memory/peak_gib"] * 2**30 == mine["peak"] * 3
@@ -382,7 +384,7 @@ def test_figures_of_the_worst_rank_are_logged(tmp_path, monkeypatch):
 
 
 def test_without_its_handler_the_callback_says_so(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(compat, "callback_handler_of", lambda callback: None)
+    monkeypatch.setattr(compat.transformers, "callback_handler_of", lambda callback: None)
     trainer(tmp_path, max_steps=1).train()
     assert "not to the reporters" in caplog.text
     assert metrics(tmp_path)

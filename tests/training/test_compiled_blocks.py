@@ -18,7 +18,7 @@ from hf_ckpt.spec.actions import COMPILED, candidates
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_compiled", "unwatched"),
-    pytest.mark.skipif(not compat.HOOKS_STAY_OUTSIDE, reason="compiled blocks are not measured"),
+    pytest.mark.skipif(not compat.transformers.HOOKS_STAY_OUTSIDE, reason="compiled blocks are not measured"),
 ]
 STEPS = 2 * len(candidates(compiled=True)) + 2 + 2
 """Most steps before a plan is checked: two of each share, of which the first compiles; two timed steps; two checks."""
@@ -137,7 +137,7 @@ def test_the_users_profiler_goes_first(graphs):
     assert profile.key_averages()
     assert training.step().phase == "measure full"
     assert [training.step().phase for _ in range(STEPS)][-1] == "plan"
-    assert not compat.profiler_is_active()
+    assert not compat.profiler.profiler_is_active()
 
 
 def test_until_there_is_a_plan_blocks_keep_their_inputs(graphs):
@@ -148,6 +148,6 @@ def test_until_there_is_a_plan_blocks_keep_their_inputs(graphs):
 
 
 def test_versions_that_cannot_be_measured_are_named(monkeypatch):
-    monkeypatch.setattr(compat, "HOOKS_STAY_OUTSIDE", False)
+    monkeypatch.setattr(compat.transformers, "HOOKS_STAY_OUTSIDE", False)
     with pytest.raises(HfCkptError, match=r"together with its hooks; 5\.23 does not. Give a `share`"):
         Training({"budget": "1GiB"}).step()

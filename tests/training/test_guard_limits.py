@@ -208,7 +208,7 @@ def test_several_ranks_are_refused(what, late, monkeypatch):
     model = tiny_model("llama", layers=2)
     guard = OomGuard(model) if late else None
     if what == "ranks":
-        monkeypatch.setattr(compat, "ranks", lambda: 2)
+        monkeypatch.setattr(compat.distributed, "ranks", lambda: 2)
     else:
         model.inner = type(what, (nn.Linear,), {})(2, 2)
     with pytest.raises(HfCkptError, match="policy: budget"):
@@ -248,7 +248,7 @@ def _accelerator_error(code):
 )
 @pytest.mark.compat
 def test_what_counts_as_out_of_memory(error, expected):
-    assert compat.is_out_of_memory(error) is expected
+    assert compat.devices.is_out_of_memory(error) is expected
 
 
 def test_an_allocation_that_really_fails():

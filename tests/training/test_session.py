@@ -163,7 +163,7 @@ def test_it_is_measured_no_longer_once_it_is_off():
         model.zero_grad(set_to_none=True)
     del output
     run(model, [batch])
-    getattr(model, compat.DISABLE_NAMES[-1])()
+    getattr(model, compat.transformers.DISABLE_NAMES[-1])()
     assert not _get_current_dispatch_mode_stack()
     enable(model, {"policy": "budget", "budget": half(batch)})
     run(model, [batch])
@@ -448,13 +448,15 @@ def test_ranks_that_recompute_together_take_the_plan_of_the_largest_batch(monkey
     """Ranks that recompute together, as under ZeRO-3, use the plan of the largest batch and then measure nothing."""
     batch, model = tiny_batch("llama", **SHAPE), model_of("llama")
     budgeted(model, half(batch))
-    monkeypatch.setattr(compat, "is_distributed", lambda: True)
-    monkeypatch.setattr(compat, "ranks_recompute_together", lambda base: True)
+    monkeypatch.setattr(compat.distributed, "is_distributed", lambda: True)
+    monkeypatch.setattr(compat.distributed, "ranks_recompute_together", lambda base: True)
     mine = hf_ckpt.describe(model).plan
     theirs = dataclasses.replace(mine, actions=tuple((block, SELECTIVE) for block, _ in mine.actions))
     larger = []
     monkeypatch.setattr(
-        compat, "of_all_ranks", lambda mine: [mine, (mine[0] + 1, theirs.to_dict())] if larger else [mine, mine]
+        compat.distributed,
+        "of_all_ranks",
+        lambda mine: [mine, (mine[0] + 1, theirs.to_dict())] if larger else [mine, mine],
     )
     run(model, [batch] * 3)
     assert session_of(model).measured_steps == 1  # the third step is the first measured one
@@ -489,15 +491,15 @@ class Allocator:
 
     def __init__(self, monkeypatch):
         self.asked, self.current, self.peak, self.now = [], 0, 0, 0
-        monkeypatch.setattr(compat, "allocator_bytes", self.read)
-        monkeypatch.setattr(compat, "reset_peak", self.reset)
-        monkeypatch.setattr(compat, "has_timed_events", lambda device: True)
-        monkeypatch.setattr(compat, "timed_event", self.event)
+        monkeypatch.setattr(compat.devices, "allocator_bytes", self.read)
+        monkeypatch.setattr(compat.devices, "reset_peak", self.reset)
+        monkeypatch.setattr(compat.devices, "has_timed_events", lambda device: True)
+        monkeypatch.setattr(compat.devices, "timed_event", self.event)
         monkeypatch.setattr(memory, "allocator_of", functools.cache(memory.Allocator))
 
     def read(self, device):
         self.asked.append("stats")
-        return compat.AllocatorBytes(self.current, self.peak)
+        return compat.devices.AllocatorBytes(self.current, self.peak)
 
     def reset(self, device):
         self.asked.append("reset")

@@ -146,7 +146,7 @@ def exhibit_step(model, number):
 )
 def test_after_a_difference_under_full(room, action, monkeypatch, caplog):
     """After a difference in one block, all blocks of its class change their action, if there is room."""
-    monkeypatch.setattr(compat.RandomState, "restored", lambda state: contextlib.nullcontext())
+    monkeypatch.setattr(compat.random_state.RandomState, "restored", lambda state: contextlib.nullcontext())
     expected = [exhibit_step(exhibit_model(fault=draws_from_python), number) for number in range(5)]
     model = exhibit_model(fault=draws_from_python)
     hf_ckpt.install(model, {"policy": "full", "check_every": 1})
@@ -403,7 +403,7 @@ def test_nothing_is_checked_in_a_cuda_graph(monkeypatch):
     enable(model)
     checks = []
     for captures in (True, True, False, False):
-        monkeypatch.setattr(compat, "is_capturing", lambda captures=captures: captures)
+        monkeypatch.setattr(compat.devices, "is_capturing", lambda captures=captures: captures)
         step(model, tiny_batch("llama"))
         checks.append(hf_ckpt.describe(model).watched.checks)
     assert checks == [0, 0, 1, 1]
@@ -475,7 +475,7 @@ def test_a_run_with_differences_is_the_same_wrong_run(whose, monkeypatch):
         shift = shift + torch.rand(16) + torch.from_numpy(numpy.random.rand(16)) + random.random()
         return work(block, block.extra(hidden), shift.float())
 
-    monkeypatch.setattr(compat.RandomState, "restored", lambda state: contextlib.nullcontext())
+    monkeypatch.setattr(compat.random_state.RandomState, "restored", lambda state: contextlib.nullcontext())
     found = {}
     for every in (0, 1):
         model = exhibit_model(fault=draws)

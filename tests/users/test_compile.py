@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("nothing_compiled")
 LAYERS = 2
 FULL, SELECTIVE, MIXED = {"policy": "full"}, {"policy": "selective"}, {"policy": "full", "every_n_layers": 2}
 ATTENTION = {**SELECTIVE, "save": ["attention"]}
-INSIDE = "__call__" not in vars(compat.GradientCheckpointingLayer)
+INSIDE = "__call__" not in vars(compat.transformers.GradientCheckpointingLayer)
 """Whether `block.compile()` compiles the checkpoint, too; before transformers 5, the checkpoint is outside."""
 WHOLE = (torch.compile, in_place)
 
@@ -268,7 +268,7 @@ def graphs_of_training(spec, way, layers):
 
 @contextlib.contextmanager
 def disabled(model):
-    getattr(model, compat.DISABLE_NAMES[-1])()
+    getattr(model, compat.transformers.DISABLE_NAMES[-1])()
     yield
     enable(model)
 

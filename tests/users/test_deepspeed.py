@@ -147,7 +147,7 @@ def test_zero3_refuses_what_it_cannot_do(zero):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_shipped_configs_launch_an_unchanged_script(tmp_path, stage):
     config = ROOT / "configs" / "accelerate" / f"deepspeed_zero{stage}.yaml"
-    flag = "--activation_checkpointing" if "activation_checkpointing_enable" in compat.ENABLE_NAMES else ""
+    flag = "--activation_checkpointing" if "activation_checkpointing_enable" in compat.transformers.ENABLE_NAMES else ""
     flag = flag or "--gradient_checkpointing"
     run = ["--output_dir", tmp_path, "--use_cpu", "--max_steps", "2", "--per_device_train_batch_size", "2"]
     done = python(

@@ -101,13 +101,13 @@ def test_the_hook_is_where_every_caller_finds_it():
     callers = (model, model.base_model, model.get_base_model())
     assert type(callers[0]) is not type(callers[1])
     for index, caller in enumerate(callers):
-        for name in compat.ENABLE_NAMES:
+        for name in compat.transformers.ENABLE_NAMES:
             getattr(caller, name)({"layers": str(index)})
             assert list(hf_ckpt.describe(model).plan.active()) == [ALL[index]]
     step(model, tiny_batch("llama"))
     assert recomputed(model) == [ALL[2]]
     for caller in callers:
-        getattr(caller, compat.DISABLE_NAMES[0])()
+        getattr(caller, compat.transformers.DISABLE_NAMES[0])()
         assert not hf_ckpt.describe(model).enabled
         enable(model)
 
@@ -170,7 +170,7 @@ def test_prefix_tuning(family):
         hf_ckpt.install(model, {**spec, "check_every": 1})
         enable(model)
         planned = hf_ckpt.describe(model).plan.active()
-        if compat.BLOCKS_TAKE_CACHES:
+        if compat.transformers.BLOCKS_TAKE_CACHES:
             assert_same(expected, step(model, tiny_batch(family)), str(spec))
             assert set(recomputed(model)) == set(planned)
             assert hf_ckpt.describe(model).watched.differences == ()

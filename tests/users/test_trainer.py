@@ -21,7 +21,7 @@ from hf_ckpt.measure import live as optimizers
 from hf_ckpt.models.tiny import tiny_model
 from hf_ckpt.training import callback
 
-NAMES = [name.replace("_enable", "") for name in compat.ENABLE_NAMES]
+NAMES = [name.replace("_enable", "") for name in compat.transformers.ENABLE_NAMES]
 
 
 @pytest.mark.compat
@@ -32,7 +32,7 @@ def test_the_plan_survives_a_second_train(tmp_path):
     job = trainer(tmp_path, model, max_steps=1, **{f"{FLAG}_kwargs": None})
     job.train()
     assert recomputed(model) == [ALL[2]]
-    getattr(model, compat.DISABLE_NAMES[-1])()
+    getattr(model, compat.transformers.DISABLE_NAMES[-1])()
     job.train()
     assert recomputed(model) == [ALL[2]] * 2
 

@@ -65,7 +65,7 @@ def chunked(
     if count <= tokens or has_computed_weights(module):
         return run(hidden)
     one = 0 if type(module) is nn.Linear else 1  # some adapters cannot reshape a tensor without tokens
-    with torch.no_grad(), autocast(hidden.device.type, compat.autocast_dtype(hidden.device.type)):
+    with torch.no_grad(), autocast(hidden.device.type, compat.devices.autocast_dtype(hidden.device.type)):
         like = run(hidden.reshape(-1, hidden.shape[-1])[:one])
     like = like.new_empty(0, like.shape[-1])
     source = Source(module, run, tokens, like)

@@ -43,7 +43,7 @@ class Source:
         self.linear = _plain_projection(module)
         """The head, if it is a plain linear layer."""
         self.device_type = like.device.type
-        self.autocast_dtype = compat.autocast_dtype(self.device_type)
+        self.autocast_dtype = compat.devices.autocast_dtype(self.device_type)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the plain head on `hidden`, under the autocast of its call."""
@@ -65,7 +65,7 @@ def _plain_projection(module: nn.Module) -> nn.Linear | None:
     if type(module) is not nn.Linear or {name for name, _ in module.named_parameters()} - {"weight", "bias"}:
         return None
     plain = isinstance(module._parameters.get("weight"), nn.Parameter) and type(module.weight.data) is torch.Tensor
-    return module if plain or compat.is_fake(module.weight.data) else None
+    return module if plain or compat.torch.is_fake(module.weight.data) else None
 
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
@@ -73,7 +73,7 @@ def autocast(device_type: str, dtype: torch.dtype | None) -> contextlib.Abstract
 
     Casts of weights are cached only while gradients are recorded: others would have no gradient when used later.
     """
-    return compat.autocast_to(device_type, dtype, caches=torch.is_grad_enabled())
+    return compat.devices.autocast_to(device_type, dtype, caches=torch.is_grad_enabled())
 
 
 def differentiable_once(key: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -132,7 +132,7 @@ class Job:
         self.operations = tuple(operations)
         self.work = work
         self.beside = beside
-        self.autocast_dtype = compat.autocast_dtype(source.device_type)
+        self.autocast_dtype = compat.devices.autocast_dtype(source.device_type)
         self.result: torch.dtype | None = None
         """Type of the results; None before the first chunk."""
         self.needs_scale = source.dtype == torch.float16

@@ -165,7 +165,7 @@ class Logits(torch.Tensor):
 
     def in_its_place(self) -> bool:
         """Whether gradients go straight to `hidden`, without another autograd function in between."""
-        with compat.without_torch_function():
+        with compat.torch.without_torch_function():
             return self.grad_fn is self.node
 
     def check(self) -> None:
@@ -226,7 +226,7 @@ class Logits(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, Logits) and first.computed is None:
             if func in DESCRIBING:
-                with compat.without_torch_function():
+                with compat.torch.without_torch_function():
                     return func(*args, **kwargs)
             if func in RULES and first.in_its_place():
                 first.check()

@@ -119,7 +119,9 @@ def _log_softmax(
     if dim not in (-1, logits.dim() - 1):
         return NotImplemented
     dtype = more[-1] if more and isinstance(more[-1], torch.dtype) else dtype  # after `_stacklevel`
-    around = functools.partial(autocast, logits.source.device_type, compat.autocast_dtype(logits.source.device_type))
+    around = functools.partial(
+        autocast, logits.source.device_type, compat.devices.autocast_dtype(logits.source.device_type)
+    )
 
     def softened(values: torch.Tensor) -> torch.Tensor:
         with around():
@@ -166,10 +168,10 @@ def _loss(
 
 def _labelled(hidden: torch.Tensor, target: torch.Tensor, ignore: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Return hidden states, labels and number of the tokens that have a label: others add nothing to the loss."""
-    if compat.is_fake(target):  # without values: select all tokens, the most that can be selected
+    if compat.torch.is_fake(target):  # without values: select all tokens, the most that can be selected
         places = torch.arange(len(target), device=target.device)
         return hidden.index_select(0, places), target.index_select(0, places), len(target)
-    if compat.is_capturing():  # the graph is used again, with other labels
+    if compat.devices.is_capturing():  # the graph is used again, with other labels
         return hidden, target, (target != ignore).sum()
     has_label = target != ignore
     count = int(has_label.sum())

@@ -50,24 +50,26 @@ class _Rebuilding:
         self.ran = False
 
     def __call__(self, *args: Any) -> Any:
-        hooks = None if compat.is_compiling() else compat.top_saved_tensor_hooks()  # those of torch's checkpoint
+        hooks = (
+            None if compat.torch.is_compiling() else compat.torch.top_saved_tensor_hooks()
+        )  # those of torch's checkpoint
         if hooks is None:
             return self.fn(*args)
         checkpoint_pack, checkpoint_unpack = hooks
         if not self.ran:
             self.ran = True
 
-            @compat.untraced
+            @compat.torch.untraced
             def load(held: Any) -> torch.Tensor:
                 tensor = checkpoint_unpack(held)
                 value = vars(tensor).get(_VALUE)
                 return tensor if value is None else unpack(value)
 
-            with compat.inner_saved_tensor_hooks(checkpoint_pack, load):
+            with compat.torch.inner_saved_tensor_hooks(checkpoint_pack, load):
                 return self.fn(*args)
 
-        def rebuilding(tape: Tape) -> compat.SavedTensorHooks:
-            @compat.untraced
+        def rebuilding(tape: Tape) -> compat.torch.SavedTensorHooks:
+            @compat.torch.untraced
             def pack(tensor: torch.Tensor) -> Value | Inside:
                 value = tape.pack(tensor)
                 if type(value) is not Kept:

@@ -59,7 +59,7 @@ def unpack(
 
     Without a scale, return booleans.
     """
-    rows = bits.new_empty((256, 8), dtype=torch.bool) if compat.is_fake(bits) else _rows(bits.device)
+    rows = bits.new_empty((256, 8), dtype=torch.bool) if compat.torch.is_fake(bits) else _rows(bits.device)
     if scale is not None:
         rows = torch.where(rows, scale, 0)
     return rows.index_select(0, bits.int()).as_strided(size, stride)

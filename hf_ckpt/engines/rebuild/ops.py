@@ -144,7 +144,7 @@ def _native_dropout(node: Any, metadata: Any) -> Function | None:
     if not kept:
         return lambda x, mask: x * torch.zeros_like(mask, dtype=x.dtype)
     mask, device = read(node, "result1"), metadata.device
-    if isinstance(mask, torch.Tensor) and compat.is_fake(mask):
+    if isinstance(mask, torch.Tensor) and compat.torch.is_fake(mask):
         return functools.partial(_dropped_on_cpu if device.type == "cpu" else _dropped_on_cuda, kept=kept)
     # With `train=False`, which only direct calls pass, nothing is scaled, and the node does not show it.
     if device.type == "cpu" and isinstance(mask, torch.Tensor) and bool(mask.all()):
@@ -177,9 +177,9 @@ def _rule_of_dropout(device: torch.device, dtype: torch.dtype) -> Callable[..., 
     key = device.type, dtype
     if key in _rules_of_dropout:
         return _rules_of_dropout[key]
-    if compat.is_capturing():  # a graph allows no trial
+    if compat.devices.is_capturing():  # a graph allows no trial
         return None
-    with torch.no_grad(), compat.unseen_by_modes(), compat.RandomState([device]).kept():
+    with torch.no_grad(), compat.torch.unseen_by_modes(), compat.random_state.RandomState([device]).kept():
         values = torch.randn(2**12, generator=torch.Generator().manual_seed(0), device="cpu").to(device, dtype)
         tries = [(1.0 - p, *torch.native_dropout(values, p, True)) for p in (0.1, 0.3, 0.7)]
         rules = (_dropped_on_cpu, _dropped_on_cuda)

@@ -61,7 +61,7 @@ class RebuildRegion(Region):
     ) -> None:
         self.block = block
         self.fallback = fallback
-        self.takes_caches = fallback is None and compat.BLOCKS_TAKE_CACHES
+        self.takes_caches = fallback is None and compat.transformers.BLOCKS_TAKE_CACHES
         self.keeps_choices = fallback is not None
         self.trial = fallback is not None
         """Whether the trial is still pending."""
@@ -114,16 +114,18 @@ class RebuildRegion(Region):
         """
         if not torch.is_grad_enabled():
             return fn(*args)
-        if compat.is_compiling():
+        if compat.torch.is_compiling():
             assert self.compiled is not None, "only `full+selective` has none, and runs no forward here while compiling"
             return self.compiled(fn, *args)
-        fn, args = compat.block_call(fn, args)
+        fn, args = compat.transformers.block_call(fn, args)
         self.forwards += 1
         self.moved_bytes = 0
-        if self.failed or compat.top_saved_tensor_hooks() is not None:  # the user's hooks get all that autograd saves
+        if (
+            self.failed or compat.torch.top_saved_tensor_hooks() is not None
+        ):  # the user's hooks get all that autograd saves
             self.dropped, self.kept, self.seen = {}, {}, ([], 0)
             return self.fallback(fn, *args) if self.failed and self.fallback is not None else fn(*args)
-        if self.trial and not any(map(compat.is_fake, filter(torch.is_tensor, args))):
+        if self.trial and not any(map(compat.torch.is_fake, filter(torch.is_tensor, args))):
             return self._try(fn, args)
         if self.mover is None or self.trial or not args:
             return self.run(fn, args)
@@ -137,8 +139,8 @@ class RebuildRegion(Region):
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         *,
-        store: compat.SavedTensorHooks | None = None,
-        hooks: Callable[[Tape], compat.SavedTensorHooks] = lambda tape: (tape.pack, unpack),
+        store: compat.torch.SavedTensorHooks | None = None,
+        hooks: Callable[[Tape], compat.torch.SavedTensorHooks] = lambda tape: (tape.pack, unpack),
     ) -> Any:
         """Run the block's forward `fn` with a tape of its own.
 
@@ -166,8 +168,8 @@ class RebuildRegion(Region):
         """
         saved: list[Saved] = []
 
-        def hooks(tape: Tape) -> compat.SavedTensorHooks:
-            @compat.untraced
+        def hooks(tape: Tape) -> compat.torch.SavedTensorHooks:
+            @compat.torch.untraced
             def pack(tensor: torch.Tensor) -> Saved:
                 held = Saved(tensor, (tape.pack, unpack))
                 if type(held.packed) is not Kept:
@@ -206,7 +208,7 @@ class RebuildRegion(Region):
         vars(self).update(state, rows=ops_for(state["save"]), biases={})
 
 
-@compat.untraced
+@compat.torch.untraced
 def _unpack_saved(held: Saved) -> torch.Tensor:
     """Saved-tensor hook of a trial: return what a tape has packed."""
     return unpack(held.packed)
@@ -215,11 +217,11 @@ def _unpack_saved(held: Saved) -> torch.Tensor:
 def _is_right(held: Saved) -> bool:
     """Whether the value in a saved tensor's place gives the same bits."""
     assert held.tensor is not None
-    with torch.no_grad(), compat.autocast_off():
+    with torch.no_grad(), compat.devices.autocast_off():
         try:
             return difference_of(held.tensor, unpack(held.packed)) is None
         except (RuntimeError, HfCkptError) as error:  # it cannot be run again
-            if compat.is_out_of_memory(error):
+            if compat.devices.is_out_of_memory(error):
                 raise
             return False
 

@@ -38,7 +38,7 @@ from hf_ckpt.engines.rebuild.values import (
 from hf_ckpt.engines.state import address_of
 from hf_ckpt.models.blocks import biases
 
-_next_sequence_number = compat.next_autograd_sequence_number  # called for every tensor
+_next_sequence_number = compat.torch.next_autograd_sequence_number  # called for every tensor
 _Edge = tuple[Any, int]
 """An autograd node, and the number of one of its outputs."""
 
@@ -54,7 +54,7 @@ running = Running()
 
 def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a small module that may be run again as a whole: record its call on the block's tape."""
-    tape = None if compat.is_compiling() else running.tape
+    tape = None if compat.torch.is_compiling() else running.tape
     if tape is None or tape.replay or kwargs or len(args) != 1 or not torch.is_grad_enabled():
         return
     # Another hook may change the input or the output, so operations of such a module are rebuilt one by one.
@@ -64,14 +64,16 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Forward hook of a small module that may be run again: from now on its output can be rebuilt."""
-    tape = None if compat.is_compiling() else running.tape
+    tape = None if compat.torch.is_compiling() else running.tape
     if tape is not None and tape.replay is not None and module is tape.replay.module:
         tape.leave(output)
 
 
 def hand_to_first_block(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Forward hook of an embedding's norm: let the first block rebuild the output from the norm's input."""
-    if compat.is_compiling() or compat.top_saved_tensor_hooks() is not None:  # hooks may store it in another form
+    if (
+        compat.torch.is_compiling() or compat.torch.top_saved_tensor_hooks() is not None
+    ):  # hooks may store it in another form
         return
     if running.tape is None and len(args) == 1 and isinstance(output, torch.Tensor) and output.grad_fn is not None:
         work = Work(type(module).__name__)
@@ -94,17 +96,17 @@ class Tape:
         region: Any,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
-        store: compat.SavedTensorHooks | None = None,
+        store: compat.torch.SavedTensorHooks | None = None,
     ) -> None:
         self.region = region
-        self.block = compat.module_of(fn)
+        self.block = compat.transformers.module_of(fn)
         """The block; None if unknown."""
         self.work = region.work
         self.rows = region.rows
         self.store = store
         self.looks_for_biases = True
         """Whether this forward may still look up the biases of the block."""
-        self.first = compat.next_autograd_sequence_number()
+        self.first = compat.torch.next_autograd_sequence_number()
         """Autograd nodes of this block have this sequence number or a larger one."""
         self.hopeless: set[tuple[int, int, str]] = region.hopeless
         """Results that earlier forwards could not rebuild: (place among the block's nodes, number, name of the node).
@@ -127,11 +129,11 @@ class Tape:
         """Bytes of each packed tensor; -1 for parameters."""
         self.packed_at: set[int] = set()
         """Autograd's sequence numbers at the times when this tape packed a tensor. They identify the tensor's node."""
-        self.softmax: tuple[torch.Size, compat.PythonCall | None] | None = None
+        self.softmax: tuple[torch.Size, compat.frames.PythonCall | None] | None = None
         """Shape of the last packed tensor, and the call that saved it, if it is the softmax of torch's attention."""
         self.masks_hold: bool | None = None
         """Whether all compared masks are masks; None if none was compared."""
-        self.fake = any(map(compat.is_fake, filter(torch.is_tensor, args)))
+        self.fake = any(map(compat.torch.is_fake, filter(torch.is_tensor, args)))
         """Whether the step runs on fake tensors."""
         for arg in args:
             if isinstance(arg, torch.Tensor):
@@ -182,7 +184,7 @@ class Tape:
                 value.original = None
         region.masks_hold |= bool(self.masks_hold)
         if not region.dropped and not self.fake and region.kept.keys() - {NO_GRAPH}:
-            warn_nothing_dropped(region.save, self.block is not None and compat.is_compiled(self.block))
+            warn_nothing_dropped(region.save, self.block is not None and compat.compiler.is_compiled(self.block))
         for found in (self.values, self.given, self.offered, self.stay, self.packed_at, self.packed):
             found.clear()
         self.softmax = self.replay = self.block = None
@@ -236,7 +238,7 @@ class Tape:
             names[made] = known[place][1]
         return names | {NO_GRAPH: NO_GRAPH, MASKS: MASKS}
 
-    @compat.untraced  # compiled parts of a block call it
+    @compat.torch.untraced  # compiled parts of a block call it
     def pack(self, tensor: torch.Tensor) -> Value | Inside:
         """Saved-tensor hook: return what autograd holds in place of `tensor`, and count it."""
         replay = self.replay
@@ -253,7 +255,7 @@ class Tape:
             return Kept(tensor, self.work.block)
         value = self.value_of(tensor)
         made_by = type(tensor.grad_fn).__name__
-        self.softmax = (tensor.shape, compat.python_call()) if made_by == "SafeSoftmaxBackward0" else None
+        self.softmax = (tensor.shape, compat.frames.python_call()) if made_by == "SafeSoftmaxBackward0" else None
         root: Any = value.root if type(value) is View else value
         if type(value) is Rebuilt:
             value.layout = layout_of(tensor)
@@ -387,7 +389,9 @@ class Tape:
 
     def _saved_operand(self, node: Any, name: str) -> Value | None:
         """Return the value of a tensor without a graph that a node has saved under a name; None if there is none."""
-        readable = self.may_read(node) or not compat.is_held_by_hooks(node, name)  # hooks do not get plain numbers
+        readable = self.may_read(node) or not compat.torch.is_held_by_hooks(
+            node, name
+        )  # hooks do not get plain numbers
         found = read(node, name) if readable else None
         if isinstance(found, (Rebuilt, View)):
             return found
@@ -459,7 +463,7 @@ class Tape:
         made_by_steps = 0 if tensor.dtype is torch.bool else 2  # noise is drawn and then divided, in place
         if tensor._version != made_by_steps or not masks.can_pack(tensor):
             return None
-        given = compat.input_of_dropout()
+        given = compat.frames.input_of_dropout()
         if given is not None:
             self._offer(given)
         elif not self._is_of_attention(tensor):
@@ -480,7 +484,7 @@ class Tape:
         if self.softmax is None:
             return False
         shape, call = self.softmax
-        return call is not None and shape == tensor.shape and call == compat.python_call()
+        return call is not None and shape == tensor.shape and call == compat.frames.python_call()
 
     def _offer(self, tensor: torch.Tensor) -> None:
         """Record the input of a dropout, if it has no value, so that the dropout's result can be recomputed from it.

@@ -127,7 +127,7 @@ class Stored(_Shared):
 
     __slots__ = ("copied", "nbytes", "original", "packed", "restore", "version")
 
-    def __init__(self, tensor: torch.Tensor, hooks: compat.SavedTensorHooks) -> None:
+    def __init__(self, tensor: torch.Tensor, hooks: compat.torch.SavedTensorHooks) -> None:
         super().__init__()
         self.copied = False
         self.version = -1 if tensor.is_inference() else tensor._version
@@ -271,7 +271,7 @@ class Replay:
         self.module = module
         self.source = source
         self.needs_gradient = given.requires_grad
-        dtype = compat.autocast_dtype(given.device.type)
+        dtype = compat.devices.autocast_dtype(given.device.type)
         self.autocast = None if dtype is None else (given.device.type, dtype)
         self.checked = checked
         self.saved = 0
@@ -371,7 +371,7 @@ def read(node: Any, name: str) -> Any:
         _reading.on, _reading.found = False, None
 
 
-@compat.untraced
+@compat.torch.untraced
 def unpack(value: Value | Inside) -> torch.Tensor:
     """Saved-tensor hook: return the tensor. It is rebuilt without autocast: its operands have the right types."""
     if type(value) is Kept:
@@ -387,9 +387,9 @@ def unpack(value: Value | Inside) -> torch.Tensor:
     else:
         root = value.root  # type: ignore[union-attr]
         is_ready = type(root) is not Rebuilt or root.cached is not None
-    if is_ready or not (torch.is_grad_enabled() or compat.autocast_is_on()):
+    if is_ready or not (torch.is_grad_enabled() or compat.devices.autocast_is_on()):
         return _hand_out(value)
-    with torch.no_grad(), compat.autocast_off():
+    with torch.no_grad(), compat.devices.autocast_off():
         return _hand_out(value)
 
 
