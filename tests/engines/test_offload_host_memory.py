@@ -103,7 +103,7 @@ def test_memory_that_cannot_be_pinned_and_is_rounded_up(lanes, monkeypatch, capl
         return empty(*args, **keys)
 
     monkeypatch.setattr(torch, "empty", refusing)
-    monkeypatch.setattr(offload.compat, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(offload.compat.devices, "accelerator_type", lambda: "cuda")
     batch = tiny_batch("llama", tokens=17)
     hidden = 2 * 17 * 32 * 4
     for limit, count in ((3 * 8192, 3), (3 * 8192 - 1, 2), (3 * hidden, 1)):
