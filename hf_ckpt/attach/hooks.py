@@ -28,7 +28,6 @@ from hf_ckpt.errors import HfCkptError, OwnerConflictError, TransformError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import refuse_other_owner
 from hf_ckpt.units import format_bytes
-from hf_ckpt.versions import LAST_DEEPSPEED_WITH_EMPTY_SHAPES
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +229,7 @@ def _refuse_deepspeed(version: str, asked_reentrant: bool) -> None:
     raise HfCkptError(
         f"DeepSpeed {version} cannot recompute blocks with frozen parameters non-reentrantly under ZeRO-3, as hf_ckpt "
         "does (training would stop with a CheckpointError: recomputed shape [0]). Install a DeepSpeed after "
-        f"{LAST_DEEPSPEED_WITH_EMPTY_SHAPES}, use ZeRO-2, or train without checkpointing."
+        f"{compat.distributed.LAST_DEEPSPEED_WITH_EMPTY_SHAPES}, use ZeRO-2, or train without checkpointing."
         f"{reentrant if asked_reentrant else ''}"
     )
 

@@ -12,12 +12,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt.compat.devices import accelerators, current_accelerator
-from hf_ckpt.versions import LAST_DEEPSPEED_WITH_EMPTY_SHAPES
 
 FOREIGN_OWNER_SEGMENT = "_checkpoint_wrapped_module"
 """What torch's own checkpoint wrapper, which accelerate's FSDP plugin applies, adds to qualified names."""
 WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", FOREIGN_OWNER_SEGMENT})
 """What wrappers add to qualified names: torch.compile of a block, FSDP1, and torch's checkpoint wrapper."""
+
+LAST_DEEPSPEED_WITH_EMPTY_SHAPES = "0.19.2"
+"""The last DeepSpeed in which frozen parameters have no shape while a block is recomputed under ZeRO-3.
+https://github.com/huggingface/transformers/issues/47254"""
 
 
 def steps_in_lockstep(model: nn.Module) -> bool:

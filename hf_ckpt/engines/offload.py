@@ -128,8 +128,6 @@ class Mover:
         self._free: dict[tuple[Lane, int], list[torch.Tensor]] = {}
         """Free buffers by lane and size. A free buffer may still be read, and only copies on its own lane are sure to
         come later."""
-        self._in_use = 0
-        """Number of buffers that are not free."""
         self._can_pin = True
         """Whether pinning host memory has always worked so far."""
 
@@ -228,13 +226,11 @@ class Mover:
                     format_bytes(self.limit_bytes or 0),
                 )
                 return None
-            self._in_use += 1
         return buffer
 
     def give(self, lane: Lane, buffer: torch.Tensor) -> None:
         """Put back a buffer of `take` that is no longer needed."""
         with self.lock:
-            self._in_use -= 1
             self._free[lane, buffer.numel()].append(buffer)
 
     def _pinned(self, size: int) -> torch.Tensor:

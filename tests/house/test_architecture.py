@@ -60,7 +60,7 @@ TORCH_FREE = sorted(
     name.removesuffix("/__init__")
     for name in MODULES
     if name.split("/")[0] in ("spec", "costs", "doctor")
-    or name in ("__main__", "errors", "units", "logs", "console", "versions", "models/families", "training/summary")
+    or name in ("__main__", "errors", "units", "logs", "console", "models/families", "training/summary")
     or name in [f"planner/{file}" for file in ("policies", "choose", "budgets", "segments")]
     or name in [f"forecast/{file}" for file in _PURE]
     or name.startswith("cli/")

@@ -392,9 +392,3 @@ OPS: dict[str, Op] = {
 def ops_for(save: Collection[str]) -> dict[str, Op]:
     """Return the rows to use when results of the classes in `save` are kept."""
     return {name: row for name, row in OPS.items() if row.op_class not in save}
-
-
-def is_cast_of_parameter(node: Any) -> bool:
-    """Whether a node is the cast of a parameter, such as autocast makes once for all blocks that share it."""
-    source = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
-    return source is not None and source.name() == "torch::autograd::AccumulateGrad"
