@@ -126,7 +126,7 @@ LOGITS = 2 * 12 * 320 * 4
 )
 def test_logits_that_are_the_peak_are_said_once(spec, peak, share, said, tmp_path, monkeypatch, caplog):
     """A warning says once that the logits are most of the peak, which checkpointing blocks cannot lower."""
-    monkeypatch.setattr(callback, "peak_meter", lambda devices: Meter(peak))
+    monkeypatch.setattr(callback, "PeakMeter", lambda devices: Meter(peak))
     with caplog.at_level(logging.WARNING, "hf_ckpt"):
         trainer(tmp_path, max_steps=3, **{f"{FLAG}_kwargs": spec}).train()
     assert [row["memory/head_gib"] * 2**30 for row in metrics(tmp_path)] == [pytest.approx(share * peak)] * 3
