@@ -294,7 +294,7 @@ def test_the_guard_frees_the_cache_of_the_accelerator():
 
 def test_nothing_is_kept_in_mind_of_a_meter_that_is_gone():
     before = len(memory.allocator_of(torch.device(FIRST))._peaks)
-    meter = memory.peak_meter([torch.device(FIRST)])
+    meter = memory.PeakMeter([torch.device(FIRST)])
     assert len(memory.allocator_of(torch.device(FIRST))._peaks) == before + 1
     del meter
     assert len(memory.allocator_of(torch.device(FIRST))._peaks) == before
