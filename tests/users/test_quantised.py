@@ -84,7 +84,10 @@ def test_lora_on_a_quantised_base(base64, bits):
                 assert_same_steps(wanted, got)
         quantised, plain = done
         full = [name for name, action in quantised.plan.active().items() if action.kind == "full"]
-        assert [quantised.recomputed[name] for name in full] == [STEPS] * len(full)
+        times = [STEPS] * len(full)
+        if "segments" in spec:  # the first of two blocks also runs again to make the second one's input
+            times[0] *= 2
+        assert [quantised.recomputed[name] for name in full] == times
         assert set(quantised.forwards.values()) == {STEPS}
         assert bool(quantised.dropped) == (len(full) < len(quantised.forwards))
         if "save" not in spec:
