@@ -207,8 +207,7 @@ class Mover:
         with self.lock:
             self._free.setdefault((lane, size), [])  # `give` must not add keys while others iterate
             large = [free for (of, free), buffers in self._free.items() if of is lane and free >= size and buffers]
-            idle = sum(free * len(buffers) for (_, free), buffers in self._free.items())
-            if not large and self.held_bytes + size > limit >= self.held_bytes - idle + size:
+            if not large and self.held_bytes + size > limit >= self.held_bytes - self.free_bytes + size:
                 for (_, free), buffers in self._free.items():
                     self.held_bytes -= free * len(buffers)
                     buffers.clear()
@@ -227,6 +226,12 @@ class Mover:
                 )
                 return None
         return buffer
+
+    @property
+    def free_bytes(self) -> int:
+        """How many of `held_bytes` are free."""
+        with self.lock:
+            return sum(size * len(buffers) for (_, size), buffers in self._free.items())
 
     def give(self, lane: Lane, buffer: torch.Tensor) -> None:
         """Put back a buffer of `take` that is no longer needed."""
