@@ -91,11 +91,11 @@ def allocator_bytes(device: torch.device) -> AllocatorBytes:
 
 
 def _statistic(stats: Mapping[str, Any], kind: str) -> tuple[int, int]:
-    """Return (current, peak) of a kind of statistics. Raises NotImplementedError if the device does not keep it."""
+    """Return (current, peak) of a kind of statistics. Raises RuntimeError if the device does not keep it."""
     try:
         found = stats[kind]["all"] if kind in stats else {k: stats[f"{kind}.all.{k}"] for k in ("current", "peak")}
     except KeyError:
-        raise NotImplementedError(f"the allocator keeps no {kind}") from None
+        raise RuntimeError(f"the allocator keeps no {kind}") from None
     return int(found["current"]), int(found["peak"])
 
 
@@ -105,12 +105,12 @@ def reset_peak(device: torch.device) -> None:
 
 
 def _module_with(name: str, device: torch.device) -> Any:
-    """Return the module that has this function for a device. Raises NotImplementedError if there is none."""
+    """Return the module that has this function for a device. Raises RuntimeError if there is none."""
     own, every = getattr(torch, device.type, None), torch.accelerator
     if hasattr(own, name):
         return own
     if device.type != accelerator_type() or not hasattr(every, name):
-        raise NotImplementedError(f"torch has no {name} for {device.type}")
+        raise RuntimeError(f"torch has no {name} for {device.type}")
     return every
 
 

@@ -623,7 +623,7 @@ class Rerun(Check):
             self.saved = len(arrived) + 1
             with torch.enable_grad(), compat.torch.unseen_by_modes(), contextlib.ExitStack() as around:
                 state = StepState(self.module, compat.random_state.devices_of([given]))
-                around.enter_context(state.kept())
+                around.callback(state.restore)
                 around.enter_context(contextlib.suppress(RuntimeError))  # no memory for it, or its inputs were changed
                 around.enter_context(compat.devices.autocast_as(autocast))
                 plain = given.detach().requires_grad_()

@@ -372,11 +372,3 @@ class StepState:
             for buffer, values in self.buffers:  # compared by value: a batch norm does not count its changes
                 if not torch.equal(buffer, values):
                     buffer.copy_(values)
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Reset them at the end of this context."""
-        try:
-            yield
-        finally:
-            self.restore()

@@ -175,7 +175,7 @@ def _cut(model: nn.Module) -> tuple[Stack, ...]:
         if types and len(places) < len(types):
             compat.transformers.set_layer_types(config, [types[place] for place in places])
         for key in depth_keys(config, stack):
-            with contextlib.suppress(NotImplementedError):  # derived from others, such as ProphetNet's
+            with contextlib.suppress(NotImplementedError):  # of transformers, for sums of other keys (ProphetNet)
                 config.update({key: len(places)})
         stacks.append(Stack(container, blocks, tuple(like)))
     return tuple(stacks)

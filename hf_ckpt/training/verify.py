@@ -314,8 +314,8 @@ def _kept(model: nn.Module) -> Iterator[StepState]:
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     before = StepState(model, compat.random_state.all_devices())
     try:
-        with before.kept():
-            yield before
+        yield before
     finally:
         for name, parameter in model.named_parameters():
             parameter.grad = gradients[name]
+        before.restore()
