@@ -68,8 +68,7 @@ class InfeasibleError(HfCkptError):
     """No plan fits into the budget.
 
     `budget_bytes` is that budget, `floor_bytes` the lowest peak of any plan, `parts` what fills it (name -> bytes), and
-    `hints` say what would lower it. The message is `shown`, followed by the hints. `model` is the class of the model,
-    and `notes` are remarks about the bytes.
+    `hints` say what would lower it. The message is `shown`, followed by the hints. `notes` are remarks about the bytes.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class InfeasibleError(HfCkptError):
         self.budget_bytes, self.floor_bytes = budget_bytes, floor_bytes
         self.parts, self.hints = dict(parts), tuple(hints)
         self.notes: tuple[str, ...] = ()
-        self.model = ""
         super().__init__("\n".join([shown, *(f"  - {hint}" for hint in self.hints)]))
 
 
@@ -103,18 +101,77 @@ class PlanLostError(HfCkptError, RuntimeError):
         )
 
 
-class TransformError(HfCkptError, RuntimeError):
-    """A block was called under a transform of torch.func, or in forward-mode AD, and cannot be checkpointed there.
+class BlockError(HfCkptError, RuntimeError):
+    """A block could not be run, or its backward was given something wrong. `block` names the block.
 
-    `block` names the block, and `transforms` the active ones: `grad`, `jvp` or `vmap`.
+    The message is `problem`, followed by the `advice` of the class.
     """
 
-    def __init__(self, block: str, transforms: Sequence[str]) -> None:
-        self.block, self.transforms = block, tuple(transforms)
-        super().__init__(
-            f"block {block!r} cannot be checkpointed under {' and '.join(transforms)} of torch.func (forward-mode AD "
-            "is jvp, too). `with hf_ckpt.paused(model)` turns the plan off for a while."
-        )
+    advice = ""
+
+    def __init__(self, block: str, problem: str) -> None:
+        self.block = block
+        super().__init__(f"block {block!r}: {problem} {self.advice}".rstrip())
+
+
+class TransformError(BlockError):
+    """A block was called under a transform of torch.func, or in forward-mode AD, and cannot be checkpointed there."""
+
+    advice = "`with hf_ckpt.paused(model)` turns the plan off for a while."
+
+
+class GraphCaptureError(BlockError):
+    """A block preserves random state, which cannot be read while a CUDA graph is captured."""
+
+    advice = 'Set "preserve_rng_state": false if no dropout is active, or capture without checkpointing.'
+
+
+class ChangedBlockError(BlockError):
+    """A block cannot be recomputed, because it was changed between forward and backward."""
+
+    advice = (
+        "Backward runs the block, or a part of it, again and needs it as it was. Run backward first, or leave this "
+        'block out by a rule (`{"layers": ..., "policy": "none"}`).'
+    )
+
+    def __init__(self, block: str, change: str) -> None:
+        super().__init__(block, f"{change} between the forward and the backward.")
+
+
+class RecomputeError(BlockError):
+    """A block could not be recomputed in backward, although its forward ran."""
+
+    advice = (
+        "Use `selective`, which runs no block twice, or leave this block out by a rule "
+        '(`{"layers": ..., "policy": "none"}`).'
+    )
+
+
+class RebuildError(BlockError):
+    """What `selective` ran again in backward returned or saved other tensors than in the forward."""
+
+    advice = 'Use "policy": "full" for this model, and please report it: `selective` must not run this again.'
+
+
+class InPlaceError(BlockError):
+    """A tensor that backward needs was changed in place after it was saved.
+
+    `tensor` is that tensor, `version` its in-place version when it was saved, and `operation` what changed it, each if
+    it is known.
+    """
+
+    advice = (
+        "Some operation works in place on what this block is recomputed or rebuilt from; give it another action by a "
+        "rule (`full` in place of `selective`, or `none`), or clone before changing."
+    )
+
+    def __init__(
+        self, block: str, tensor: Any = None, version: int | None = None, operation: str | None = None
+    ) -> None:
+        what = "" if tensor is None else f" of shape {list(tensor.shape)}"
+        by = "" if operation is None else f" by {operation}"
+        versions = "" if version is None else f" (it is at version {tensor._version}, saved at {version})"
+        super().__init__(block, f"a tensor{what} that backward needs was changed in place{by}{versions}.")
 
 
 class MismatchError(HfCkptError, RuntimeError):
@@ -128,25 +185,17 @@ class MismatchError(HfCkptError, RuntimeError):
         super().__init__(f"the gradients of this step are wrong, and no optimizer has used them yet: {difference}")
 
 
-class GraphCaptureError(HfCkptError, RuntimeError):
-    """A block preserves random state, which cannot be read while a CUDA graph is captured."""
-
-
 class DoubleBackwardError(HfCkptError, RuntimeError):
-    """A backward with `create_graph=True` reached a head or feed-forward in chunks, whose gradients have no graph.
+    """A backward with `create_graph=True` reached what runs in chunks, whose gradients have no graph.
 
     `key` is the key of the spec that enables the chunks: `head` or `mlp`.
     """
 
     def __init__(self, key: str) -> None:
         self.key = key
-        what, instead = {
-            "head": ("the head in chunks", 'Use "head": "full".'),
-            "mlp": ("feed-forwards in chunks", "Leave `mlp` out."),
-        }[key]
         super().__init__(
-            f"a backward with `create_graph=True` has come to {what}, whose gradients cannot be differentiated once "
-            f"more, as a gradient penalty needs them. {instead}"
+            f"a backward with `create_graph=True` has come to what `{key}` runs in chunks, whose gradients cannot be "
+            f"differentiated once more, as a gradient penalty needs them. Leave `{key}` out."
         )
 
 
@@ -157,93 +206,9 @@ class MissingDependencyError(HfCkptError, ImportError):
         super().__init__(f"{purpose} needs `{package}`, which is not installed. Install it with: {command}")
 
 
-class InPlaceError(HfCkptError, RuntimeError):
-    """A tensor that backward needs was changed in place after it was saved.
-
-    `block` names the block it was saved in, and `operation` what changed it, if known.
-    """
-
-    def __init__(
-        self,
-        block: str,
-        shape: tuple[int, ...] | None = None,
-        expected: int | None = None,
-        found: int | None = None,
-        operation: str | None = None,
-    ) -> None:
-        self.block, self.operation = block, operation
-        what = "" if shape is None else f" of shape {list(shape)}"
-        by = "" if operation is None else f" by {operation}"
-        versions = "" if expected is None else f" (it is at version {found}, saved at {expected})"
-        super().__init__(
-            f"block {block!r}: a tensor{what} that backward needs was changed in place{by}{versions}. Some operation "
-            "works in place on what this block is recomputed or rebuilt from; give it another action by a rule (`full` "
-            "in place of `selective`, or `none`), or clone before changing."
-        )
-
-
-class ChangedBlockError(HfCkptError, RuntimeError):
-    """A block cannot be recomputed, because it was changed between forward and backward.
-
-    `block` names it, and `change` says what was changed.
-    """
-
-    def __init__(self, block: str, change: str) -> None:
-        self.block, self.change = block, change
-        super().__init__(
-            f"block {block!r}: {change} between the forward and the backward, which runs the block, or a part of it, "
-            "again and needs it as it was. Run backward first, or leave this block out by a rule "
-            '(`{"layers": ..., "policy": "none"}`).'
-        )
-
-
-class RecomputeError(HfCkptError, RuntimeError):
-    """A block could not be recomputed in backward, although its forward ran.
-
-    `block` names it, and `function` the custom autograd Function whose backward asked for a tensor again, if that is
-    the cause and its name is known.
-    """
-
-    def __init__(self, block: str, problem: str, *, function: str | None = None) -> None:
-        self.block, self.function = block, function
-        super().__init__(
-            f"block {block!r}: {problem} Use `selective`, which runs no block twice, or leave this block out by a rule "
-            '(`{"layers": ..., "policy": "none"}`).'
-        )
-
-
-class ReplayError(HfCkptError, RuntimeError):
-    """A small module that was rerun in backward saved another number of tensors than in the forward."""
-
-    def __init__(self, block: str, module: str, expected: int, found: int) -> None:
-        self.block = block
-        super().__init__(
-            f"block {block!r}: {module} saved {expected} tensors in the forward and {found} when it was run again in "
-            "backward. It must do the same every time."
-        )
-
-
-class RebuildError(HfCkptError, RuntimeError):
-    """An operation that was rerun in backward returned a tensor of another shape or type than in the forward."""
-
-    def __init__(
-        self, block: str, op_class: str, expected: tuple[object, object], found: tuple[object, object]
-    ) -> None:
-        self.block = block
-        super().__init__(
-            f"block {block!r}: an operation of the class {op_class!r} gave {found[1]} {found[0]} when it was run again "
-            f'in backward, but {expected[1]} {expected[0]} in the forward. Use "policy": "full" for this model, and '
-            "please report the model: `selective` must not run this operation again."
-        )
-
-
 class OutOfPlansError(HfCkptError, RuntimeError):
     """A step ran out of memory, and no tighter plan is left to try.
 
-    `tried` says which plans were tried. The message contains the text of the original error, for code that looks for
-    it (accelerate's `find_executable_batch_size`).
+    The message says which plans were tried, and contains the text of the original error, for code that looks for it
+    (accelerate's `find_executable_batch_size`).
     """
-
-    def __init__(self, message: str, *, tried: Sequence[str] = ()) -> None:
-        self.tried = tuple(tried)
-        super().__init__(message)

@@ -194,7 +194,10 @@ class PassHook(ModelHook):
         active = compat.torch.transforms()
         for name, region in record.regions.items() if active else ():
             if name in self.blocks and not active <= region.transforms:
-                raise TransformError(name, sorted(active - region.transforms))
+                transforms = " and ".join(sorted(active - region.transforms))
+                raise TransformError(
+                    name, f"it cannot be checkpointed under {transforms} of torch.func (forward-mode AD is jvp, too)."
+                )
         if compat.torch.is_replica(module) and (record.plan.head, record.plan.mlp) != ("full", "full"):
             raise HfCkptError(
                 "neither the head nor feed-forwards can run in chunks in copies of a model, whose weights are no "

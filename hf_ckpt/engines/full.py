@@ -103,14 +103,13 @@ class FullRegion(Region):
         """Raise `InPlaceError` if an input that the block will be recomputed from has changed since `versions`."""
         for arg, version in zip(args, versions, strict=True):
             if version is not None and arg._version != version and needs_gradient(output):
-                raise InPlaceError(self.block, tuple(arg.shape), version, arg._version, changed_by(arg))
+                raise InPlaceError(self.block, arg, version, changed_by(arg))
 
     def refuse_capturing(self) -> None:
         """Raise `GraphCaptureError` if random state is preserved while a CUDA graph is captured."""
         if self.preserve_rng_state and compat.devices.is_capturing():
             raise GraphCaptureError(
-                f"block {self.block!r} preserves random state, which cannot be read while a CUDA graph is captured. "
-                'Set "preserve_rng_state": false if no dropout is active, or capture without checkpointing.'
+                self.block, "it preserves random state, which cannot be read while a CUDA graph is captured."
             )
 
     def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -162,7 +161,6 @@ def named(block: str, error: RuntimeError) -> RecomputeError:
         f"the backward of {'a custom Function' if function is None else f'`{function}`'} reads a tensor of "
         "`ctx.saved_tensors` twice, and a recomputed tensor is freed after it was read. Read all of them once, into "
         "variables.",
-        function=function,
     )
 
 
@@ -187,7 +185,7 @@ class _FromCopy:
         hidden, self.hidden = self.hidden, None
         if hidden is None and self.given is not None:
             if self.given._version != self.version:
-                raise InPlaceError(self.fn.region.block, tuple(copied.shape), self.version, self.given._version)
+                raise InPlaceError(self.fn.region.block, self.given, self.version)
             return self.fn(copied, *args)
         return self.fn(copied.clone() if hidden is None else hidden, *args)
 

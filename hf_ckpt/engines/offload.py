@@ -407,7 +407,7 @@ class Slot:
         """Raise `InPlaceError` if the tensor is still on the device and was changed since it was sent."""
         tensor = self.tensor
         if tensor is not None and tensor._version != self.version:
-            raise InPlaceError(self.group.block, tuple(tensor.shape), self.version, tensor._version)
+            raise InPlaceError(self.group.block, tensor, self.version)
 
     def leave_device(self) -> None:
         """Wait for the copy and free the tensor."""

@@ -164,5 +164,5 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
         f"no plan fits into {format_bytes(budget_bytes)}: the lowest peak is {format_bytes(course.peak_bytes)} "
         f"({shown}), {format_bytes(course.peak_bytes - budget_bytes)} too much. What would lower it:",
     )
-    error.model, error.notes = costs.model, costs.notes
+    error.notes = costs.notes
     return error

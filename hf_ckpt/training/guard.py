@@ -228,7 +228,7 @@ class OomGuard:
     def _give_up(self, failure: _Failure, reason: str) -> NoReturn:
         log.error("hf_ckpt: out of memory for the last time:\n%s", failure.trace)
         self._steps.clear()
-        raise OutOfPlansError(f"{failure.first_line} hf_ckpt: {reason}", tried=self.taken) from failure.error
+        raise OutOfPlansError(f"{failure.first_line} hf_ckpt: {reason}") from failure.error
 
     def _drop_gradients(self) -> None:
         """Restore the gradients from before the first micro-step of this optimizer step: none, or zeros."""

@@ -24,7 +24,7 @@ from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.offload import Mover, OffloadRegion
 from hf_ckpt.engines.rebuild import values
 from hf_ckpt.engines.rebuild.region import RebuildRegion
-from hf_ckpt.errors import InPlaceError, ReplayError
+from hf_ckpt.errors import InPlaceError, RebuildError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch
 
@@ -145,9 +145,8 @@ def test_what_cannot_be_helped_is_told_with_the_block(work, spec, operation):
     """In-place errors that cannot be avoided name the block and the operation, which autograd's message does not."""
     expected = steps_of(working(work), 1)  # works without a plan
     model = planned(work, spec)
-    with pytest.raises(InPlaceError, match=r"block 'layers\.[02]'.*was changed in place.*`full`") as raised:
+    with pytest.raises(InPlaceError, match=rf"block 'layers\.[02]'.*was changed in place by {operation}.*`full`"):
         steps_of(model, 1)
-    assert raised.value.operation == operation
     enable(model, {"policy": "full"})
     assert_same(expected[0], steps_of(model, 1)[0])
 
@@ -330,5 +329,5 @@ def test_a_module_that_does_something_else_when_it_runs_again_is_said():
     _, model = plain_and_ours()
     loss = model(**without_cache(model, tiny_batch("llama"))).loss
     model.model.layers[0].input_layernorm.forward = torch.sin
-    with pytest.raises(ReplayError, match="LlamaRMSNorm saved"):
+    with pytest.raises(RebuildError, match="LlamaRMSNorm saved"):
         loss.backward()

@@ -160,7 +160,6 @@ def test_tensors_that_are_read_twice(engine):
         return
     with pytest.raises(RecomputeError, match=r"`ReadsTwice` reads .* twice.*Use `selective`") as raised:
         trained(reads_twice, no_container, SPECS[engine])
-    assert raised.value.function == "ReadsTwice"
     assert "layers." in raised.value.block
 
 

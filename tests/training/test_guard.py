@@ -223,7 +223,6 @@ def test_out_of_plans():
         guard(forward_and_backward, model, batch)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert should_reduce_batch_size(raised.value)  # accelerate can then reduce the batch size
-    assert raised.value.tried == tuple(guard.taken)
     assert set(guard.taken) == {SELECTIVE, FULL, OFFLOAD, HEAD}
     assert guard.attempts == 5  # without a plan, then with four
     # The model can still train.

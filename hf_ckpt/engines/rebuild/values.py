@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines.state import address_of
-from hf_ckpt.errors import ChangedBlockError, InPlaceError, RebuildError, ReplayError
+from hf_ckpt.errors import ChangedBlockError, InPlaceError, RebuildError
 from hf_ckpt.logs import warn_once
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Kept:
         """
         tensor = self.tensor
         if self.version >= 0 and tensor._version != self.version:
-            raise InPlaceError(self.block, tuple(tensor.shape), self.version, tensor._version)
+            raise InPlaceError(self.block, tensor, self.version)
         if self.address and tensor.data_ptr() != self.address:
             raise ChangedBlockError(self.block, f"a parameter of shape {list(tensor.shape)} was overwritten")
         return tensor
@@ -211,7 +211,9 @@ class Rebuilt(_Shared):
             shape, stride, dtype = self.layout
             if tensor.shape != shape or tensor.dtype is not dtype:
                 raise RebuildError(
-                    self.work.block, self.op_class, (tuple(shape), dtype), (tuple(tensor.shape), tensor.dtype)
+                    self.work.block,
+                    f"an operation of the class {self.op_class!r} gave {tensor.dtype} {list(tensor.shape)} when it was "
+                    f"run again in backward, but {dtype} {list(shape)} in the forward.",
                 )
             if tensor.stride() != stride:
                 tensor = torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device).copy_(tensor)
@@ -290,13 +292,13 @@ class Replay:
         """Run the module again and fill `inside`. Returns its output without a graph.
 
         Raises `InPlaceError` or `ChangedBlockError` if one of its parameters has changed since the forward, and
-        `ReplayError` if it saves a different number of tensors.
+        `RebuildError` if it saves a different number of tensors.
         """
         current = self.module._parameters
         run: Callable[..., Any] = self.module.forward
         for name, parameter, version, address, trained in self.parameters:
             if parameter._version != version:
-                raise InPlaceError(self.work.block, tuple(parameter.shape), version, parameter._version)
+                raise InPlaceError(self.work.block, parameter, version)
             if address and parameter.data_ptr() != address:
                 raise ChangedBlockError(self.work.block, f"`{name}` of {type(self.module).__name__} was overwritten")
             # torch.func.functional_call replaced it in the forward, or it has been frozen or unfrozen since.
@@ -314,7 +316,11 @@ class Replay:
         if not self.checked:
             return output.detach()
         if len(made) != self.saved:
-            raise ReplayError(self.work.block, type(self.module).__name__, self.saved, len(made))
+            raise RebuildError(
+                self.work.block,
+                f"{type(self.module).__name__} saved {self.saved} tensors in the forward and {len(made)} when it was "
+                "run again in backward.",
+            )
         self.inside = made
         return output.detach()
 
