@@ -22,7 +22,7 @@ _UNITS = {
 _LEAST_BYTES = 2**20
 """A smaller size without a unit is refused: the unit was probably forgotten."""
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*([a-zA-Z]*)\s*")
-_SHARE = re.compile(r"\s*\d{0,30}\.\d{1,30}\s*")  # not a size: there are no half bytes
+_SHARE = re.compile(r"\s*(\d{0,30}\.\d{1,30}|\d{1,30}(?=\s*%))\s*(%?)\s*")  # not a size: there are no half bytes
 GIB = 2**30
 DEFAULT_SHARE = 0.9
 """Share of the device's memory that `auto`, `hf-ckpt plan` and `predict` use if no budget is given. The rest is for
@@ -62,31 +62,18 @@ def parse_count(text: str) -> int:
     return int(match.group(1)) * (1024 if match.group(2) else 1)
 
 
-def parse_fraction(text: str) -> float:
-    """Read a share: `parse_fraction("80%") == 0.8`. Raises `UnitError` unless it is above 0 and at most 100 %."""
-    try:
-        share = float(text.strip().removesuffix("%")) / 100
-    except ValueError:
-        raise UnitError(f"a share must look like '80%', but is {shown(text)} instead.") from None
-    if not 0 < share <= 1:
-        raise UnitError(f"a share must be above 0% and at most 100%, but is {shown(text)} instead.")
-    return share
-
-
 def parse_budget(value: float | str) -> int | float:
     """Read a budget: an int is bytes, a float a share: `parse_budget("20GiB") == 21474836480`.
 
     A share is `"80%"`, or 0.8 as a number or text. Raises `UnitError` if the value is neither a size nor a share.
     """
-    if isinstance(value, str) and value.strip().endswith("%"):
-        return parse_fraction(value)
-    if isinstance(value, str) and _SHARE.fullmatch(value):
-        value = float(value)
-    if not isinstance(value, float):
+    share = _SHARE.fullmatch(value) if isinstance(value, str) else None
+    if share is None and not isinstance(value, float):
         return parse_bytes(value)
-    if not 0 < value <= 1:
-        raise UnitError(f"a share must be above 0 and at most 1, but is {value!r} instead.")
-    return value
+    read = float(value if share is None else share.group(1)) / (100 if share is not None and share.group(2) else 1)
+    if not 0 < read <= 1:
+        raise UnitError(f"a share must be above 0 and at most 1, but is {shown(value)} instead.")
+    return read
 
 
 def budget_bytes(budget: float | None, memory_bytes: int) -> int:
@@ -126,11 +113,6 @@ def format_seconds(seconds: float | None) -> str:
     if seconds < 1:
         return f"{seconds * 1e3:.1f} ms"
     return f"{seconds:.2f} s"
-
-
-def format_ratio(ratio: float | None) -> str:
-    """Write a ratio: `format_ratio(1.25) == "1.25x"`; unknown (None) is a dash."""
-    return "-" if ratio is None else f"{ratio:.2f}x"
 
 
 def format_percent(share: float | None) -> str:

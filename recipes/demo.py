@@ -29,7 +29,7 @@ from hf_ckpt.console import make_console, progress
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import byte_tokenizer, tiny_model
 from hf_ckpt.training.install import trial
-from hf_ckpt.units import GIB, format_bytes, format_ratio, format_seconds
+from hf_ckpt.units import GIB, format_bytes, format_seconds
 
 SPECS: dict[str, dict[str, Any]] = {
     "none": {"policy": "none"},
@@ -216,8 +216,8 @@ def show(figures: dict[str, Any], picture: Path) -> None:
     )
     figure, (through, against) = pyplot.subplots(1, 2, figsize=(12, 4.8), width_ratios=(3, 2), layout="constrained")
     for run in runs:
-        seconds, peak = run.step_seconds, format_ratio(run.live_peak_bytes / first.live_peak_bytes)
-        times = ("-", "") if seconds is None else (format_seconds(seconds), format_ratio(seconds / first.step_seconds))
+        seconds, peak = run.step_seconds, f"{run.live_peak_bytes / first.live_peak_bytes:.2f}x"
+        times = ("-", "") if seconds is None else (format_seconds(seconds), f"{seconds / first.step_seconds:.2f}x")
         equal = "reference" if run == first else "bit-equal" if run.equal else "DIFFER"
         cells = (run.name, format_bytes(run.live_peak_bytes), peak, *times, f"{run.losses[-1]:.4f}", equal)
         table.add_row(*cells, str(run.recomputed))
