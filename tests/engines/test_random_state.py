@@ -33,7 +33,7 @@ def test_random_state_while_a_graph_is_captured(monkeypatch, preserve):
         assert_same(expected, step(model, tiny_batch("llama")))
         assert recomputed(model) == ALL
     else:
-        with pytest.raises(GraphCaptureError, match=r"block 'model.layers.0' preserves random state"):
+        with pytest.raises(GraphCaptureError, match=r"block 'model.layers.0': it preserves random state"):
             step(model, tiny_batch("llama"))
         with torch.no_grad():
             model(**tiny_batch("llama"))  # nothing is recomputed, so nothing is preserved
