@@ -186,16 +186,12 @@ class MismatchError(HfCkptError, RuntimeError):
 
 
 class DoubleBackwardError(HfCkptError, RuntimeError):
-    """A backward with `create_graph=True` reached what runs in chunks, whose gradients have no graph.
+    """A backward with `create_graph=True` reached a head that runs in chunks, whose gradients have no graph."""
 
-    `key` is the key of the spec that enables the chunks: `head` or `mlp`.
-    """
-
-    def __init__(self, key: str) -> None:
-        self.key = key
+    def __init__(self) -> None:
         super().__init__(
-            f"a backward with `create_graph=True` has come to what `{key}` runs in chunks, whose gradients cannot be "
-            f"differentiated once more, as a gradient penalty needs them. Leave `{key}` out."
+            "a backward with `create_graph=True` has come to a head in chunks, whose gradients cannot be "
+            "differentiated once more, as a gradient penalty needs them. Leave `head` out."
         )
 
 

@@ -8,10 +8,9 @@ get it from the record's decider. Everything on the model can be pickled, is cop
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from hf_ckpt.attach.hooks import (
     PartHook,
     PassHook,
     SkippedHook,
-    TiledForward,
     warn_plain,
 )
 from hf_ckpt.attach.record import (
@@ -55,7 +53,6 @@ from hf_ckpt.models.blocks import (
     FoundBlocks,
     base_model,
     blocks_of_known_code,
-    feed_forwards,
     find_blocks,
     frozen_prefix,
     plain_modules,
@@ -157,7 +154,7 @@ def describe(model: nn.Module) -> Description:
     record = installation(model)
     if record is None:
         raise HfCkptError("nothing is installed on this model; call hf_ckpt.install(model) first.")
-    active, regions, planned = record.plan.active(), record.regions.values(), record.planned
+    active, planned = record.plan.active(), record.planned
     return Description(
         plan=record.plan,
         spec=record.spec.to_dict(),
@@ -165,29 +162,18 @@ def describe(model: nn.Module) -> Description:
         frozen=tuple(name for name in frozen_prefix(model, find_blocks(model)) if name in active),
         forwards=record.functions.counts("forwards", record.regions),
         recomputed=record.functions.counts("recomputed", record.regions),
-        dropped=_total(region.dropped for region in regions),
-        kept=_total(region.kept for region in regions),
+        dropped_bytes=sum(region.dropped_bytes for region in record.regions.values()),
+        kept_bytes=sum(region.kept_bytes for region in record.regions.values()),
         chunked_heads=record.heads.calls,
         head_ran=record.heads.last,
-        mlp_ran=record.tiles.last,
         in_graphs=tuple(name for name, region in record.regions.items() if region.in_graph),
         compiled_by_others=record.compiled_by_others(),
-        chunked_mlps=record.tiles.calls,
         head_in_graph=record.heads.in_graph,
-        mlp_in_graph=record.tiles.in_graph,
         measuring=record.measuring,
         **({} if planned is None else {key: getattr(planned, key) for key in ("plans", "costs", "measured_bytes")}),
-        moved=_total([{name: region.moved_bytes} for name, region in record.regions.items() if region.moved_bytes]),
+        moved={name: region.moved_bytes for name, region in record.regions.items() if region.moved_bytes},
         watched=None if record.watch is None else record.watch.report(),
     )
-
-
-def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Add up the bytes of each name over all blocks; the name with the most bytes comes first."""
-    total: collections.Counter[str] = collections.Counter()
-    for count in counts:
-        total.update(count)
-    return dict(total.most_common())
 
 
 def put_check(kind: type[Check], module: nn.Module, block: str, **options: Any) -> Check:
@@ -330,8 +316,7 @@ def adopt(found: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> N
         record.planned = None
     forget_session(record)
     record.spec, record.plan = spec, plan
-    record.heads.in_graph = record.tiles.in_graph = False
-    record.heads.last = record.tiles.last = ""
+    record.heads.in_graph, record.heads.last = False, ""
     record.functions = Functions(spec, blocks_of_known_code(found))
     record.regions = record.functions.of(plan)
 
@@ -351,8 +336,8 @@ def forget_session(record: Installation) -> None:
 def exchange(base: nn.Module, record: Installation, plan: Plan, planned: Any = None) -> None:
     """Switch to another plan of the same spec during training. Existing functions keep their counts.
 
-    If only functions on blocks differ, exchange these and leave the hooks alone. All plans of a spec run the head and
-    the feed-forwards alike.
+    If only functions on blocks differ, exchange these and leave the hooks alone. All plans of a spec run the head
+    alike.
 
     Args:
         base: the model.
@@ -367,7 +352,7 @@ def exchange(base: nn.Module, record: Installation, plan: Plan, planned: Any = N
         return
     before, regions = record.regions, record.functions.of(plan)
     record.plan, record.regions = plan, regions
-    record.heads.in_graph = record.tiles.in_graph = False
+    record.heads.in_graph = False
     if not (record.enabled and record.hooked.issuperset(regions.values())):
         put_on(find_blocks(base), record)
         return
@@ -397,8 +382,6 @@ def put_on(found: FoundBlocks, record: Installation) -> None:
     record.blocks, record.hooked = dict(found.modules), set(regions)
     if record.plan.head != "full":
         _put_on_head(found, record)
-    if record.plan.mlp != "full":
-        _put_on_tiles(found, record)
     blocks = set(found.modules.values())
     for part in base.modules():  # a model inside this one may be enabled by itself
         inner = isinstance(part, compat.transformers.PreTrainedModel) and part is not base
@@ -466,7 +449,7 @@ def take_off(base: compat.transformers.PreTrainedModel, record: Installation) ->
         handle.remove()
     record.handles = []
     for module in base.modules():  # not only the current head: adapters may have wrapped it since
-        for name in [key for key, value in vars(module).items() if isinstance(value, (HeadForward, TiledForward))]:
+        for name in [key for key, value in vars(module).items() if isinstance(value, HeadForward)]:
             del vars(module)[name]
         for name in compat.transformers.ENABLE_NAMES:
             if isinstance(vars(module).get(name), PartHook):
@@ -490,18 +473,6 @@ def _put_on_head(found: FoundBlocks, record: Installation) -> None:
         warn_plain(f"the head of {type(base).__name__}", "something else has replaced its forward")
     else:
         vars(head)["forward"] = HeadForward(base, head, record.plan.head, record.heads)
-
-
-def _put_on_tiles(found: FoundBlocks, record: Installation) -> None:
-    """Make the feed-forward of every block run in chunks, or warn why one cannot."""
-    keeps_draws = record.spec.preserve_rng_state
-    for found_one in feed_forwards(found):
-        owner, (name, method, _) = found_one.owner, found_one.where
-        if method in vars(owner):
-            warn_plain(f"the feed-forward {name}", f"something else has replaced its {method}")
-        else:
-            forward = TiledForward(found.base, owner, found_one.where, record.plan.mlp, record.tiles, keeps_draws)
-            vars(owner)[method] = forward
 
 
 def _drop_input_gradients(base: compat.transformers.PreTrainedModel, record: Installation) -> None:

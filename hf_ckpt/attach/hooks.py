@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import logging
 import weakref
 from collections.abc import Callable
@@ -22,8 +21,6 @@ from hf_ckpt.attach.record import RECORD, ChunkCalls, Installation, function_of
 from hf_ckpt.engines.head.chunked import chunked, has_computed_weights, has_dropout
 from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.engines.region import Region
-from hf_ckpt.engines.state import ForwardState, Settings
-from hf_ckpt.engines.tiles import Tiles, is_watched, mostly_trained, tiled, tokens_per_tile
 from hf_ckpt.errors import HfCkptError, OwnerConflictError, TransformError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import refuse_other_owner
@@ -198,11 +195,11 @@ class PassHook(ModelHook):
                 raise TransformError(
                     name, f"it cannot be checkpointed under {transforms} of torch.func (forward-mode AD is jvp, too)."
                 )
-        if compat.torch.is_replica(module) and (record.plan.head, record.plan.mlp) != ("full", "full"):
+        if compat.torch.is_replica(module) and record.plan.head != "full":
             raise HfCkptError(
-                "neither the head nor feed-forwards can run in chunks in copies of a model, whose weights are no "
-                "parameters, as nn.DataParallel makes them. Use DistributedDataParallel (torchrun or accelerate "
-                "launch), or leave `head` and `mlp` out."
+                "the head cannot run in chunks in copies of a model, whose weights are no parameters, as "
+                "nn.DataParallel makes them. Use DistributedDataParallel (torchrun or accelerate launch), or leave "
+                "`head` out."
             )
         if self.runs_last and record.plan.head != "full":
             if record.heads.missed == 2:  # not the first: a forward may have failed on its way to the head
@@ -323,80 +320,6 @@ class HeadForward(ModelHook):
             why = "its weights are computed" if has_computed_weights(head) else "they are one chunk"
             self.counter.last = f"as a whole, with {size} of logits ({tokens} tokens), because {why}"
         return result
-
-
-class TiledForward(ModelHook):
-    """The method that computes a feed-forward, while a plan that chunks it is enabled.
-
-    It runs in chunks in training forwards. Otherwise, and if chunks are not possible, it runs as a whole.
-
-    Args:
-        base: the model.
-        owner: the module whose method it is.
-        where: qualified name of the owner, name of the method, and names inside the owner of the modules that it uses.
-        asked: tokens per chunk, or `auto`.
-        counter: counts the calls.
-        keeps_draws: whether backward draws the random numbers of the forward again.
-    """
-
-    def __init__(
-        self,
-        base: nn.Module,
-        owner: nn.Module,
-        where: tuple[str, str, tuple[str, ...]],
-        asked: int | str,
-        counter: ChunkCalls,
-        keeps_draws: bool,
-    ) -> None:
-        super().__init__(base, owner, where, asked, counter, keeps_draws)
-        self.where = where
-        # `apply_chunking_to_forward` of transformers counts the parameters of BERT's method.
-        self.__signature__ = inspect.signature(functools.partial(getattr(type(owner), where[1]), owner))
-        self.asked, self.counter, self.keeps_draws = asked, counter, keeps_draws
-        self.whole: bool | None = None
-        """Whether the model's parameters stay on their device, unsharded; None before the first training forward."""
-        self.settings: Settings | None = None
-        """The settings of the owner in its last forward; None before the first."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the feed-forward for hidden states [sequences, tokens, hidden size]."""
-        owner: Any = self._arguments()[1]
-        name, method, inside = self.where
-        run = functools.partial(getattr(type(owner), method), owner)
-        if not (torch.is_grad_enabled() and owner.training) or kwargs or len(args) != 1:
-            return run(*args, **kwargs)
-        if compat.torch.is_compiling():
-            self.counter.in_graph = True
-            return run(*args)
-        parts = [owner.get_submodule(part) for part in inside]
-        plain = self._reason(owner, parts)
-        if plain is not None:
-            warn_plain(f"the feed-forward {name}", plain)
-            return run(*args)
-        if self.whole is None:
-            self.whole = compat.distributed.parameters_stay(self.base)
-        if self.settings is None or not self.settings.hold(owner):
-            self.settings = Settings(owner)
-        tokens = tokens_per_tile(self.asked, args[0].shape[:-1].numel(), trained=mostly_trained(parts))
-        state = ForwardState(name, owner, self.settings, whole=self.whole, keeps_draws=self.keeps_draws)
-        tiles = Tiles(state, parts, run, tokens)
-        tiles.report = self.counter.take_report()
-        output = tiled(tiles, *args)
-        self.counter.calls += 1
-        self.counter.last = f"chunks of {tokens} tokens"
-        return output
-
-    def _reason(self, owner: nn.Module, parts: list[nn.Module]) -> str | None:
-        """Return why the feed-forward cannot run in chunks now; None if it can."""
-        if not all(any(True for _ in part.parameters()) and compat.distributed.parameters_stay(part) for part in parts):
-            return "its parameters are sharded or moved (FSDP1, ZeRO-3, tensor parallelism, device maps)"
-        if compat.torch.transforms():
-            return "a transform of torch.func or forward-mode AD is active"
-        if self.keeps_draws and compat.devices.is_capturing():
-            return "a CUDA graph is captured, where random state cannot be read"
-        if any(is_watched(module) for part in parts for module in part.modules() if module is not owner):
-            return "a hook lies on one of its modules, which would see each chunk by itself"
-        return None
 
 
 class SkippedHook:

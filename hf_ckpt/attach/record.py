@@ -62,7 +62,7 @@ GIVEN_PLAN = "(given as a Plan object)"
 def spec_of(plan: Plan, options: Spec) -> Spec:
     """Return the spec of a plan that was passed as an object, with what `options` says about how it runs."""
     keys = ("preserve_rng_state", "determinism_check", "host_budget", "check_every", "on_mismatch")
-    return Spec(plan=GIVEN_PLAN, head=plan.head, mlp=plan.mlp, **{key: getattr(options, key) for key in keys})
+    return Spec(plan=GIVEN_PLAN, head=plan.head, **{key: getattr(options, key) for key in keys})
 
 
 class Decider(Protocol):
@@ -110,10 +110,10 @@ class Outermost(threading.local):
 
 @dataclasses.dataclass
 class ChunkCalls:
-    """How a head or feed-forwards ran that are planned to run in chunks."""
+    """How a head ran that is planned to run in chunks."""
 
     calls: int = 0
-    """Forward calls that ran in chunks, including those in recomputations."""
+    """Calls that ran in chunks."""
     last: str = ""
     """How the last call ran, in words; empty before the first."""
     in_graph: bool = False
@@ -179,8 +179,6 @@ class Installation:
     """How many forwards the model has run outside training."""
     heads: ChunkCalls = dataclasses.field(default_factory=ChunkCalls)
     """How the head ran, if it is planned to run in chunks."""
-    tiles: ChunkCalls = dataclasses.field(default_factory=ChunkCalls)
-    """How the feed-forwards ran, if they are planned to run in chunks."""
     told: tuple[Spec, Plan] | None = None
     """The spec and the plan that were last logged."""
 

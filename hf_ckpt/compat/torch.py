@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -215,15 +214,6 @@ def is_read_twice(error: RuntimeError) -> bool:
 
 next_autograd_sequence_number: Callable[[], int] = private("torch.autograd._get_sequence_nr")
 """Returns the sequence number of this thread's next autograd node; later nodes have larger numbers."""
-
-
-SEEN_BY_HOOKS: dict[str, Any] = (
-    {"respect_saved_tensors_hooks": True}
-    if "respect_saved_tensors_hooks" in inspect.signature(torch.utils.checkpoint.checkpoint).parameters
-    else {}
-)
-"""Keyword of torch's `checkpoint` (2.14) that passes tensors kept by SAC to the user's saved-tensor hooks, too. Older
-torch never does so."""
 
 
 @contextlib.contextmanager

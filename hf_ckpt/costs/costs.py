@@ -127,8 +127,6 @@ class Costs:
     optimizer_nanoseconds: int = 0
     head_tokens: int | str = "full"
     """How the head runs, in the words of `Plan.head`: `full`, `auto`, or the tokens of a chunk."""
-    mlp_tokens: int | str = "full"
-    """How the feed-forward of each block runs, in the words of `Plan.mlp`."""
     notes: tuple[str, ...] = ()
     """Remarks on the origin of the figures, for example that times were measured."""
 

@@ -26,11 +26,8 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.region import Region, Request
-from hf_ckpt.engines.sac import SacRegion
-from hf_ckpt.engines.tiles import is_watched
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.logs import warn_once
-from hf_ckpt.spec.actions import SAVE_CLASSES
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +37,9 @@ _Run = Callable[..., Any]
 class CompiledRegion(Region):
     """The function of a block that is compiled by itself.
 
-    If a block does not compile, hf_ckpt warns and runs it in eager mode: as is for a share of 1, as `full` for 0, and
-    as `selective` in between. It does the same, without a warning, while a dispatch mode has to see every operation,
-    such as torch's counter of operations.
+    If a block does not compile, hf_ckpt warns and runs it in eager mode: as is for a share of 1, and as `full`
+    otherwise. It does the same, without a warning, while a dispatch mode has to see every operation, such as torch's
+    counter of operations.
     """
 
     transforms = frozenset()
@@ -59,7 +56,7 @@ class CompiledRegion(Region):
         """Whether the block compiles, as far as known."""
         self.without_hooks = -1
         """The process's count of registered hooks when the block was last seen to have none inside."""
-        self.eager = _eager(block, share, options)
+        self.eager = None if share == 1 else FullRegion(block, **options)
         """Runs the block in eager mode; None to run it as is."""
 
     @property
@@ -111,7 +108,7 @@ class CompiledRegion(Region):
             compat.compiler.call_parts(fn)[0].__name__ != "forward"
         )  # with its own hooks, until transformers 5.17
         inside = (part for part in module.modules() if called_whole or part is not module)
-        hooked = next((part for part in inside if is_watched(part)), None)
+        hooked = next((part for part in inside if _is_watched(part)), None)
         if hooked is None and not compat.torch.has_global_hooks():
             self.without_hooks = registered
             return False
@@ -130,7 +127,7 @@ class CompiledRegion(Region):
         return f"{stack}.*" if place.isdigit() else self.block
 
     def _policy_in_eager_mode(self) -> str:
-        return "none" if self.share == 1 else "full" if self.share == 0 else "selective"
+        return "none" if self.eager is None else "full"
 
     def _run_eagerly(self, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
         if self.eager is None:
@@ -161,11 +158,11 @@ class CompiledRegion(Region):
         return {**vars(self), "without_hooks": -1}  # another process counts its own
 
 
-def _eager(block: str, share: float, options: dict[str, Any]) -> Region | None:
-    """Make the region that runs a block in eager mode under the policy nearest to its share; None for `none`."""
-    if share == 1:
-        return None
-    return FullRegion(block, **options) if share == 0 else SacRegion(block, save=SAVE_CLASSES, **options)
+def _is_watched(module: nn.Module) -> bool:
+    """Whether a module has forward or backward hooks that do not belong to hf_ckpt."""
+    boxes = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    hooks = (hook for box in boxes if box for hook in box.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("hf_ckpt.") for hook in hooks)
 
 
 def make(request: Request) -> Region:

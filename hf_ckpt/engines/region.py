@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -44,10 +44,10 @@ class Region:
     """Transforms of torch.func that the forward works under; `grad` allows no hooks on saved tensors."""
     moved_bytes: int = 0
     """Bytes that the last forward moved to host memory."""
-    dropped: Mapping[str, int] = {}
-    """Bytes that the last forward dropped, by class of the operation or module that produced them."""
-    kept: Mapping[str, int] = {}
-    """Bytes that the last forward kept, by the module or operation that produced them, without parameters."""
+    dropped_bytes: int = 0
+    """Bytes that the last forward dropped, which backward rebuilds."""
+    kept_bytes: int = 0
+    """Bytes of results that the last forward kept, without parameters, if the engine decides for each result."""
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, and return its outputs. Every engine implements this."""

@@ -191,10 +191,10 @@ def said(asked: Question, model: str, device: Device, own: Row, budget_bytes: in
 
 def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str, Any]:
     """The shortest spec with which a training makes this plan by itself, for the peak and host memory allowed."""
-    chunks = {name: how for name, how in (("head", plan.head), ("mlp", plan.mlp)) if how != "full"}
-    if not chunks and all(action.kind == "keep" for _, action in plan.actions):
+    head = {} if plan.head == "full" else {"head": plan.head}
+    if not head and all(action.kind == "keep" for _, action in plan.actions):
         return NONE
-    spec = {"policy": "budget", "budget": f"{budget_bytes // 2**20}MiB", **chunks}
+    spec = {"policy": "budget", "budget": f"{budget_bytes // 2**20}MiB", **head}
     moved = any(action.moved or action.kind == "offload" for _, action in plan.actions)
     return {**spec, "host_budget": exact_size(host_budget)} if moved and host_budget else spec
 

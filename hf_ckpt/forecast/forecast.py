@@ -143,7 +143,7 @@ class Forecaster:
         asked, device = self.asked, self.device
         plan, course = plan_of(costs, choice, limit, device.name), timeline(costs, choice)
         own = _row("this plan", plan, limit, spec=spec_of(plan, limit, asked.host_budget))
-        plain = self.costs_of(dataclasses.replace(asked, head="full", mlp="full"))
+        plain = self.costs_of(dataclasses.replace(asked, head="full"))
         usual = {name: plan_of(plain, plain.uniform(action)) for name, action in (("none", KEEP), ("full", FULL))}
         (_, resident), *moving = course.worst.parts().items()
         weights, state = costs.static.parameters, costs.static.optimizer
@@ -259,7 +259,7 @@ class Forecaster:
         if key not in self._costs:
             self._tell(f"measuring steps with {asked.batch} x {asked.tokens} tokens, on fake tensors")
             model = self._model(asked)
-            costs = costs_of_model(model, asked, self.device, head=asked.head, mlp=asked.mlp)
+            costs = costs_of_model(model, asked, self.device, head=asked.head)
             copies = costs.static.gradients if asked.ranks > 1 and not asked.sharded else 0  # in buckets of DDP
             static = dataclasses.replace(costs.static, buffers=costs.static.buffers + copies)
             self._costs[key] = dataclasses.replace(costs, static=static, notes=tuple(_notes_of(costs, model, asked)))

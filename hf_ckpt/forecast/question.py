@@ -122,7 +122,6 @@ class Question:
     parallel: str = _field("ddp", "how ranks share the work", choices=("ddp", "fsdp2"), label="Shared by")
     architecture: str | None = _field(None, "class of the model, in place of its config's")
     head: int | str = _field("full", f"head: {_CHUNKS}", read=_tokens, label="Head")
-    mlp: int | str = _field("full", f"feed-forwards: {_CHUNKS}", read=_tokens, label="Feed-forwards")
     device: str | None = _field(
         None,
         f"assumed in place of this machine's: {', '.join(DEVICES)}",
@@ -140,9 +139,9 @@ class Question:
     max_batch: bool = _field(False, "the largest batch that fits into the budget")
 
     def __post_init__(self) -> None:
-        for name in ("device", "budget", "host_budget", "head", "mlp"):
+        for name in ("device", "budget", "host_budget", "head"):
             value = getattr(self, name)
-            if isinstance(value, (str, float)) or name in ("head", "mlp"):  # other numbers are bytes already
+            if isinstance(value, (str, float)) or name == "head":  # other numbers are bytes already
                 object.__setattr__(self, name, about(FIELDS[name]).read(value))
         for field in dataclasses.fields(self):
             known, value = about(field), getattr(self, field.name)
@@ -203,7 +202,7 @@ class Question:
 FIELDS = {field.name: field for field in dataclasses.fields(Question)}
 """Every field of a question by its name."""
 OF_THE_PLAN: dict[str, Any] = {
-    name: FIELDS[name].default for name in ("device", "budget", "host_budget", "head", "mlp", "max_batch")
+    name: FIELDS[name].default for name in ("device", "budget", "host_budget", "head", "max_batch")
 }
 """Fields that say nothing of the training, with their defaults."""
 

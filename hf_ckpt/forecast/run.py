@@ -23,7 +23,6 @@ from hf_ckpt.attach.attach import trial
 from hf_ckpt.attach.boundaries import Boundaries
 from hf_ckpt.costs.costs import Costs, StackEnd, Static, costs_of_step
 from hf_ckpt.costs.steps import Change, Part, Step
-from hf_ckpt.engines.tiles import standing_for
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.batches import DTYPES, MicroStep, micro_step
 from hf_ckpt.forecast.devices import Device
@@ -57,9 +56,7 @@ class _Measured:
     """Time of the pass without gradients, which is part of the head's, as a multiple of that of the model's forward."""
 
 
-def costs_of_model(
-    model: ShallowModel, asked: Question, device: Device, *, head: int | str = "full", mlp: int | str = "full"
-) -> Costs:
+def costs_of_model(model: ShallowModel, asked: Question, device: Device, *, head: int | str = "full") -> Costs:
     """What a model costs under every action, for one batch shape.
 
     Args:
@@ -67,7 +64,6 @@ def costs_of_model(
         asked: the training.
         device: its row gives the time of operations.
         head: how the head runs, as in `Plan.head`.
-        mlp: how the feed-forward of each block runs, as in `Plan.mlp`.
 
     Raises `HfCkptError` if the model does not run on fake tensors, or if a step calls a block twice.
     """
@@ -75,15 +71,15 @@ def costs_of_model(
     sharding = Sharding(model, asked) if asked.sharded else None
     step = micro_step(asked, model.base)
     static = _static(model, asked, step.batch, device)
-    plain = _measure(model, asked, device, FULL, "full", mlp)
-    whole = plain if head == "full" else _measure(model, asked, device, FULL, head, mlp)
+    plain = _measure(model, asked, device, FULL, "full")
+    whole = plain if head == "full" else _measure(model, asked, device, FULL, head)
     deep, like = _at_real_depth(model, whole)
     kinds = {block: number for number, block in enumerate(dict.fromkeys(like.values()))}
     changes: dict[tuple[int, Action], Change] = {}
     ratios: dict[tuple[int, Action], float] = {}
     steps = {FULL: whole}
     for action in actions[:-1]:
-        other = steps[action] = _measure(model, asked, device, action, "full", mlp)
+        other = steps[action] = _measure(model, asked, device, action, "full")
         for block, number in kinds.items():
             if changed := _change(plain, other, block):
                 changes[number, action], ratios[number, action] = changed
@@ -114,7 +110,6 @@ def costs_of_model(
         model=found.model,
         tokens=asked.rows * max(asked.tokens, asked.target_tokens or 0) if "input_ids" in step.batch else 0,
         head_tokens=head,
-        mlp_tokens=mlp,
         head=(forward, backward),
         static=static,
         blocks=tuple(named.values()),
@@ -146,17 +141,15 @@ def _static(model: ShallowModel, asked: Question, batch: Mapping[str, Any], devi
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _measure(
-    model: ShallowModel, asked: Question, device: Device, action: Action, head: int | str, mlp: int | str
-) -> _Measured:
+def _measure(model: ShallowModel, asked: Question, device: Device, action: Action, head: int | str) -> _Measured:
     """Measure one micro-step of the shallow model with all blocks under one action; once for each."""
-    key = dataclasses.replace(asked, **OF_THE_PLAN, optimizer="adamw"), device, action, head, mlp
+    key = dataclasses.replace(asked, **OF_THE_PLAN, optimizer="adamw"), device, action, head
     if key in model.measured:
         found: _Measured = model.measured[key]
         return found
     base = model.base.train()
     blocks = find_blocks(base)
-    plan = Plan(blocks.family, blocks.model, tuple((block, action) for block in blocks.blocks), head=head, mlp=mlp)
+    plan = Plan(blocks.family, blocks.model, tuple((block, action) for block in blocks.blocks), head=head)
     kernels = contextlib.nullcontext() if device.name == "cpu" else compat.kernels.accelerator_kernels()
     try:
         with (
@@ -229,7 +222,6 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], asked: Question, de
         vars(model)["forward"] = step.forward
     try:
         with contextlib.ExitStack() as around:
-            around.callback(standing_for.reset, standing_for.set(meter.one_for_many))
             around.enter_context(meter)
             meter.part = "before"
             mark("begin")

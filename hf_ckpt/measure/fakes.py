@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -37,8 +36,6 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
         self._sources: dict[int, int] = {}
         """Storage of a cast tensor -> storage of the tensor that it was cast from, as addresses."""
         self._nanoseconds = 0
-        self._times = 1
-        """How often a real step runs the current operations; 0 for operations that take no time of their own."""
         self.next_part: Any = None
         """The part that begins with the next operation, if any."""
         self.freed: collections.Counter[tuple[Any, Any]] = collections.Counter()
@@ -49,15 +46,6 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
     def stamp(self) -> Any:
         """Return the nanoseconds so far."""
         return self._nanoseconds
-
-    @contextlib.contextmanager
-    def one_for_many(self, times: int) -> Iterator[None]:
-        """Count the time of this context `times` times; as many bytes must be alive after it as before it."""
-        self._times = times
-        try:
-            yield
-        finally:
-            self._times = 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.next_part is not None:
@@ -77,7 +65,7 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
         made = list(_tensors(result))
         new = [self._count(value) for value in made]
         if any(new) or func._schema.is_mutable:
-            self._nanoseconds += self._time_of(func, args, kwargs, result, made) * self._times
+            self._nanoseconds += self._time_of(func, args, kwargs, result, made)
         return result
 
     def _count(self, tensor: torch.Tensor) -> bool:

@@ -10,13 +10,13 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.errors import NoBlocksError, OwnerConflictError, SpecError
-from hf_ckpt.models.families import CHEAP_EVERYWHERE, FAMILIES, GENERIC, Family, FeedForward, family_of
+from hf_ckpt.errors import NoBlocksError, OwnerConflictError
+from hf_ckpt.models.families import CHEAP_EVERYWHERE, FAMILIES, GENERIC, Family, family_of
 from hf_ckpt.spec.plan import Block
 
 
@@ -211,60 +211,6 @@ def biases(block: nn.Module) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
     layers = (module for module in block.modules() if type(module) is nn.Linear or _kind(module) == "Conv1D")
     pairs = ((vars(layer)["_parameters"].get("weight"), vars(layer)["_parameters"].get("bias")) for layer in layers)
     return {id(weight): (weight, bias) for weight, bias in pairs if weight is not None and bias is not None}
-
-
-class FoundFeedForward(NamedTuple):
-    """The feed-forward of one block."""
-
-    owner: nn.Module
-    """The module whose method computes it."""
-    where: tuple[str, str, tuple[str, ...]]
-    """Qualified name of that module, name of the method, and names inside it of the modules that the method uses."""
-
-
-def feed_forwards(found: FoundBlocks) -> tuple[FoundFeedForward, ...]:
-    """Return the feed-forward of every block: the one that the family's row names, or one recognised by its modules.
-
-    Recognised are gated ones of transformers' own code: `gate_proj`, `up_proj`, `down_proj` and no other parameters.
-
-    Raises `SpecError` if the feed-forward of a block is unknown, with the name of the block and the reason.
-    """
-    row = FAMILIES.get(found.family)
-    where = None if row is None else row.feed_forward
-    return tuple(_feed_forward(name, block, where) for name, block in found.modules.items())
-
-
-def _feed_forward(name: str, block: nn.Module, where: FeedForward | None) -> FoundFeedForward:
-    reason = ""
-    if routers(block):
-        reason = "it sends tokens to experts, and which ones would then be chosen for each chunk by itself"
-    elif where is not None:
-        owner: Any = block
-        for step in where.path.split(".") if where.path else ():
-            owner = owner[int(step)] if step.lstrip("-").isdigit() else getattr(owner, step)
-        return FoundFeedForward(owner, (_below(name, block, owner), where.method, where.parts or ("",)))
-    else:
-        gated = [module for module in block.modules() if _is_gated(module)]
-        if len(gated) == 1:
-            return FoundFeedForward(gated[0], (_below(name, block, gated[0]), "forward", ("",)))
-        reason = f"it has {len(gated) or 'no'} modules of gate_proj, up_proj and down_proj, and no family names another"
-    raise SpecError([f"`mlp`: the feed-forward of block {name!r} ({_kind(block)}) cannot run in chunks: {reason}."])
-
-
-def _below(name: str, block: nn.Module, module: nn.Module) -> str:
-    """Return the qualified name of a module in the block `name`."""
-    inside = next(path for path, found in block.named_modules() if found is module)
-    return plain_name(f"{name}.{inside}" if inside else name)
-
-
-def _is_gated(module: nn.Module) -> bool:
-    """Whether a module is a gated feed-forward of transformers, which takes one tensor and does not mix tokens."""
-    weights = {"gate_proj", "up_proj", "down_proj"}
-    names = {name.partition(".")[0] for name, _ in module.named_parameters()}
-    if not _known_class(module) or names != weights:
-        return False
-    needed = [p for p in inspect.signature(type(module).forward).parameters.values() if p.default is p.empty]
-    return len(needed) == 2  # itself and the hidden states
 
 
 def vocabulary_head(base: nn.Module) -> nn.Module | None:

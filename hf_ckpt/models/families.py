@@ -37,30 +37,13 @@ class TinyModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class FeedForward:
-    """Where the feed-forward of a block is, and how the block calls it.
-
-    It treats each token independently. It takes only hidden states, [sequences, tokens, hidden size], and returns the
-    same shape.
-    """
-
-    path: str
-    """Names of attributes, from the block to the module that is called, such as `mlp` or `layer.-1`; -1 is the last
-    item of a list. Empty for the block itself."""
-    method: str = "forward"
-    """The method of that module that computes it."""
-    parts: tuple[str, ...] = ()
-    """Names of the modules inside it whose parameters the method uses; empty for all."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Family:
     """A group of models that share a structure, and where their parts are.
 
         family = hf_ckpt.Family("opt", model_types=("opt",), stacks=(("decoder", "decoder.layers"),), head="lm_head")
         hf_ckpt.register_family(family)
 
-    Models without a family work, too. A family names the stacks, and lets `head` and `mlp` run in chunks.
+    Models without a family work, too. A family names the stacks and the head.
     """
 
     name: str
@@ -74,8 +57,6 @@ class Family:
     cheap: tuple[str, ...] = ()
     """Class names of small modules that `selective` may recompute as a whole, in addition to `CHEAP_EVERYWHERE`. They
     take one tensor and return one, draw no random numbers, and change nothing in place."""
-    feed_forward: FeedForward | None = None
-    """Where the feed-forward of each block is; None if unknown."""
     depths: Depths = dataclasses.field(default_factory=lambda: GENERIC_DEPTHS)
     """The config keys that hold the number of blocks of each stack."""
     learned_positions: tuple[str, ...] = ()
@@ -162,7 +143,6 @@ for _row in (
             "Gemma2RMSNorm",
             "Gemma3RMSNorm",
         ),
-        feed_forward=FeedForward("mlp"),
         depths={"decoder": ("num_hidden_layers",)},
         tiny=TinyModel(
             "LlamaConfig",
@@ -183,7 +163,6 @@ for _row in (
         model_types=("gpt2", "gpt_neo", "gptj"),
         stacks=(("decoder", "h"),),
         head="lm_head",
-        feed_forward=FeedForward("mlp"),
         depths={"decoder": ("n_layer", "num_layers")},
         learned_positions=("gpt2", "gpt_neo"),
         tiny=TinyModel(
@@ -205,7 +184,6 @@ for _row in (
         model_types=("gpt_neox",),
         stacks=(("decoder", "layers"),),
         head="lm_head",
-        feed_forward=FeedForward("mlp"),
         depths={"decoder": ("num_hidden_layers",)},
     ),
     Family(
@@ -213,7 +191,6 @@ for _row in (
         model_types=("bert", "roberta", "electra", "camembert", "xlm-roberta"),
         stacks=(("encoder", "encoder.layer"),),
         head="decoder",
-        feed_forward=FeedForward("", "feed_forward_chunk", ("intermediate", "output")),
         depths={"encoder": ("num_hidden_layers",)},
         learned_positions=("bert", "roberta", "electra", "camembert", "xlm-roberta"),
         tiny=TinyModel(
@@ -237,7 +214,6 @@ for _row in (
         stacks=(("encoder", "encoder.block"), ("decoder", "decoder.block")),
         head="lm_head",
         cheap=("T5LayerNorm", "MT5LayerNorm", "UMT5LayerNorm", "LongT5LayerNorm"),
-        feed_forward=FeedForward("layer.-1"),
         depths={"encoder": ("num_layers",), "decoder": ("num_decoder_layers",)},
         tiny=TinyModel(
             "T5Config",

@@ -103,7 +103,7 @@ def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, devic
     if costs.blocks:
         chosen = {block.name: action for block, action in pairs}
         pairs = tuple((block, chosen.get(block.name, KEEP)) for block in costs.blocks)
-    return Plan(costs.family, costs.model, pairs, prediction, costs.head_tokens, costs.mlp_tokens)
+    return Plan(costs.family, costs.model, pairs, prediction, costs.head_tokens)
 
 
 def _pairs(costs: Costs, choice: Choice) -> Iterator[tuple[Block, Action]]:

@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from hf_ckpt.errors import PlanMismatchError, SpecError
 from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, Action
@@ -32,8 +31,7 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
     """
     if spec.plan is not None:
         plan = fit_plan(Plan.load(spec.plan), blocks, family, model, spec.plan)
-        chunks: dict[str, Any] = {key: getattr(spec, key) for key in ("head", "mlp") if getattr(spec, key) != "full"}
-        return dataclasses.replace(plan, **chunks)
+        return plan if spec.head == "full" else dataclasses.replace(plan, head=spec.head)
     stacks = {stack: list(found) for stack, found in itertools.groupby(blocks, lambda block: block.stack)}
     problems: list[str] = []
     actions = dict.fromkeys(blocks, _action(spec, "none", (), None))
@@ -58,7 +56,7 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
         actions |= dict.fromkeys(chosen, _action(spec, rule.policy, rule.save or spec.save, rule.share))
     if problems:
         raise SpecError(problems)
-    return Plan(family=family, model=model, actions=tuple(actions.items()), head=spec.head, mlp=spec.mlp)
+    return Plan(family=family, model=model, actions=tuple(actions.items()), head=spec.head)
 
 
 def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, source: str = "the plan") -> Plan:

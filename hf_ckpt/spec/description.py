@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +50,10 @@ class Description:
     """Block name -> checkpointed forwards so far."""
     recomputed: dict[str, int]
     """Block name -> recomputations so far, of the whole block or (with `selective`) of operations inside it."""
-    dropped: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Class of an operation, or of a module that is rerun -> bytes of its results that `selective` dropped in the last
-    forward, summed over the blocks."""
-    kept: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Module or operation (`down_proj`, `attention`) -> bytes of its results that `selective` kept in the
-    last forward, summed over the blocks; parameters are left out."""
+    dropped_bytes: int = 0
+    """Bytes of results that `selective` dropped in the last forward, over all blocks."""
+    kept_bytes: int = 0
+    """Bytes of results that `selective` kept in the last forward, over all blocks; parameters are left out."""
     plans: dict[str, Plan] = dataclasses.field(default_factory=dict)
     """Under `budget` and `auto`: the batch shape that a plan was made for, in words -> the plan. A smaller batch
     may use it, too; `plan` is that of the last batch."""
@@ -74,21 +71,15 @@ class Description:
     """Results of the watch so far; None if nothing is checked."""
     chunked_heads: int = 0
     """Calls of the head that ran in chunks so far."""
-    chunked_mlps: int = 0
-    """Forward calls of feed-forwards that ran in chunks so far, including those in recomputations."""
     head_ran: str = ""
     """How the last call of a head ran that is planned to run in chunks, in words: with the tokens of a chunk, or why it
     ran as a whole. Empty before the first."""
-    mlp_ran: str = ""
-    """The same for feed-forwards."""
     in_graphs: tuple[str, ...] = ()
     """Planned blocks inside a graph of torch.compile, where calls are not counted."""
     compiled_by_others: tuple[str, ...] = ()
     """Blocks that hf_ckpt should compile, but that are in a graph of other code, where their share has no effect."""
     head_in_graph: bool = False
     """Whether the head should run in chunks, but ran as a whole in a graph of torch.compile."""
-    mlp_in_graph: bool = False
-    """Whether feed-forwards should run in chunks, but one ran as a whole in a graph of torch.compile."""
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON or YAML file, as `Plan.save` does."""
@@ -123,22 +114,16 @@ class Description:
                 for what, why in (watched.not_checked if watched else {}).items()
             },
             f"  {not_counted}: {len(self.in_graphs)} blocks": self.in_graphs,
+            "  `selective` runs as `full` in graphs of torch.compile": any(
+                self.plan.active()[name].kind == "selective" for name in self.in_graphs
+            ),
             f"  compiled by something else, so that no share counts: {len(self.compiled_by_others)} blocks": (
                 self.compiled_by_others
             ),
             "  in a graph of torch.compile, where it runs as a whole: the head": self.head_in_graph,
-            "  in a graph of torch.compile, where they run as a whole: feed-forwards": self.mlp_in_graph,
             f"  moved to host memory in the last forward: {moved} of {len(self.moved)} blocks": self.moved,
             f"  head, last call: {self.head_ran}; {self.chunked_heads} calls in chunks so far": self.head_ran,
-            f"  feed-forward, last call: {self.mlp_ran}; {self.chunked_mlps} calls in chunks so far": self.mlp_ran,
-            f"  dropped, to be rebuilt in the last forward: {_bytes_of(self.dropped)}": self.dropped,
-            f"  kept in the last forward: {_bytes_of(self.kept)}": self.kept,
+            f"  `selective` kept {format_bytes(self.kept_bytes)} and dropped {format_bytes(self.dropped_bytes)} in the last "
+            "forward": self.kept_bytes or self.dropped_bytes,
         }
         return "\n".join(line for line, is_shown in lines.items() if is_shown)
-
-
-def _bytes_of(parts: Mapping[str, int]) -> str:
-    """Return the sum of some bytes, and each part by its name."""
-    return (
-        f"{format_bytes(sum(parts.values()))} ({', '.join(f'{name} {format_bytes(n)}' for name, n in parts.items())})"
-    )

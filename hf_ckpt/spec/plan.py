@@ -111,8 +111,6 @@ class Plan:
     head: int | str = "full"
     """How the head and its loss run: `full` (as a whole), a number (in chunks of so many tokens), or `auto` (in chunks
     whose size is chosen in each call)."""
-    mlp: int | str = "full"
-    """How the feed-forward of each block runs: `full`, a number, or `auto`, as for `head`."""
 
     def stacks(self) -> dict[str, list[tuple[Block, Action]]]:
         """Return stack name -> its blocks with their actions."""
@@ -147,7 +145,6 @@ class Plan:
         stacks = {stack: [row(*pair) for pair in pairs] for stack, pairs in self.stacks().items()}
         found = {"hf_ckpt_plan": FORMAT_VERSION, "family": self.family, "model": self.model, "stacks": stacks}
         found |= {"head": self.head} if self.head != "full" else {}
-        found |= {"mlp": self.mlp} if self.mlp != "full" else {}
         return found if self.prediction is None else {**found, "prediction": self.prediction.to_dict()}
 
     @classmethod
@@ -163,10 +160,10 @@ class Plan:
             actions = tuple(_read_rows(data["stacks"]))
             predicted = data.get("prediction")
             prediction = None if predicted is None else Prediction.from_dict(predicted)
-            chunks, problems = read_keys({key: data[key] for key in ("head", "mlp") if key in data}, READERS)
+            head, problems = read_keys({key: data[key] for key in ("head",) if key in data}, READERS)
             if problems:
                 raise ValueError(" ".join(problems))
-            return cls(str(data["family"]), str(data["model"]), actions, prediction, **chunks)
+            return cls(str(data["family"]), str(data["model"]), actions, prediction, **head)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise PlanMismatchError(f"{source} is damaged: {shown(error, 400)}") from error
 
@@ -196,8 +193,7 @@ class Plan:
         """Return the actions in one line: `full on blocks 0, 2 of 4`. Several stacks are listed one by one."""
         stacks = self.stacks()
         parts = [(f"{stack}: " if len(stacks) > 1 else "") + _summary(pairs) for stack, pairs in stacks.items()]
-        chunks = {"head in chunks": self.head, "feed-forwards in chunks": self.mlp}
-        return "; ".join([*parts, *(text for text, tokens in chunks.items() if tokens != "full")])
+        return "; ".join(parts if self.head == "full" else [*parts, "head in chunks"])
 
     def __str__(self) -> str:
         lines = [f"{self.model} (family {self.family}), {len(self.active())} of {len(self.actions)} blocks planned"]
@@ -208,9 +204,8 @@ class Plan:
             kinds = ", ".join(dict.fromkeys(block.kind for block, _ in pairs))
             parts = [f"{action} {spans(indices)}" for action, indices in chosen.items()]
             lines.append(f"  {stack} ({len(pairs)} x {kinds}): {'; '.join(parts)}")
-        for name, tokens in (("head", self.head), ("feed-forward", self.mlp)):
-            if tokens != "full":
-                lines.append(f"  {name}: in chunks ({tokens if isinstance(tokens, str) else f'{tokens} tokens'})")
+        if self.head != "full":
+            lines.append(f"  head: in chunks ({self.head if isinstance(self.head, str) else f'{self.head} tokens'})")
         return "\n".join(lines)
 
 

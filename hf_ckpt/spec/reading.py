@@ -256,7 +256,6 @@ READERS: dict[str, Reader] = {
     "determinism_check": one_of("default", "none"),
     "use_reentrant": _read_reentrant,
     "head": whole(1, "full", "auto"),
-    "mlp": whole(1, "full", "auto"),
     "check_every": whole(0),
     "on_mismatch": one_of("warn", "raise"),
     "plan": _optional(_read_plan),

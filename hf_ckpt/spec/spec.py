@@ -79,8 +79,6 @@ class Spec:
     head: int | str = "full"
     """`full` runs the head as a whole. A number runs it and the loss in chunks of so many tokens; `auto` chooses the
     number."""
-    mlp: int | str = "full"
-    """The same for the feed-forward of each block."""
     check_every: int = 100
     """In every n-th training forward, one block is checked: whether its backward gets what its forward saved. Blocks
     take turns. 0 checks nothing."""
@@ -301,11 +299,6 @@ def _conflicts(spec: Spec, given: Mapping[str, Any]) -> list[str]:
         (
             compiled and bool(left_to_compiler),
             f'`compile: "blocks"` leaves to the compiler what a block keeps; remove {", ".join(left_to_compiler)}.',
-        ),
-        (
-            compiled and spec.mlp != "full",
-            "`mlp` in chunks would be a loop in the graph of a compiled block, which the compiler takes apart again; "
-            "leave `mlp` or `compile` out.",
         ),
         (
             spec.plan is not None and bool(beside_plan),

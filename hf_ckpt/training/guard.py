@@ -297,7 +297,7 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
         assert record is not None
     end_watch(record)
     found, plan = find_blocks(base), record.plan
-    if not (record.enabled or is_new) and (plan.active() or (plan.head, plan.mlp) != ("full", "full")):
+    if not (record.enabled or is_new) and (plan.active() or plan.head != "full"):
         put_on(found, record)
         return f"the installed plan (`{record.spec.policy}`)"
     smaller_budget: str | None = None if record.session is None else record.session.lower(record)

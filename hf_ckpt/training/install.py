@@ -14,7 +14,7 @@ from hf_ckpt.attach import attach as on_model
 from hf_ckpt.attach.attach import attach, describe, detach
 from hf_ckpt.attach.process import hook_process, unhook_process
 from hf_ckpt.attach.record import GIVEN_PLAN, Installation, installation, spec_of
-from hf_ckpt.models.blocks import FoundBlocks, feed_forwards, find_blocks
+from hf_ckpt.models.blocks import FoundBlocks, find_blocks
 from hf_ckpt.planner.policies import fit_plan, make_plan
 from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan
@@ -128,8 +128,6 @@ def decide(found: FoundBlocks, asked: SpecLike | Plan) -> tuple[Spec, Plan]:
     else:
         spec = Spec.parse(asked)
         plan = make_plan(spec, found.blocks, found.family, found.model)
-    if plan.mlp != "full":
-        feed_forwards(found)
     return spec, plan
 
 
@@ -144,8 +142,7 @@ class _Decider:
         # Keep a plan that was loaded or passed before; its file may be gone by now.
         same = spec.plan is not None and spec.plan == record.spec.plan
         plan = decide(found, record.plan if same else spec)[1]
-        chunks: dict[str, Any] = {key: getattr(spec, key) for key in ("head", "mlp") if key in asked}
-        return spec, dataclasses.replace(plan, **chunks) if same else plan
+        return spec, dataclasses.replace(plan, head=spec.head) if same and "head" in asked else plan
 
     def session(self, base: nn.Module, record: Installation) -> Session:
         """Return a new session, which measures the batches of a run under `budget` or `auto` and plans for them."""

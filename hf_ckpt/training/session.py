@@ -415,7 +415,7 @@ class Session:
     def _trying(self, batch: Batch, phase: str, tried: Mapping[str, Action] | None = None) -> Planned:
         """The plan for one step of a phase before the plan: all blocks keep least, but for those in `tried`."""
         rows = tuple((block, (tried or {}).get(name, self._least)) for name, block in self._blocks.items())
-        plan = Plan(self._family, self._name, rows, head=self._spec.head, mlp=self._spec.mlp)
+        plan = Plan(self._family, self._name, rows, head=self._spec.head)
         known = self.known
         tries = len(self._actions) - 1 if known.reference(batch) is None else known.pending(batch)
         steps = (known.reference(batch) is None) + (tries if self._may_try else 0)
@@ -612,7 +612,7 @@ class Session:
         made, over = _best(ways, self.limit_bytes - self.bias_bytes, device_name(self._devices))
         actions = {block.name: action for block, action in made.actions}
         blocks = tuple((block, actions.get(name, self._least)) for name, block in self._blocks.items())
-        plan = Plan(self._family, self._name, blocks, made.prediction, self._spec.head, self._spec.mlp)
+        plan = Plan(self._family, self._name, blocks, made.prediction, self._spec.head)
         table = tuple((str(action), kept, share) for action, kept, share in known.table(batch))
         planned = Planned(batch, self.limit_bytes, plan, self.bias_bytes, over, held=self.plans, costs=table)
         self._tell(planned)

@@ -60,16 +60,11 @@ class Verification:
     """The largest difference of a gradient or the loss: the norm of the difference over the norm without the plan. The
     norm of a gradient counts as at least 1 % of the largest gradient's norm."""
     allowed_difference: float
-    """The limit of `largest_difference`: 0 (bit-equal) unless head or feed-forwards run in chunks, or blocks are
-    compiled."""
+    """The limit of `largest_difference`: 0 (bit-equal) unless the head runs in chunks, or blocks are compiled."""
     chunked_heads: int
     """Calls of the head that ran in chunks."""
-    chunked_mlps: int
-    """Calls of feed-forwards that ran in chunks, including those in recomputations."""
     head_ran: str
     """How the last call of a head in chunks ran, as in `Description`."""
-    mlp_ran: str
-    """The same for feed-forwards."""
     in_graphs: tuple[str, ...]
     """Planned blocks inside a graph of torch.compile, where recomputations are not counted."""
     different_buffers: tuple[str, ...]
@@ -86,16 +81,15 @@ class Verification:
         """Whether the plan does what it promises.
 
         Gradients were compared. Buffers are bit-equal; gradients and the loss are equal up to `allowed_difference`.
-        Every planned block was recomputed. Tensors were moved to host memory, and head and feed-forwards ran in chunks,
-        if the plan says so.
+        Every planned block was recomputed. Tensors were moved to host memory, and the head ran in chunks, if the plan
+        says so.
         """
         if self.not_recomputed or self.not_moved or not self.parameters or self.different_buffers:
             return False
         if not self.allowed_difference:
             return not (self.loss_difference or self.different)
         headed = self.plan.head == "full" or self.chunked_heads > 0
-        tiled = self.plan.mlp == "full" or self.chunked_mlps > 0
-        return headed and tiled and self.largest_difference <= self.allowed_difference
+        return headed and self.largest_difference <= self.allowed_difference
 
     def __bool__(self) -> bool:
         return self.ok
@@ -118,10 +112,6 @@ class Verification:
             (
                 plan.head != "full",
                 f"head: {self.chunked_heads} calls in chunks; last call: {self.head_ran or 'none'}",
-            ),
-            (
-                plan.mlp != "full",
-                f"feed-forwards: {self.chunked_mlps} calls in chunks; last call: {self.mlp_ran or 'none'}",
             ),
             (self.compiled, f"{len(self.compiled)} blocks compiled, compared with the same blocks at share 1"),
             (
@@ -215,10 +205,10 @@ def verify(
         assert now is not None
         moving = [name for name, region in now.regions.items() if getattr(region, "mover", None) is not None]
         compiled = tuple(name for name, action in plan.active().items() if ACTIONS[action.kind].compiles)
-        if compiled or (plan.mlp != "full" and plain.draws):
+        if compiled:
             with trial(model, _keeping(plan)):
                 plain = step()
-    rounded = plan.head != "full" or plan.mlp != "full" or bool(compiled)
+    rounded = plan.head != "full" or bool(compiled)
     small = any(gradient.dtype.itemsize < 4 for gradient in plain.gradients.values() if gradient is not None)
     hidden = {*after.frozen, *(set(compiled) & set(after.in_graphs))}
     # A gradient that is 0 except for rounding, such as that of a key bias, shares no digit with that of another run.
@@ -242,9 +232,7 @@ def verify(
         largest_difference=max([loss_gap, *gaps.values()]),
         allowed_difference=(ROUNDING_16 if small or compat.devices.autocast_is_on() else ROUNDING) if rounded else 0.0,
         chunked_heads=after.chunked_heads,
-        chunked_mlps=after.chunked_mlps,
         head_ran=after.head_ran,
-        mlp_ran=after.mlp_ran,
         in_graphs=after.in_graphs,
         different_buffers=tuple(
             name for name, buffer in plain.buffers.items() if _gap(buffer, planned.buffers[name]) is not None

@@ -11,7 +11,6 @@ After a difference, blocks of that class no longer run under the same action.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import weakref
 from typing import Any
@@ -103,7 +102,7 @@ class Watch:
             not self._due or compat.devices.is_capturing()
         ):  # a check waits for the device, which a CUDA graph does not allow
             return
-        if record is not None and not record.regions and record.plan.head == record.plan.mlp == "full":
+        if record is not None and not record.regions and record.plan.head == "full":
             self._say_once("blocks under `keep`", "their backward uses what autograd saved")
             return
         blocks = self._blocks(base, record, running or base)
@@ -112,7 +111,7 @@ class Watch:
             return
         self._due = False
         if record is not None:
-            self._check_chunks(record)
+            self._check_head(record)
         if not blocks:
             return
         if room <= 0:
@@ -153,22 +152,18 @@ class Watch:
             self._say_once("blocks that something else compiles", "to check one, torch would compile it once more")
         return [(name, module) for name, module in blocks if module not in compiled]
 
-    def _check_chunks(self, record: Installation) -> None:
-        """Check the next call of the head, and of a feed-forward, if they run in chunks."""
-        for what, chunks, calls in (
-            ("head in chunks", record.plan.head, record.heads),
-            ("feed-forward in chunks", record.plan.mlp, record.tiles),
-        ):
-            if chunks != "full":
-                calls.report = functools.partial(self._compare_chunks, what)
+    def _check_head(self, record: Installation) -> None:
+        """Check the next call of the head, if it runs in chunks."""
+        if record.plan.head != "full":
+            record.heads.report = self._compare_head
 
-    def _compare_chunks(self, what: str, expected: torch.Tensor, found: torch.Tensor) -> None:
+    def _compare_head(self, expected: torch.Tensor, found: torch.Tensor) -> None:
         self._checks += 1
         self._compared += 1
         share = beyond_rounding(expected, found)
         if share is not None:
             text = f"differs from that of plain code by {share:.2g} of its norm"
-            cause = 'Please report it; "head": "full" and leaving `mlp` out run them as a whole.'
+            what, cause = "head in chunks", "Please report it; without `head` in the spec, it runs as a whole."
             self._tell(
                 what, Difference(what, "", "gradient of the input", tuple(expected.shape), text, share, cause), 1, 1
             )

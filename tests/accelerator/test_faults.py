@@ -221,7 +221,7 @@ def test_no_autocast_ends_no_run():
     model, batch = model_on(FIRST), batch_on(FIRST)
     expected = step(model, batch)
     with device.no_autocast():
-        hf_ckpt.install(model, {"policy": "selective", "head": 64, "mlp": 64, "check_every": 1})
+        hf_ckpt.install(model, {"policy": "selective", "head": 64, "check_every": 1})
         enable(model)
         for _ in range(2):
             assert_near(expected, step(model, batch))

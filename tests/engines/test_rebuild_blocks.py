@@ -44,7 +44,7 @@ def test_linear_layers_with_a_frozen_bias_run_again(family):
     expected = step(plain, tiny_batch(family))
     for _ in range(2):
         assert_same(expected, step(model, tiny_batch(family)))
-        assert sum(hf_ckpt.describe(model).kept.values()) == 51200  # 169984 and 137216 if such layers are kept
+        assert hf_ckpt.describe(model).kept_bytes == 51200  # 169984 and 137216 if such layers are kept
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if not parameter.requires_grad:
@@ -227,9 +227,7 @@ def test_other_models(name):
         assert_same(expected, step(model, batch), f"{name} {save}")
         found = hf_ckpt.describe(model)
         assert all(found.recomputed.values()), save
-        assert sum(found.dropped.values()) > 0
-    if name == "Phi3ForCausalLM":  # no row has its norms' names: the first forward tries them
-        assert found.dropped["Phi3RMSNorm"] > 0
+        assert found.dropped_bytes > 0
 
 
 # --- kinds of backward ------------------------------------------------------------------------------------------------

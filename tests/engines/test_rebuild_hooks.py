@@ -45,7 +45,7 @@ def test_hooks_around_the_model_get_what_autograd_saves(family):
         saved.append((shapes, outcome(model, loss)))
     assert saved[0][0] == saved[1][0]
     assert_same(saved[0][1], saved[1][1])
-    assert not hf_ckpt.describe(ours).dropped
+    assert not hf_ckpt.describe(ours).dropped_bytes
 
 
 HALVES, SWAP, MASK, NORM = torch.full((16,), 0.5), torch.tensor([1, 0]), torch.zeros(8, 8), Norm()
@@ -91,7 +91,7 @@ def test_the_users_own_checkpoint_inside_a_block(name, save):
         assert_same(expected, toy(block, region))
         assert region.recomputed > 0
         assert 2 <= len(CALLS) <= 2 + (type(region) is FullSelectiveRegion)  # once with the block, and then by itself
-        assert type(region) is FullSelectiveRegion or region.dropped
+        assert type(region) is FullSelectiveRegion or region.dropped_bytes
 
 
 @each_save

@@ -12,7 +12,6 @@ import torch
 from helpers.sparing import sparing
 from helpers.steps import assert_same, enable, step, without_cache
 from helpers.toys import (
-    LAYERS,
     SCALE,
     SELECTIVE,
     each_family,
@@ -124,20 +123,6 @@ def test_hidden_states_that_the_user_keeps_hold_nothing_else():
                 alive.append(live.current_bytes - live.start_bytes)
                 assert states
         assert alive[1] <= alive[0], family
-
-
-def test_describe_tells_bytes_by_class():
-    _, model = plain_and_ours()
-    step(model, tiny_batch("llama"))
-    found = hf_ckpt.describe(model)
-    tokens, hidden, inner = 2 * 16, 32, 64
-    assert found.dropped["activation"] == LAYERS * tokens * inner * 4  # silu's result
-    assert found.dropped["pointwise"] == LAYERS * tokens * inner * 4  # the product that enters the last linear
-    assert found.kept["gate_proj"] == found.kept["up_proj"] == LAYERS * tokens * inner * 4
-    assert found.dropped["LlamaRMSNorm"] >= LAYERS * 2 * tokens * hidden * 4
-    assert found.kept.keys() >= {"v_proj", "add", "attention", "block input"}
-    assert not [name for name in found.kept if "Backward" in name]
-    assert "dropped, to be rebuilt in the last forward" in str(found)
 
 
 def test_a_float32_upcast_is_kept_as_16_bits():

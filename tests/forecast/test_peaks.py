@@ -121,7 +121,6 @@ ROWS = {
     "packed": llama(packing=True),
     "padded": llama(padded=True),
     "head in chunks": llama({**TEXT, "vocab_size": 4000}, head=256),
-    "feed-forward in chunks": llama(mlp=128),
     "dpo, adapters off": llama(WIDE, lora=8, trainer="dpo", batch=1),
     "dpo, a model": llama(WIDE, trainer="dpo", batch=1),
     "grpo": llama(WIDE, trainer="grpo", batch=2),
@@ -268,7 +267,7 @@ def count(training: Training, model: Any, reference: Any = None) -> int:
 
 def with_plan(model: Any, training: Training, plan: str) -> Plan:
     """Give a model one of `PLANS`, and return it. Checks of a block are off: they keep what they compare."""
-    chunks = {name: training[name] for name in ("head", "mlp") if name in training.fields}
+    chunks = {"head": training["head"]} if "head" in training.fields else {}
     hf_ckpt.install(model, {"policy": "none", "rules": PLANS[plan], "check_every": 0, **chunks})
     model.gradient_checkpointing_enable()
     return hf_ckpt.describe(model).plan

@@ -35,7 +35,6 @@ OPTIONS = """
 --lora-dropout 0.05
 --lora-targets q,v
 --max-batch
---mlp auto
 --no-double-quant
 --no-kbit-preparation
 --optimizer lion

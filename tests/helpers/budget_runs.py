@@ -154,7 +154,7 @@ def in_words(plan: hf_ckpt.Plan) -> str:
     """The actions of a plan, run by run."""
     runs = itertools.groupby(str(action) for _, action in plan.actions)
     found = ", ".join(f"{len(list(group))} {action}" for action, group in runs)
-    return found + ("" if plan.head == "full" else ", head") + ("" if plan.mlp == "full" else ", mlp")
+    return found + ("" if plan.head == "full" else ", head")
 
 
 @dataclasses.dataclass

@@ -161,7 +161,6 @@ def in_steps(case: Case, _: Path) -> dict[str, Any]:
         "forwards": described.forwards,
         "recomputed": described.recomputed,
         "chunked_heads": described.chunked_heads,
-        "chunked_mlps": described.chunked_mlps,
         "in_graphs": list(described.in_graphs),
         "by_others": list(described.compiled_by_others),
         "kinds": sorted({block.kind for block, _ in described.plan.actions}),

@@ -40,7 +40,6 @@ CHOICES: dict[str, list[Any]] = {
         {"policy": "selective", "save": ["attention"]},
         {"policy": "selective", "save": ["linear"]},
         {"policy": "full+selective"},
-        {"policy": "full", "mlp": 8},
         {"policy": "selective", "head": 8},
         {"policy": "budget", "budget": "0"},
     ],

@@ -125,7 +125,8 @@ def test_a_compiled_model_trains_the_same_and_saves_less(family, way):
     each = {"family": family, "layers": layers, "planned": 2}
     plain, full = same_but_smaller(FULL, way, at_most=0.5, **each)
     _, selective = same_but_smaller(SELECTIVE, way, **each)
-    assert full.saved_bytes < selective.saved_bytes
+    assert full.saved_bytes == selective.saved_bytes  # there, `selective` runs as `full`
+    assert "`selective` runs as `full` in graphs" in str(selective.description)
     assert full.graphs == selective.graphs == plain.graphs
     regions = 2 if way in WHOLE or family == "t5" else 1
     assert sum(full.regions) == sum(selective.regions) == regions
@@ -177,15 +178,7 @@ def test_inductor(tmp_path, monkeypatch):
             torch.testing.assert_close(ours.found[name], value, rtol=1e-4, atol=1e-6, msg=name)
         assert ours.regions == [1]
         assert ours.graphs == 1
-    assert full.saved_bytes < selective.saved_bytes < plain.saved_bytes
-
-
-@pytest.mark.slow
-def test_less_than_the_partitioner_saves_by_itself():
-    way, partitioned = each_block if INSIDE else each_block_replaced, {"compiler": "aot_eager_decomp_partition"}
-    _, selective = same_but_smaller(SELECTIVE, way, planned=LAYERS, **partitioned)
-    _, least = same_but_smaller(ATTENTION, way, planned=LAYERS, at_most=0.5, **partitioned)
-    assert least.saved_bytes < selective.saved_bytes
+    assert full.saved_bytes == selective.saved_bytes < plain.saved_bytes
 
 
 @pytest.mark.compat
@@ -222,13 +215,9 @@ def with_adapters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "spec"), [(each_block_replaced, FULL), (torch.compile, ATTENTION)])
+@pytest.mark.parametrize(("way", "spec"), [(each_block_replaced, FULL), (torch.compile, SELECTIVE)])
 def test_adapters_with_dropout(way, spec):
-    """Recomputation inside a graph repeats the adapters' dropout.
-
-    `save` leaves linear layers out: SAC would also keep results of frozen ones, which backward does not need, and so
-    save more than no checkpointing.
-    """
+    """Recomputation inside a graph repeats the adapters' dropout."""
     plain = compiled_step(None, way, model=with_adapters(), breaks=True)
     _, ours = same_but_smaller(spec, way, planned=LAYERS, model=with_adapters(), plain=plain, breaks=True)
     assert all(name == "loss" or bool(value.isfinite().all() and value.any()) for name, value in ours.found.items())
@@ -397,7 +386,7 @@ def test_hooks_of_the_user_around_the_model_get_everything():
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor, seen=seen: seen.append(tensor.shape), lambda _: _):
             model(**without_cache(model, tiny_batch("llama")))
     assert stored[1] == stored[0] != []
-    assert not hf_ckpt.describe(models[1]).dropped
+    assert not hf_ckpt.describe(models[1]).dropped_bytes
 
 
 def test_hooks_keep_their_numbers_apart():

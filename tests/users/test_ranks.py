@@ -51,8 +51,6 @@ DDP = {
     "pair-lora": Case("ddp", steps="pair", model="lora"),
     "unused_pooler": Case("ddp", "bert", model="headless", options=UNUSED),
     "frozen": Case("ddp", model="frozen"),
-    "tiled-lora-find_unused": Case("ddp", specs=({**SELECTIVE, "mlp": 5},), model="lora", options=UNUSED),
-    "tiled-t5-accumulate": Case("ddp", "t5", ({**FULL, "mlp": 5},), steps="accumulate"),
     "compiled": Case("ddp", specs=({"compile": "blocks", "share": 0.3},)),
 }
 FSDP2 = {
@@ -75,8 +73,6 @@ FSDP2 = {
     }.items()
 } | {
     "fsdp2-lora": Case("fsdp2", model="lora", half=True),
-    "fsdp2-tiled-bert-after": Case("fsdp2", "bert", ({**FULL, "mlp": 5},), order="after"),
-    "fsdp2-tiled-llama-bf16": Case("fsdp2", specs=({**SELECTIVE, "mlp": 5},), half=True),
     "fsdp2-compiled": Case("fsdp2", specs=({"compile": "blocks", "share": 0.3},)),
     "fsdp2-compiled, mixed": Case(
         "fsdp2", specs=({"compile": "blocks", "policy": "none", "rules": [{"layers": "1", "policy": "full"}]},)
@@ -133,7 +129,7 @@ def assert_trained(case: Case, results: Results, name: str) -> None:
     "name",
     DDP,
     *("llama-lora-dropout", "llama-mixed-find_unused", "bert-selective", "t5-every_2", "t5-accumulate"),
-    *("pair-static_graph", "unused_pooler", "frozen", "tiled-lora-find_unused", "llama-installed_on_ddp"),
+    *("pair-static_graph", "unused_pooler", "frozen", "llama-installed_on_ddp"),
     "compiled",
 )
 def test_ddp_trains_as_without_hf_ckpt(ranks: Results, name: str) -> None:
@@ -151,7 +147,7 @@ def test_ddp_fails_with_reentrant_checkpointing(ranks: Results, name: str) -> No
     FSDP2,
     *("fsdp2-llama-before", "fsdp2-t5-mixed-after-bf16", "fsdp2-bert-selective", "fsdp2-llama-head"),
     *("fsdp2-llama-full-beside-none", "fsdp2-llama-selective-beside-mixed", "fsdp2-llama-offload"),
-    *("fsdp2-t5-accumulate", "fsdp2-lora", "fsdp2-tiled-bert-after"),
+    *("fsdp2-t5-accumulate", "fsdp2-lora"),
     *("fsdp2-compiled", "fsdp2-compiled, mixed"),
 )
 def test_fsdp2_trains_as_without_hf_ckpt(ranks: Results, name: str) -> None:

@@ -150,7 +150,7 @@ def test_trl_enables_what_was_installed_where_nothing_is_asked(trl_run):
 def test_switches_of_trl_that_mean_another_owner_are_named(trl_run):
     with pytest.raises(SpecError, match=r"`selective` is TRL's switch .* ask for `policy: selective`"):
         trl_run("sft", {"selective": True})
-    assert hf_ckpt.describe(trl_run("sft", {"selective": False, "policy": "selective"}).model).dropped
+    assert hf_ckpt.describe(trl_run("sft", {"selective": False, "policy": "selective"}).model).dropped_bytes
 
 
 def test_trl_offloads_what_a_plan_leaves(trl_run, monkeypatch):
@@ -181,7 +181,7 @@ def test_trl_offloads_what_a_plan_leaves(trl_run, monkeypatch):
         assert_same_training(reference, run, nearly)
         if plan == "full":
             assert_carried_out(plan, reference, run)
-        assert not hf_ckpt.describe(run.model).dropped
+        assert not hf_ckpt.describe(run.model).dropped_bytes
     everything, full, selective, mixed = (manager.tensor_id for manager in managers)  # counts of the last step
     assert 0 < full < mixed < selective == everything
     assert len({len(manager.tracker) for manager in managers}) == 1  # as many came back

@@ -76,27 +76,21 @@ def autocast(device_type: str, dtype: torch.dtype | None) -> contextlib.Abstract
     return compat.devices.autocast_to(device_type, dtype, caches=torch.is_grad_enabled())
 
 
-def differentiable_once(key: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the backward of an autograd Function that returns gradients without a graph.
 
     It raises `DoubleBackwardError` under `create_graph=True`, which turns gradients on inside a backward. torch's own
     `once_differentiable` raises nothing if the incoming gradient is a constant, such as that of a loss. The returned
     gradients then count as constants, too, and second derivatives are wrong.
-
-    Args:
-        key: the key of the spec that the Function belongs to.
     """
 
-    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(backward)
-        def once(ctx: Any, *gradients: torch.Tensor) -> Any:
-            if torch.is_grad_enabled():
-                raise DoubleBackwardError(key)
-            return backward(ctx, *gradients)
+    @functools.wraps(backward)
+    def once(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise DoubleBackwardError
+        return backward(ctx, *gradients)
 
-        return once
-
-    return decorate
+    return once
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -292,7 +286,7 @@ class Total(torch.autograd.Function):
         return _added(_sum_of(losses) for losses in chunks)
 
     @staticmethod
-    @differentiable_once("head")
+    @differentiable_once
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, *parameters = ctx.saved_tensors
         # If no token has a label, the mean is 0 / 0, so its gradient is NaN. The plain head's is 0 then.
@@ -336,7 +330,7 @@ class Rows(torch.autograd.Function):
         return torch.cat([job.of(job.source.logits(hidden[chunk]), chunk) for chunk in job.chunks(len(hidden))])
 
     @staticmethod
-    @differentiable_once("head")
+    @differentiable_once
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, *parameters = ctx.saved_tensors
         gradients = Gradients(ctx.job, hidden, ctx.needs_input_grad[1])

@@ -323,7 +323,7 @@ class _Promise(torch.autograd.Function):
         return Logits(source, hidden, operations, like, alias)
 
     @staticmethod
-    @differentiable_once("head")
+    @differentiable_once
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, *parameters = ctx.saved_tensors
         flat = hidden.reshape(-1, hidden.shape[-1])

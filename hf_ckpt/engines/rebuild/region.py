@@ -26,7 +26,6 @@ from hf_ckpt.engines.rebuild.ops import ops_for
 from hf_ckpt.engines.rebuild.tape import Tape, enter_module, hand_to_first_block, leave_module, running
 from hf_ckpt.engines.rebuild.values import Kept, Work, unpack
 from hf_ckpt.engines.region import Hook, Region, Request
-from hf_ckpt.engines.sac import SacRegion
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import FoundBlocks, cheap_modules, embedding_norms
 
@@ -39,8 +38,8 @@ class RebuildRegion(Region):
     Args:
         block: name of the block.
         save: classes of operations whose results are kept.
-        compiled: replaces this function under torch.compile, which has no graph of autograd nodes; if None, raise an
-            error there.
+        compiled: recomputes the block in a graph of torch.compile, which has no graph of autograd nodes; None if no
+            forward runs there while compiling.
         mover: moves kept tensors to host memory; if None, they stay on the device.
         fallback: recomputes a block of unknown code as a whole. The first forward of such a block is a trial, which
             holds all tensors until the block has ended. If one of them cannot be rebuilt, `fallback` runs the block
@@ -55,7 +54,7 @@ class RebuildRegion(Region):
         block: str,
         *,
         save: tuple[str, ...],
-        compiled: SacRegion | None = None,
+        compiled: FullRegion | None = None,
         mover: Mover | None = None,
         fallback: FullRegion | None = None,
     ) -> None:
@@ -103,6 +102,16 @@ class RebuildRegion(Region):
         return self.work.rebuilt + (self.fallback.recomputed if self.fallback is not None else 0)
 
     @property
+    def dropped_bytes(self) -> int:  # type: ignore[override]
+        """Bytes that the last forward dropped."""
+        return sum(self.dropped.values())
+
+    @property
+    def kept_bytes(self) -> int:  # type: ignore[override]
+        """Bytes of results that the last forward kept."""
+        return sum(self.kept.values())
+
+    @property
     def in_graph(self) -> bool:  # type: ignore[override]
         """Whether the block ran in a graph of torch.compile, where nothing can be counted."""
         return self.compiled is not None and self.compiled.in_graph
@@ -110,7 +119,7 @@ class RebuildRegion(Region):
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, and drop the cheap results that autograd saves.
 
-        In a graph of torch.compile, which has no autograd graph to read yet, SAC runs it.
+        In a graph of torch.compile, which has no autograd graph to read yet, the block is recomputed as a whole.
         """
         if not torch.is_grad_enabled():
             return fn(*args)
@@ -227,12 +236,11 @@ def _is_right(held: Saved) -> bool:
 
 
 def make(request: Request) -> Region:
-    """The engine of `selective`: rebuilding, and SAC in graphs of torch.compile."""
-    save = request.action.save
+    """The engine of `selective`: rebuilding, and `full` in graphs of torch.compile."""
     return RebuildRegion(
         request.block,
-        save=save,
-        compiled=SacRegion(request.block, save=save, **request.options),
+        save=request.action.save,
+        compiled=FullRegion(request.block, **request.options),
         mover=request.mover if request.action.moved else None,
         fallback=None if request.known else FullRegion(request.block, **request.options),
     )
