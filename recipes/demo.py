@@ -67,19 +67,21 @@ class Run:
 
 
 class Card(LiveBytes):
-    """Counts live bytes, and raises torch's out-of-memory error above a limit."""
+    """Counts live bytes, and raises torch's out-of-memory error above a limit, if there is one."""
 
-    def __init__(self, memory_bytes: int, *holders: Any) -> None:
+    def __init__(self, memory_bytes: int | None, *holders: Any) -> None:
         super().__init__(*holders)
         self.memory_bytes = memory_bytes
+        self.timeline: list[int] = []
+        """Bytes alive after each operation."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         peak = self.peak_bytes
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.current_bytes > self.memory_bytes:
+        if self.memory_bytes is not None and self.current_bytes > self.memory_bytes:
             self.peak_bytes = peak  # a card would not have allocated this
-            self.timeline.pop()
             raise torch.OutOfMemoryError(f"a card of {format_bytes(self.memory_bytes)} is full.")
+        self.timeline.append(self.current_bytes)
         return result
 
 
@@ -109,7 +111,7 @@ class Training:
                 parameter.copy_(value)
         self.model.zero_grad(set_to_none=True)  # the gradients of the previous plan
         if number == 1:
-            live = LiveBytes(*holders) if self.card_bytes is None else Card(self.card_bytes, *holders)
+            live = Card(self.card_bytes, *holders)
         torch.manual_seed(number)
         with trial(self.model, self.spec):
             guard = None if self.card_bytes is None else hf_ckpt.OomGuard(self.model, exact=True)

@@ -19,7 +19,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines import compiled
 from hf_ckpt.engines.rebuild import tape
 from hf_ckpt.logs import forget_warnings
-from hf_ckpt.measure.levels import CountedLevels
+from hf_ckpt.measure.live import LiveBytes
 
 torch.set_num_threads(1)  # several workers share the cores, and threads that wait for a core spin
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -66,7 +66,7 @@ def no_count_left_on():
     if compat.profiler.profiler_is_active():
         list(compat.profiler.stop_allocation_record())
     for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, CountedLevels):
+        if isinstance(mode, LiveBytes):
             mode.stop()
 
 

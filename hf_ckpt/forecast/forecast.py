@@ -19,7 +19,7 @@ from hf_ckpt.forecast.devices import device_named, this_device
 from hf_ckpt.forecast.model import ShallowModel, model_of_workload, quantisation_of
 from hf_ckpt.forecast.question import FIELDS, MOST_TOKENS, OF_THE_PLAN, Question, on_device, question, words_of
 from hf_ckpt.forecast.run import costs_of_model
-from hf_ckpt.measure.machine import device_memory
+from hf_ckpt.measure.memory import device_memory
 from hf_ckpt.models.blocks import find_blocks, vocabulary_head
 from hf_ckpt.models.families import GENERIC
 from hf_ckpt.planner.budgets import choice_within, frontier, peak_of_least, plan_of, plan_within

@@ -26,35 +26,27 @@ class TrainingClock:
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._devices = compat.devices.accelerators(devices)
-        self._running_since: float | None = None
+        self.running_since: float | None = None
+        """When `resume` was called; None while no time is counted."""
         self._seconds = 0.0
         self.steps = 0
-        """Steps counted since the last `take`."""
-
-    @property
-    def running(self) -> bool:
-        """Whether time is being counted now."""
-        return self._running_since is not None
+        """Steps since the last `take`, which the caller counts."""
 
     def resume(self) -> None:
         """Start to count time, if it is not counted already."""
-        if self._running_since is None:
-            self._running_since = time.perf_counter()
+        if self.running_since is None:
+            self.running_since = time.perf_counter()
 
     def pause(self) -> None:
         """Stop counting time until `resume`."""
-        if self._running_since is not None:
-            self._seconds += time.perf_counter() - self._running_since
-            self._running_since = None
-
-    def count_step(self) -> None:
-        """Count a training step that has just ended."""
-        self.steps += 1
+        if self.running_since is not None:
+            self._seconds += time.perf_counter() - self.running_since
+            self.running_since = None
 
     def take(self) -> tuple[float, int]:
         """Return (seconds, steps) since the last `take`, and start again from zero. Waits for the devices."""
         compat.devices.synchronize(self._devices)
-        if self.running:
+        if self.running_since is not None:
             self.pause()
             self.resume()
         taken = self._seconds, self.steps

@@ -41,69 +41,6 @@ class Level:
     """Time since the previous boundary; 0 in a step that was not timed."""
 
 
-class AllocatorLevels(DeviceClock):
-    """The `Meter` of the allocators of accelerators.
-
-    Each boundary costs one read of the statistics, one reset of the peak and one event per device.
-
-    Args:
-        devices: the accelerators.
-    """
-
-    counts = True
-
-    def __init__(self, devices: Collection[torch.device]) -> None:
-        super().__init__(devices)
-        self._allocators = PeakMeter(devices)
-
-    def read(self) -> tuple[int, int]:
-        return self._allocators.take()
-
-
-class CountedLevels(LiveBytes):  # type: ignore[no-untyped-call]
-    """The `Meter` that counts live tensors between `start` and `stop`. It slows the step down.
-
-    It starts and stops in hooks, because there is no place for a `with` block around the step. Tensors that are freed
-    count as freed at any time; tensors that are made count only while it runs. Other modes that see every operation,
-    such as torch's counter of operations, are not affected.
-
-    Args:
-        holders: what holds tensors that are already alive; see `LiveBytes`.
-        device: type of the device whose tensors are counted.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, *holders: Holder, device: str = "cpu") -> None:
-        super().__init__(*holders, device=device)
-        self._stopped = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True, so that compiled code stays compiled under this mode. Only its outputs are counted."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # `super()` would double torch's own overhead around this method, and keep a timeline.
-        if types and compat.torch.is_any_wrapper(types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        if not self._stopped:  # stopped during an operation, when the mode cannot be left
-            self._count_all(result)
-        return result
-
-    def start(self) -> None:
-        if self._stopped:
-            self._stopped = False
-            compat.torch.enter_dispatch_mode_below(self)
-            compat.torch.watch_resizes(self.count_storage)
-
-    def stop(self) -> None:
-        self._stopped = True
-        compat.torch.unwatch_resizes(self.count_storage)
-        compat.torch.leave_dispatch_mode(self)
-
-
 class Levels:
     """The boundaries of one step, in order.
 
@@ -162,12 +99,12 @@ def meter_for(
     """
     there = compat.devices.accelerators(devices)
     if there and all(map(keeps_statistics, there)):
-        return AllocatorLevels(there)
+        return PeakMeter(there)
     if timed_only:
         return DeviceClock(there)
     if compiled and not there:
         return RecordedLevels(*holders)
-    return CountedLevels(*holders, device=there[0].type if there else "cpu")
+    return LiveBytes(*holders, device=there[0].type if there else "cpu")
 
 
 def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None:

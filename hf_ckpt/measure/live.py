@@ -33,11 +33,14 @@ class LiveBytes(compat.torch.TorchDispatchMode, Meter):  # type: ignore[no-untyp
 
         with LiveBytes(model) as live:
             model(**batch).loss.backward()
-        live.peak_bytes, live.timeline
+        live.peak_bytes
 
     This is exact for what PyTorch holds, on any device, but makes the step much slower. If storages are freed and
     allocated again by resizing, as by FSDP, their current size counts. A tensor subclass that wraps other tensors, such
     as a DTensor, counts as these. Scratch memory that a kernel allocates and frees within one operation does not count.
+
+    Where there is no place for a `with` block around the step, hooks call `start` and `stop`. Tensors that are freed
+    count as freed at any time; tensors that are made count only while it runs.
 
     Args:
         holders: what holds tensors that are already alive, such as the model, its optimizer and the batch.
@@ -46,14 +49,14 @@ class LiveBytes(compat.torch.TorchDispatchMode, Meter):  # type: ignore[no-untyp
     """
 
     counts = True
+    supports_higher_order_operators = True
 
     def __init__(self, *holders: Holder, device: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self.current_bytes = 0
         self.peak_bytes = 0
-        self.timeline: list[int] = []
-        """Bytes alive after each operation, in order."""
+        self._running = False
         self._live: dict[int, _Alive] = {}
         for holder in holders:
             for tensor in tensors_of(holder):
@@ -61,21 +64,40 @@ class LiveBytes(compat.torch.TorchDispatchMode, Meter):  # type: ignore[no-untyp
         self.start_bytes = self.current_bytes
         """Bytes alive at the beginning: parameters, gradients, buffers and optimizer state of `holders`."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, so that compiled code stays compiled under this mode. Only its outputs are counted."""
+        return True
+
     def __enter__(self) -> Any:
-        super().__enter__()  # type: ignore[no-untyped-call]
+        self._running = True
         compat.torch.watch_resizes(self.count_storage)
-        return self
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:
+        self._running = False
         compat.torch.unwatch_resizes(self.count_storage)
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def start(self) -> None:
+        """Begin to count, below other modes that see every operation: a counter of operations is not affected."""
+        if not self._running:
+            self._running = True
+            compat.torch.watch_resizes(self.count_storage)
+            compat.torch.enter_dispatch_mode_below(self)
+
+    def stop(self) -> None:
+        """Stop counting what is made."""
+        self._running = False
+        compat.torch.unwatch_resizes(self.count_storage)
+        compat.torch.leave_dispatch_mode(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and compat.torch.is_any_wrapper(types):
             return NotImplemented  # the wrapper's implementation runs, and its operations on wrapped tensors come here
         result = func(*args, **(kwargs or {}))
-        self._count_all(result)
-        self.timeline.append(self.current_bytes)
+        if self._running:  # it may stop during an operation, when the mode cannot be left
+            self._count_all(result)
         return result
 
     def read(self) -> tuple[int, int]:
@@ -142,21 +164,9 @@ def tensors_of(holder: Holder) -> Iterator[torch.Tensor]:
         yield from (value for value in compat.torch.tree_leaves(held) if isinstance(value, torch.Tensor))
 
 
-def state_bytes(optimizer: torch.optim.Optimizer, device_types: Collection[str]) -> int:
-    """Bytes of the tensors in an optimizer's current state on this rank, on these types of device.
+def held_bytes(devices: Collection[torch.device], *holders: Holder) -> int:
+    """Bytes that these hold on this rank, on these types of device: see `tensors_of`.
 
     State that FSDP2 keeps in host memory is not part of an accelerator's peak.
     """
-    values = (value for state in list(optimizer.state.values()) for value in state.values())
-    local = (compat.distributed.local(value) for value in values if isinstance(value, torch.Tensor))
-    return sum(tensor.nbytes for tensor in local if tensor.device.type in device_types)
-
-
-def held_bytes(model: nn.Module) -> int:
-    """Bytes that a model now holds on this rank: parameters, gradients, buffers, and the state of its optimizers."""
-    total = sum(buffer.nbytes for buffer in model.buffers())
-    for parameter in model.parameters():
-        total += compat.distributed.local(parameter).nbytes
-        total += 0 if parameter.grad is None else compat.distributed.local(parameter.grad).nbytes
-    types = {device.type for device in compat.distributed.devices_of_model(model)}
-    return total + sum(state_bytes(optimizer, types) for optimizer in compat.torch.optimizers_of(model))
+    return sum(LiveBytes(*holders, device=kind).start_bytes for kind in {device.type for device in devices})

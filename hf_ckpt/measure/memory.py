@@ -1,23 +1,136 @@
-"""Peaks of memory: each accelerator's allocator, which has one peak for all readers, and a meter of a model's peak."""
+"""Memory of the devices of a model: how much there is, and the peaks that allocators report.
+
+An accelerator's allocator has one peak for all readers, so `Allocator` keeps a window of it for each `PeakMeter`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import logging
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
 
 from hf_ckpt import compat
 from hf_ckpt.logs import warn_once
+from hf_ckpt.measure.clocks import DeviceClock
 
 log = logging.getLogger(__name__)
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_CONTAINER = Path("/sys/fs/cgroup")
+
+
+# --- how much there is ------------------------------------------------------------------------------------------------
+
+
+def device_name(devices: Iterable[torch.device] | None = None) -> str:
+    """Return the name of an accelerator's model, its type if torch does not tell the name, or `cpu` without one.
+
+    Args:
+        devices: the devices of a model; None asks for the machine's accelerator.
+    """
+    there = _accelerators(devices)
+    return compat.devices.device_name(there[0]) if there else "cpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of the devices that a model trains on, in bytes.
+
+    On a CPU, and for `mps`, it is the memory of the machine, or the limit of the process's container. The same applies,
+    with a warning, to other accelerators whose memory torch does not report.
+    """
+
+    total_bytes: int
+    """All memory of the devices."""
+    available_bytes: int
+    """The most that this process can hold in tensors, including those that it holds now."""
+
+
+def device_memory(held_bytes: int, devices: Iterable[torch.device] | None = None) -> DeviceMemory:
+    """Read the memory of the devices that a model is on; that of several accelerators is added up.
+
+    Args:
+        held_bytes: bytes of tensors that are known to be in memory.
+        devices: the devices of the model; None asks for the machine's accelerator.
+    """
+    there = _accelerators(devices)
+    found = _memory_of(there, held_bytes)
+    if found is not None:
+        return found
+    if there and not compat.devices.shares_host_memory(there[0].type):
+        warn_once(
+            log,
+            "hf_ckpt: torch does not tell the memory of %s, so the memory of the machine is taken in its place. Give "
+            "the budget in bytes, as 20GiB: shares and `auto` would be of the wrong memory.",
+            there[0].type,
+        )
+    import psutil
+
+    memory = psutil.virtual_memory()
+    total, available = int(memory.total), int(memory.available)
+    allowed = _container_memory()
+    if allowed is not None and allowed[0] < total:
+        total, available = allowed[0], min(available, allowed[0] - allowed[1])
+    return DeviceMemory(total, available + held_bytes)
+
+
+def spare_bytes(devices: Iterable[torch.device]) -> int:
+    """Return how many bytes beyond its highest peak a model on these devices may use for something optional.
+
+    On accelerators that is all that the peak leaves, or 0 if torch does not report it. On a CPU it is half of the
+    memory that is available now.
+    """
+    there = compat.devices.accelerators(devices)
+    if all(compat.devices.shares_host_memory(device.type) for device in there):
+        return device_memory(0, there).available_bytes // 2
+    memory = _memory_of(there, 0)
+    if memory is None or not all(map(keeps_statistics, there)):
+        return 0
+    return memory.available_bytes - sum(allocator_of(device).highest_bytes for device in there)
+
+
+def _accelerators(devices: Iterable[torch.device] | None) -> list[torch.device]:
+    """Return the accelerators among a model's devices, or for None the current one of the machine, if any."""
+    current = compat.devices.current_accelerator()
+    return compat.devices.accelerators(devices if devices is not None else [current] if current is not None else [])
+
+
+def _memory_of(devices: Collection[torch.device], held_bytes: int) -> DeviceMemory | None:
+    """Return the memory of accelerators; None without one, if it is the machine's memory, or if it is not reported."""
+    if not devices or any(compat.devices.shares_host_memory(device.type) for device in devices):
+        return None
+    try:
+        told = [compat.devices.memory_info(device) for device in devices]
+    except RuntimeError:  # torch has the function, but not for this device
+        return None
+    try:
+        held = sum(compat.devices.allocator_bytes(device).reserved for device in devices)
+    except RuntimeError:  # an allocator without statistics
+        held = held_bytes
+    return DeviceMemory(sum(total for _, total in told), sum(free for free, _ in told) + held)
+
+
+def _container_memory() -> tuple[int, int] | None:
+    """Return (limit, use without droppable caches) of the container, in bytes; None without a limit.
+
+    Read from control groups, version 2. https://docs.kernel.org/admin-guide/cgroup-v2.html
+    """
+    with contextlib.suppress(OSError, ValueError):
+        limit, used = (int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+        rows = (line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
+        return limit, max(0, used - next(int(size) for name, size in rows if name == "inactive_file"))
+    return None
+
+
+# --- peaks ------------------------------------------------------------------------------------------------------------
 
 
 def keeps_statistics(device: torch.device) -> bool:
@@ -42,7 +155,7 @@ class Allocator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.highest_bytes = 0
-        """The highest peak so far."""
+        """The highest peak that was read so far."""
         self._peaks: weakref.WeakKeyDictionary[PeakMeter, int] = weakref.WeakKeyDictionary()
         """For each meter, the peak of its window before the allocator's peak was last reset."""
 
@@ -51,11 +164,6 @@ class Allocator:
         found = compat.devices.allocator_bytes(self.device)
         self.highest_bytes = max(self.highest_bytes, found.peak)
         return found
-
-    def highest_peak(self) -> int:
-        """Return the highest peak so far, whoever has reset it since. Raises RuntimeError without statistics."""
-        self.read()
-        return self.highest_bytes
 
     def peak_of(self, meter: PeakMeter) -> int:
         """Return the peak of a meter's window."""
@@ -82,20 +190,24 @@ def allocator_of(device: torch.device) -> Allocator:
     return Allocator(device)
 
 
-class PeakMeter:
-    """The largest memory use of some devices since the last `reset`. Unknown figures are None, never 0.
+class PeakMeter(DeviceClock):
+    """The `Meter` of the allocators of accelerators; and the largest memory use of some devices since `reset`.
 
-    The allocators of accelerators tell the bytes of tensors; reading them does not wait, and several are added up. On a
-    CPU under Linux, the figure is the kernel's own peak of the process's resident size: `VmHWM` in /proc/self/status.
-    Writing 5 to /proc/self/clear_refs resets it (`man 5 proc_pid_clear_refs`). If the kernel does not allow that, as in
-    some containers, the peak is that since the process began.
+    Unknown figures are None, never 0. Reading allocators does not wait; each boundary of a step costs one read of the
+    statistics, one reset of the peak and one event per device. Several devices are added up. On a CPU under Linux,
+    `peak_bytes` is the kernel's own peak of the process's resident size: `VmHWM` in /proc/self/status. Writing 5 to
+    /proc/self/clear_refs resets it (`man 5 proc_pid_clear_refs`). If the kernel does not allow that, as in some
+    containers, the peak is that since the process began.
 
     Args:
         devices: the devices of a model.
     """
 
+    counts = True
+
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        there = compat.devices.accelerators(devices)
+        super().__init__(devices)
+        there = self._devices
         self._allocators = [allocator_of(device) for device in there] if all(map(keeps_statistics, there)) else []
         self._is_resident = not there and _STATUS.exists()
         self.exact = bool(self._allocators)
@@ -110,13 +222,13 @@ class PeakMeter:
 
     def reset(self) -> bool:
         """Start a new window: forget the peak so far. Returns False if the kernel does not allow that."""
-        self.take()
+        self.read()
         try:
             return not self._is_resident or _CLEAR_REFS.write_text("5") > 0
         except OSError:
             return False
 
-    def take(self) -> tuple[int, int]:
+    def read(self) -> tuple[int, int]:
         """Return (bytes in use, peak of this window) of the accelerators, and start a new window."""
         read = [allocator.restart(self) for allocator in self._allocators]
         return sum(current for current, _ in read), sum(peak for _, peak in read)

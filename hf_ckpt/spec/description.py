@@ -89,6 +89,7 @@ class Description:
         state = "enabled" if self.enabled else "installed, not enabled (call model.gradient_checkpointing_enable())"
         watched, moved = self.watched, format_bytes(sum(self.moved.values()))
         calls, recomputed = sum(self.forwards.values()), sum(self.recomputed.values())
+        kept, dropped = format_bytes(self.kept_bytes), format_bytes(self.dropped_bytes)
         not_counted = "in graphs of torch.compile, where nothing is counted"
         lines = {
             f"hf_ckpt: {state}; spec {json.dumps(self.spec)}\n{self.plan}": True,
@@ -123,7 +124,6 @@ class Description:
             "  in a graph of torch.compile, where it runs as a whole: the head": self.head_in_graph,
             f"  moved to host memory in the last forward: {moved} of {len(self.moved)} blocks": self.moved,
             f"  head, last call: {self.head_ran}; {self.chunked_heads} calls in chunks so far": self.head_ran,
-            f"  `selective` kept {format_bytes(self.kept_bytes)} and dropped {format_bytes(self.dropped_bytes)} in the last "
-            "forward": self.kept_bytes or self.dropped_bytes,
+            f"  `selective`, last forward: {kept} kept, {dropped} dropped": self.kept_bytes or self.dropped_bytes,
         }
         return "\n".join(line for line, is_shown in lines.items() if is_shown)

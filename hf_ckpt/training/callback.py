@@ -158,7 +158,7 @@ class MemoryTimeCallback(TrainerCallback):
                     raise PlanLostError(lost)
         elif self._watch is not None:
             self._counts.watch = self._watch_forward
-        if not self._clock.running and self._meter is not None:
+        if self._clock.running_since is None and self._meter is not None:
             self._meter.reset()
             self._clock.resume()
 
@@ -168,7 +168,7 @@ class MemoryTimeCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step, and record a plan that was made in it."""
-        self._clock.count_step()
+        self._clock.steps += 1
         self._note_plan(args, state, kwargs["model"])
         if not control.should_log:  # otherwise `on_log` follows, and waits for the accelerator
             self._pause_for_others(control)
@@ -269,7 +269,7 @@ class MemoryTimeCallback(TrainerCallback):
     def _pause_for_others(self, control: TrainerControl) -> None:
         """If evaluation, saving or the end follows, exclude its time and memory from the window."""
         others = control.should_evaluate or control.should_save or control.should_training_stop
-        if others and self._clock.running:
+        if others and self._clock.running_since is not None:
             self._read_meter()
             self._clock.pause()
 
@@ -284,7 +284,7 @@ class MemoryTimeCallback(TrainerCallback):
         if self._meter is None:
             return None
         seconds, steps = self._clock.take()
-        if self._clock.running:
+        if self._clock.running_since is not None:
             self._read_meter()
         record, used = _record(model), self._used
         planned = record is not None and record.enabled and bool(record.regions)

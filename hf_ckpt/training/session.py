@@ -49,9 +49,8 @@ from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import PLANS
 from hf_ckpt.measure.clocks import Meter
 from hf_ckpt.measure.levels import Levels, meter_for, step_of
-from hf_ckpt.measure.live import held_bytes, state_bytes
-from hf_ckpt.measure.machine import device_memory, device_name
-from hf_ckpt.measure.memory import keeps_statistics
+from hf_ckpt.measure.live import held_bytes
+from hf_ckpt.measure.memory import device_memory, device_name, keeps_statistics
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.planner.budgets import above_budget, plan_of, plan_of_least, plan_within
 from hf_ckpt.planner.segments import in_segments
@@ -193,7 +192,7 @@ class Session:
         self._device_type = accelerators[0].type if accelerators else "cpu"
         self._sharded = not compat.distributed.parameters_stay(base)
         self._together = compat.distributed.is_distributed() and compat.distributed.ranks_recompute_together(base)
-        held = held_bytes(base)
+        held = held_bytes(self._devices, base, *compat.torch.optimizers_of(base))
         memory = device_memory(held, self._devices)
         self.limit_bytes = budget_bytes(self._spec.budget, memory.total_bytes)
         if self._spec.policy == "auto":  # less what other processes hold
@@ -492,8 +491,7 @@ class Session:
 
     def _bytes_of(self, optimizers: Iterable[torch.optim.Optimizer]) -> int:
         """Bytes of the optimizers' state on the devices of the model."""
-        types = {device.type for device in self._devices}
-        return sum(state_bytes(optimizer, types) for optimizer in optimizers)
+        return held_bytes(self._devices, *optimizers)
 
     def _goes_on(self, forward: Forward) -> bool:
         """Whether a forward belongs to the current step."""

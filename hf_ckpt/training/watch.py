@@ -23,7 +23,7 @@ from hf_ckpt.attach.attach import exchange, put_check
 from hf_ckpt.attach.record import FUNCTION, Installation, is_on
 from hf_ckpt.engines.check import Check, Difference, Rerun, beyond_rounding
 from hf_ckpt.errors import MismatchError
-from hf_ckpt.measure.machine import spare_bytes
+from hf_ckpt.measure.memory import spare_bytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, Action
 from hf_ckpt.spec.description import Watched

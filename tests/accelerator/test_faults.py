@@ -17,7 +17,7 @@ from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
 from hf_ckpt.engines import offload
 from hf_ckpt.engines.rebuild import ops
-from hf_ckpt.measure import machine, memory
+from hf_ckpt.measure import memory
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.training.guard import OomGuard
@@ -166,7 +166,7 @@ def test_names_and_prices_are_of_the_model_s_own_device(monkeypatch):
     module = torch.get_device_module(device.NAME)
     monkeypatch.setattr(module, "get_device_name", lambda device: f"Sim {device.index}", raising=False)
     places = [None, [torch.device(SECOND)], [torch.device(CPU)]]
-    assert [machine.device_name(place) for place in places] == ["Sim 0", "Sim 1", "cpu"]
+    assert [memory.device_name(place) for place in places] == ["Sim 0", "Sim 1", "cpu"]
 
 
 # --- devices that lack something --------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_an_allocator_without_statistics_ends_no_run(spec, caplog, tmp_path):
         enable(model)
         for _ in range(10):
             assert_same(expected, step(model, batch))
-        assert machine.spare_bytes([torch.device(FIRST)]) == 0
+        assert memory.spare_bytes([torch.device(FIRST)]) == 0
     planned = isinstance(spec, dict) or spec == "auto"
     assert len(said(caplog, "reports no peaks")) == planned
     if planned:  # live tensors were counted

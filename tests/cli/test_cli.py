@@ -82,7 +82,6 @@ def test_help_does_not_import_torch(words, tmp_path):
         ("--spec layers=0,-1 --bf16", "llama gpt2 bert t5"),
         ("--spec head=4", "llama gpt2 t5"),  # BERT's head is no projection onto a vocabulary
         ('--spec {"layers":{"decoder":"0"}}', "llama gpt2 t5"),
-        ("--spec head=7", "llama gpt2 bert t5"),
     ],
 )
 def test_check_of_every_family(words, models, capsys):

@@ -15,7 +15,7 @@ from hf_ckpt.cli.arguments import asked_of
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.devices import DEVICES, device_named, this_device
 from hf_ckpt.forecast.question import Question, command_of, question
-from hf_ckpt.measure import machine
+from hf_ckpt.measure import memory
 
 OPTIONS = """
 --accum 2
@@ -115,9 +115,9 @@ def test_what_cannot_be_asked_or_answered_is_refused(fields, told):
     ],
 )
 def test_devices_are_known_by_the_names_that_they_report(name, reported, monkeypatch):
-    monkeypatch.setattr(machine, "device_name", lambda devices: reported)
-    memory = machine.device_memory(0).total_bytes
-    assert this_device() == dataclasses.replace(DEVICES[name], memory_bytes=memory)
+    monkeypatch.setattr(memory, "device_name", lambda devices: reported)
+    total = memory.device_memory(0).total_bytes
+    assert this_device() == dataclasses.replace(DEVICES[name], memory_bytes=total)
 
 
 @pytest.mark.parametrize(

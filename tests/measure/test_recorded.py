@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hf_ckpt import compat
-from hf_ckpt.measure.levels import CountedLevels, Levels, meter_for
+from hf_ckpt.measure.levels import Levels, meter_for
+from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.measure.recorded import RecordedLevels
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
@@ -42,7 +43,7 @@ def levels_of(meter_class):
 
 
 def test_the_record_reads_what_a_count_reads():
-    counted, recorded = levels_of(CountedLevels), levels_of(RecordedLevels)
+    counted, recorded = levels_of(LiveBytes), levels_of(RecordedLevels)
     for (alive, peak), (alive_too, peak_too) in zip(counted, recorded, strict=True):
         assert alive_too == pytest.approx(alive, rel=0.001)
         assert peak * 0.999 <= peak_too <= peak * (1 + SCRATCH)

@@ -7,10 +7,7 @@ differ. Other results are written for the tests.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +33,6 @@ import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
 from hf_ckpt.logs import forget_warnings
-from hf_ckpt.measure.levels import CountedLevels
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
@@ -342,86 +338,12 @@ def _refusal(result: dict[str, Any], doing: str) -> Iterator[None]:
         result[doing] = f"{type(error).__name__}: {error}"
 
 
-# --- live-byte counts -------------------------------------------------------------------------------------------------
-
-
-class _Statistics(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
-        *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
-    ]
-
-
-class Allocated(TorchDispatchMode):
-    """Bytes allocated by glibc in all threads, and their maximum after any operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._read = ctypes.CDLL(None).mallinfo2
-        self._read.restype = _Statistics
-        self.peak_bytes = 0
-
-    @property
-    def current_bytes(self) -> int:
-        found = self._read()
-        return int(found.uordblks + found.hblkhd)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
-        return result
-
-
-def counted(case: dict[str, Any]) -> dict[str, Any]:
-    """Run steps; for each, (bytes at its beginning, peak, bytes at its end) as counted, and as allocated."""
-    torch.set_num_threads(1)
-    model = without_cache(tiny_model(case["family"], layers=2, hidden=384))
-    hf_ckpt.install(model)
-    model.gradient_checkpointing_enable({"policy": "full"})
-    model = wrapped(model, case["how"], **case["options"])
-    optimizer = torch.optim.AdamW(model.parameters())
-    live = None if case["anew"] else CountedLevels(model, optimizer)
-    if live is not None:
-        live.start()
-    steps = []
-    gc.collect()
-    gc.disable()  # uncollected cycles would count
-    with Allocated() as allocated:
-        for number in range(4):
-            batch = tiny_batch(case["family"], batch=4, tokens=128, seed=10 * number + dist.get_rank())
-            if case["anew"]:
-                live = CountedLevels(model, optimizer, {"batch": batch})
-                live.start()
-            both = (live, allocated)
-            for meter in both:
-                meter.peak_bytes = meter.current_bytes
-            began = [meter.current_bytes for meter in both]
-            model(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            del batch
-            dist.barrier()
-            time.sleep(0.05)  # gloo's threads hold sent data briefly
-            ended = [[meter.peak_bytes, meter.current_bytes] for meter in both]
-            steps.append([[start, *found] for start, found in zip(began, ended, strict=True)])
-            if case["anew"]:
-                live.stop()
-    if not case["anew"]:
-        live.stop()
-    gc.enable()
-    return {"steps": steps, "recomputed": sum(hf_ckpt.describe(model).recomputed.values())}
-
-
 # --- all cases --------------------------------------------------------------------------------------------------------
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if "owner" in case:
         return through_accelerate(case["owner"], folder)
-    if "anew" in case:
-        return counted(case)
     asked = Case(**case)
     return in_trainer(asked, folder) if asked.by == "trainer" or asked.by[:4] == "zero" else in_steps(asked, folder)
 
