@@ -121,7 +121,11 @@ class ChunkCalls:
     missed: int = 0
     """Training forwards of the stack below the head since the last call of the head."""
     report: Report | None = None
-    """Gets the gradient of some tokens from the next call, if the watch checks it."""
+    """Gets that gradient; None if the next call is not checked."""
+
+    def check_next(self, report: Report) -> None:
+        """Give the gradient of some tokens of the next call to `report`."""
+        self.report = report
 
     def take_report(self) -> Report | None:
         """Return `report` and clear it, because it is for one call."""

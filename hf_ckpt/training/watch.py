@@ -155,7 +155,7 @@ class Watch:
     def _check_head(self, record: Installation) -> None:
         """Check the next call of the head, if it runs in chunks."""
         if record.plan.head != "full":
-            record.heads.report = self._compare_head
+            record.heads.check_next(self._compare_head)
 
     def _compare_head(self, expected: torch.Tensor, found: torch.Tensor) -> None:
         self._checks += 1
