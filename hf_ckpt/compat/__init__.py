@@ -11,7 +11,6 @@ from hf_ckpt.compat import devices as devices
 from hf_ckpt.compat import distributed as distributed
 from hf_ckpt.compat import fakes as fakes
 from hf_ckpt.compat import frames as frames
-from hf_ckpt.compat import kernels as kernels
 from hf_ckpt.compat import peft as peft
 from hf_ckpt.compat import profiler as profiler
 from hf_ckpt.compat import random_state as random_state

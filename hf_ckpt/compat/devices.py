@@ -34,15 +34,12 @@ def accelerators(devices: Iterable[torch.device]) -> list[torch.device]:
 
     A device without a number is the current one of its type.
     """
-    there = {device for device in devices if device.type not in ("cpu", "meta")}
-    numbered = {torch.device(device.type, _number(device)) for device in there}
-    return sorted(numbered, key=lambda device: (device.type, device.index))
-
-
-def _number(device: torch.device) -> int:
-    if device.index is not None:
-        return device.index
-    return torch.accelerator.current_device_index() if device.type == accelerator_type() else 0
+    found = set()
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            current = torch.accelerator.current_device_index() if device.type == accelerator_type() else 0
+            found.add(torch.device(device.type, current if device.index is None else device.index))
+    return sorted(found, key=lambda device: (device.type, device.index))
 
 
 def shares_host_memory(device_type: str) -> bool:
@@ -132,7 +129,7 @@ def release_memory() -> None:
 
 def empty_host_cache() -> None:
     """Make torch return unused pinned memory to the system, if it can."""
-    empty = private("torch._C._accelerator_emptyHostCache")
+    empty = private("torch._C._accelerator_emptyHostCache", optional=True)  # since torch 2.9
     if empty is not None and accelerator_type() is not None:
         with contextlib.suppress(RuntimeError):  # a device without a cache for it
             empty()
@@ -220,13 +217,7 @@ def is_capturing() -> bool:
     module = None if device is None else getattr(torch, device.type, None)
     if module is None or not is_initialized(module):
         return False
-    captures = getattr(module, "is_current_stream_capturing", None)
-    if captures is not None:
-        return bool(captures())
-    try:
-        return bool(torch.accelerator.current_stream().is_capturing())
-    except (AttributeError, RuntimeError):  # an older torch than 2.13, or a device without graphs
-        return False
+    return bool(getattr(module, "is_current_stream_capturing", bool)())  # some devices have no graphs
 
 
 def is_initialized(module: Any) -> bool:

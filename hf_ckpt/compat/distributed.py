@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt.compat.devices import accelerators, current_accelerator
 
@@ -101,31 +100,15 @@ def data_parallel(model: nn.Module) -> Any | None:
     return None
 
 
-class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the arguments of `zeros_like`, and returns them instead of zeros."""
+def bucket_bytes(model: nn.Module) -> int:
+    """Return the bytes of the buckets in which a DistributedDataParallel reduces gradients; 0 for any other model.
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tensors: list[torch.Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.zeros_like.default:
-            return func(*args, **(kwargs or {}))
-        self.tensors.append(args[0])
-        return args[0]
-
-
-def reduction_buckets(model: nn.Module) -> list[torch.Tensor]:
-    """Return the flat tensors in which a DistributedDataParallel reduces gradients; none for any other model.
-
-    torch only returns zeros like them, but creates these by an operation that a dispatch mode sees.
+    With `gradient_as_bucket_view`, the gradients are in the buckets and count with these.
     """
     wrapped = data_parallel(model)
-    seen = _Seen()
-    if wrapped is not None:
-        with seen:
-            wrapped.reducer._get_zeros_like_grad_buckets()
-    return seen.tensors
+    if wrapped is None or wrapped.gradient_as_bucket_view:
+        return 0
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
 def ranks() -> int:

@@ -1,112 +1,120 @@
-"""Runs operations on fake tensors, which have a shape and a type but no values, faster than torch does.
-
-torch looks up results in a cache; building the key from all properties of the arguments takes most of the time.
-Blocks of a kind repeat the same operations, so a shorter key is enough.
-"""
+"""Fake tensors, which have a shape and a type but no values: how models and operations run on them."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.nn import functional
+from transformers.utils import import_utils
 
 from hf_ckpt.compat.private import private
 
-_VIEWS = frozenset(
-    (
-        torch.ops.aten.as_strided.default,
-        torch.ops.aten.detach.default,
-        torch.ops.aten.expand.default,
-        torch.ops.aten.permute.default,
-        torch.ops.aten.select.int,
-        torch.ops.aten.slice.Tensor,
-        torch.ops.aten.squeeze.dim,
-        torch.ops.aten.t.default,
-        torch.ops.aten.transpose.int,
-        torch.ops.aten.unsqueeze.default,
-        torch.ops.aten.view.default,
-        torch.ops.aten._unsafe_view.default,
-    )
-)
-"""Operations that return a view of their first argument: most operations of a traced step."""
-_PLAIN = (int, float, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str)
-_MOST = 10_000
+_lock = threading.RLock()
 _in_kernel = private("torch._subclasses.fake_tensor.in_kernel_invocation_manager")
 
 
-class _Made(NamedTuple):
-    """Properties of a new tensor that an operation returned."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-_known: dict[Any, _Made] = {}
-"""Key of an operation and its arguments -> what it returns."""
-
-
 def run_on_fakes(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation for a dispatch mode that is directly above that of fake tensors."""
+    """Run an operation for a dispatch mode that is directly above that of fake tensors.
+
+    Views, which are most operations of a step, bypass torch's cache of results, whose key takes longer than they do.
+    """
     source = args[0] if args else None
-    if _in_kernel is None or type(source) is not FakeTensor or source.constant is not None:
+    if type(source) is not FakeTensor or source.constant is not None or source.layout is not torch.strided:
         return function(*args, **kwargs)
-    if function in _VIEWS and not kwargs:
-        with _in_kernel(source.fake_mode):
-            made = function(*args)
-        return FakeTensor(source.fake_mode, made, source.fake_device)
-    key = _key(function, args, kwargs) if _makes_a_new_tensor(function) else None
-    found = None if key is None else _known.get(key)
-    if found is not None:
-        with _in_kernel(source.fake_mode):
-            made = torch.empty_strided(found.shape, found.stride, dtype=found.dtype, device="meta")
-        return FakeTensor(source.fake_mode, made, found.device)
-    result = function(*args, **kwargs)
-    if key is not None and _is_new(result, args, kwargs):
-        if len(_known) >= _MOST:
-            _known.clear()
-        _known[key] = _Made(result.shape, result.stride(), result.dtype, result.fake_device)
-    return result
+    if function is torch.ops.aten._grouped_mm.default and source.dtype is not torch.bfloat16:
+        return _grouped_product(*args, **kwargs)
+    if kwargs or not _is_view(function):
+        return function(*args, **kwargs)
+    with _in_kernel(source.fake_mode):
+        made = function(*args)
+    return FakeTensor(source.fake_mode, made, source.fake_device)
 
 
 @functools.cache
-def _makes_a_new_tensor(function: Any) -> bool:
-    """Whether an operation returns one new tensor, determined by its arguments, and changes none of them."""
-    schema, tags = function._schema, {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    if schema.is_mutable or len(schema.returns) != 1 or not tags.isdisjoint(function.tags):
+def _is_view(function: Any) -> bool:
+    """Whether an operation returns a view of its first argument, and changes nothing."""
+    first, *more = function._schema.returns or [None]
+    if more or function._schema.is_mutable or not isinstance(getattr(first, "type", None), torch.TensorType):
         return False
-    returned = schema.returns[0]
-    return returned.alias_info is None and isinstance(returned.type, torch.TensorType)
+    return first.alias_info is not None or function is torch.ops.aten._unsafe_view.default
 
 
-def _key(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A key that distinguishes a call from calls with other results; None if that is not known."""
-    parts: list[Any] = [function]
-    for value in (*args, *kwargs.keys(), *kwargs.values()) if kwargs else args:
-        if type(value) is FakeTensor:
-            if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
-                return None
-            parts.append((value.shape, value.stride(), value.dtype, value.fake_device))
-        elif isinstance(value, _PLAIN):
-            parts.append((type(value), value))
-        elif isinstance(value, (list, tuple)) and all(type(number) is int for number in value):
-            parts.append(tuple(value))
-        else:
-            return None
-    return tuple(parts)
+def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """The result of `torch._grouped_mm`, whose shape torch infers for bfloat16 only (seen in torch 2.13).
+
+    Shapes: [rows, k] x [groups, k, n] -> [rows, n]; [m, k] x [k, n] -> [groups, m, n], a product for each group of k;
+    [groups, m, k] x [k, n] -> [m, n]; [groups, m, k] x [groups, k, n] -> [groups, m, n].
+    """
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.dim() == b.dim():
+        shape.insert(0, a.shape[0] if a.dim() == 3 else offs.shape[0])
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
-def _is_new(result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a result is a plain tensor with its own storage, and uses all of it."""
-    if type(result) is not FakeTensor or result.constant is not None or result.layout is not torch.strided:
-        return False
-    storage = result.untyped_storage()
-    given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-    if any(value.untyped_storage()._cdata == storage._cdata for value in given):
-        return False
-    size = 1 + sum((length - 1) * step for length, step in zip(result.shape, result.stride(), strict=True))
-    return not result.storage_offset() and result.numel() > 0 and storage.nbytes() == size * result.element_size()
+def depends_on_values(error: Exception) -> bool:
+    """Whether an error says that something needs the values of fake tensors."""
+    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+
+
+@contextlib.contextmanager
+def running(*, on_accelerator: bool) -> Iterator[None]:
+    """Make models run on fake tensors of the CPU as on real ones of a device, inside this context.
+
+    transformers 5 asks whether a tensor is fake before it reads whether a mask masks anything, which decides which
+    attention kernel runs. It is told that none is.
+
+    On an accelerator, dropout's mask has one byte per element; on the CPU it is noise in the input's type
+    (aten/src/ATen/native/Dropout.cpp). Accelerators have fused kernels for attention with dropout, which save neither
+    its weights nor a mask; the CPU runs single operations (aten/src/ATen/native/transformers/attention.cpp). A torch
+    function mode would not work: autograd turns it off, so blocks would run differently when recomputed.
+    """
+    attention = functools.partial(_attention, functional.scaled_dot_product_attention)
+    exchanges: list[tuple[Any, str, Any]] = [(import_utils, "is_fake_tensor", lambda value: False)]
+    if on_accelerator:
+        exchanges += [
+            (private("torch._VF"), "dropout", _dropout),
+            (functional, "scaled_dot_product_attention", attention),
+        ]
+    with _lock, contextlib.ExitStack() as around:
+        for place, name, ours in exchanges:
+            around.enter_context(mock.patch.object(place, name, ours, create=True))  # transformers 4 lacks the first
+        yield
+
+
+def _dropout(tensor: torch.Tensor, p: float, training: bool) -> torch.Tensor:
+    if type(tensor) is FakeTensor and training and 0 < p < 1 and tensor.numel():
+        return torch.native_dropout(tensor, p, training)[0]
+    return torch.dropout(tensor, p, training)
+
+
+def _attention(
+    usual: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention; with dropout on fake tensors, by the memory-efficient kernel."""
+    if not dropout_p or type(query) is not FakeTensor:
+        return usual(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if enable_gqa:
+        key, value = (tensor.repeat_interleave(query.size(-3) // tensor.size(-3), -3) for tensor in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype is torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.size(-2))
+    kept = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+    result: torch.Tensor = efficient(query, key, value, attn_mask, kept, dropout_p, is_causal, scale=scale)[0]
+    return result

@@ -22,41 +22,31 @@ def add_lora(
     lora_dropout: float = 0.0,
     **config: Any,
 ) -> nn.Module:
-    """Add LoRA adapters to layers of a model.
-
-    Args:
-        model: the model that gets the adapters.
-        rank: of the adapters.
-        targets: layers, as in `target_modules` of PEFT's `LoraConfig`: name suffixes, a regular expression, or
-            `all-linear` for every linear layer but the head.
-        lora_dropout: dropout on the adapters' inputs.
-        config: further keys of `LoraConfig`.
+    """Add LoRA adapters to layers of a model; `targets` and `config` as in PEFT's `LoraConfig`.
 
     Raises `HfCkptError` if no layer matches `targets`.
     """
     from peft import LoraConfig
 
     chosen = targets if isinstance(targets, str) else list(targets)
-    return add_adapters(
-        model, {"default": LoraConfig(r=rank, target_modules=chosen, lora_dropout=lora_dropout, **config)}
-    )
+    lora = LoraConfig(r=rank, target_modules=chosen, lora_dropout=lora_dropout, **config)
+    return add_adapters(model, {"default": lora})
 
 
 def add_adapters(model: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
     """Add adapters to a model: name -> config of PEFT. Raises `HfCkptError` if PEFT refuses them."""
     from peft import get_peft_model
 
-    adapted: Any = model
+    adapted: Any = None
     try:
-        for name, config in configs.items():
-            if adapted is model:
-                adapted = get_peft_model(model, copy.deepcopy(config), adapter_name=name)
+        for name, config in copy.deepcopy(dict(configs)).items():
+            if adapted is None:
+                adapted = get_peft_model(model, config, adapter_name=name)
             else:
-                adapted.add_adapter(name, copy.deepcopy(config))
+                adapted.add_adapter(name, config)
     except ValueError as error:
         raise HfCkptError(f"PEFT puts no adapters on {type(model).__name__}: {reason_of(error)}.") from error
-    with_adapters: nn.Module = adapted
-    return with_adapters
+    return model if adapted is None else adapted
 
 
 def adapters_of(model: nn.Module) -> dict[str, Any]:

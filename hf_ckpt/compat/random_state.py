@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -83,9 +82,9 @@ def devices_of(values: Iterable[Any]) -> list[torch.device]:
 def all_devices() -> list[torch.device]:
     """Return every device of the machine's accelerator: `torch.manual_seed` sets the generators of all of them."""
     device_type = accelerator_type()
-    if device_type is None:
-        return []
-    return [torch.device(device_type, number) for number in range(torch.accelerator.device_count())]
+    return (
+        [] if device_type is None else [torch.device(device_type, n) for n in range(torch.accelerator.device_count())]
+    )
 
 
 def _is_ready(device: torch.device) -> bool:
@@ -111,5 +110,5 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _bytes(state: torch.Tensor) -> bytes:
     """Return a state of torch as bytes, without an operation that dispatch modes would see."""
-    found: bytes = (ctypes.c_char * state.nbytes).from_address(state.data_ptr()).raw
+    found: bytes = state.numpy().tobytes()
     return found

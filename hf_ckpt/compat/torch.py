@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -245,50 +245,10 @@ def untraced(function: _Function) -> _Function:
     return function
 
 
-def depends_on_values(error: Exception) -> bool:
-    """Whether an error says that something needs the values of fake tensors, which have none."""
-    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-
-
 def unseen_by_modes() -> contextlib.AbstractContextManager[Any]:
     """Make a context that hides operations from dispatch modes: selective checkpointing expects the forward's only."""
     context: contextlib.AbstractContextManager[Any] = private("torch.utils._python_dispatch._disable_current_modes")()
     return context
-
-
-@contextlib.contextmanager
-def any_type_in_grouped_products() -> Iterator[None]:
-    """Support grouped matrix products of fake tensors of any type, as in experts, inside this context.
-
-    torch infers the result's shape for bfloat16 only, although the kernel accepts float32, too (seen in torch 2.13).
-    """
-    known = private("torch._subclasses.fake_impls.op_implementations_dict")
-    operation = torch.ops.aten._grouped_mm.default
-    if operation in known:
-        yield
-        return
-    known[operation] = _grouped_product
-    try:
-        yield
-    finally:
-        del known[operation]
-
-
-def _grouped_product(
-    mode: FakeTensorMode, operation: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
-) -> Any:
-    """Return a fake tensor of the shape of `torch._grouped_mm`; `NotImplemented` if torch infers it itself.
-
-    Shapes: [rows, k] x [groups, k, n] -> [rows, n]; [m, k] x [k, n] -> [groups, m, n], a product for each group of k;
-    [groups, m, k] x [k, n] -> [m, n]; [groups, m, k] x [groups, k, n] -> [groups, m, n].
-    """
-    if a.dtype is torch.bfloat16 and b.dtype is torch.bfloat16:
-        return NotImplemented
-    shape = [a.shape[-2], b.shape[-1]]
-    if a.dim() == b.dim():
-        shape.insert(0, a.shape[0] if a.dim() == 3 else offs.shape[0])
-    with mode:
-        return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
 
 
 def is_changed_in_place(error: RuntimeError) -> bool:

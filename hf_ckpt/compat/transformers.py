@@ -7,7 +7,8 @@ import contextvars
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,20 +109,10 @@ def copied_context() -> contextvars.Context:
     recomputation would collect its results, too, and the copy would keep all results of the forward alive.
     """
     context = contextvars.copy_context()
-    if _collector is not None and context.get(_collector) is not None:
-        context.run(_collector.set, None)
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    if collector is not None and context.get(collector.context_var) is not None:
+        context.run(collector.context_var.set, None)
     return context
-
-
-def _find_collector() -> contextvars.ContextVar[Any] | None:
-    try:
-        from transformers.utils import output_capturing
-    except ImportError:  # transformers 4 and early 5
-        return None
-    return getattr(getattr(output_capturing, "_active_collector", None), "context_var", None)
-
-
-_collector = _find_collector()
 
 
 def module_of(function: Callable[..., Any]) -> nn.Module | None:
@@ -249,23 +240,3 @@ def uninitialised() -> contextlib.AbstractContextManager[None]:
         from transformers.modeling_utils import no_init_weights
     context: contextlib.AbstractContextManager[None] = no_init_weights()
     return context
-
-
-@contextlib.contextmanager
-def fake_values_count() -> Iterator[None]:
-    """Make transformers read the values of fake tensors like those of real ones, inside this context.
-
-    Whether a mask masks anything decides which attention kernel runs. transformers 4 does not distinguish them.
-    """
-    from transformers.utils import import_utils
-
-    name = "is_fake_tensor"
-    original = getattr(import_utils, name, None)
-    if original is None:
-        yield
-        return
-    setattr(import_utils, name, lambda value: False)
-    try:
-        yield
-    finally:
-        setattr(import_utils, name, original)

@@ -10,10 +10,9 @@ from hf_ckpt.errors import MissingDependencyError
 
 
 def fused_forward(model: nn.Module, outputs: tuple[str, ...]) -> types.MethodType:
-    """Return the forward that TRL's trainers set on a causal language model; the model itself is not changed.
+    """Return the forward that TRL's trainers set on a causal language model, which is not changed itself.
 
-    Called with `fused_lm_head=True`, it returns log probabilities of labels without computing logits. `outputs` are
-    what it computes for each token. Raises `MissingDependencyError` without TRL 1.9 or later.
+    Called with `fused_lm_head=True`, it computes `outputs` for each token, but no logits.
     """
     try:
         from trl.trainer.utils import add_fused_lm_head

@@ -150,22 +150,15 @@ def _measure(model: ShallowModel, asked: Question, device: Device, action: Actio
     base = model.base.train()
     blocks = find_blocks(base)
     plan = Plan(blocks.family, blocks.model, tuple((block, action) for block in blocks.blocks), head=head)
-    kernels = contextlib.nullcontext() if device.name == "cpu" else compat.kernels.accelerator_kernels()
     try:
-        with (
-            trial(base, plan),
-            kernels,
-            model.fake,
-            compat.transformers.fake_values_count(),
-            compat.torch.any_type_in_grouped_products(),
-        ):
+        with trial(base, plan), model.fake, compat.fakes.running(on_accelerator=device.name != "cpu"):
             model.measured[key] = measured = _run(base, blocks.modules, asked, device)
             return measured
     except HfCkptError:
         raise
     except Exception as error:
         reason = f"it does not run without its weights: {type(error).__name__}: {error}"
-        if compat.torch.depends_on_values(error):  # experts called one by one
+        if compat.fakes.depends_on_values(error):  # experts called one by one
             reason = (
                 f"how large its tensors are depends on their values ({error}). If that is how tokens find their "
                 'experts, load the model with experts_implementation="grouped_mm" or "batched_mm"'

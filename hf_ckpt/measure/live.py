@@ -61,6 +61,7 @@ class LiveBytes(compat.torch.TorchDispatchMode, Meter):  # type: ignore[no-untyp
         for holder in holders:
             for tensor in tensors_of(holder):
                 self._count_all(tensor)
+            self.current_bytes += compat.distributed.bucket_bytes(holder) if isinstance(holder, nn.Module) else 0
         self.start_bytes = self.current_bytes
         """Bytes alive at the beginning: parameters, gradients, buffers and optimizer state of `holders`."""
 
@@ -150,11 +151,9 @@ class LiveBytes(compat.torch.TorchDispatchMode, Meter):  # type: ignore[no-untyp
 
 
 def tensors_of(holder: Holder) -> Iterator[torch.Tensor]:
-    """Yield the parameters, gradients and buffers of a module, and the buckets in which DDP reduces gradients; the
-    state of an optimizer; or the values of a batch."""
+    """Yield the parameters, gradients and buffers of a module; the state of an optimizer; or the values of a batch."""
     if isinstance(holder, nn.Module):
         yield from holder.buffers()
-        yield from compat.distributed.reduction_buckets(holder)
         for parameter in (*holder.parameters(), *compat.distributed.flat_parameters(holder)):
             yield parameter
             if parameter.grad is not None:

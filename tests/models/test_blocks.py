@@ -87,9 +87,6 @@ def rows():
     families.FAMILIES.update(before)
 
 
-# --- the rows -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.compat
 @pytest.mark.parametrize(
     ("row", "model_type"),
@@ -114,11 +111,8 @@ def test_every_model_type_of_every_row(row, model_type):
     ("model_class", "family", "path", "stacks"),
     [
         ("LlamaModel", "llama", "layers", {"decoder": 4}),
-        ("LlamaForSequenceClassification", "llama", "model.layers", {"decoder": 4}),
-        ("GPT2Model", "gpt2", "h", {"decoder": 4}),
         ("GPT2ForSequenceClassification", "gpt2", "transformer.h", {"decoder": 4}),
         ("BertModel", "bert", "encoder.layer", {"encoder": 4}),
-        ("BertForTokenClassification", "bert", "bert.encoder.layer", {"encoder": 4}),
         ("T5EncoderModel", "t5", "encoder.block", {"encoder": 4}),
         ("T5Model", "t5", "encoder.block", {"encoder": 4, "decoder": 4}),
     ],
@@ -151,20 +145,15 @@ def test_register_family(rows, caplog):
     # Registering the same name again replaces the row.
     register_family(Family("opt", ("opt",), (("decoder", "decoder.layers"),)))
     assert depths(find_blocks(model)) == {"decoder": 2}
-
-
-def test_a_model_type_belongs_to_one_row(rows):
     with pytest.raises(ValueError, match=r"\['gpt2'\] already belong to the family 'gpt2'"):
         register_family(Family("mine", ("gpt2", "new"), (("decoder", "h"),)))
-    assert rows == families.FAMILIES
 
 
 # --- families without a row -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["OPTForCausalLM", "FalconForCausalLM"])
-def test_an_unknown_family_works_with_one_line_of_warning(name, caplog):
-    model = other_model(name)
+def test_an_unknown_family_works_with_one_line_of_warning(caplog):
+    model = other_model("OPTForCausalLM")
     expected = step(model, random_batch())
     with caplog.at_level(logging.WARNING, "hf_ckpt"):
         hf_ckpt.install(model)
@@ -209,15 +198,8 @@ def lora(model):
 
 @pytest.mark.parametrize(
     "wrap",
-    [
-        lora,
-        torch.compile,
-        Holder,
-        nn.DataParallel,
-        lambda model: Holder(lora(model)),
-        lambda model: torch.compile(lora(model)),
-    ],
-    ids=["peft", "compile", "holder", "data parallel", "peft in a holder", "compiled peft"],
+    [nn.DataParallel, lambda model: Holder(lora(model)), lambda model: torch.compile(lora(model))],
+    ids=["data parallel", "peft in a holder", "compiled peft"],
 )
 def test_wrappers_are_looked_through(wrap):
     """hf_ckpt installs on the innermost PreTrainedModel, and wrappers do not change block names."""
@@ -268,19 +250,10 @@ def test_fsdp_class_swap_keeps_the_layers_kind():
 # --- unsupported models ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("thing", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), Holder()], ids=repr)
-def test_a_module_without_a_hugging_face_model(thing):
-    before = dict(vars(thing))
-    with pytest.raises(NoBlocksError, match=r"is no Hugging Face PreTrainedModel and holds none") as caught:
-        hf_ckpt.install(thing)
-    for name in ("llama: llama, mistral", "gpt2: gpt2", "bert: bert", "t5: t5"):
-        assert name in str(caught.value)
-    assert vars(thing) == before
-
-
-@pytest.mark.parametrize("thing", ["llama", 3, tiny_batch("bert"), tiny_model])
-def test_something_that_is_no_module(thing):
-    with pytest.raises(NoBlocksError, match=r"a model must be a torch.nn.Module, but is"):
+@pytest.mark.parametrize("thing", [nn.Linear(2, 2), Holder(), "llama", 3, tiny_model], ids=repr)
+def test_something_that_is_no_model(thing):
+    said = "is no Hugging Face PreTrainedModel" if isinstance(thing, nn.Module) else "must be a torch.nn.Module, but is"
+    with pytest.raises(NoBlocksError, match=said):
         hf_ckpt.install(thing)
 
 
@@ -325,24 +298,13 @@ class RemoteModel(transformers.PreTrainedModel):
         return hidden_states
 
 
-RESNET = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
-
-
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: transformers.ResNetModel(RESNET), "ResNetModel (model_type 'resnet')"),
-        (lambda: RemoteModel(PlainBlock), "RemoteModel (model_type 'from_the_hub')"),
-    ],
-    ids=["resnet", "remote code"],
-)
-def test_a_model_without_blocks_names_the_known_families(make, named):
-    model = make()
+def test_a_model_without_blocks_names_the_known_families():
+    model = RemoteModel(PlainBlock)
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     with pytest.raises(NoBlocksError, match=r"has no blocks built on GradientCheckpointingLayer") as caught:
         hf_ckpt.install(model)
     text = str(caught.value)
-    assert named in text
+    assert "RemoteModel (model_type 'from_the_hub')" in text
     assert all(row.name in text and row.model_types[-1] in text for row in families.families())
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
@@ -372,15 +334,10 @@ def test_a_block_in_torchs_own_wrapper_has_an_owner_already():
     [
         ("llama", "model.layers.2.", ["model.layers.0", "model.layers.1"]),
         ("llama", "model.layers.0.mlp.down_proj", []),
-        ("llama", "embed_tokens", []),
-        ("llama", "model.norm", [f"model.layers.{index}" for index in range(4)]),
         ("llama", "no such parameter", [f"model.layers.{index}" for index in range(4)]),
-        ("llama", "", []),
-        ("gpt2", "wpe", []),
         ("gpt2", "h.3.", [f"transformer.h.{index}" for index in range(3)]),
         ("bert", "classifier", [f"bert.encoder.layer.{index}" for index in range(4)]),
         ("bert", "layer.1.output", ["bert.encoder.layer.0"]),
-        ("t5", "encoder.block.3.", [f"encoder.block.{index}" for index in range(3)]),
         ("t5", "decoder.block.1.", [*(f"encoder.block.{index}" for index in range(4)), "decoder.block.0"]),
         ("t5", "shared", []),
     ],

@@ -57,7 +57,7 @@ class Exhibit:
     kind: str
     """Kind of the cause: a key of `KINDS`."""
     reference: str
-    """Reports as repository and number, and numbers of traps in tests/users/test_traps.py."""
+    """Reports as repository and number, and numbers of traps in tests/TRAPS.md."""
     cause: str
     """Part of the message of the watch."""
     checkpoint: Callable[[Any, bool], None]

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import json
-import pkgutil
-import subprocess
-import sys
 
 import pytest
 import yaml
 
-import hf_ckpt.spec
 from hf_ckpt.errors import SpecError
 from hf_ckpt.spec.reading import Rule, parse_layers
 from hf_ckpt.spec.spec import Spec
-
-
-@pytest.mark.parametrize(
-    "text", ["a: !!bool maybe", "a: !!timestamp never", "a: !!int ''", "policy: [", "a: 2026-13-45"]
-)
-def test_yaml_that_says_nothing(text, tmp_path):
-    path = tmp_path / "spec.yaml"
-    path.write_text(text)
-    with pytest.raises(SpecError, match="not valid YAML"):
-        Spec.parse(path)
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "yml", "json", "txt"])
@@ -70,16 +56,10 @@ def test_what_follows_from_what_is_given():
     assert Spec.parse({"policy": "selective", "save": ["attention", "linear"]}).save == ("linear", "attention")
     assert Spec.parse({"budget": 1.0}).budget == 1.0
     assert Spec.parse({"rules": [{"layers": 1, "policy": "full"}]}).rules == (Rule(layers="1", policy="full"),)
+    rule = {"layers": "0", "policy": "none"}  # beside `layers`, rules are exceptions to `full`
+    assert Spec.parse({"layers": "0-3", "rules": [rule]}).policy == "full"
     spec = Spec.parse({"policy": "full"})
     assert Spec.parse(spec) is spec
-
-
-def test_rules_beside_a_choice_of_layers_are_exceptions_to_full():
-    """Rules beside `layers` are exceptions to `full`: choosing layers does not mean `none`."""
-    rule = {"layers": "0", "policy": "none"}
-    assert Spec.parse({"layers": "0-3", "rules": [rule]}) == Spec.parse(
-        {"policy": "full", "layers": "0-3", "rules": [rule]}
-    )
 
 
 @pytest.mark.parametrize(
@@ -121,15 +101,9 @@ def test_an_enable_call_selects_anew_or_only_changes_options():
     assert spec.updated({"every_n_layers": 2}) == Spec(every_n_layers=2)
     assert spec.updated({"policy": "full"}) == Spec()
     assert spec.updated({"rules": [{"layers": "0", "policy": "full"}]}).layers is None
-
-
-@pytest.mark.parametrize("given_dict", [{"every_n_layers": True}, {"every_n_layers": 1.0}, {"offload": 0}])
-def test_an_enable_call_takes_only_the_exact_defaults_for_nothing(given_dict):
-    """Values that only equal a default, such as `True == 1`, are refused."""
-    with pytest.raises(SpecError):
-        Spec.parse(given_dict)
-    with pytest.raises(SpecError):
-        Spec().updated(given_dict)
+    for equal_to_a_default in ({"every_n_layers": True}, {"every_n_layers": 1.0}, {"offload": 0}):
+        with pytest.raises(SpecError):
+            spec.updated(equal_to_a_default)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -139,110 +113,70 @@ def test_an_enable_call_takes_only_the_exact_defaults_for_nothing(given_dict):
     ("given_spec", "expected"),
     [
         ({"polcy": "full"}, "`polcy` is not a key of the spec; did you mean `policy`?"),
-        ({"determinism_chek": "none"}, "did you mean `determinism_check`?"),
         ({"zzz": 1}, "`zzz` is not a key of the spec; known: policy, "),
         ({"policy": "ful"}, "did you mean 'full'?"),
         ({"policy": None}, '`policy` must be one of "none", "full", "selective", "full+selective", "offload", '),
         ({"policy": True}, "but is True instead"),
         ({"use_reentrant": "no"}, "`use_reentrant` must be one of true, false, but is 'no' instead"),
-        ({"use_reentrant": None}, "`use_reentrant` must be one of true, false, but is None instead"),
         ({"use_reentrant": 0}, "`use_reentrant` must be one of true, false, but is 0 instead"),
         ({"every_n_layers": 0}, "`every_n_layers` must be a whole number of at least 1, but is 0 instead"),
-        ({"every_n_layers": -1}, "but is -1 instead"),
         ({"every_n_layers": 1.5}, "but is 1.5 instead"),
         ({"every_n_layers": True}, "but is True instead"),
         ({"every_n_layers": "2"}, "but is '2' instead"),
         ({"layers": "1--"}, "`layers` must be a list like '0-15,-1', but is '1--' instead"),
         ({"layers": []}, "but is [] instead"),
         ({"layers": [True]}, "but is [True] instead"),
-        ({"layers": 1.5}, "but is 1.5 instead"),
         ({"layers": {}}, "must name at least one stack"),
-        ({"layers": {"encoder": "x"}}, "but is 'x' instead"),
         ({"layers": "0", "every_n_layers": 2}, "`layers` and `every_n_layers` both choose blocks"),
         ({"segments": 0}, "`segments` must be a whole number of at least 1 or 'sqrt', but is 0 instead"),
         ({"segments": 2, "layers": "0"}, "`segments` covers whole stacks"),
         ({"segments": 2, "policy": "selective"}, "`segments` goes with `policy: full`"),
         ({"policy": "budget"}, "`policy: budget` needs `budget`"),
         ({"policy": "full", "budget": "1GiB"}, "`budget` goes with `policy: budget`"),
-        ({"budget": 1.5}, "must be above 0 and at most 1, but is 1.5 instead"),
         ({"budget": "0GiB"}, "`budget` is no budget: a size must be positive"),
         ({"budget": "20 bananas"}, "`budget` is no budget: a size must look like"),
-        ({"budget": "120%"}, "`budget` is no budget: a share must be"),
         ({"budget": 0.5, "layers": "0"}, "chooses the blocks itself; remove layers"),
         ({"policy": "auto", "rules": [{"layers": "0", "policy": "full"}]}, "chooses the blocks itself; remove rules"),
         ({"policy": "none", "layers": "0"}, "`policy: none` leaves every block as it is; remove layers"),
-        ({"save": ["linear"]}, "`save` goes with `policy: selective`"),
         ({"policy": "selective", "save": ["conv"]}, "must be a list out of ['linear', 'attention'], but is ['conv']"),
-        ({"policy": "selective", "save": []}, "must be a list out of"),
-        ({"engine": "sac"}, "`engine` is not a key of the spec"),
         (
             {"host_budget": "1GiB"},
             "`host_budget` goes with `policy: offload` or `policy: budget` or `policy: auto`, but",
         ),
-        ({"policy": "offload", "host_budget": "much"}, "`host_budget` is no size"),
         ({"policy": "selective", "offload": True}, "; to move what `selective` saves, write 'saved'"),
-        (
-            {"policy": "none", "offload": True},
-            "`offload: true` goes with `policy: full` or `policy: offload`, but policy is 'none'",
-        ),
         (
             {"policy": "full", "offload": "saved"},
             "`offload: saved` goes with `policy: selective`, but policy is 'full'",
         ),
         ({"segments": 2, "offload": True}, "it cannot be combined with `segments`"),
         ({"head": 0}, "`head` must be a whole number of at least 1 or 'full' or 'auto', but is 0 instead"),
-        ({"head": True}, "but is True instead"),
         ({"head": "atuo"}, "did you mean 'auto'?"),
         ({"mlp": 64}, "`mlp` is not a key of the spec"),
-        ({"offload": "disk"}, '`offload` must be one of false, true, "saved"'),
-        ({"preserve_rng_state": "yes"}, "`preserve_rng_state` must be one of true, false"),
-        ({"preserve_rng_state": 1}, "but is 1 instead"),
         ({"rules": []}, "must be a list of mappings with `policy` and `layers` or `stack`"),
-        ({"rules": {"layers": "0"}}, "must be a list of mappings with `policy` and `layers` or `stack`"),
         ({"rules": ["full"]}, "[0] must be a mapping, but is 'full' instead"),
         ({"rules": [{"policy": "full"}]}, "[0] needs `layers` or `stack`"),
         ({"rules": [{"stack": "encoder"}]}, "[0] needs `policy`"),
         ({"rules": [{"layers": "0", "policy": "budget"}]}, "[0] `policy` must be one of"),
         ({"rules": [{"layers": "0", "policy": "full", "stak": "encoder"}]}, "did you mean `stack`?"),
-        (
-            {"rules": [{"layers": "0", "policy": "full", "save": ["linear"]}]},
-            "[0] `save` goes with `policy: selective`",
-        ),
+        ({"rules": [{"stack": "a", "policy": "full", "save": ["linear"]}]}, "[0] `save` goes with `policy: selective`"),
         ({"compile": "blocks", "share": 2}, "`share` must be a number from 0 to 1, but is 2 instead"),
-        ({"compile": "blocks", "share": True}, "`share` must be a number from 0 to 1"),
         ({"compile": "model"}, "`compile` must be one of null, \"blocks\", but is 'model' instead"),
         ({"share": 0.5}, '`share` is how much compiled blocks keep; it needs `compile: "blocks"`'),
         ({"rules": [{"layers": "0", "policy": "full", "share": 0.5}]}, "it needs `compile"),
         ({"compile": "blocks", "policy": "none", "share": 0.5}, "but policy is 'none'"),
-        (
-            {"compile": "blocks", "rules": [{"layers": "0", "policy": "none", "share": 0.5}]},
-            "[0] `share` is how much planned blocks keep, but policy is 'none'",
-        ),
         ({"compile": "blocks", "policy": "selective", "save": ["attention"]}, "remove save"),
         ({"compile": "blocks", "segments": 2}, "remove segments"),
         ({"compile": "blocks", "policy": "offload"}, "compiled blocks are not offloaded"),
         ({"compile": "blocks", "policy": "full+selective"}, "leave to the compiler what is rebuilt"),
-        ({"policy": "full+selective", "offload": True}, "`offload: true` goes with `policy: full`"),
-        (
-            {"policy": "full", "save": ["linear"]},
-            "`save` goes with `policy: selective` or `policy: full+selective`, but",
-        ),
-        (
-            {"compile": "blocks", "budget": "1GiB", "share": 0.5},
-            "`share` is how much the blocks of a policy keep, but policy is 'budget'",
-        ),
+        ({"save": ["linear"]}, "`save` goes with `policy: selective` or `policy: full+selective`, but"),
         ({"plan": "p.json", "compile": "blocks"}, "`plan` already says what every block gets"),
         ({"context_fn": print}, "`context_fn` is a callable, which TrainingArguments cannot save as JSON"),
         ({"selective": True}, "`selective` is TRL's switch"),
-        ({"gradient_checkpointing_kwargs": {"policy": "full"}}, "must not be nested"),
         ({"plan": 3}, "`plan` must be the path of a saved plan, but is 3 instead"),
-        ({"plan": ""}, "`plan` must be the path of a saved plan"),
         ({"plan": "p.json", "policy": "full"}, "`plan` already says what every block gets"),
-        ({3: 4}, "`3` is not a key of the spec"),
         (3, "a spec must be a dict, a text or a path, but is int instead: 3"),
         (["full"], "but is list instead"),
         ("{", "not valid JSON"),
-        ('{"policy": "full"', "not valid JSON"),
         ("fulll", "cannot read 'fulll'"),
         ("policy=full layers", "words must look like key=value, but 'layers' does not"),
         ("policy=[", "not readable as key=value words"),
@@ -297,12 +231,11 @@ def test_every_problem_is_named_at_once():
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"policy: [full", "not valid YAML"),
         (b"\xff\xfe\xff", "not valid YAML"),
-        (b"policy: full\n  layers: 1\n bad", "not valid YAML"),
         (b"when: 2001-99-99", "not valid YAML"),
+        (b"a: !!bool maybe", "not valid YAML"),
+        (b"a: !!int ''", "not valid YAML"),
         (b"", "a spec must be a mapping of keys, but is NoneType instead"),
-        (b"- policy", "a spec must be a mapping of keys, but is list instead"),
         (b'{"policy": "full",}}', "not valid YAML"),
         (b"policy: full\nlayer: 0", "did you mean `layers`?"),
     ],
@@ -322,16 +255,3 @@ def test_a_path_that_is_no_file(tmp_path, name):
     with pytest.raises(SpecError, match="cannot read") as caught:
         Spec.parse(tmp_path / name)
     assert "a text must be JSON, key=value words, a file, or one of none, full, selective, full+" in str(caught.value)
-
-
-def test_specs_plans_and_policies_are_free_of_torch():
-    """`import hf_ckpt` and all code before a model is touched run without torch, transformers and numpy."""
-    modules = ["hf_ckpt", "hf_ckpt.units", "hf_ckpt.planner.policies"]
-    modules += [module.name for module in pkgutil.iter_modules(hf_ckpt.spec.__path__, "hf_ckpt.spec.")]
-    assert "hf_ckpt.spec.actions" in modules
-    code = (
-        f"import sys, {', '.join(modules)}; hf_ckpt.Spec.parse('full');"
-        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "[]"
