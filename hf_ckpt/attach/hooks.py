@@ -329,13 +329,5 @@ class SkippedHook:
         self.name = name
 
     def __call__(self) -> None:
-        """Log that nothing is done, and warn if a script called it: libraries call it only for checkpointing."""
+        """Log that nothing is done."""
         log.info("%s skipped: non-reentrant checkpointing needs no input that requires gradients.", self.name)
-        if self.name.startswith("enable") and not compat.frames.is_called_by_a_library():
-            warn_once(
-                log,
-                "%s() does nothing while a plan of hf_ckpt is enabled: non-reentrant checkpointing needs no input that "
-                "requires gradients. If other code needs the embeddings' output to require them, register a forward "
-                "hook of your own.",
-                self.name,
-            )

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-_LIBRARIES = {"accelerate", "hf_ckpt", "peft", "torch", "transformers", "trl"}
 _DROPOUT = getattr(functional.dropout, "__code__", None)
 
 PythonCall = tuple[types.FrameType, int]
@@ -24,11 +23,6 @@ def callers() -> Iterator[types.FrameType]:
         if not str(frame.f_globals.get("__name__")).startswith("hf_ckpt."):
             yield frame
         frame = frame.f_back
-
-
-def is_called_by_a_library() -> bool:
-    """Return whether the calling function was called by a library such as transformers, PEFT or TRL."""
-    return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
 
 
 def input_of_dropout() -> torch.Tensor | None:
@@ -57,13 +51,3 @@ def running_modules() -> Iterator[nn.Module]:
     """Yield the modules from whose methods hf_ckpt is called, for example in a saved-tensor hook, innermost first."""
     found = (frame.f_locals.get("self") for frame in callers())
     yield from (module for module in found if isinstance(module, nn.Module))
-
-
-def running_function() -> str | None:
-    """Return the name of the custom autograd Function from whose backward hf_ckpt is called; None outside of one."""
-    for frame in callers():
-        for value in frame.f_locals.values():
-            if isinstance(value, torch.autograd.function.BackwardCFunction):
-                function = getattr(value, "_forward_cls", None)
-                return None if function is None else str(function.__qualname__)
-    return None

@@ -334,7 +334,7 @@ _entered: set[TorchDispatchMode] = set()
 def enter_dispatch_mode_below(mode: TorchDispatchMode) -> None:
     """Enter a dispatch mode below all active ones, so that their own `with` blocks can still leave them."""
     _entered.add(mode)
-    _stack_modes(lambda on: [mode, *(each for each in on if each is not mode)])
+    _exchange_modes(mode, [mode])
 
 
 def leave_dispatch_mode(mode: TorchDispatchMode) -> None:
@@ -343,30 +343,29 @@ def leave_dispatch_mode(mode: TorchDispatchMode) -> None:
     A mode in the middle of an operation, or one that is active in another thread, cannot be left: it stays alive.
     """
     if mode in _modes_on():
-        _stack_modes(lambda on: [each for each in on if each is not mode])
+        _exchange_modes(mode, [])
         _entered.discard(mode)
+
+
+def _exchange_modes(mode: TorchDispatchMode, below: list[TorchDispatchMode]) -> None:
+    """Take a mode off the stack of active modes, and put some below the others.
+
+    Garbage collection is off meanwhile: it might free a model and end its measurement, which would call this function
+    while the stack is empty.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        modes_on = _modes_on()  # held here, because torch 2.8 frees a mode that it pops and nothing else refers to
+        for _ in modes_on:
+            _pop_mode()
+        for each in (*below, *(other for other in modes_on if other is not mode)):
+            _push_mode(each)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def is_seen_by_modes() -> bool:
     """Whether an active dispatch mode must see every operation, so that torch.compile compiles nothing."""
     return not all(getattr(type(mode), "ignore_compile_internals", bool)() for mode in _modes_on())
-
-
-def _stack_modes(order: Callable[[list[TorchDispatchMode]], list[TorchDispatchMode]]) -> None:
-    """Reorder the active dispatch modes.
-
-    A list holds them meanwhile, because torch 2.8 frees a mode that it pops from its stack if nothing else refers to
-    it. Garbage collection is off: it might free a model and end its measurement, which would call this function while
-    the stack is empty.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        on = _modes_on()
-        for _ in on:
-            _pop_mode()
-        for mode in order(on):
-            _push_mode(mode)
-    finally:
-        if collects:
-            gc.enable()

@@ -155,12 +155,10 @@ def named(block: str, error: RuntimeError) -> RecomputeError:
     if not compat.torch.is_read_twice(error):
         text = str(error).partition("\nTip:")[0].removeprefix("torch.utils.checkpoint: ")
         return RecomputeError(block, f"its recomputation does not repeat its forward. {' '.join(text.split())}")
-    function = compat.frames.running_function()
     return RecomputeError(
         block,
-        f"the backward of {'a custom Function' if function is None else f'`{function}`'} reads a tensor of "
-        "`ctx.saved_tensors` twice, and a recomputed tensor is freed after it was read. Read all of them once, into "
-        "variables.",
+        "the backward of a custom Function reads a tensor of `ctx.saved_tensors` twice, and a recomputed tensor is "
+        "freed after it was read. Read all of them once, into variables.",
     )
 
 

@@ -32,7 +32,7 @@ Layers = str | tuple[tuple[str, str], ...]
 """A choice of blocks like "0-15,-1" for every stack, or (stack, such a choice) pairs."""
 
 Reader = Callable[[Any], Any]
-_MOST_PROBLEMS = 10  # rules with problems, or unknown keys, that an error lists
+_MOST_PROBLEMS = 10  # rules or keys with problems that an error lists
 _RANGE = re.compile(r"(-?\d+)(-(-?\d+)?)?")
 
 
@@ -88,23 +88,19 @@ def read_keys(
     """
     values: dict[str, Any] = {}
     problems: list[str] = []
-    unknown = 0
     for key, value in given.items():
         if key in readers:
             try:
                 values[key] = readers[key](value)
             except ValueError as error:
                 problems.append(f"`{key}` {error}.".replace("?.", "?"))
-            continue
-        unknown += 1
-        if unknown > _MOST_PROBLEMS:
-            continue
-        near = " or ".join(f"`{name}`" for name in similar(key, readers))
-        hint = f"did you mean {near}?" if near else f"known: {', '.join(readers)}."
-        usual = f"is not a key of the spec; {hint}"
-        problems.append(f"`{shown(key, 60, quoted=False)}` {(reasons or {}).get(key, usual)}")
-    if unknown > _MOST_PROBLEMS:
-        problems.append(f"{unknown - _MOST_PROBLEMS} further keys are not keys of the spec.")
+        else:
+            near = " or ".join(f"`{name}`" for name in similar(key, readers))
+            hint = f"did you mean {near}?" if near else f"known: {', '.join(readers)}."
+            usual = f"is not a key of the spec; {hint}"
+            problems.append(f"`{shown(key, 60, quoted=False)}` {(reasons or {}).get(key, usual)}")
+        if len(problems) > _MOST_PROBLEMS:
+            break  # nobody reads more, and looking for similar names takes long
     return values, problems
 
 

@@ -13,7 +13,6 @@ from helpers.steps import assert_same, enable, input_gradient_hooks, recomputed,
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.compat.peft import add_lora
 from hf_ckpt.engines import full
 from hf_ckpt.errors import OwnerConflictError, SpecError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -61,22 +60,6 @@ def test_checkpointing_is_never_reentrant(monkeypatch, caplog, asked):
     assert all(call["use_reentrant"] is False for call in calls)
     warned = caplog.text.count("recomputes non-reentrantly: same gradients, fewer conditions")
     assert warned == (asked == {"use_reentrant": True})
-
-
-def test_a_call_that_does_nothing_is_warned_of_where_a_script_makes_it(caplog):
-    model = tiny_model("llama")
-    hf_ckpt.install(model)
-    enable(model)
-    with caplog.at_level(logging.INFO):
-        add_lora(model, rank=2)  # PEFT calls it if checkpointing is on
-        assert "enable_input_require_grads skipped" in caplog.text
-        assert "does nothing" not in caplog.text
-        for _ in range(2):
-            model.enable_input_require_grads()
-            model.disable_input_require_grads()
-    (warning,) = [record for record in caplog.records if "does nothing" in record.getMessage()]
-    assert warning.levelno == logging.WARNING
-    assert "enable_input_require_grads() does nothing while a plan of hf_ckpt is enabled" in warning.getMessage()
 
 
 REFUSED = [

@@ -21,25 +21,19 @@ class Hub(http.server.BaseHTTPRequestHandler):
     asked: list[str] = []
     config = b""
 
-    def do_HEAD(self):
-        self.answer(b"")
-
     def do_GET(self):
-        self.answer(self.config)
-
-    def answer(self, body):
         self.asked.append(self.path)
         known = self.path.startswith((f"/{ID}/", f"/api/models/{ID}"))
-        found = self.path == f"/{ID}/resolve/main/config.json"
-        self.send_response(200 if found else 404)
-        if found:
-            self.send_header("ETag", '"of-the-config"')
-            self.send_header("X-Repo-Commit", COMMIT)
-        else:
-            self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
-        self.send_header("Content-Length", str(len(self.config if found else b"")))
+        body = self.config if self.path == f"/{ID}/resolve/main/config.json" else b""
+        error = "EntryNotFound" if known else "RepoNotFound"
+        headers = {"ETag": '"of-the-config"', "X-Repo-Commit": COMMIT} if body else {"X-Error-Code": error}
+        self.send_response(200 if body else 404)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body if found else b"")
+        self.wfile.write(body if self.command == "GET" else b"")
+
+    do_HEAD = do_GET
 
     def log_message(self, *_): ...
 

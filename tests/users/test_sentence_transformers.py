@@ -47,35 +47,27 @@ def st_run(tmp_path):
     from sentence_transformers import cross_encoder, sparse_encoder
     from sentence_transformers.sentence_transformer import losses
 
-    def negatives(model):
-        return losses.MultipleNegativesRankingLoss(model)
+    negatives = losses.MultipleNegativesRankingLoss
 
     def sparse(model):
         ranking = sparse_encoder.losses.SparseMultipleNegativesRankingLoss(model)
         weights = {"document_regularizer_weight": 0.1, "query_regularizer_weight": 0.1}
         return sparse_encoder.losses.SpladeLoss(model, ranking, **weights)
 
-    dense = (st.SentenceTransformer, st.SentenceTransformerTrainer, st.SentenceTransformerTrainingArguments)
-    cross = (cross_encoder.CrossEncoder, cross_encoder.CrossEncoderTrainer, cross_encoder.CrossEncoderTrainingArguments)
-    splade = (
-        sparse_encoder.SparseEncoder,
-        sparse_encoder.SparseEncoderTrainer,
-        sparse_encoder.SparseEncoderTrainingArguments,
-    )
+    def cached(model):
+        return losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
+
+    def classes(module, name):
+        return [getattr(module, f"{name}{part}") for part in ("", "Trainer", "TrainingArguments")]
+
+    dense, cross = classes(st, "SentenceTransformer"), classes(cross_encoder, "CrossEncoder")
+    splade = classes(sparse_encoder, "SparseEncoder")
     kinds = {
         "pairs": (dense, transformers.BertModel, negatives),
         "lora": (dense, transformers.BertModel, negatives),
-        "cached": (
-            dense,
-            transformers.BertModel,
-            lambda model: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2),
-        ),
+        "cached": (dense, transformers.BertModel, cached),
         "layers": (dense, transformers.BertModel, lambda model: losses.AdaptiveLayerLoss(model, negatives(model))),
-        "cross": (
-            cross,
-            transformers.BertForSequenceClassification,
-            lambda model: cross_encoder.losses.BinaryCrossEntropyLoss(model),
-        ),
+        "cross": (cross, transformers.BertForSequenceClassification, cross_encoder.losses.BinaryCrossEntropyLoss),
         "splade": (splade, transformers.BertForMaskedLM, sparse),
     }
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-
 import datasets
 import pytest
-import torch
 import transformers
 from helpers.clients import (
     COMMON,
@@ -150,41 +147,6 @@ def test_trl_enables_what_was_installed_where_nothing_is_asked(trl_run):
 def test_switches_of_trl_that_mean_another_owner_are_named(trl_run):
     with pytest.raises(SpecError, match=r"`selective` is TRL's switch .* ask for `policy: selective`"):
         trl_run("sft", {"selective": True})
-    assert hf_ckpt.describe(trl_run("sft", {"selective": False, "policy": "selective"}).model).dropped_bytes
-
-
-def test_trl_offloads_what_a_plan_leaves(trl_run, monkeypatch):
-    """TRL's `activation_offloading` moves what autograd saves: of blocks under `full` their inputs, of others all.
-
-    TRL offers it on accelerators only, so the test makes the CPU look like one. Copies may have another memory layout,
-    which changes rounding (seen on a CPU without AVX-512, also with TRL alone).
-    """
-    from trl.models import activation_offloading
-    from trl.trainer import sft_trainer
-
-    managers = []
-
-    def offloading(model):
-        make = activation_offloading.get_act_offloading_ctx_manager
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cpu"))
-            managers.append(make(model, use_pin_memory=False, use_streams=False, min_offload_size=1))
-        return managers[-1]
-
-    monkeypatch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
-    monkeypatch.setattr(sft_trainer, "get_act_offloading_ctx_manager", offloading)
-    reference = trl_run("sft", activation_offloading=True)
-    nearly = functools.partial(torch.allclose, rtol=1e-4, atol=1e-6)
-    assert_same_training(trl_run("sft"), reference, nearly)
-    for plan, spec in PLANS.items():
-        run = trl_run("sft", spec, activation_offloading=True)
-        assert_same_training(reference, run, nearly)
-        if plan == "full":
-            assert_carried_out(plan, reference, run)
-        assert not hf_ckpt.describe(run.model).dropped_bytes
-    everything, full, selective, mixed = (manager.tensor_id for manager in managers)  # counts of the last step
-    assert 0 < full < mixed < selective == everything
-    assert len({len(manager.tracker) for manager in managers}) == 1  # as many came back
 
 
 # --- the head in chunks ---------------------------------------------------------------------------------------------
