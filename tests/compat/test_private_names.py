@@ -33,7 +33,7 @@ OF_TORCH = {
     "Parameter": "_post_accumulate_grad_hooks",
     "Tensor": "_base _indices _make_wrapper_subclass _values _version",
     "UntypedStorage": "_cdata",
-    "others": "_checkpoint_wrapped_module _forward_cls _fsdp_wrapped_module _handle "
+    "others": "_checkpoint_wrapped_module _fsdp_wrapped_module _handle "
     "_is_replica _local_tensor _orig_mod _user_hooks",
 }
 OF_OTHERS = (
