@@ -18,13 +18,11 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.record import RECORD, ChunkCalls, Installation, function_of
-from hf_ckpt.engines.head.chunked import chunked, has_computed_weights, has_dropout
-from hf_ckpt.engines.head.logits import Logits
+from hf_ckpt.engines.head.logits import Logits, chunked, why_whole
 from hf_ckpt.engines.region import Region
 from hf_ckpt.errors import HfCkptError, OwnerConflictError, TransformError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import refuse_other_owner
-from hf_ckpt.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -286,9 +284,8 @@ class HeadForward(ModelHook):
     def __init__(self, base: nn.Module, head: nn.Module, asked: int | str, counter: ChunkCalls) -> None:
         super().__init__(base, head, asked, counter)
         self.asked, self.counter = asked, counter
-        self.plain: str | None = None
-        """Why the head cannot run in chunks; None if it can."""
-        self.checked = False
+        self.stays: bool | None = None
+        """Whether the model's parameters stay on their device, unsharded; None before the first training forward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the logits [..., vocabulary] of hidden states [..., hidden size]."""
@@ -300,25 +297,19 @@ class HeadForward(ModelHook):
             self.counter.in_graph = True
             return run(*args)
         self.counter.missed = 0
-        if not self.checked:
-            self.checked = True
-            if not compat.distributed.parameters_stay(self.base):
-                self.plain = "its parameters are sharded or moved (FSDP, ZeRO-3, tensor parallelism, device maps)"
-        plain = self.plain or ("it has an active dropout, whose draws would be others" if has_dropout(head) else None)
-        plain = plain or (
-            "a transform of torch.func or forward-mode AD is active" if compat.torch.transforms() else None
-        )
-        if plain is not None:
-            warn_plain(f"the head of {type(self.base).__name__}", plain)
+        if self.stays is None:
+            self.stays = compat.distributed.parameters_stay(self.base)
+        sharded = "its parameters are sharded or moved (FSDP, ZeRO-3, tensor parallelism, device maps)"
+        reason = why_whole(head) if self.stays else sharded
+        if reason is not None:
+            warn_plain(f"the head of {type(self.base).__name__}", reason)
             return run(*args)
         result = chunked(head, run, *args, self.asked, self.counter.take_report())
-        self.counter.calls += isinstance(result, Logits)
         if isinstance(result, Logits):
-            self.counter.last = f"chunks of {result.source.tokens} tokens"
+            self.counter.calls += 1
+            self.counter.last = f"chunks of {result.call.tokens} tokens"
         else:
-            size, tokens = format_bytes(result.nbytes), result.shape[:-1].numel()
-            why = "its weights are computed" if has_computed_weights(head) else "they are one chunk"
-            self.counter.last = f"as a whole, with {size} of logits ({tokens} tokens), because {why}"
+            self.counter.last = "as a whole, because it is one chunk"
         return result
 
 

@@ -41,7 +41,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
-from hf_ckpt.engines.head.chunked import tokens_per_chunk
+from hf_ckpt.engines.head.logits import tokens_per_chunk
 from hf_ckpt.engines.rebuild import tape
 from hf_ckpt.errors import HfCkptError, PlanMismatchError, SpecError
 from hf_ckpt.logs import forget_warnings

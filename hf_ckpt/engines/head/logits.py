@@ -1,115 +1,98 @@
 """The head in chunks: logits of the whole batch never exist.
 
-The head returns `Logits`, a tensor that knows its shape and how to compute its values. A loss turns each token's row of
-logits into one number. The functions that do this (`cross_entropy`, and `gather`, `sum` and `logsumexp` over the
-vocabulary) process a few tokens at a time. `rules.py` has their rules, which cover the losses of transformers and TRL.
-Any other function computes all values, once, with the plain head and its ordinary graph.
-
-If the loss ends in one number, the gradients of each chunk are computed while the chunk exists and scaled in backward,
-so no product is computed twice (Hsu et al., 2024, https://arxiv.org/abs/2410.10989). Otherwise backward recomputes the
-chunks.
+`chunked` returns `Logits`, a tensor that knows its shape and how to compute its values. A loss turns each token's row
+of logits into one number. The functions that do this (`cross_entropy`, and `gather`, `sum` and `logsumexp` over the
+vocabulary) process a few tokens at a time. `RULES` has a rule for each; they cover the losses of transformers and TRL.
+Any other function gets the values of all tokens, which are computed once.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
+import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional
 
 from hf_ckpt import compat
-from hf_ckpt.engines.head.chunks import (
-    Gradients,
-    Job,
-    RowOperation,
-    Source,
-    applied,
-    differentiable_once,
-    version_of,
-)
+from hf_ckpt.engines.check import Report
+from hf_ckpt.engines.head.chunks import HeadCall, InChunks, RowOperation, Work, autocast, version_of
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.logs import warn_once
 
 log = logging.getLogger(__name__)
 
-RULES: dict[Any, Callable[..., Any]] = {}
-"""Function, as `__torch_function__` receives it -> its rule. `rules.py` fills it."""
-_GETTERS = (
-    *("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "is_leaf", "layout", "output_nr", "names"),
-    *("is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mps", "is_xpu"),
-    *("itemsize", "nbytes", "_version", "retains_grad", "grad"),
+AUTO_PIECES, AUTO_LEAST = 8, 256
+AUTO_MOST_FROZEN, AUTO_MOST = 1024, 4096
+"""Chunks of `auto`, in tokens: an eighth of the batch, with a minimum that keeps a device busy and a maximum. Each
+chunk of a trained head reads and writes the whole gradient of its weight, so those chunks may be larger."""
+Operations = tuple[RowOperation, ...]
+Shared = list[tuple[weakref.ref[torch.Tensor], int]]
+_DESCRIBING = (
+    *("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "is_leaf", "layout", "output_nr", "_version"),
+    *("is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested", "itemsize", "nbytes", "size", "dim"),
+    *("ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "get_device", "stride"),
+    *("is_contiguous", "storage_offset", "__len__", "__hash__"),
 )
-_METHODS = (
-    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex"),
-    *("get_device", "is_contiguous", "stride", "storage_offset", "__len__", "__hash__"),
-)
+_members = [getattr(torch.Tensor, name) for name in _DESCRIBING]
 DESCRIBING = frozenset(
     (
+        *(member.__get__ if isinstance(member, types.GetSetDescriptorType) else member for member in _members),
         *(torch.is_floating_point, torch.is_complex, torch.numel),
-        *(getattr(torch.Tensor, name) for name in _METHODS),
-        *(getattr(torch.Tensor, name).__get__ for name in _GETTERS if hasattr(torch.Tensor, name)),
     )
 )
 """Functions and attributes that need a tensor's shape, type, device or graph, but no values."""
-WATCHING = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
-"""Functions with which a user watches the gradient of a tensor."""
 
 
-def is_alias(func: Any, logits: Logits, args: Any) -> bool:
-    """Whether an operation only makes an alias of its input, as autograd does if a function returns its input."""
-    aten = torch.ops.aten
-    return func in (aten.detach.default, aten.alias.default) or (
-        func is aten.view.default and list(args[1]) == list(logits.shape)
-    )
+def tokens_per_chunk(asked: int | str, tokens: int, *, trained: bool) -> int:
+    """Return the number of tokens in a chunk of the head.
+
+    Args:
+        asked: the number that the user set, or `auto`.
+        tokens: number of tokens that need logits.
+        trained: whether the head has trained parameters.
+    """
+    if isinstance(asked, int):
+        return asked
+    piece = -(-tokens // AUTO_PIECES)
+    return max(AUTO_LEAST, min(-(-piece // 128) * 128, AUTO_MOST if trained else AUTO_MOST_FROZEN))
 
 
-def name_of(func: Any) -> str:
-    """Return the name of a function, or of the attribute that it reads."""
-    of = func.__self__ if getattr(func, "__name__", "") == "__get__" else func  # such as `torch.Tensor.data.__get__`
-    return str(getattr(of, "__name__", func))
+def why_whole(head: nn.Module) -> str | None:
+    """Return why a head cannot run in chunks now; None if it can."""
+    modules = list(head.modules())
+    if any(isinstance(module, nn.Dropout) and module.p and module.training for module in modules):
+        return "it has an active dropout, whose draws would be others"
+    values = (value for module in modules for value in vars(module).values())
+    if any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in values):
+        return "its weights are computed (by `weight_norm`?), and backward runs through their graph only once"
+    if compat.torch.transforms():
+        return "a transform of torch.func or forward-mode AD is active"
+    return None
 
 
-@functools.cache
-def _signature(rule: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(rule)
+def chunked(
+    module: nn.Module, run: RowOperation, hidden: torch.Tensor, asked: int | str, report: Report | None = None
+) -> torch.Tensor:
+    """Run a head in chunks: return `Logits`, or plain logits if there is only one chunk.
 
-
-def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply the rule of a function to its arguments. Returns `NotImplemented` if no rule accepts them."""
-    rule = RULES.get(func)
-    if rule is None:
-        return NotImplemented
-    try:
-        _signature(rule).bind(func, *args, **kwargs)
-    except TypeError:  # a keyword that the rule does not have
-        return NotImplemented
-    return rule(func, *args, **kwargs)
-
-
-class Alias:
-    """Logits that would share memory if they were plain, so that changing one in place would change the others."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[weakref.ref[torch.Tensor], int]] = []
-        """Computed values, with their in-place versions at that time."""
-
-    def add(self, values: torch.Tensor) -> None:
-        """Record values that were just computed."""
-        self.made.append((weakref.ref(values), version_of(values)))
-
-    def check(self, own: torch.Tensor | None) -> None:
-        """Raise `HfCkptError` if values other than `own` have been changed in place since."""
-        for found, version in self.made:
-            values = found()
-            if values is not None and values is not own and version_of(values) != version:
-                raise HfCkptError(
-                    "logits were changed in place after a part of them was taken, which the chunked head cannot "
-                    'follow. Use "head": "full", or change a copy.'
-                )
+    Args:
+        module: the head.
+        run: its own forward.
+        hidden: its input, [..., hidden size].
+        asked: tokens per chunk, or `auto`.
+        report: called with the gradient of some tokens, if the watch checks this call.
+    """
+    trained = any(parameter.requires_grad for parameter in module.parameters())
+    tokens = tokens_per_chunk(asked, hidden.shape[:-1].numel(), trained=trained)
+    if hidden.shape[:-1].numel() <= tokens:
+        return run(hidden)
+    call = HeadCall(module, run, hidden, tokens, report)
+    return in_graph(Logits(call, hidden, (), call.like, []))
 
 
 class Logits(torch.Tensor):
@@ -118,16 +101,16 @@ class Logits(torch.Tensor):
     Shape [..., vocabulary]. They have the place of plain logits in autograd's graph.
     """
 
-    source: Source
+    call: HeadCall
     """The call of the head that they come from."""
     hidden: torch.Tensor
     """The head's input for these tokens, [..., hidden size]."""
-    version: int
-    """The in-place version of `hidden` when they were made."""
-    operations: tuple[RowOperation, ...]
+    operations: Operations
     """The operations on each row after the head, in order."""
-    alias: Alias
-    """The logits that would share memory with these."""
+    like: torch.Tensor
+    """Logits of no tokens, [0, vocabulary], with the type and device of these."""
+    shared: Shared
+    """Computed values of all logits that would share memory with these, with their in-place versions then."""
     node: Any
     """Their `grad_fn` when they were made; None without a graph."""
     computed: torch.Tensor | None
@@ -135,18 +118,13 @@ class Logits(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[Logits],
-        source: Source,
-        hidden: torch.Tensor,
-        operations: tuple[RowOperation, ...],
-        like: torch.Tensor,
-        alias: Alias,
+        cls: Any, call: HeadCall, hidden: torch.Tensor, operations: Operations, like: torch.Tensor, shared: Shared
     ) -> Logits:
-        """Make logits with the type, the device and the last dimension of `like`."""
+        """Make logits without a graph."""
         shape = (*hidden.shape[:-1], like.shape[-1])
         made: Logits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        made.source, made.hidden, made.version, made.operations = source, hidden, version_of(hidden), operations
-        made.alias, made.node, made.computed = alias, None, None
+        made.call, made.hidden, made.operations, made.like, made.shared = call, hidden, operations, like, shared
+        made.node = made.computed = None
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -154,71 +132,78 @@ class Logits(torch.Tensor):
 
     def chunk_bytes(self) -> int:
         """Return the bytes of the logits of one chunk."""
-        return min(self.source.tokens, self.shape[:-1].numel()) * self.shape[-1] * self.element_size()
+        return min(self.call.tokens, self.shape[:-1].numel()) * self.shape[-1] * self.element_size()
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that get gradients from these logits: hidden states and parameters of the head."""
         if self.node is None or not torch.is_grad_enabled():
             return (self.hidden.detach(),)
-        self.source.taken = True
-        return (self.hidden, *self.source.parameters)
+        return (self.hidden, *self.call.parameters)
 
     def in_its_place(self) -> bool:
         """Whether gradients go straight to `hidden`, without another autograd function in between."""
         with compat.torch.without_torch_function():
             return self.grad_fn is self.node
 
+    def work(self, function: Callable[..., torch.Tensor], beside: torch.Tensor | None = None) -> Work:
+        """Make a function that applies `function` to the values of a chunk, and to its rows of `beside` if given.
+
+        It runs under the autocast of now, also in backward.
+        """
+        device_type, operations = self.call.device_type, self.operations
+        dtype = compat.devices.autocast_dtype(device_type)
+
+        def work(values: torch.Tensor, chunk: slice) -> torch.Tensor:
+            with autocast(device_type, dtype):
+                for operation in operations:
+                    values = operation(values)
+                return function(values) if beside is None else function(values, beside[chunk])
+
+        return work
+
     def check(self) -> None:
         """Raise `HfCkptError` if something has changed so that the values would differ from those of plain logits."""
-        self.alias.check(self.computed)
+        for reference, version in self.shared:
+            values = reference()
+            if values is not None and values is not self.computed and version_of(values) != version:
+                raise HfCkptError(
+                    "logits were changed in place after a part of them was taken, which the chunked head cannot "
+                    'follow. Use "head": "full", or change a copy.'
+                )
         if self.computed is None:
-            self.source.check()
-            if version_of(self.hidden) != self.version:
-                raise HfCkptError('the input of the chunked head was changed in place after it. Use "head": "full".')
+            self.call.check()
 
     def values(self) -> torch.Tensor:
-        """Return all values. The plain head computes them at the first call, with its ordinary graph.
+        """Return all values, which the plain head computes at the first call; backward runs it in chunks.
 
         Raises `HfCkptError` if something has changed since the head was called; see `check`.
         """
         self.check()
         if self.computed is None:
-            own = self.in_its_place()
-            with torch.inference_mode(False), torch.set_grad_enabled(own and self.node is not None):
-                values = self._compute()
             with torch.inference_mode(False), torch.enable_grad():
-                self.computed = values if own else _Attached.apply(self, values)  # type: ignore[no-untyped-call]
-            self.alias.add(self.computed)
+                self.computed = _Values.apply(self).view(self.shape)  # type: ignore[no-untyped-call]
+            self.shared.append((weakref.ref(self.computed), version_of(self.computed)))
         return self.computed
 
     def bare_values(self) -> torch.Tensor:
         """Return all values without a graph. Raises `HfCkptError` as `values` does."""
         self.check()
-        return self._compute() if self.computed is None else self.computed.detach()
+        return self.flat_values().view(self.shape) if self.computed is None else self.computed.detach()
 
-    def _compute(self) -> torch.Tensor:
-        return applied(self.operations, self.source.logits(self.hidden))
+    def flat_values(self) -> torch.Tensor:
+        """Compute all values, [tokens, vocabulary]."""
+        values = self.call.logits(self.hidden.reshape(-1, self.hidden.shape[-1]))
+        return self.work(lambda values: values)(values, slice(None))
 
-    def derived(self, hidden: torch.Tensor, *operations: RowOperation, copied: bool = False) -> Logits:
-        """Make logits of other tokens (`hidden`), or with more operations on each row.
-
-        `copied` says whether plain logits would then have their own memory.
-        """
-        chain = (*self.operations, *operations)
-        empty = self._no_tokens(operations)
-        alias = Alias() if copied else self.alias
-        self.inputs()  # records that these logits were used
-        return lazily(self.source, hidden, chain, empty, alias, graph=self.node is not None)
-
-    def without_graph(self) -> Logits:
-        """Make the same logits, detached from the graph."""
-        return lazily(self.source, self.hidden, self.operations, self._no_tokens(()), self.alias, graph=False)
-
-    def _no_tokens(self, operations: Sequence[RowOperation]) -> torch.Tensor:
-        """Apply the operations to a batch without tokens, to get the type, device and last dimension."""
-        with torch.no_grad():
-            empty = torch.empty(0, self.shape[-1], dtype=self.dtype, device=self.device)
-            return applied(operations, empty)
+    def derived(self, hidden: torch.Tensor, operation: RowOperation | None = None, *, graph: bool = True) -> Logits:
+        """Make logits of other tokens (`hidden`), or with one more operation on each row; detached if not `graph`."""
+        operations, like, shared = self.operations, self.like, self.shared
+        if operation is not None:  # its result has memory of its own
+            with torch.no_grad():
+                operations, like, shared = (*operations, operation), operation(like), []
+        graph = graph and self.node is not None and torch.is_grad_enabled()
+        logits = Logits(self.call, hidden if graph else hidden.detach(), operations, like, shared)
+        return in_graph(logits) if graph else logits
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -230,108 +215,215 @@ class Logits(torch.Tensor):
                     return func(*args, **kwargs)
             if func in RULES and first.in_its_place():
                 first.check()
-                found = by_rule(func, args, kwargs)
-                if found is not NotImplemented:
-                    return found
-        if isinstance(first, Logits) and func in WATCHING and first.source.taken:
-            raise HfCkptError(
-                "the gradient of logits cannot be watched with the chunked head once something was made of them (a "
-                'loss?). Watch it before, or use "head": "full".'
-            )
-        return _on_real_ones(func, args, kwargs, Logits.values)
+                result = RULES[func](func, *args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+        return _on_values(func, args, kwargs, Logits.values)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # Only calls that bypass `__torch_function__` come here: autograd's functions and C++. The graph already exists.
-        first = args[0] if args else None
+        if args and isinstance(args[0], Logits) and func._schema.is_mutable:
+            raise HfCkptError(f'`{func}` changes logits in place, which needs "head": "full".')
         with torch.no_grad():
-            if isinstance(first, Logits) and first.computed is None and is_alias(func, first, args):
-                return Logits(first.source, first.hidden.detach(), first.operations, first._no_tokens(()), first.alias)
-            if isinstance(first, Logits) and func._schema.is_mutable:
-                raise HfCkptError(f'`{func}` changes logits in place, which needs "head": "full".')
-            return _on_real_ones(func, args, kwargs or {}, Logits.bare_values)
+            return _on_values(func, args, kwargs or {}, Logits.bare_values)
 
 
-class _Attached(torch.autograd.Function):
-    """Gives computed values the place of their logits in the graph."""
+class _Values(torch.autograd.Function):
+    """Computes the values of logits, and gives them the place of the logits in the graph."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Logits, values: torch.Tensor) -> torch.Tensor:
-        return values.view_as(values)
+    def forward(ctx: Any, logits: Logits) -> torch.Tensor:
+        ctx.shape = logits.shape
+        return logits.flat_values()  # not a view, which could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
+        return gradient.view(ctx.shape)
 
 
-def _on_real_ones(func: Any, args: Any, kwargs: Any, values: Callable[[Logits], torch.Tensor]) -> Any:
-    """Call `func` with `values(logits)` in place of all logits among its arguments."""
+def _on_values(func: Any, args: Any, kwargs: Any, values: Callable[[Logits], torch.Tensor]) -> Any:
+    """Call `func` with `values(logits)` in place of all logits among its arguments. Warns once."""
 
-    def real(value: Any) -> Any:
+    def computed(value: Any) -> Any:
         if isinstance(value, Logits):
             if value.computed is None:
-                _tell(name_of(func))
+                warn_once(
+                    log,
+                    "hf_ckpt: `%s` asked for the logits of a training forward, which the chunked head does not "
+                    'compute, so they were computed as a whole there. Set "head": "full" if this is meant.',
+                    torch.overrides.resolve_name(func) or func,
+                )
             return values(value)
         if type(value) in (list, tuple):
-            return type(value)(map(real, value))
+            return type(value)(map(computed, value))
         return value
 
-    return func(*map(real, args), **{key: real(value) for key, value in kwargs.items()})
+    return func(*map(computed, args), **{key: computed(value) for key, value in kwargs.items()})
 
 
-def _tell(operation: str) -> None:
-    warn_once(
-        log,
-        "hf_ckpt: `%s` asked for the logits of a training forward, which the chunked head does not compute, so they "
-        'were computed as a whole there. Set "head": "full" if this is meant.',
-        operation,
+def in_graph(logits: Logits) -> Logits:
+    """Give logits that were just made the place of plain logits in autograd's graph."""
+    work = logits.work(lambda values: values)
+    placed: Logits = InChunks.apply(  # type: ignore[no-untyped-call]
+        logits.call, work, lambda: logits, logits.hidden, *logits.call.parameters
     )
+    placed.node = placed.grad_fn
+    return placed
 
 
-def lazily(
-    source: Source,
-    hidden: torch.Tensor,
-    operations: tuple[RowOperation, ...],
-    like: torch.Tensor,
-    alias: Alias,
-    *,
-    graph: bool = True,
-) -> Logits:
-    """Make `Logits` with the graph of plain logits; without one if `graph` is false, or under `no_grad`."""
-    if not (graph and torch.is_grad_enabled()):
-        return Logits(source, hidden.detach(), operations, like, alias)
-    made: Logits = _Promise.apply(source, operations, like, alias, hidden, *source.parameters)  # type: ignore[no-untyped-call]
-    made.node = made.grad_fn
-    return made
+# --- rules ------------------------------------------------------------------------------------------------------------
 
 
-class _Promise(torch.autograd.Function):
-    """Gives `Logits` their place in the graph. Its backward serves uses that bypass `__torch_function__`."""
+def _viewed(func: Any, logits: Logits, *shape: Any, **more: Any) -> Any:
+    """`view` and `reshape` to a shape whose last dimension is still the vocabulary."""
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    if more or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    sizes = torch.empty(()).expand(logits.shape).view(sizes).shape  # torch knows what -1 is, and raises
+    if sizes[-1:] != logits.shape[-1:]:
+        return NotImplemented
+    return logits.derived(logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1]))
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        source: Source,
-        operations: tuple[RowOperation, ...],
-        like: torch.Tensor,
-        alias: Alias,
-        hidden: torch.Tensor,
-        *parameters: torch.Tensor,
-    ) -> Logits:
-        ctx.source, ctx.operations = source, operations
-        ctx.save_for_backward(hidden, *parameters)
-        return Logits(source, hidden, operations, like, alias)
 
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        hidden, *parameters = ctx.saved_tensors
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        job = Job(ctx.source, ctx.operations, lambda values, _: values, None)
-        gradients = Gradients(job, flat, ctx.needs_input_grad[4])
-        downs = gradient.reshape(len(flat), -1)
-        for chunk in job.chunks(len(flat)):
-            gradients.add(flat[chunk], chunk, downs[chunk])
-        given = None if gradients.hidden is None else gradients.hidden.reshape(hidden.shape)
-        found = zip(gradients.of_parameters(), parameters, strict=True)
-        return None, None, None, None, given, *(None if value is None else value.to(p.dtype) for value, p in found)
+def _indexed(func: Any, logits: Logits, index: Any) -> Any:
+    """Indexing that selects tokens, with the whole vocabulary of each."""
+    parts = index if isinstance(index, tuple) else (index,)
+    plain = [part for part in parts if not isinstance(part, torch.Tensor)]
+    if not all(type(part) in (int, slice, type(Ellipsis)) for part in plain):
+        return NotImplemented
+    taken = len(parts) - plain.count(Ellipsis)
+    taken += sum(part.dim() - 1 for part in parts if isinstance(part, torch.Tensor) and part.dtype == torch.bool)
+    reaches_last = taken >= logits.dim() or (Ellipsis in plain and parts[-1] is not Ellipsis)
+    if reaches_last and not (type(parts[-1]) is slice and parts[-1] == slice(None)):
+        return NotImplemented
+    return logits.derived(logits.hidden[index])
+
+
+def _unbound(func: Any, logits: Logits, dim: int = 0) -> Any:
+    """`unbind` of the first dimension. Iteration uses it, as TRL does for log-probabilities."""
+    if dim != 0 or logits.dim() < 2:
+        return NotImplemented
+    return tuple(map(logits.derived, logits.hidden.unbind(0)))
+
+
+def _pointwise(func: Any, logits: Logits, *operands: Any, **more: Any) -> Any:
+    """Scaling, capping: operations on each value by itself, or with one number for each word (BART's bias)."""
+    rows: list[Any] = []
+    for value in operands:
+        if isinstance(value, torch.Tensor):
+            row = value.dim() == 0 or value.numel() == value.shape[-1] == logits.shape[-1]
+            if not row or value.dim() > logits.dim() or value.requires_grad or value.device != logits.device:
+                return NotImplemented
+            rows.append(value.detach().clone().reshape(value.shape[-1:]))  # a copy, because it may change later
+        elif isinstance(value, (int, float)):
+            rows.append(value)
+    if more or len(rows) < len(operands):
+        return NotImplemented
+    return logits.derived(logits.hidden, lambda values: func(values, *rows))
+
+
+def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
+    """Casts to a floating type on the same device."""
+    like = func(logits.like, *args, **kwargs)
+    if kwargs.keys() - {"dtype", "device", "non_blocking"} or like.device != logits.device:
+        return NotImplemented
+    if like.dtype == logits.dtype:
+        return logits
+    dtype = like.dtype
+    return logits.derived(logits.hidden, lambda v: v.to(dtype)) if dtype.is_floating_point else NotImplemented
+
+
+def _log_softmax(func: Any, logits: Logits, dim: Any = None, *more: Any, **kwargs: Any) -> Any:
+    """`log_softmax` over the vocabulary."""
+    if dim not in (-1, logits.dim() - 1):
+        return NotImplemented
+    dtype = func(logits.like, -1, *more, **kwargs).dtype  # of the autocast of now
+    return logits.derived(logits.hidden, lambda values: functional.log_softmax(values, -1, dtype=dtype))
+
+
+def _loss(
+    func: Any,
+    logits: Logits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """`cross_entropy` of logits [tokens, vocabulary] with one label for each token, chunk by chunk."""
+    if logits.dim() != 2 or target.dim() != 1 or target.is_floating_point() or isinstance(target, Logits):
+        return NotImplemented
+    if weight is not None or size_average is not None or reduce is not None or len(target) != len(logits):
+        return NotImplemented
+    if reduction not in ("mean", "sum", "none") or compat.devices.is_capturing():
+        return NotImplemented
+
+    def losses(values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
+        return func(values, labels, reduction="none", **options)  # type: ignore[no-any-return]
+
+    if reduction == "none":
+        return _in_rows(logits, losses, target)
+    hidden, *parameters = logits.inputs()
+    # Tokens without a label add nothing to the loss. Fake labels have no values: all tokens are the most there can be.
+    places = torch.arange(len(target), device=target.device)
+    if not compat.torch.is_fake(target):
+        places = (target != ignore_index).nonzero().squeeze(-1)
+    work = logits.work(losses, target.index_select(0, places))
+    total: torch.Tensor = InChunks.apply(  # type: ignore[no-untyped-call]
+        logits.call, work, "sum", hidden.index_select(0, places), *parameters
+    )
+    if reduction == "mean":  # without a label NaN, and no gradient, as the plain head
+        total = total / len(places) if len(places) else total + float("nan")
+    return total.to(losses(logits.like, target[:0]).dtype)
+
+
+def _gathered(func: Any, logits: Logits, dim: int, index: torch.Tensor, **more: Any) -> Any:
+    """`gather` of the values of some words for each token."""
+    if more or dim not in (-1, logits.dim() - 1) or index.shape[:-1] != logits.shape[:-1]:
+        return NotImplemented
+    return _in_rows(logits, lambda values, words: values.gather(-1, words), index)
+
+
+def _reduced(func: Any, logits: Logits, dim: Any = None, *more: Any, **options: Any) -> Any:
+    """`sum`, `logsumexp` and `argmax` over the vocabulary."""
+    if more or dim not in (-1, logits.dim() - 1, (-1,), [-1]) or options.keys() - {"keepdim", "dtype"}:
+        return NotImplemented
+    return _in_rows(logits, lambda values: func(values, -1, **options))
+
+
+def _in_rows(logits: Logits, function: Callable[..., torch.Tensor], beside: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the results of `function(values, rows of beside)` for each token, usually one number, with a graph."""
+    hidden, *parameters = logits.inputs()
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    flat = None if beside is None else beside.reshape(len(hidden), *beside.shape[logits.dim() - 1 :])
+    work = logits.work(function, flat)
+    rows: torch.Tensor = InChunks.apply(logits.call, work, "rows", hidden, *parameters)  # type: ignore[no-untyped-call]
+    return rows.reshape((*logits.shape[:-1], *rows.shape[1:]))
+
+
+RULES: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.__getitem__: _indexed,
+    torch.Tensor.unbind: _unbound,
+    torch.Tensor.contiguous: lambda func, logits: logits,
+    torch.Tensor.detach: lambda func, logits: logits.derived(logits.hidden, graph=False),
+    functional.cross_entropy: _loss,
+    **dict.fromkeys((torch.Tensor.view, torch.Tensor.reshape, torch.reshape), _viewed),
+    **dict.fromkeys((torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.to), _cast),
+    **dict.fromkeys((functional.log_softmax, torch.log_softmax, torch.Tensor.log_softmax), _log_softmax),
+    **dict.fromkeys((torch.gather, torch.Tensor.gather), _gathered),
+    **{getattr(owner, name): _reduced for owner in (torch, torch.Tensor) for name in ("sum", "logsumexp", "argmax")},
+    **{
+        getattr(owner, name): _pointwise
+        for owner in (torch, torch.Tensor)
+        for name in ("add", "mul", "div", "neg", "tanh", "clone")  # DDP clones the outputs of a model
+    },
+}
+"""Function, as `__torch_function__` receives it -> its rule.
+
+`rule(func, logits, *args, **kwargs)` replaces `func(logits, *args, **kwargs)`. It returns what `func` would return,
+without computing all logits, or `NotImplemented` if it cannot do so with these arguments.
+"""
