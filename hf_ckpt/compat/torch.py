@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -153,23 +152,6 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     return top
 
 
-@contextlib.contextmanager
-def inner_saved_tensor_hooks(
-    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
-) -> Iterator[None]:
-    """Install saved-tensor hooks inside those of a checkpoint, marked as a part of it.
-
-    Since torch 2.14, tensors that selective checkpointing saves go to the innermost hooks without this mark.
-    """
-    marked = functools.partial(pack)
-    vars(marked).update(_checkpoint_internal=True, _user_hooks=top_saved_tensor_hooks())
-    with torch.autograd.graph.saved_tensors_hooks(marked, unpack):
-        try:
-            yield
-        finally:
-            del vars(marked)["_user_hooks"]  # the graph holds the first hook, and must not hold these
-
-
 def registered_hooks() -> int:
     """Return how many hooks on modules, tensors and optimizers were registered in this process so far."""
     return RemovableHandle.next_id
@@ -249,11 +231,6 @@ def unseen_by_modes() -> contextlib.AbstractContextManager[Any]:
     """Make a context that hides operations from dispatch modes: selective checkpointing expects the forward's only."""
     context: contextlib.AbstractContextManager[Any] = private("torch.utils._python_dispatch._disable_current_modes")()
     return context
-
-
-def is_changed_in_place(error: RuntimeError) -> bool:
-    """Whether torch's selective checkpointing reports that a saved result was changed in place."""
-    return "cached during selective activation checkpoint" in str(error)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -556,7 +556,7 @@ class _Forward:
             check.outer = compat.torch.top_saved_tensor_hooks()
             if check.outer is None:
                 return self.function(*args, **kwargs)
-            with compat.torch.inner_saved_tensor_hooks(check.pack, check.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(check.pack, check.unpack):
                 return self.function(*args, **kwargs)
         if facts is not None and facts["stored"] and not facts.running:
             with torch.no_grad(), compat.torch.unseen_by_modes():

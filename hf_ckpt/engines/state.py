@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_ckpt import compat
 from hf_ckpt.engines.routers import Choices
-from hf_ckpt.errors import ChangedBlockError, HfCkptError, InPlaceError, RecomputeError, shown
+from hf_ckpt.errors import ChangedBlockError, HfCkptError, RecomputeError, shown
 from hf_ckpt.models.blocks import routers
 
 _SIMPLE = (bool, int, float, str)
@@ -225,16 +225,14 @@ class ForwardState:
     def recompute(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block again, in the context and in the state of its forward.
 
-        Raises `ChangedBlockError` for a value that cannot be restored, `InPlaceError` if a result that SAC keeps was
-        changed in place, and `RecomputeError` for other errors of the block.
+        Raises `ChangedBlockError` for a value that cannot be restored, and `RecomputeError` for other errors of the
+        block.
         """
         try:
             return self.in_context(self._recompute, fn, args)
         except _OF_THE_BLOCK as error:
             if isinstance(error, HfCkptError) or compat.devices.is_out_of_memory(error):
                 raise
-            if isinstance(error, RuntimeError) and compat.torch.is_changed_in_place(error):
-                raise InPlaceError(self.name) from error
             raise RecomputeError(
                 self.name,
                 f"when backward recomputed it, it raised {type(error).__name__}: "

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -225,8 +225,8 @@ def _from_mapping(given: Any, source: str | None) -> Spec:
     return spec
 
 
-def _conflicts(spec: Spec, given: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for every combination of keys that is in conflict."""
+def _conflicts(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for every combination of keys that is in conflict."""
     policies = {spec.policy, *(rule.policy for rule in spec.rules)}
     planned = spec.is_planned
     compiled = spec.compile is not None
@@ -237,72 +237,42 @@ def _conflicts(spec: Spec, given: Mapping[str, Any]) -> list[str]:
     left_to_compiler = [key for key in ("save", "offload", "segments", "host_budget") if given.get(key)]
     beside_plan = SELECTING_KEYS & given.keys() - {"plan", "host_budget", "every_n_layers", "offload"}
 
-    def needs(key: str, is_given: bool, allowed: Sequence[str], hint: str = "") -> tuple[bool, str]:
-        """Return a row for a key that goes with some policies only."""
-        listed = " or ".join(f"`policy: {name}`" for name in allowed)
-        text = f"`{key}` goes with {listed}, but policy is {spec.policy!r}{hint}."
-        return is_given and policies.isdisjoint(allowed), text
+    def goes_with(key: str, is_given: bool, *allowed: str, hint: str = "") -> Iterator[str]:
+        if is_given and policies.isdisjoint(allowed):
+            listed = " or ".join(f"`policy: {name}`" for name in allowed)
+            yield f"`{key}` goes with {listed}, but policy is {spec.policy!r}{hint}."
 
-    # (whether keys are in conflict, a sentence that says so)
-    rows = [
-        (spec.policy == "budget" and spec.budget is None, "`policy: budget` needs `budget`, for example '20GiB'."),
-        needs("budget", spec.budget is not None, ["budget"]),
-        needs("save", "save" in given and not planned, SAVING),
-        needs(
-            "host_budget",
-            spec.host_budget is not None and not spec.offload and spec.plan is None,
-            ["offload", *PLANNED_POLICIES],
-        ),
-        needs(
-            "offload: true",
-            spec.offload is True and not planned,
-            ["full", "offload"],
-            "; to move what `selective` saves, write 'saved'",
-        ),
-        needs(
-            "offload: saved",
-            spec.offload == "saved" and not planned,
-            ["selective"],
-            "; to move what `full` saves, write true",
-        ),
-        needs("segments", spec.segments is not None, ["full"]),
-        (
-            spec.segments is not None and (spec.layers is not None or every or bool(spec.rules)),
-            "`segments` covers whole stacks; it cannot be combined with `layers`, `every_n_layers` or `rules`.",
-        ),
-        (
-            spec.segments is not None and spec.offload is True,
-            "`offload` moves the hidden states of single blocks; it cannot be combined with `segments`.",
-        ),
-        (
-            spec.layers is not None and every,
-            "`layers` and `every_n_layers` both choose blocks; give one of them.",
-        ),
-        (
-            planned and bool(choosing or spec.rules),
-            f"`policy: {spec.policy}` chooses the blocks itself; remove {', '.join(choosing) or 'rules'}.",
-        ),
-        (
-            spec.policy == "none" and bool(choosing) and spec.segments is None,
-            f"`policy: none` leaves every block as it is; remove {', '.join(choosing)}.",
-        ),
-        (shares and not compiled, '`share` is how much compiled blocks keep; it needs `compile: "blocks"`.'),
-        (
-            compiled and shares and (planned or (spec.policy == "none" and spec.share is not None)),
-            f"`share` is how much the blocks of a policy keep, but policy is {spec.policy!r}; leave one of them out.",
-        ),
-        (
-            compiled and not policies.isdisjoint(("offload", "full+selective")),
+    if spec.policy == "budget" and spec.budget is None:
+        yield "`policy: budget` needs `budget`, for example '20GiB'."
+    yield from goes_with("budget", spec.budget is not None, "budget")
+    yield from goes_with("save", "save" in given and not planned, *SAVING)
+    needs_host = spec.host_budget is not None and not spec.offload and spec.plan is None
+    yield from goes_with("host_budget", needs_host, "offload", *PLANNED_POLICIES)
+    hint = "; to move what `selective` saves, write 'saved'"
+    yield from goes_with("offload: true", spec.offload is True and not planned, "full", "offload", hint=hint)
+    hint = "; to move what `full` saves, write true"
+    yield from goes_with("offload: saved", spec.offload == "saved" and not planned, "selective", hint=hint)
+    yield from goes_with("segments", spec.segments is not None, "full")
+    if spec.segments is not None and (spec.layers is not None or every or spec.rules):
+        yield "`segments` covers whole stacks; it cannot be combined with `layers`, `every_n_layers` or `rules`."
+    if spec.segments is not None and spec.offload is True:
+        yield "`offload` moves the hidden states of single blocks; it cannot be combined with `segments`."
+    if spec.layers is not None and every:
+        yield "`layers` and `every_n_layers` both choose blocks; give one of them."
+    if planned and (choosing or spec.rules):
+        yield f"`policy: {spec.policy}` chooses the blocks itself; remove {', '.join(choosing) or 'rules'}."
+    if spec.policy == "none" and choosing and spec.segments is None:
+        yield f"`policy: none` leaves every block as it is; remove {', '.join(choosing)}."
+    if shares and not compiled:
+        yield '`share` is how much compiled blocks keep; it needs `compile: "blocks"`.'
+    if compiled and shares and (planned or (spec.policy == "none" and spec.share is not None)):
+        yield f"`share` is how much the blocks of a policy keep, but policy is {spec.policy!r}; leave one of them out."
+    if compiled and not policies.isdisjoint(("offload", "full+selective")):
+        yield (
             "compiled blocks are not offloaded, and leave to the compiler what is rebuilt; take `none`, `selective` or "
-            "`full`, or a `share`.",
-        ),
-        (
-            compiled and bool(left_to_compiler),
-            f'`compile: "blocks"` leaves to the compiler what a block keeps; remove {", ".join(left_to_compiler)}.',
-        ),
-        (
-            spec.plan is not None and bool(beside_plan),
-            "`plan` already says what every block gets; remove the other selecting keys.",
-        ),
-    ]
-    return [sentence for wrong, sentence in rows if wrong]
+            "`full`, or a `share`."
+        )
+    if compiled and left_to_compiler:
+        yield f'`compile: "blocks"` leaves to the compiler what a block keeps; remove {", ".join(left_to_compiler)}.'
+    if spec.plan is not None and beside_plan:
+        yield "`plan` already says what every block gets; remove the other selecting keys."

@@ -65,7 +65,7 @@ class _Rebuilding:
                 value = vars(tensor).get(_VALUE)
                 return tensor if value is None else unpack(value)
 
-            with compat.torch.inner_saved_tensor_hooks(checkpoint_pack, load):
+            with torch.autograd.graph.saved_tensors_hooks(checkpoint_pack, load):
                 return self.fn(*args)
 
         def rebuilding(tape: Tape) -> compat.torch.SavedTensorHooks:
