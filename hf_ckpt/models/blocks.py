@@ -74,39 +74,57 @@ def find_blocks(model: nn.Module) -> FoundBlocks:
         OwnerConflictError: a block is wrapped by torch's `checkpoint_wrapper`.
     """
     base = base_model(model)
-    model_type = str(getattr(base.config, "model_type", ""))
     row = family_of(base.config)
     refuse_other_owner(base)
     containers: dict[str, list[tuple[str, nn.Module]]] = {}
-    for name, module in _plain_blocks(base):
-        containers.setdefault(name.rpartition(".")[0], []).append((name, module))
+    outer: list[str] = []
+    for name, module in base.named_modules():
+        is_block = isinstance(module, compat.transformers.GradientCheckpointingLayer)
+        if is_block and not any(name.startswith(f"{other}.") for other in outer):
+            outer.append(name)
+            plain = plain_name(name)
+            containers.setdefault(plain.rpartition(".")[0], []).append((plain, module))
     if not containers:
+        model_type = str(getattr(base.config, "model_type", ""))
         raise NoBlocksError(
             f"{type(base).__name__} (model_type {model_type!r}) has no blocks built on GradientCheckpointingLayer. "
             f"{_known()}"
         )
-    stack_of = _name_stacks(list(containers), row)
-    ordered = sorted(containers, key=lambda container: _stack_order(stack_of[container], row))
+    stacks = {container: _stack_name(container, containers, row) for container in containers}
+    in_order = [name for name, _ in row.stacks] if row else []  # stacks that the row does not name come last
+    places = {name: in_order.index(name) if name in in_order else len(in_order) for name in stacks.values()}
+    all_modules = dict(plain_modules(base))
     blocks: list[Block] = []
     modules: dict[str, nn.Module] = {}
-    for container in ordered:
+    owners: list[nn.Module] = []
+    for container in sorted(containers, key=lambda container: places[stacks[container]]):
         for index, (name, module) in enumerate(containers[container]):
-            blocks.append(Block(name, stack_of[container], index, _kind(module)))
+            blocks.append(Block(name, stacks[container], index, _kind(module)))
             modules[name] = module
-    plain = dict(plain_modules(base))
-    owners = tuple(plain[_owner_name(container, plain)] for container in ordered)
-    return FoundBlocks(base, row.name if row else GENERIC, tuple(blocks), modules, owners)
+        owner = container
+        while isinstance(all_modules[owner], (nn.ModuleList, nn.ModuleDict)):
+            owner = owner.rpartition(".")[0]
+        owners.append(all_modules[owner])
+    return FoundBlocks(base, row.name if row else GENERIC, tuple(blocks), modules, tuple(owners))
+
+
+def _stack_name(container: str, containers: Collection[str], row: Family | None) -> str:
+    """Name a stack as the family does; else `encoder` or `decoder` if only its path has that word, else its path."""
+    for stack, ending in row.stacks if row else ():
+        if f".{container}".endswith(f".{ending}"):
+            return stack
+    for word in ("encoder", "decoder"):
+        if word in container.split(".") and sum(word in other.split(".") for other in containers) == 1:
+            return word
+    return container or "blocks"
 
 
 def plain_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module with its qualified name, without the segments that wrappers add.
 
-    A wrapper and the module in it then have the same name; only the innermost is yielded.
+    A wrapper and the module in it then have the same name; only the innermost, which comes last, is yielded.
     """
-    found: dict[str, nn.Module] = {}
-    for name, module in base.named_modules():
-        found[plain_name(name)] = module  # wrappers come before what they wrap, so the innermost wins
-    yield from found.items()
+    yield from {plain_name(name): module for name, module in base.named_modules()}.items()
 
 
 def plain_name(name: str) -> str:
@@ -239,49 +257,6 @@ def outermost_models(model: nn.Module) -> Iterator[compat.transformers.PreTraine
         return
     for child in model.children():
         yield from outermost_models(child)
-
-
-def _plain_blocks(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every GradientCheckpointingLayer that is not inside another one, with its plain name."""
-    seen: list[str] = []
-    for name, module in base.named_modules():
-        if not isinstance(module, compat.transformers.GradientCheckpointingLayer):
-            continue
-        if not any(name.startswith(f"{outer}.") for outer in seen):
-            seen.append(name)
-            yield plain_name(name), module
-
-
-def _name_stacks(containers: list[str], row: Family | None) -> dict[str, str]:
-    """Return name of a module that holds blocks -> name of its stack."""
-    names: dict[str, str] = {}
-    for container in containers:
-        rows = row.stacks if row else ()
-        named = [stack for stack, ending in rows if f".{container}".endswith(f".{ending}")]
-        names[container] = named[0] if named else _generic_stack(container, containers)
-    return names
-
-
-def _generic_stack(container: str, containers: list[str]) -> str:
-    """Name a stack that no family names: `encoder` or `decoder` if only its path has that word, else its path."""
-    for word in ("encoder", "decoder"):
-        if word in container.split(".") and sum(word in other.split(".") for other in containers) == 1:
-            return word
-    return container or "blocks"
-
-
-def _stack_order(stack: str, row: Family | None) -> int:
-    """Return a stack's place in the row of the family; stacks that the row does not name come last."""
-    names = [name for name, _ in row.stacks] if row else []
-    return names.index(stack) if stack in names else len(names)
-
-
-def _owner_name(container: str, modules: dict[str, nn.Module]) -> str:
-    """Return the name of the module that runs the blocks of a container: the nearest one that is not a list."""
-    name = container
-    while isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
-        name = name.rpartition(".")[0]
-    return name
 
 
 def _kind(module: nn.Module) -> str:
