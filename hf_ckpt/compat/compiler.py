@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_ckpt.compat.private import private
+from hf_ckpt.errors import HfCkptError
 
 _LEAST_SHARE = 1e-9
 """Replaces a share of 0, for which torch ignores what must be saved."""
@@ -35,14 +36,10 @@ def call_parts(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
 
     The plain function is the same for all blocks of a class, so they share compiled graphs.
     """
-    found: Any = function
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(found, functools.partial):
-        found, args, kwargs = found.func, found.args, found.keywords
-    if isinstance(found, types.MethodType):
-        found, args = found.__func__, (found.__self__, *args)
-    return found, args, kwargs
+    bound: Any = function if isinstance(function, functools.partial) else functools.partial(function)
+    if isinstance(bound.func, types.MethodType):
+        return bound.func.__func__, (bound.func.__self__, *bound.args), bound.keywords
+    return bound.func, bound.args, bound.keywords
 
 
 def compiled_copy(function: Any, name: str, backend: Callable[..., Any]) -> Compiled:
@@ -57,47 +54,40 @@ def compiled_copy(function: Any, name: str, backend: Callable[..., Any]) -> Comp
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
     """Compile a graph with torch's default compiler."""
-    compiled: Compiled = private("torch._inductor.compile")(graph, inputs)
-    return compiled
+    return private("torch._inductor.compile")(graph, inputs)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def keeping(share: float) -> Iterator[None]:
     """Limit what graphs compiled in this context keep for backward to a share, from 0 to 1.
 
-    Random draws and routers' choices of experts are always kept, so that backward uses those of the forward.
-    A user's pass over graphs of forward and backward (`torch._inductor.config.joint_custom_post_pass`) runs, too.
+    Random draws and routers' choices of experts are always kept, so that backward uses those of the forward. Raises
+    `HfCkptError` if a user has set `torch._inductor.config.joint_custom_post_pass`, which this needs.
     """
-    settings = private("torch._functorch.config").patch(activation_memory_budget=max(share, _LEAST_SHARE))
-    inductor = private("torch._inductor.config")
-    given = inductor.joint_custom_post_pass
-    users = tuple(given) if isinstance(given, (list, tuple)) else () if given is None else (given,)
-    with settings, inductor.patch(joint_custom_post_pass=_keeping_what_may_change()(users)):
+    inductor, ours = private("torch._inductor.config"), _keeping_what_may_change()
+    if inductor.joint_custom_post_pass not in (None, ours):
+        raise HfCkptError("compiled blocks need `torch._inductor.config.joint_custom_post_pass`, which is set already.")
+    budget = private("torch._functorch.config").patch(activation_memory_budget=max(share, _LEAST_SHARE))
+    with budget, inductor.patch(joint_custom_post_pass=ours):
         yield
 
 
 @functools.cache
 def _keeping_what_may_change() -> Any:
-    """Create the class of the pass over a graph of forward and backward that marks random draws and choices as kept."""
+    """Make the pass over a graph of forward and backward that marks random draws and choices as kept."""
     base: Any = private("torch._inductor.custom_graph_pass.CustomGraphPass")
 
     class Keeping(base):
-        def __init__(self, users: tuple[Any, ...]) -> None:
-            self.users = users
-            """Passes of the user. They run first, because they may add random draws."""
-
         def __call__(self, graph: torch.fx.Graph) -> None:
-            for each in self.users:
-                each(graph)
             for node in graph.nodes:
                 if _draws(node) or _chooses(node):
                     node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
 
-        def uuid(self) -> Any:
-            """Key of this pass for graph caches on disk; None if the user has a pass, too."""
-            return None if self.users else "hf_ckpt: random draws and choices are kept, 2"
+        def uuid(self) -> str:
+            """Key of this pass for graph caches on disk."""
+            return "hf_ckpt: random draws and choices are kept, 2"
 
-    return Keeping
+    return Keeping()
 
 
 def _draws(node: torch.fx.Node) -> bool:
@@ -109,11 +99,8 @@ def _draws(node: torch.fx.Node) -> bool:
     ):
         return False
     names = [argument.name for argument in operation._schema.arguments]
-    if "dropout_p" not in names:
-        return True
-    place = names.index("dropout_p")
-    given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return bool(given != 0.0)
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 
 
 def _chooses(node: torch.fx.Node) -> bool:

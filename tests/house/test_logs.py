@@ -16,21 +16,9 @@ def test_a_warning_is_given_once_for_every_logger_message_and_argument(caplog):
         warn_once(LOG, "%s of %d", "one", 2)
         warn_once(LOG, "%s of %d", "one", 3)
         warn_once(LOG, "a list: %s", ["linear"])  # not hashable
-        warn_once(LOG, "a list: %s", ["linear", "attention"])
-    assert [(record.name, record.getMessage()) for record in caplog.records] == [
-        ("hf_ckpt.one", "no arguments"),
-        ("hf_ckpt.other", "no arguments"),
-        ("hf_ckpt.one", "one of 2"),
-        ("hf_ckpt.one", "one of 3"),
-        ("hf_ckpt.one", "a list: ['linear']"),
-        ("hf_ckpt.one", "a list: ['linear', 'attention']"),
-    ]
+    texts = ["no arguments", "no arguments", "one of 2", "one of 3", "a list: ['linear']"]
+    assert [record.getMessage() for record in caplog.records] == texts
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
-
-
-def test_what_is_forgotten_is_given_once_more(caplog):
-    for _ in range(3):
-        warn_once(LOG, "again")
-        warn_once(LOG, "again")
-        forget_warnings()
-    assert [record.message for record in caplog.records] == ["again"] * 3
+    forget_warnings()
+    warn_once(LOG, "no arguments")
+    assert len(caplog.records) == len(texts) + 1
