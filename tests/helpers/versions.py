@@ -31,10 +31,3 @@ def missing_for_add_adapter():
     except (ImportError, ValueError) as error:
         return f"add_adapter of this transformers: {error}"
     return None
-
-
-def skip_without_add_adapter():
-    """Skip the test if transformers requires another PEFT for `add_adapter`."""
-    missing = missing_for_add_adapter()
-    if missing is not None:
-        pytest.skip(missing)

@@ -10,7 +10,7 @@ import transformers
 from helpers.clients import LAYERS, MIXED, PLANS, STEPS
 from helpers.compiled import kept
 from helpers.sparing import sparing
-from helpers.steps import assert_near, enable, input_gradient_hooks, step
+from helpers.steps import assert_near, enable, input_gradient_hooks
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
 import hf_ckpt
@@ -117,8 +117,8 @@ def test_preparing_for_kbit_training_does_not_keep_the_plan_off(base64, prepare)
     assert (first, second > 3 * STEPS) == (STEPS, True)
 
 
-def compiled(folder, bits, share, dropout=0.0):
-    model = lora_model(folder, bits, dropout=dropout)
+def compiled(folder, bits, share):
+    model = lora_model(folder, bits, dropout=0.0)
     hf_ckpt.install(model, {"compile": "blocks", "share": share})
     enable(model)
     return model
@@ -127,10 +127,7 @@ def compiled(folder, bits, share, dropout=0.0):
 @pytest.mark.slow
 @sparing("bits", [4, 8], 4)
 def test_compiled_blocks_on_a_quantised_base(nothing_compiled, graphs, base64, bits):
-    """Each block is one graph, which calls bitsandbytes' kernels and saves no unpacked weights.
-
-    It saves as many bytes as on a plain base, within 5 % because the partitioner has choices.
-    """
+    """Each block is one graph. It saves as many bytes as on a plain base; 5 % more because the partitioner chooses."""
     batch = tiny_batch("llama", tokens=48)
     eager, most = kept(lora_model(base64, bits, dropout=0.0), batch)
     sizes = []
@@ -145,15 +142,3 @@ def test_compiled_blocks_on_a_quantised_base(nothing_compiled, graphs, base64, b
         assert quantised <= 1.05 * plain
         sizes.append(quantised)
     assert sizes[1] < 0.4 * sizes[0] < 0.4 * most
-    targets = {str(node.target) for graph in graphs for node in graph.graph.nodes}
-    assert any("bitsandbytes" in target or "autograd_function_apply" in target for target in targets), targets
-
-
-@pytest.mark.slow
-def test_dropout_of_adapters_in_compiled_blocks_on_a_quantised_base(nothing_compiled, base64):
-    """With inductor, backward uses the forward's dropout masks for every share."""
-    batch = tiny_batch("llama", tokens=48)
-    first, second = (step(compiled(base64, 4, share, dropout=0.3), batch) for share in (1.0, 0.0))
-    assert_near(first, second)
-    with pytest.raises(AssertionError):
-        assert_near(step(lora_model(base64, 4, dropout=0.0), batch), first)
