@@ -21,9 +21,8 @@ from hf_ckpt.attach.functions import Functions
 from hf_ckpt.attach.hooks import (
     HeadForward,
     ModelHook,
-    PartHook,
     PassHook,
-    SkippedHook,
+    Skipped,
     warn_plain,
 )
 from hf_ckpt.attach.record import (
@@ -37,7 +36,6 @@ from hf_ckpt.attach.record import (
     Decider,
     Installation,
     carriers,
-    count_enable_call,
     function_of,
     installation,
     is_on,
@@ -86,38 +84,28 @@ def attach(model: nn.Module | FoundBlocks, spec: Spec, plan: Plan, decider: Deci
     `find_blocks` does.
     """
     found = model if isinstance(model, FoundBlocks) else find_blocks(model)
-    record = installation(found.base)
     refuse_parts(found)
-    # Blocks have one owner: an inner model that was enabled by itself loses its plan.
-    inner = [module for module in found.base.modules() if module is not found.base and RECORD in vars(module)]
-    was_on = any(vars(module)[RECORD].enabled for module in inner)
-    for module in inner:
+    base = found.base
+    records = {module: vars(module)[RECORD] for module in base.modules() if RECORD in vars(module)}
+    was_on = any(record.enabled for record in records.values()) or any(map(is_on, carriers(base).values()))
+    record: Installation | None = records.pop(base, None)
+    for module in records:  # blocks have one owner: an inner model that was enabled by itself loses its plan
         detach(module)
     if record is None:
-        was_on = any(is_on(module) for module in carriers(found.base).values()) or was_on
-        record = _first_record(found, spec, plan, decider)
-    else:
-        was_on = record.enabled or was_on
+        if found.family == GENERIC:
+            log.warning(
+                "%s is of no known family; %d checkpointable blocks found, used as family `generic`.",
+                found.model,
+                len(found.blocks),
+            )
+        record = Installation(spec, plan, decider=decider)
+        record.before = {name: read_switches(module) for name, module in carriers(base).items()}
+        vars(base)[RECORD] = record
+        vars(base).update(dict.fromkeys(compat.transformers.ENABLE_NAMES, EnableHook(base)))
+        vars(base).update(dict.fromkeys(compat.transformers.DISABLE_NAMES, DisableHook(base)))
     adopt(found, record, spec, plan)
     if was_on:
         put_on(found, record)
-    return record
-
-
-def _first_record(found: FoundBlocks, spec: Spec, plan: Plan, decider: Decider | None) -> Installation:
-    """Put a record on a model that has none, and replace its enable and disable methods by hooks."""
-    if found.family == GENERIC:
-        log.warning(
-            "%s is of no known family; %d checkpointable blocks found, used as family `generic`.",
-            found.model,
-            len(found.blocks),
-        )
-    record = Installation(spec, plan, decider=decider)
-    record.before = {name: read_switches(module) for name, module in carriers(found.base).items()}
-    attributes = vars(found.base)
-    attributes[RECORD] = record
-    attributes.update(dict.fromkeys(compat.transformers.ENABLE_NAMES, EnableHook(found.base)))
-    attributes.update(dict.fromkeys(compat.transformers.DISABLE_NAMES, DisableHook(found.base)))
     return record
 
 
@@ -130,7 +118,6 @@ def detach(model: nn.Module) -> None:
     record = installation(base)
     if record is None:
         return
-    forget_session(record)
     take_off(base, record)
     modules = dict(plain_modules(base))
     for name, attributes in record.before.items():
@@ -197,13 +184,6 @@ def put_check(kind: type[Check], module: nn.Module, block: str, **options: Any) 
     return check
 
 
-def end_watch(record: Installation) -> None:
-    """Stop all checks: a step has run out of memory, so there is no room for them."""
-    if record.watch is not None:
-        record.watch.stop()
-    record.unchecked = True
-
-
 def lost_blocks(model: nn.Module) -> tuple[str, ...]:
     """Return the names of planned blocks that no longer have their function, because other code set their flags.
 
@@ -239,7 +219,6 @@ def paused(model: nn.Module) -> Iterator[None]:
         yield
         return
     take_off(base, record)
-    pause_session(record)
     try:
         yield
     finally:
@@ -267,38 +246,29 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decid
     spec = Spec(plan=GIVEN_PLAN) if spec is None else spec
     refuse_parts(found)
     if record is not None:
-        pause_session(record)
         take_off(base, record)
-        own = vars(base)[RECORD] = Installation(
-            spec, plan, before=record.before, decider=record.decider, asked_reentrant=record.asked_reentrant
-        )
+        vars(base)[RECORD] = Installation(spec, plan, before=record.before, decider=record.decider)
     try:
-        trying = attach(found, spec, plan, decider)
-        trying.unchecked = True
-        put_on(found, trying)
+        own = attach(found, spec, plan, decider)
+        own.unchecked = True
+        put_on(found, own)
         yield
     finally:
         if record is None:
             detach(base)
         else:
-            forget_session(own)
-            take_off(base, own)
+            take_off(base, vars(base)[RECORD])
             vars(base)[RECORD] = record
             if was_enabled:
                 put_on(found, record)
 
 
-def driven_by_the_whole(found: FoundBlocks) -> bool:
-    """Return whether the blocks have functions of hf_ckpt that belong to a larger model, which contains this one."""
+def refuse_parts(found: FoundBlocks) -> None:
+    """Raise `OwnerConflictError` if the blocks belong to a larger model whose plan is enabled."""
     records: list[Installation] = [vars(module)[RECORD] for module in found.base.modules() if RECORD in vars(module)]
     owned = {id(region) for record in records for region in record.regions.values()}
     functions = [function_of(module) for module in found.modules.values()]
-    return any(isinstance(function, Region) and id(function) not in owned for function in functions)
-
-
-def refuse_parts(found: FoundBlocks) -> None:
-    """Raise `OwnerConflictError` if the blocks belong to a larger model whose plan is enabled."""
-    if driven_by_the_whole(found):
+    if any(isinstance(function, Region) and id(function) not in owned for function in functions):
         raise OwnerConflictError(
             f"{found.model} is part (or a copy of a part) of a larger model whose plan is enabled on the same blocks; "
             "install on that one, or uninstall it first; call gradient_checkpointing_disable() on a copy."
@@ -314,23 +284,11 @@ def adopt(found: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> N
         take_off(found.base, record)
     if record.planned is not None and plan != record.planned.plan:
         record.planned = None
-    forget_session(record)
+    record.session = record.watch = None
     record.spec, record.plan = spec, plan
     record.heads.in_graph, record.heads.last = False, ""
     record.functions = Functions(spec, blocks_of_known_code(found))
     record.regions = record.functions.of(plan)
-
-
-def pause_session(record: Installation) -> None:
-    """End the current measurement of a record's session, if it has one."""
-    if record.session is not None:
-        record.session.stop(record)
-
-
-def forget_session(record: Installation) -> None:
-    """End the session and the watch of a record, if it has them."""
-    pause_session(record)
-    record.session = record.watch = None
 
 
 def exchange(base: nn.Module, record: Installation, plan: Plan, planned: Any = None) -> None:
@@ -350,15 +308,15 @@ def exchange(base: nn.Module, record: Installation, plan: Plan, planned: Any = N
     if record.enabled and plan == record.plan:
         record.plan = plan  # for its predicted costs
         return
-    before, regions = record.regions, record.functions.of(plan)
-    record.plan, record.regions = plan, regions
+    before, known = record.regions, len(record.functions.made)
+    record.plan, record.regions = plan, record.functions.of(plan)
     record.heads.in_graph = False
-    if not (record.enabled and record.hooked.issuperset(regions.values())):
+    if not record.enabled or len(record.functions.made) > known:  # new functions need hooks
         put_on(find_blocks(base), record)
         return
     for name, module in record.blocks.items():
-        if regions.get(name) is not before.get(name):
-            _switch(module, regions.get(name), record.before[name])
+        if record.regions.get(name) is not before.get(name):
+            _switch(module, record.regions.get(name), record.before[name])
 
 
 def _switch(module: nn.Module, region: Region | None, before: Mapping[str, Any]) -> None:
@@ -374,39 +332,34 @@ def put_on(found: FoundBlocks, record: Installation) -> None:
     """Enable the record's plan: set functions and flags on the blocks, and register the hooks that engines need."""
     base = found.base
     if record.enabled:
-        take_off(base, record)
+        _take_off(base, record)
     for name, module in carriers(base).items():
         record.before.setdefault(name, read_switches(module))
         _switch(module, record.regions.get(name), record.before[name])
     regions = list(record.functions.made.values())
-    record.blocks, record.hooked = dict(found.modules), set(regions)
+    record.blocks = dict(found.modules)
     if record.plan.head != "full":
         _put_on_head(found, record)
     blocks = set(found.modules.values())
-    for part in base.modules():  # a model inside this one may be enabled by itself
+    for part in base.modules():
         inner = isinstance(part, compat.transformers.PreTrainedModel) and part is not base
         for name in compat.transformers.ENABLE_NAMES if inner and not blocks.isdisjoint(part.modules()) else ():
-            vars(part).setdefault(name, PartHook(part, base, name))
-    passes = _pass_hooks(found, record)
+            vars(part).setdefault(name, Skipped(name))
     if regions:
         _drop_input_gradients(base, record)
         for module, hook, when, with_kwargs in hooks_for(regions, found):
-            if module in passes and not with_kwargs:
-                (passes[module].starts if when == "before" else passes[module].ends).append(hook)
-            elif when == "before":
+            if when == "before":
                 record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs))
             elif when == "after":
                 record.handles.append(module.register_forward_hook(hook))
             else:
                 record.handles.append(_always_after(module, hook))
-    for module, one in passes.items():
-        record.handles.append(module.register_forward_pre_hook(one, with_kwargs=True))
-        record.handles.append(_always_after(module, one.after))
+    _put_on_forwards(found, record)
     record.enabled = True
 
 
-def _pass_hooks(found: FoundBlocks, record: Installation) -> dict[nn.Module, PassHook]:
-    """Make the hooks on forwards: for the model, models inside it that hold stacks, and modules that run stacks."""
+def _put_on_forwards(found: FoundBlocks, record: Installation) -> None:
+    """Register a `PassHook` on the model, on models inside it that hold stacks, and on modules that run stacks."""
     stacks = dict.fromkeys(block.stack for block in found.blocks)
     owned: dict[nn.Module, str] = {}
     """Module that runs stacks -> the name of the first."""
@@ -414,7 +367,6 @@ def _pass_hooks(found: FoundBlocks, record: Installation) -> dict[nn.Module, Pas
         owned.setdefault(owner, stack)
     drops_caches = bool(record.functions.made) or record.spec.is_planned  # a plan may come after a cache was made
     sees_batches = record.spec.is_planned or bool(record.spec.check_every)
-    passes: dict[nn.Module, PassHook] = {}
     for name, module in found.base.named_modules():
         around = isinstance(module, compat.transformers.PreTrainedModel) and not owned.keys().isdisjoint(
             module.modules()
@@ -422,17 +374,16 @@ def _pass_hooks(found: FoundBlocks, record: Installation) -> dict[nn.Module, Pas
         if (module not in owned and not around) or not (drops_caches or sees_batches or record.plan.head != "full"):
             continue
         inside = set(module.modules()) if module in owned else ()
-        passes[module] = PassHook(
+        hook = PassHook(
             found.base,
             None if module is found.base else owned.get(module, name),
             compat.transformers.forward_parameters(module),
             tuple(block for block, its in found.modules.items() if its in inside),
             drops_caches,
             module is found.owners[-1],
-            [],
-            [],
         )
-    return passes
+        record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        record.handles.append(_always_after(module, hook.after))
 
 
 def _always_after(module: nn.Module, hook: Callable[..., Any]) -> Any:
@@ -442,25 +393,29 @@ def _always_after(module: nn.Module, hook: Callable[..., Any]) -> Any:
 
 
 def take_off(base: compat.transformers.PreTrainedModel, record: Installation) -> None:
-    """Disable the record's plan. The record, and the hooks that replace the enable and disable methods, remain."""
+    """Disable the record's plan, and end the current measurement of its session.
+
+    The record, and the hooks that replace the enable and disable methods, remain.
+    """
+    if record.session is not None:
+        record.session.stop(record)
+    _take_off(base, record)
+
+
+def _take_off(base: compat.transformers.PreTrainedModel, record: Installation) -> None:
     for name, module in carriers(base).items():
         switch_off(module, record.before.get(name, {}))
     for handle in record.handles:
         handle.remove()
     record.handles = []
     for module in base.modules():  # not only the current head: adapters may have wrapped it since
-        for name in [key for key, value in vars(module).items() if isinstance(value, HeadForward)]:
+        replaced = (HeadForward, Skipped)
+        for name in [key for key, value in vars(module).items() if isinstance(value, replaced)]:
             del vars(module)[name]
-        for name in compat.transformers.ENABLE_NAMES:
-            if isinstance(vars(module).get(name), PartHook):
-                del vars(module)[name]
-    for name in _INPUT_GRADIENT_NAMES:
-        if isinstance(vars(base).get(name), SkippedHook):
-            del vars(base)[name]
     for _ in range(record.input_gradient_hooks):
         base.enable_input_require_grads()
     record.input_gradient_hooks = 0
-    record.enabled, record.blocks, record.hooked = False, {}, set()
+    record.enabled, record.blocks = False, {}
 
 
 def _put_on_head(found: FoundBlocks, record: Installation) -> None:
@@ -493,11 +448,14 @@ def _drop_input_gradients(base: compat.transformers.PreTrainedModel, record: Ins
         record.input_gradient_hooks = max(record.input_gradient_hooks, len(found))
     for name in _INPUT_GRADIENT_NAMES:
         if hasattr(base, name):
-            vars(base)[name] = SkippedHook(name)
+            vars(base)[name] = Skipped(name)
 
 
 class EnableHook(ModelHook):
     """`model.gradient_checkpointing_enable` and `model.activation_checkpointing_enable` of an installed model."""
+
+    calls = 0
+    """Enable calls that this class has handled in this process, over all models."""
 
     # PEFT looks for a parameter of exactly this name before it passes its keyword arguments.
     def __call__(
@@ -537,19 +495,12 @@ class EnableHook(ModelHook):
         decided = None if record.decider is None else record.decider.asked(found, record, asked)
         if decided is not None:
             adopt(found, record, *decided)
-        record.asked_reentrant = asked.get("use_reentrant") is True
         put_on(found, record)
-        count_enable_call()
-        _tell(base, record)
-
-
-def _tell(base: nn.Module, record: Installation) -> None:
-    """Log a model's plan, once for each plan. A plan for a batch is logged when it is made."""
-    if record.told == (record.spec, record.plan):
-        return
-    spec, plan = record.told = record.spec, record.plan
-    later = f"{spec.policy} {spec.to_dict().get('budget', '')}".rstrip() + ", planned in the first steps"
-    PLANS.info("hf_ckpt: %s: %s", type(base).__name__, later if spec.is_planned else plan.summary())
+        EnableHook.calls += 1
+        if record.told != (record.spec, record.plan):  # a plan for a batch is logged when it is made
+            spec, plan = record.told = record.spec, record.plan
+            later = f"{spec.policy} {spec.to_dict().get('budget', '')}".rstrip() + ", planned in the first steps"
+            PLANS.info("hf_ckpt: %s: %s", type(base).__name__, later if spec.is_planned else plan.summary())
 
 
 class DisableHook(ModelHook):
@@ -559,5 +510,4 @@ class DisableHook(ModelHook):
         """Disable the plan. The record keeps it, so that an enable call can enable it again."""
         record = installation(self.base)
         assert record is not None, "the hook outlived its record"
-        pause_session(record)
         take_off(self.base, record)

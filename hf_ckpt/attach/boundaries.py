@@ -3,6 +3,7 @@ the arrival of its output's gradient, and the end of the backward."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ class Boundaries:
     """Calls `mark` at the boundaries of all `blocks`, until `remove` is called.
 
     Only forwards that record gradients count; recomputations do not. Blocks inside a running block have no boundaries.
+    A copy, on a copy of the model, does nothing.
 
     Args:
         blocks: name -> module.
@@ -30,8 +32,10 @@ class Boundaries:
             without one.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], mark: Mark, gone: Callable[[], None] | None = None) -> None:
-        self._mark: Mark | None = mark
+    def __init__(
+        self, blocks: Mapping[str, nn.Module], mark: Mark | None, gone: Callable[[], None] | None = None
+    ) -> None:
+        self._mark = mark
         self._gone = gone
         self._running: _Graphs | None = None
         self._graphs: Callable[[], _Graphs | None] = lambda: None
@@ -40,9 +44,12 @@ class Boundaries:
         self._in_backward = False
         self._handles: list[Any] = []
         for name, module in blocks.items():
-            before = _Boundary(self, name, False)
+            before, after = functools.partial(self._at, name, False), functools.partial(self._at, name, True)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-            self._handles.append(module.register_forward_hook(_Boundary(self, name, True)))
+            self._handles.append(module.register_forward_hook(after))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Boundaries, ({}, None)
 
     def begin(self) -> None:
         """A forward of the step begins."""
@@ -74,12 +81,12 @@ class Boundaries:
             if self._mark is not None:
                 self._mark(what, name, has_graph)
 
-    def _at(self, name: str, ended: bool, values: Any) -> None:
-        """The forward of a block begins with these inputs, or has ended with these outputs."""
-        tensors = (value for value in compat.torch.tree_leaves(values) if isinstance(value, torch.Tensor))
-        hidden = next((tensor for tensor in tensors if tensor.requires_grad), None)
+    def _at(self, name: str, ended: bool, module: nn.Module, args: Any, other: Any) -> None:
+        """Forward hook: the forward of a block begins with these arguments, or has ended with the output `other`."""
+        values = compat.torch.tree_leaves(other if ended else (args, other))
+        hidden = next((value for value in values if isinstance(value, torch.Tensor) and value.requires_grad), None)
         if not ended and self._inside is None and not self._in_backward:
-            if torch.is_grad_enabled() and not compat.torch.is_compiling():
+            if self._mark is not None and torch.is_grad_enabled() and not compat.torch.is_compiling():
                 self._inside = name
                 self._note("forward", name, hidden is not None)
         elif ended and self._inside == name:
@@ -105,19 +112,3 @@ class Boundaries:
 
 class _Graphs:
     """Exists as long as the autograd graph of any forward of a step."""
-
-
-class _Boundary:
-    """A hook of one block. On a copy of the model it does nothing."""
-
-    def __init__(self, owner: Boundaries | None, name: str, ended: bool) -> None:
-        self._owner = None if owner is None else weakref.ref(owner)
-        self._name, self._ended = name, ended
-
-    def __call__(self, module: nn.Module, args: Any, other: Any) -> None:
-        owner = None if self._owner is None else self._owner()
-        if owner is not None:
-            owner._at(self._name, self._ended, other if self._ended else (args, other))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Boundary, (None, self._name, self._ended)

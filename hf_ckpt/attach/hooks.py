@@ -10,7 +10,6 @@ import copy
 import functools
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,8 +84,6 @@ class PassHook(ModelHook):
         blocks: names of the blocks that it runs; none for a model around.
         drops_caches: whether its training forwards build no cache.
         runs_last: whether the head comes after it.
-        starts: further hooks that engines need before the forward.
-        ends: and after it, even after an error.
     """
 
     def __init__(
@@ -97,12 +94,10 @@ class PassHook(ModelHook):
         blocks: tuple[str, ...],
         drops_caches: bool,
         runs_last: bool,
-        starts: list[Callable[..., Any]],
-        ends: list[Callable[..., Any]],
     ) -> None:
-        super().__init__(base, place, parameters, blocks, drops_caches, runs_last, starts, ends)
+        super().__init__(base, place, parameters, blocks, drops_caches, runs_last)
         self.place, self.parameters, self.blocks = place, parameters, blocks
-        self.drops_caches, self.runs_last, self.starts, self.ends = drops_caches, runs_last, starts, ends
+        self.drops_caches, self.runs_last = drops_caches, runs_last
         self._checked: weakref.ref[nn.Module] | None = None
         """The module of the last training forward. accelerate makes a second one, which has the hooks of the first."""
 
@@ -119,8 +114,6 @@ class PassHook(ModelHook):
             return None
         if compat.torch.is_compiling():
             return self._without_cache(module, args, kwargs) if torch.is_grad_enabled() else None
-        for start in self.starts:
-            start(module, args)
         record = self._record()
         if record is None or not record.enabled:
             return None
@@ -135,8 +128,15 @@ class PassHook(ModelHook):
                 )
             return None
         outermost = record.outermost.enter(module)
-        if outermost:
-            record.before_batch(self.base, module, self.place, args, kwargs)
+        if outermost and record.decider is not None:
+            if record.spec.is_planned:
+                if record.session is None:
+                    record.session = record.decider.session(self.base, record)
+                record.session.on_batch(record, module, self.place, args, kwargs)
+            if record.spec.check_every and not record.unchecked:
+                if record.watch is None:
+                    record.watch = record.decider.watch(record)
+                record.watch.on_forward(self.base, record, module)
         if outermost and record.regions and self.drops_caches:
             caches = compat.transformers.caches_among(self.parameters, args, kwargs)
             filled = next((name for name, cache in caches.items() if compat.transformers.is_filled(cache)), None)
@@ -159,11 +159,7 @@ class PassHook(ModelHook):
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook, called even after an error; then `output` is None."""
-        if compat.torch.is_compiling():
-            return
-        for end in self.ends:
-            end(module, args, output)
-        record = self._record()
+        record = None if compat.torch.is_compiling() else self._record()
         if record is not None and record.outermost.leave(module) and record.session is not None:
             record.session.after_forward(failed=output is None)
 
@@ -212,67 +208,23 @@ class PassHook(ModelHook):
         for region in record.functions.made.values():  # also those of alternating plans
             if region.block in self.blocks:
                 if empty_shapes is not None and region.runs_block_again:
-                    _refuse_deepspeed(empty_shapes, record.asked_reentrant)
+                    raise HfCkptError(
+                        f"DeepSpeed {empty_shapes} cannot recompute blocks with frozen parameters non-reentrantly "
+                        "under ZeRO-3, as hf_ckpt does (training would stop with a CheckpointError: recomputed shape "
+                        f"[0]). Install a DeepSpeed after {compat.distributed.LAST_DEEPSPEED_WITH_EMPTY_SHAPES}, use "
+                        "ZeRO-2, or train without hf_ckpt: transformers' own checkpointing with `use_reentrant=True`, "
+                        "which TRL asks for by itself, works there."
+                    )
                 region.told_of_parameters(stay, type(module).__name__)
-        _refuse_other_compiler(module)
+        for name, block in module.named_modules():
+            found = function_of(getattr(block, "_orig_mod", block))
+            if isinstance(found, Region) and found.compiles_block and compat.compiler.is_compiled(block):
+                raise OwnerConflictError(
+                    f"block {name!r} of {type(module).__name__} is compiled by something else (accelerate's regional "
+                    "compilation, or `module.compile()`), which would decide what is kept. Leave that out, or leave "
+                    "`compile` out of hf_ckpt's spec: compilation needs one owner."
+                )
         self._checked = weakref.ref(module)
-
-
-def _refuse_deepspeed(version: str, asked_reentrant: bool) -> None:
-    """Raise `HfCkptError` for a DeepSpeed that cannot recompute frozen parameters non-reentrantly under ZeRO-3."""
-    reentrant = (
-        " With `use_reentrant=True`, which was asked for (TRL does so by itself), transformers' own checkpointing "
-        "works there, without hf_ckpt."
-    )
-    raise HfCkptError(
-        f"DeepSpeed {version} cannot recompute blocks with frozen parameters non-reentrantly under ZeRO-3, as hf_ckpt "
-        "does (training would stop with a CheckpointError: recomputed shape [0]). Install a DeepSpeed after "
-        f"{compat.distributed.LAST_DEEPSPEED_WITH_EMPTY_SHAPES}, use ZeRO-2, or train without checkpointing."
-        f"{reentrant if asked_reentrant else ''}"
-    )
-
-
-def _refuse_other_compiler(owner: nn.Module) -> None:
-    """Raise `OwnerConflictError` for a block that hf_ckpt should compile, but that something else compiles."""
-    for name, module in owner.named_modules():
-        region = function_of(getattr(module, "_orig_mod", module))
-        if isinstance(region, Region) and region.compiles_block and compat.compiler.is_compiled(module):
-            raise OwnerConflictError(
-                f"block {name!r} of {type(owner).__name__} is compiled by something else (accelerate's regional "
-                "compilation, or `module.compile()`), which would decide what is kept. Leave that out, or leave "
-                "`compile` out of hf_ckpt's spec: compilation needs one owner."
-            )
-
-
-class PartHook(ModelHook):
-    """The enable methods of a model that is part of another one, whose plan is enabled.
-
-    They leave that plan alone. Otherwise transformers would replace hf_ckpt's functions on the blocks:
-    sentence-transformers, for example, calls the enable method of every module of a model.
-    """
-
-    def __init__(self, part: nn.Module, whole: nn.Module | None, name: str) -> None:
-        super().__init__(part, whole, name)
-        self.name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        part, whole, _ = self._arguments()
-        record = None if whole is None else vars(whole).get(RECORD)
-        if whole is not None and record is not None and record.enabled and part in set(whole.modules()):
-            say_part(part)
-            return
-        for name in compat.transformers.ENABLE_NAMES:
-            if isinstance(vars(part).get(name), PartHook):
-                del vars(part)[name]
-        getattr(part, self.name)(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.base, None, self.name)  # a part may be pickled by itself
-
-
-def say_part(part: nn.Module) -> None:
-    """Log that an enable call of `part` changes nothing, because a plan of the whole model is enabled."""
-    log.info("%s is part of a model whose plan is enabled already; that plan stays.", type(part).__name__)
 
 
 class HeadForward(ModelHook):
@@ -313,12 +265,17 @@ class HeadForward(ModelHook):
         return result
 
 
-class SkippedHook:
-    """Replaces `enable_input_require_grads` and its counterpart while a plan is enabled, and does nothing."""
+class Skipped:
+    """Replaces a method while a plan is enabled, and does nothing.
+
+    Such methods are `enable_input_require_grads` and its counterpart, because non-reentrant checkpointing needs no
+    input that requires gradients; and the enable methods of models inside the planned one, which would replace the
+    functions of its blocks. sentence-transformers, for example, calls the enable method of every module of a model.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __call__(self) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Log that nothing is done."""
-        log.info("%s skipped: non-reentrant checkpointing needs no input that requires gradients.", self.name)
+        log.info("%s() does nothing while a plan of hf_ckpt is enabled.", self.name)

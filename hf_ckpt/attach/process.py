@@ -1,7 +1,6 @@
 """Replaced methods of classes, for every model of the process.
 
-They are the enable methods of PreTrainedModel, its constructor and its calls, `Accelerator.prepare`, and
-`Trainer.training_step`.
+They are the enable methods of PreTrainedModel, its constructor and its calls, and `Trainer.training_step`.
 
 `hf_ckpt.install()` without a model replaces them, and `hf_ckpt.uninstall()` restores them.
 """
@@ -11,19 +10,19 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import detach, driven_by_the_whole
-from hf_ckpt.attach.hooks import is_trained, say_part
-from hf_ckpt.attach.record import Absent, enable_calls, installation
+from hf_ckpt.attach.attach import EnableHook, detach
+from hf_ckpt.attach.hooks import is_trained
+from hf_ckpt.attach.record import Absent, installation
 from hf_ckpt.errors import HfCkptError, NoBlocksError
 from hf_ckpt.logs import warn_once
-from hf_ckpt.models.blocks import base_model, find_blocks, outermost_models
+from hf_ckpt.models.blocks import base_model, outermost_models
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +30,17 @@ log = logging.getLogger(__name__)
 class ProcessHooks:
     """The replaced methods of other packages' classes, and the models that were enabled through them.
 
-    The methods below whose first argument is `own` take the place of a class's method, which they get as `own`.
+    Methods whose first argument is `own` take the place of a class's method, which they get as `own`.
+
+    Args:
+        install: puts a record on a model that has none, so that hf_ckpt handles its enable calls.
     """
 
     def __init__(self, install: Callable[[nn.Module], object]) -> None:
         self.install = install
-        """Puts a record on a model that has none, so that hf_ckpt handles its enable calls."""
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Base models that were enabled through these hooks."""
-        self.calls_before = enable_calls()
-        """How many enable calls hf_ckpt had handled in this process before."""
+        self.calls_before = EnableHook.calls
         self.replaced: list[tuple[type, str, Any]] = []
         """(class, method name, the class's own method or `Absent.ABSENT`) in the order of replacement."""
         self.built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -71,34 +71,15 @@ class ProcessHooks:
         for model in list(self.models):
             detach(model)
 
-    # --- in place of methods ---
-
-    def enable_method(
-        self,
-        own: Callable[..., None],
-        model: Any,
-        gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
-        every_n_layers: int = 1,
-        offload: bool | str = False,
-        *,
-        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
+    def enable_method(self, own: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
         """Handle an enable call of a model. A model without known blocks has its own method called."""
-        asked = gradient_checkpointing_kwargs or activation_checkpointing_kwargs or {}
         try:
-            self.enable(model, asked, every_n_layers, offload)
+            self.enable(model, *args, **kwargs)
         except NoBlocksError as error:  # the model may checkpoint in its own forward
             name = type(model).__name__
             warn_once(log, "hf_ckpt leaves %s to its own code, which may checkpoint by itself: %s", name, error)
+            asked = next((value for value in (*args, *kwargs.values()) if isinstance(value, dict)), {})
             own(model, {key: asked[key] for key in compat.transformers.TORCH_OPTIONS if key in asked} or None)
-
-    def prepare(self, own: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-        """Enable every model that `Accelerator.prepare` gets, and remember its optimizers."""
-        for value in (*args, *kwargs.values()):
-            compat.torch.remember_optimizer(value)
-            if isinstance(value, nn.Module) and is_trained(value) and not kwargs.get("evaluation_mode"):
-                self.enable_unasked(value)
-        return own(accelerator, *args, **kwargs)
 
     def build(self, own: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Record a model after its constructor has run."""
@@ -111,17 +92,11 @@ class ProcessHooks:
             self.meet(model, (*args, *kwargs.values()))
         return own(model, *args, **kwargs)
 
-    # --- what they do ---
-
     def enable(self, base: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Handle an enable call of a model: install on it if nothing is installed, then call its enable hook.
 
-        A part of a model whose plan is enabled is left alone. Raises what `install` and the enable hook raise (such as
-        `SpecError`); a model that had no record then has none.
+        Raises what `install` and the enable hook raise (such as `SpecError`); a model that had no record then has none.
         """
-        if driven_by_the_whole(find_blocks(base)):
-            say_part(base)
-            return
         fresh = installation(base) is None
         if fresh:  # an existing record is the newer request
             self.install(base)
@@ -132,20 +107,6 @@ class ProcessHooks:
                 detach(base)
             raise
         self.models.add(base)
-
-    def enable_unasked(self, model: nn.Module) -> None:
-        """Enable every Hugging Face model in `model`, except those that are already enabled or have no blocks.
-
-        Raises as `enable` does.
-        """
-        for base in outermost_models(model):
-            record = installation(base)
-            if record is not None and record.enabled:
-                continue
-            try:
-                self.enable(base)
-            except NoBlocksError as error:  # not a reason to end the training of other models
-                warn_once(log, "%s is trained without checkpointing: %s", type(base).__name__, error)
 
     def meet(self, module: nn.Module, inputs: Iterable[Any]) -> None:
         """Enable a model whose forward begins with gradients on, if it is trained and nobody has enabled it.
@@ -168,15 +129,21 @@ class ProcessHooks:
         name = ", ".join(type(base).__name__ for base in bases)
         if compat.torch.is_replica(module):
             self.missed = f"{name} is copied by nn.DataParallel for every step; train with DistributedDataParallel"
-        elif not module.training:
+            return
+        if not module.training:
             self.missed = (
                 f"{name} ran with gradients in eval mode, in which no block is checkpointed; call `model.train()` "
                 "before training (`from_pretrained` returns models in eval mode)"
             )
-        else:
-            for base in bases:
-                self.enable_unasked(base)
-            self.met.update([module, *bases])
+            return
+        for base in bases:
+            record = installation(base)
+            try:
+                if record is None or not record.enabled:
+                    self.enable(base)
+            except NoBlocksError as error:  # not a reason to end the training of other models
+                warn_once(log, "%s is trained without checkpointing: %s", type(base).__name__, error)
+        self.met.update([module, *bases])
 
 
 _everywhere: ProcessHooks | None = None
@@ -192,8 +159,7 @@ def hook_process(
 
     Args:
         install: puts a record on a model; called at the first enable call of each model.
-        enable_when_trained: also enable every trainable model that `Accelerator.prepare` gets, and every other one when
-            its first training forward begins.
+        enable_when_trained: also enable every trainable model when its first training forward begins.
         around_training_step: replaces every Trainer's `training_step`. It is called with the trainer, that method, and
             the arguments.
     """
@@ -203,8 +169,6 @@ def hook_process(
     for name in compat.transformers.ENABLE_NAMES:
         hooks.replace(compat.transformers.PreTrainedModel, name, hooks.enable_method)
     if enable_when_trained:
-        for name in ("prepare", "prepare_model"):
-            hooks.replace(compat.distributed.accelerator_class(), name, hooks.prepare)
         hooks.replace(compat.transformers.PreTrainedModel, "__init__", hooks.build)
         for owner in (compat.transformers.PreTrainedModel, compat.compiler.compiled_module_class()):
             hooks.replace(owner, "__call__", hooks.call)
@@ -227,7 +191,7 @@ def unhook_process() -> None:
 
 def enable_calls_since_hooked() -> int:
     """Return how many enable calls hf_ckpt has handled, on any model, since `hook_process`; 0 without it."""
-    return 0 if _everywhere is None else enable_calls() - _everywhere.calls_before
+    return 0 if _everywhere is None else EnableHook.calls - _everywhere.calls_before
 
 
 def missed_since_hooked() -> str | None:

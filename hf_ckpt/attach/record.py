@@ -18,7 +18,6 @@ from torch import nn
 
 from hf_ckpt.attach.functions import Functions, Regions
 from hf_ckpt.engines.check import Check, Report
-from hf_ckpt.engines.region import Region
 from hf_ckpt.models.blocks import FoundBlocks, base_model, plain_modules
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
@@ -92,17 +91,16 @@ class Outermost(threading.local):
     def enter(self, module: nn.Module) -> bool:
         """Record that the forward of `module` begins. Returns whether it is the outermost."""
         running = None if self.module is None else self.module()
-        if running is None or running is module:  # itself, if an interrupt (Ctrl-C) ended its last forward
+        if running is None:
             self.module = weakref.ref(module)
-            return True
-        return False
+        return running is None or running is module  # itself, if an interrupt (Ctrl-C) ended its last forward
 
     def leave(self, module: nn.Module) -> bool:
         """Record that the forward of `module` has ended. Returns whether it was the outermost."""
-        if self.module is None or self.module() is not module:
-            return False
-        self.module = None
-        return True
+        was_outermost = self.module is not None and self.module() is module
+        if was_outermost:
+            self.module = None
+        return was_outermost
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
@@ -152,10 +150,6 @@ class Installation:
     """Block name -> its checkpointing function, for every block whose action is not `keep`."""
     blocks: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
     """Block name -> the module that the plan is on; empty while nothing is enabled."""
-    hooked: set[Region] = dataclasses.field(default_factory=set)
-    """The functions whose hooks are on the model. A plan with only these functions needs no further hooks."""
-    asked_reentrant: bool = False
-    """Whether the last enable call asked for `use_reentrant=True`, which changes nothing."""
     before: Saved = dataclasses.field(default_factory=dict)
     """Module name -> the values of `FLAG` and `FUNCTION` before installation."""
     input_gradient_hooks: int = 0
@@ -185,34 +179,6 @@ class Installation:
     """How the head ran, if it is planned to run in chunks."""
     told: tuple[Spec, Plan] | None = None
     """The spec and the plan that were last logged."""
-
-    def before_batch(
-        self,
-        base: nn.Module,
-        running: nn.Module,
-        place: str | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Let the session plan for a training batch under `budget` and `auto`, and the watch check a block in it.
-
-        Args:
-            base: the model.
-            running: the module in it whose forward is called.
-            place: name of its stack, or of the module; None for the model itself.
-            args: positional arguments of the forward.
-            kwargs: keyword arguments of the forward.
-        """
-        if self.decider is None:
-            return
-        if self.spec.is_planned:
-            if self.session is None:
-                self.session = self.decider.session(base, self)
-            self.session.on_batch(self, running, place, args, kwargs)
-        if self.spec.check_every and not self.unchecked:
-            if self.watch is None:
-                self.watch = self.decider.watch(self)
-            self.watch.on_forward(base, self, running)
 
     @property
     def measuring(self) -> str | None:
@@ -279,17 +245,3 @@ def switch_off(module: nn.Module, before: Mapping[str, Any]) -> None:
     write_switches(module, before)
     if getattr(module, FLAG):
         setattr(module, FLAG, False)
-
-
-_enable_calls = 0
-
-
-def count_enable_call() -> None:
-    """Count an enable call that hf_ckpt has handled, on any model of this process."""
-    global _enable_calls
-    _enable_calls += 1
-
-
-def enable_calls() -> int:
-    """Return how many enable calls hf_ckpt has handled in this process, over all models."""
-    return _enable_calls

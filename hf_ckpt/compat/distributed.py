@@ -153,10 +153,3 @@ def accelerate_owns_checkpointing() -> bool:
         return False
     plugin = state_module.AcceleratorState._shared_state.get("fsdp_plugin")
     return bool(plugin is not None and getattr(plugin, "activation_checkpointing", False))
-
-
-def accelerator_class() -> Any:
-    """Return `accelerate.Accelerator`, which takes a second to import."""
-    from accelerate import Accelerator
-
-    return Accelerator

@@ -5,16 +5,15 @@ Saved-tensor hooks around a block see the tensors that autograd saves there: und
 and whatever several blocks share stay. Copies run on their own stream: to the host while blocks compute, and back one
 block ahead of the backward.
 
-Hidden states exist when a block begins. So at its end the computing stream waits for their copy, and their memory is
-free when the next block begins. Results are computed until the end of a block, so the computing stream waits for their
-copies one block later. Copies of at most two blocks run at any time.
+At the end of a block the computing stream waits for its copies, so their memory is free when the next block begins.
+The lane is busy meanwhile: hidden states are copied from the beginning of a block, and the copies of its results take
+longer than their computation on most devices.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt import compat
-from hf_ckpt.engines.full import FullRegion, needs_gradient
+from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.rebuild.values import Kept
 from hf_ckpt.engines.region import Region, Request
 from hf_ckpt.errors import InPlaceError
@@ -101,33 +100,24 @@ def lane_of(device: torch.device) -> Lane | None:
 # --- host memory ------------------------------------------------------------------------------------------------------
 
 
-class _OfThread(threading.local):
-    """The blocks that a thread has run last."""
-
-    last: weakref.ref[Group] | None = None
-    """The last one that moved anything."""
-    open: Group | None = None
-    """The one that has ended, but whose copies nobody has waited for."""
-
-
 class Mover:
     """The pinned host memory of one installed plan, and the lanes that copy to and from it.
 
+    torch caches freed pinned memory, in powers of two, and does not reuse it before copies from it have ended.
+
     Args:
-        limit_bytes: the most host memory to allocate, in bytes; None for no limit.
+        limit_bytes: the most host memory to use at any time, in bytes; None for no limit.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.held_bytes = 0
-        """Bytes of allocated host memory, rounded up to powers of two."""
+        """Bytes of host memory in use, rounded up to powers of two."""
         self.lock = threading.RLock()  # freeing a graph returns buffers at any time, even in the middle of `take`
-        """Held while buffers or lanes are in use."""
-        self.of_thread = _OfThread()
+        """Held while lanes are in use, or `held_bytes` changes."""
+        self.of_thread = threading.local()
+        """`last`: a weak reference to the last group of this thread that moved anything."""
         self._lanes: dict[torch.device, Lane | None] = {}
-        self._free: dict[tuple[Lane, int], list[torch.Tensor]] = {}
-        """Free buffers by lane and size. A free buffer may still be read, and only copies on its own lane are sure to
-        come later."""
         self._can_pin = True
         """Whether pinning host memory has always worked so far."""
 
@@ -135,7 +125,7 @@ class Mover:
         return Mover, (self.limit_bytes,)  # memory and streams belong to this process
 
     @contextlib.contextmanager
-    def moving(self, block: str, hidden: Any, *, late: bool) -> Iterator[Group | None]:
+    def moving(self, block: str, hidden: Any) -> Iterator[Group | None]:
         """Make a group for what the forward of a block saves, which runs inside this context.
 
         Yields None if nothing moves: on a device without a lane, or under saved-tensor hooks of the user, which say
@@ -144,9 +134,8 @@ class Mover:
         Args:
             block: name of the block.
             hidden: its hidden states.
-            late: whether the computing stream waits for the copies at the end of the next block, not of this one.
         """
-        lane = self.lane(hidden) if isinstance(hidden, torch.Tensor) else None
+        lane = self._lane(hidden) if isinstance(hidden, torch.Tensor) else None
         if lane is not None and compat.torch.top_saved_tensor_hooks() is not None:
             warn_once(
                 log,
@@ -157,88 +146,40 @@ class Mover:
         if lane is None:
             yield None
             return
-        group = Group(self, block, lane, hidden, LEAST_BYTES if late else 1)
-        try:
-            yield group
-            group.check()
-        except BaseException:
-            group.leave_device()
-            raise
-        if late:
-            self.end_of_block(group)
-        else:
-            group.leave_device()
+        group = Group(self, block, lane, hidden)
+        yield group
+        group.leave_device()
 
-    def lane(self, tensor: torch.Tensor) -> Lane | None:
+    def _lane(self, tensor: torch.Tensor) -> Lane | None:
         """Return the lane of a tensor's device; None, with one warning, if nothing is moved from there."""
+        if compat.torch.is_fake(tensor):
+            return None
         device = tensor.device
-        if device not in self._lanes:
-            if compat.torch.is_fake(tensor):
-                return None
-            with self.lock:
-                if device not in self._lanes:
-                    self._lanes[device] = lane_of(device)
-            if self._lanes[device] is None:
-                warn_once(
-                    log,
-                    "hf_ckpt: there is no host memory to offload to from %r, so blocks are recomputed from inputs that "
-                    "stay there, as with `full`.",
-                    device.type,
-                )
+        with self.lock:
+            if device not in self._lanes:
+                self._lanes[device] = lane_of(device)
+        if self._lanes[device] is None:
+            warn_once(
+                log,
+                "hf_ckpt: there is no host memory to offload to from %r, so blocks are recomputed from inputs that "
+                "stay there, as with `full`.",
+                device.type,
+            )
         return self._lanes[device]
 
-    def end_of_block(self, group: Group | None) -> None:
-        """End the block of `group`, whose copies may still be running, and wait for those of the previous block."""
-        before, self.of_thread.open = self.of_thread.open, group
-        if before is not None:
-            try:
-                before.check()
-            finally:
-                before.leave_device()
-
-    def take(self, lane: Lane, size: int) -> torch.Tensor | None:
-        """Return a buffer of at least `size` bytes; None, with one warning, if that exceeds the limit.
-
-        If the limit is reached, a larger free buffer will do. If there is none either, all free ones are given back to
-        the system, because batches have become larger.
-        """
+    def take(self, size: int) -> torch.Tensor | None:
+        """Return a buffer of at least `size` bytes; None, with one warning, if that exceeds the limit."""
         size = 1 << max(0, size - 1).bit_length()  # torch's pinned allocator rounds up to powers of two
-        limit = math.inf if self.limit_bytes is None else self.limit_bytes
         with self.lock:
-            self._free.setdefault((lane, size), [])  # `give` must not add keys while others iterate
-            large = [free for (of, free), buffers in self._free.items() if of is lane and free >= size and buffers]
-            if not large and self.held_bytes + size > limit >= self.held_bytes - self.free_bytes + size:
-                for (_, free), buffers in self._free.items():
-                    self.held_bytes -= free * len(buffers)
-                    buffers.clear()
-                compat.devices.empty_host_cache()
-            if size not in large and self.held_bytes + size <= limit:
-                buffer = self._pinned(size)
-                self.held_bytes += size
-            elif large:
-                buffer = self._free[lane, min(large)].pop()
-            else:
+            if self.limit_bytes is not None and self.held_bytes + size > self.limit_bytes:
                 warn_once(
                     log,
                     "hf_ckpt: `host_budget` (%s, in buffers of powers of two) is used up; what does not fit stays on "
                     "the device.",
-                    format_bytes(self.limit_bytes or 0),
+                    format_bytes(self.limit_bytes),
                 )
                 return None
-        return buffer
-
-    @property
-    def free_bytes(self) -> int:
-        """How many of `held_bytes` are free."""
-        with self.lock:
-            return sum(size * len(buffers) for (_, size), buffers in self._free.items())
-
-    def give(self, lane: Lane, buffer: torch.Tensor) -> None:
-        """Put back a buffer of `take` that is no longer needed."""
-        with self.lock:
-            self._free[lane, buffer.numel()].append(buffer)
-
-    def _pinned(self, size: int) -> torch.Tensor:
+            self.held_bytes += size
         if self._can_pin:
             try:
                 pin = compat.devices.accelerator_type() is not None
@@ -251,6 +192,11 @@ class Mover:
                     str(error).partition("\n")[0],
                 )
         return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Count a buffer of `take` as freed."""
+        with self.lock:
+            self.held_bytes -= buffer.nbytes
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -266,23 +212,22 @@ class Group:
         mover: has the host memory.
         block: name of the block, for errors.
         lane: copies between the device of the block and the host.
-        hidden: the block's input hidden states.
-        least_bytes: the size of the smallest tensor to move.
+        hidden: the block's input hidden states, the only input that may be moved.
     """
 
-    def __init__(self, mover: Mover, block: str, lane: Lane, hidden: torch.Tensor, least_bytes: int = 1) -> None:
-        self.mover, self.block, self.lane, self.least_bytes = mover, block, lane, least_bytes
+    def __init__(self, mover: Mover, block: str, lane: Lane, hidden: torch.Tensor) -> None:
+        self.mover, self.block, self.lane = mover, block, lane
         self.slots: list[weakref.ref[Slot]] = []
+        """What was moved, as long as the graph holds it."""
         self.first = compat.torch.next_autograd_sequence_number()
         """Autograd nodes of this block have this sequence number or a larger one."""
         self.moved_bytes = 0
-        self._before: weakref.ref[Group] | None = None
-        """The group that moved tensors before this one."""
-        self.on_device: list[Slot] = []
-        """Slots whose tensors are still on the device."""
-        self._by_storage: dict[int, Slot] = {}
-        self._input: int | None = hidden.untyped_storage()._cdata
-        """The storage of the only input of the block that may be moved; None once the block has ended."""
+        self.before: Callable[[], Group | None] = lambda: None
+        """Returns the group that moved tensors before this one, as long as its graph exists."""
+        self._by_storage: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
+        """Storage -> its slot."""
+        self._input = hidden.untyped_storage()._cdata
+        """The storage of `hidden`."""
 
     @compat.torch.untraced
     def pack(self, tensor: torch.Tensor) -> _InSlot | Kept:
@@ -297,10 +242,16 @@ class Group:
         key = base.untyped_storage()._cdata
         slot = self._by_storage.get(key)
         if slot is None or slot.version != base._version:
-            slot = self.send(base.detach())
-            if slot is None:
-                return Kept(tensor, self.block)
-            self._by_storage[key] = slot
+            with self.mover.lock:
+                buffer = self.mover.take(base.nbytes)
+                if buffer is None:
+                    return Kept(tensor, self.block)
+                slot = self._by_storage[key] = Slot(self, base.detach(), buffer)
+            if not self.slots:
+                before, self.mover.of_thread.last = getattr(self.mover.of_thread, "last", None), weakref.ref(self)
+                self.before = before or self.before
+            self.slots.append(weakref.ref(slot))
+            self.moved_bytes += base.nbytes
         slot.uses += 1
         return _InSlot(slot, tensor.size(), tensor.stride(), tensor.storage_offset() - base.storage_offset())
 
@@ -312,56 +263,34 @@ class Group:
         if type(base) is not torch.Tensor or not base.is_floating_point() or base.is_inference():
             return False
         storage, node = base.untyped_storage(), base.grad_fn
-        if not (storage.nbytes() == base.nbytes >= self.least_bytes and _is_dense(base)):
+        if not storage.nbytes() == base.nbytes > 0:  # it has gaps or overlaps
             return False
         if storage._cdata == self._input:
             return not (base.is_leaf and base.requires_grad)
-        if node is None or node._sequence_nr() < self.first:
+        if node is None or node._sequence_nr() < self.first or base.nbytes < LEAST_BYTES:
             return False
         if node.name() != "ToCopyBackward0":
             return True
         source = node.next_functions[0][0]
         return source is None or source.name() != "torch::autograd::AccumulateGrad"
 
-    def send(self, tensor: torch.Tensor) -> Slot | None:
-        """Start moving a tensor without gaps in memory; None if there is no host memory for it."""
-        with self.mover.lock:
-            buffer = self.mover.take(self.lane, tensor.nbytes)
-            if buffer is None:
-                return None
-            slot = Slot(self, tensor, buffer)
-        if not self.slots:
-            self._before, self.mover.of_thread.last = self.mover.of_thread.last, weakref.ref(self)
-        self.slots.append(weakref.ref(slot))
-        self.on_device.append(slot)
-        self.moved_bytes += tensor.nbytes
-        return slot
-
-    def check(self) -> None:
-        """Raise `InPlaceError` if a tensor that is still on the device was changed since its copy began."""
-        self._by_storage.clear()
-        self._input = None
-        for slot in self.on_device:
-            slot.check()
+    def _held(self) -> list[Slot]:
+        """Return the slots that the graph still holds."""
+        return [slot for slot in (reference() for reference in self.slots) if slot is not None]
 
     def leave_device(self) -> None:
-        """Wait for the copies; from now on the tensors are only in host memory."""
-        self._by_storage.clear()
-        while self.on_device:
-            self.on_device.pop(0).leave_device()
+        """Wait for the copies; from now on the tensors are only in host memory.
+
+        Raises `InPlaceError` if a tensor was changed since its copy began.
+        """
+        for slot in self._held():
+            slot.leave_device()
 
     def send_back(self) -> None:
         """Start copying back all tensors that are only on the host, in the order in which backward needs them."""
-        for reference in reversed(self.slots):
-            slot = reference()
-            if slot is not None and slot.tensor is None and slot.arriving is None:
+        for slot in reversed(self._held()):
+            if slot.tensor is None and slot.arriving is None:
                 slot.arriving = self.lane.back(slot.host)
-
-    def send_back_before(self) -> None:
-        """Start copying back the tensors of the previous group."""
-        before = self._before() if self._before is not None else None
-        if before is not None and before.lane is self.lane:
-            before.send_back()
 
     @staticmethod
     @compat.torch.untraced
@@ -392,7 +321,7 @@ class Slot:
         self.group, self.buffer = group, buffer
         self.version = tensor._version
         self.uses = 0
-        """How often one backward fetches it, as counted by `Group.pack`; 0 if not counted, which means once."""
+        """How often one backward fetches it, as counted by `Group.pack`."""
         self._left = 0
         """How often the current backward will still fetch it."""
         self.arriving: tuple[torch.Tensor, Any] | None = None
@@ -405,16 +334,15 @@ class Slot:
 
     def check(self) -> None:
         """Raise `InPlaceError` if the tensor is still on the device and was changed since it was sent."""
-        tensor = self.tensor
-        if tensor is not None and tensor._version != self.version:
-            raise InPlaceError(self.group.block, tensor, self.version)
+        if self.tensor is not None and self.tensor._version != self.version:
+            raise InPlaceError(self.group.block, self.tensor, self.version)
 
     def leave_device(self) -> None:
-        """Wait for the copy and free the tensor."""
-        tensor, self.tensor = self.tensor, None
-        if tensor is not None:
-            with self.group.mover.lock:
-                self.group.lane.wait(self._copy)
+        """Wait for the copy and free the tensor. Raises `InPlaceError` as `check` does."""
+        self.check()
+        with self.group.mover.lock:
+            self.group.lane.wait(self._copy)
+        self.tensor = None
 
     def fetch(self) -> torch.Tensor:
         """Return the tensor on its device, and start copying back the previous group.
@@ -425,15 +353,18 @@ class Slot:
         tensor = self.tensor
         if tensor is not None:  # its block has only just run
             return tensor
-        with self.group.mover.lock:  # two threads may run backward through one graph
+        group = self.group
+        with group.mover.lock:  # two threads may run backward through one graph
             if self.arriving is None:
-                self.group.send_back()
+                group.send_back()
             assert self.arriving is not None
             made, copy = self.arriving
-            self.group.lane.wait(copy)
+            group.lane.wait(copy)
             if not self._left:
                 self._left = max(1, self.uses)
-                self.group.send_back_before()
+                before = group.before()
+                if before is not None and before.lane is group.lane:
+                    before.send_back()
             self._left -= 1
             if not self._left:
                 self.arriving = None
@@ -444,18 +375,7 @@ class Slot:
         with mover.lock:
             if self.arriving is not None:
                 lane.drop(self.arriving[1])
-            mover.give(lane, self.buffer)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the values of a tensor have no gaps in memory, in any order of its dimensions."""
-    length = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size != 1:
-            if stride != length:
-                return False
-            length *= size
-    return True
+            mover.give(self.buffer)
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -475,8 +395,6 @@ class OffloadRegion(FullRegion):
         super().__init__(block, **options)
         self.mover, self.known = mover, known
         self.moved_bytes = 0
-        self._is_frozen = False
-        """Whether the last output required no gradient, so that there was nothing to keep or move."""
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward; `args[0]` are the hidden states, [batch, tokens, hidden size].
@@ -487,18 +405,15 @@ class OffloadRegion(FullRegion):
         if not torch.is_grad_enabled() or compat.torch.is_compiling():
             return super().__call__(fn, *args)
         fn, args = compat.transformers.block_call(fn, args)
-        hidden = args[0] if args else None
-        if self.changes_input or not (self.known or self.changes_input is False):
-            hidden = None  # it is recomputed from a copy, which `full` holds
-        elif self._is_frozen and isinstance(hidden, torch.Tensor) and not hidden.requires_grad:
-            hidden = None
-        with contextlib.ExitStack() as around:
-            group = around.enter_context(self.mover.moving(self.block, hidden, late=False))
-            if group is not None:
-                around.enter_context(saved_tensors_hooks(group.pack, group.unpack))  # these see only `args`
-            output = super().__call__(fn, *args)
-        self._is_frozen = not needs_gradient(output)
-        self.moved_bytes = 0 if group is None or self._is_frozen else group.moved_bytes
+        # A block that changes its hidden states is recomputed from a copy, which `full` holds.
+        moves = args and (self.changes_input is False or (self.changes_input is None and self.known))
+        with self.mover.moving(self.block, args[0] if moves else None) as group:
+            if group is None:
+                self.moved_bytes = 0
+                return super().__call__(fn, *args)
+            with saved_tensors_hooks(group.pack, group.unpack):  # these see only `args`
+                output = super().__call__(fn, *args)
+        self.moved_bytes = group.moved_bytes
         return output
 
 
@@ -507,15 +422,3 @@ def make(request: Request) -> Region:
     if request.mover is None:
         return FullRegion(request.block, **request.options)
     return OffloadRegion(request.block, request.mover, known=request.known, **request.options)
-
-
-class EndOfStack:
-    """Forward hook of a module that runs a stack: wait for the copies of its last block, as no block follows."""
-
-    def __init__(self, mover: Mover) -> None:
-        self.mover = mover
-
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Wait for those copies."""
-        if not compat.torch.is_compiling():
-            self.mover.end_of_block(None)

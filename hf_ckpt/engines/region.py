@@ -61,13 +61,6 @@ class Region:
         """
 
 
-class Segment:
-    """The names of neighbouring blocks of one stack that are recomputed together, in order."""
-
-    def __init__(self, blocks: tuple[str, ...]) -> None:
-        self.blocks = blocks
-
-
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What an engine needs to know to make the function of a block."""
@@ -80,8 +73,8 @@ class Request:
     """Whether a recomputation draws the same random numbers; an argument of `torch.utils.checkpoint`."""
     determinism_check: str = "default"
     """How to compare a recomputation with the forward; an argument of `torch.utils.checkpoint`."""
-    segment: Segment | None = None
-    """The neighbouring blocks that the block is recomputed with, if its action names a segment."""
+    segment: tuple[str, ...] = ()
+    """Names of the neighbouring blocks that the block is recomputed with, if its action names a segment."""
     mover: Any = None
     """An `offload.Mover`, which moves tensors to host memory and back. None for the last block of a stack, whose
     backward comes first."""

@@ -19,9 +19,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt import compat
-from hf_ckpt.engines.full import Counted, FullRegion, is_plain, needs_gradient
+from hf_ckpt.engines.full import Counted, FullRegion, is_plain
 from hf_ckpt.engines.rebuild.values import Kept
-from hf_ckpt.engines.region import Hook, Region, Request, Segment
+from hf_ckpt.engines.region import Hook, Region, Request
 from hf_ckpt.engines.routers import enter_router, leave_router
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import FoundBlocks, routers
@@ -31,11 +31,16 @@ class SegmentRegion(FullRegion):
     """The checkpointing function of a block whose input is made again from that of its segment.
 
     A block that does not get the output of the previous block begins a new segment.
+
+    Args:
+        block: name of the block.
+        segment: names of the blocks in its segment.
+        options: keyword arguments for `torch.utils.checkpoint`.
     """
 
     may_copy = False  # the blocks before it would have to be recomputed from copies, too
 
-    def __init__(self, block: str, segment: Segment, **options: Any) -> None:
+    def __init__(self, block: str, segment: tuple[str, ...], **options: Any) -> None:
         super().__init__(block, **options)
         self.segment = segment
 
@@ -52,22 +57,20 @@ class SegmentRegion(FullRegion):
     def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
         if not isinstance(fn, Counted) or not is_plain(args):
             return super()._checkpoint(fn, *args)
-        run = _open.run() if _open.run is not None else None
-        if run is None or not run.continues(self.segment, args[0]):
-            run = _Run(self.segment, self.block, args[0])
-        saved = _Input(run, self.block, args[0])
-        with saved_tensors_hooks(saved.pack, saved.unpack):  # of all tensors, these see only `args`
+        before = _last.call() if args[0]._version == _last.version and args[0] is _last.output() else None
+        call = _Call(self, fn, args, before if before is not None and before.region.segment == self.segment else None)
+        with saved_tensors_hooks(call.pack, call.unpack):  # of all tensors, these see only `args`
             output = super()._checkpoint(fn, *args)
-        run.add(_Call(fn, args[1:]), output)
+        hidden = compat.torch.tree_leaves(output)[0]
         # Below the first trainable parameter nothing is saved, so there is nothing to recompute.
-        goes_on = self.block != self.segment.blocks[-1] and needs_gradient(output)
-        _open.run = weakref.ref(run) if goes_on else None
+        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+            _last.call, _last.output, _last.version = weakref.ref(call), weakref.ref(hidden), hidden._version
         return output
 
 
 def make(request: Request) -> Region:
     """The engine of `full`, for a block by itself or, if its action names a segment, for a block of the segment."""
-    if request.segment is None:
+    if not request.segment:
         return FullRegion(request.block, **request.options)
     return SegmentRegion(request.block, request.segment, **request.options)
 
@@ -81,100 +84,74 @@ def hooks(regions: Collection[Region], found: FoundBlocks, owners: Sequence[nn.M
 
 
 class _Call:
-    """One call of a block. It holds no graph: that of a later block's arguments may lead to this segment."""
+    """One call of a block. It replaces the block's input among the tensors that torch's checkpoint saves.
 
-    def __init__(self, counted: Counted, args: tuple[Any, ...]) -> None:
-        fn, self.counted = counted.fn, counted
+    It refers to the call before it in its segment, and to no graph: that of a later block's arguments may lead to it.
+    """
+
+    def __init__(self, region: SegmentRegion, counted: Counted, args: tuple[Any, ...], before: _Call | None) -> None:
+        fn, hidden = counted.fn, args[0]
         if isinstance(fn, functools.partial):  # the block's keyword arguments
             fn = functools.partial(fn.func, *fn.args, **compat.torch.tree_map(_detached, fn.keywords))
-        self.fn, self.args = fn, compat.torch.tree_map(_detached, args)
-        self.place = 0
-        """Which leaf of the block's output is the input of the next block."""
-
-    def again(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the block as in its forward, and return the input of the next block."""
-        self.counted.region.recomputed += 1
-        # Without gradients, torch may choose other kernels, which round differently. So drop what autograd saves.
-        with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, lambda packed: packed):
-            output = self.counted.state.recompute(self.fn, (hidden, *self.args))
-        made: torch.Tensor = _detached(compat.torch.tree_leaves(output)[self.place])
-        return made
-
-
-class _Run:
-    """One forward through the blocks of a segment."""
-
-    def __init__(self, segment: Segment, block: str, hidden: torch.Tensor) -> None:
-        self.segment = segment
-        self.first, self.requires_grad = Kept(hidden, block), hidden.requires_grad
-        """The input of the segment, and whether it requires gradients."""
-        self.calls: list[_Call] = []
-        self.outputs: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        """Number of a leaf of the last block's output -> the tensor, and its in-place version."""
-        self.inputs: dict[int, torch.Tensor] = {}
-        """Number of a call -> its input, from when backward makes it until it uses it."""
-        self.device_type = hidden.device.type
-        self.autocast_dtype = compat.devices.autocast_dtype(self.device_type)
-
-    def continues(self, segment: Segment, hidden: torch.Tensor) -> bool:
-        """Whether a block of `segment` with this input continues the run: the last block returned that input."""
-        for place, (output, version) in self.outputs.items():
-            if segment is self.segment and output() is hidden and version == hidden._version:
-                self.calls[-1].place = place
-                return True
-        return False
-
-    def add(self, call: _Call, output: Any) -> None:
-        """Add a call that has ended."""
-        self.calls.append(call)
-        leaves = enumerate(compat.torch.tree_leaves(output))
-        tensors = {place: leaf for place, leaf in leaves if isinstance(leaf, torch.Tensor)}
-        self.outputs = {place: (weakref.ref(tensor), tensor._version) for place, tensor in tensors.items()}
-
-    def input_of(self, number: int) -> torch.Tensor:
-        """Return the input of a call in backward. The first call of this makes the inputs of all earlier calls, too."""
-        hidden = self.inputs.pop(number, None)
-        if hidden is not None:
-            return hidden
-        hidden = self.first.value().detach().requires_grad_(self.requires_grad)
-        with compat.devices.autocast_to(self.device_type, self.autocast_dtype, caches=False):
-            for place, call in enumerate(self.calls[:number], start=1):
-                hidden = self.inputs[place] = call.again(hidden)
-        return self.inputs.pop(number, hidden)
-
-
-class _Input:
-    """Stands for the input of a block among the tensors that torch's checkpoint saves."""
-
-    def __init__(self, run: _Run, block: str, hidden: torch.Tensor) -> None:
-        self.run, self.block, self.number = run, block, len(run.calls)
-        self.hidden: torch.Tensor | None = hidden
-        """The input until it is saved; then None."""
+        self.fn, self.args = fn, compat.torch.tree_map(_detached, args[1:])
+        self.region, self.state, self.before = region, counted.state, before
+        self.first = None if before is not None else Kept(_detached(hidden), region.block)
+        """The input of a segment's first call."""
+        self.made: torch.Tensor | None = None
+        """The input of a later call, from when backward makes it until it uses it."""
+        self.address: tuple[Any, ...] | None = (hidden.data_ptr(), hidden.stride())
+        """Where the input is until it is saved; then None."""
+        device = hidden.device.type
+        dtype = compat.devices.autocast_dtype(device)
+        self.autocast = functools.partial(compat.devices.autocast_to, device, dtype, caches=False)
 
     @compat.torch.untraced
-    def pack(self, tensor: torch.Tensor) -> _Input | Kept:
+    def pack(self, tensor: torch.Tensor) -> _Call | Kept:
         """Saved-tensor hook: store this object in place of the input; others stay as they are."""
-        hidden = self.hidden
-        if hidden is None or (tensor.data_ptr(), tensor.stride()) != (hidden.data_ptr(), hidden.stride()):
-            return Kept(tensor, self.block)
-        self.hidden = None
+        if (tensor.data_ptr(), tensor.stride()) != self.address:
+            return Kept(tensor, self.region.block)
+        self.address = None
         return self
 
     @staticmethod
     @compat.torch.untraced
-    def unpack(packed: _Input | Kept) -> torch.Tensor:
+    def unpack(packed: _Call | Kept) -> torch.Tensor:
         """Saved-tensor hook: return the tensor that `pack` got, or one with the same values."""
-        return packed.run.input_of(packed.number) if isinstance(packed, _Input) else packed.value()
+        if isinstance(packed, Kept):
+            return packed.value()
+        hidden, packed.made = packed.input(), None
+        return hidden
+
+    def input(self) -> torch.Tensor:
+        """Return the input in backward. The inputs of earlier calls that are made for it stay until they are used."""
+        if self.before is None:
+            assert self.first is not None
+            return self.first.value()
+        if self.made is None:
+            self.made = self.before.again()
+        return self.made
+
+    def again(self) -> torch.Tensor:
+        """Run the block as in its forward, and return the input of the next one."""
+        hidden = self.input()
+        self.region.recomputed += 1
+        # Without gradients, torch may choose other kernels, which round differently. So drop what autograd saves.
+        with self.autocast(), torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, lambda packed: packed):
+            output = self.state.recompute(self.fn, (hidden, *self.args))
+        made: torch.Tensor = _detached(compat.torch.tree_leaves(output)[0])
+        return made
 
 
 def _detached(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
-class _Open(threading.local):
-    """The segment that this thread is running. Its blocks' graphs hold it."""
+class _Last(threading.local):
+    """The last call of this thread, and the hidden states that it returned. The graph of its block holds it."""
 
-    run: weakref.ref[_Run] | None = None
+    call: Callable[[], _Call | None] = staticmethod(lambda: None)
+    output: Callable[[], torch.Tensor | None] = staticmethod(lambda: None)
+    version = 0
 
 
-_open = _Open()
+_last = _Last()

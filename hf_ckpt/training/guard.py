@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import adopt, end_watch, put_on
+from hf_ckpt.attach.attach import adopt, put_on
 from hf_ckpt.attach.record import carriers, installation, is_on, spec_of
 from hf_ckpt.engines.offload import lane_of
 from hf_ckpt.engines.state import StepState
@@ -295,7 +295,9 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
         install_one(base, "full" if any(map(is_on, carriers(base).values())) else "none")
         record = installation(base)
         assert record is not None
-    end_watch(record)
+    if record.watch is not None:  # there is no room for checks
+        record.watch.stop()
+    record.unchecked = True
     found, plan = find_blocks(base), record.plan
     if not (record.enabled or is_new) and (plan.active() or plan.head != "full"):
         put_on(found, record)

@@ -43,9 +43,8 @@ def install(
             `PreTrainedModel` of the process, including models created later, until `uninstall()`.
         spec: the policy, in any form that `Spec.parse` accepts, or a `Plan`. None keeps an installed plan; a model
             without one gets `full`. Arguments of an enable call take precedence.
-        enable_when_trained: for scripts that never enable checkpointing. Enables it on every trainable model that is
-            passed to `Accelerator.prepare`, and on other models at their first training forward. Ignored if `model`
-            is given.
+        enable_when_trained: for scripts that never enable checkpointing. Enables it on every trainable model when its
+            first training forward begins. Ignored if `model` is given.
         around_training_step: replaces `training_step` of every Trainer; called as
             `around_training_step(trainer, training_step, *args, **kwargs)`. Ignored if `model` is given.
 

@@ -245,7 +245,6 @@ class Session:
         self._may_try = True
         """Whether actions may be tried: not once a step has run out of memory."""
         self.measured_steps = 0
-        self._dropped = False
         """Whether a plan was dropped since the last batch."""
         self._states: dict[Any, _State] = {}
         self._look = look_of(base, self._device_type, self._sharded)
@@ -323,10 +322,6 @@ class Session:
             self._rested = (self._rested + 1) % REST
             measured = measured and not self._rested
         exchange(base, record, planned.plan, planned)
-        if self._dropped:
-            self._dropped = False
-            plans = (held.plan for state in self._states.values() for held in state.plans.values())
-            record.functions.keep_only([record.plan, *plans])
         if measured:
             self._begin(base, running, planned, tried, args, kwargs)
 
@@ -617,13 +612,11 @@ class Session:
         self.plans[batch] = planned
         if len(self.plans) > MOST_PLANS:
             del self.plans[next(iter(self.plans))]
-            self._dropped = True
         return planned
 
     def _forget_plans(self) -> None:
         for state in self._states.values():
             state.plans.clear()
-        self._dropped = True
 
     # --- messages ---
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import weakref
 
 import pytest
 import torch
 from helpers.installed import ALL, active, flags, forward_hooks
-from helpers.processes import python
 from helpers.snapshots import snapshot
 from helpers.steps import assert_same, cache_argument, enable, step
 
@@ -29,62 +27,6 @@ GIVEN = Spec(plan=GIVEN_PLAN)
 def plan_of(model, *actions):
     found = find_blocks(model)
     return Plan(found.family, found.model, tuple(zip(found.blocks, actions, strict=True)))
-
-
-WITHOUT_A_PLANNER = """
-import json, sys
-for room in ("planner", "forecast", "training", "doctor", "cli"):
-    sys.modules[f"hf_ckpt.{room}"] = None  # importing anything of it is an error
-import torch
-from hf_ckpt.attach.attach import attach, describe, detach, put_on, trial
-from hf_ckpt.attach.record import GIVEN_PLAN
-from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
-from hf_ckpt.spec.plan import Plan
-from hf_ckpt.spec.spec import Spec
-
-def weights_after(prepare):
-    model = tiny_model("llama", dropout=0.1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepare(model)
-    torch.manual_seed(0)
-    for number in range(2):
-        model(**tiny_batch("llama", seed=number)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-def plan_of(model):
-    found = find_blocks(model)
-    return Plan(found.family, found.model, tuple(zip(found.blocks, (KEEP, SELECTIVE, FULL, FULL))))
-
-def with_plan(model):
-    put_on(find_blocks(model), attach(model, Spec(plan=GIVEN_PLAN), plan_of(model)))
-
-plain, ours = weights_after(lambda model: None), weights_after(with_plan)
-counts = describe(ours).recomputed
-detach(ours)
-with trial(ours, plan_of(ours)):
-    ours(**tiny_batch("llama")).loss.backward()
-    tried = describe(ours).recomputed
-same = all(torch.equal(one, ours.state_dict()[name]) for name, one in plain.state_dict().items())
-loaded = [name for name, module in sys.modules.items() if name.startswith("hf_ckpt.") and module]
-print(json.dumps({"same": same, "counts": counts, "tried": tried, "loaded": loaded}))
-"""
-
-
-@pytest.mark.long
-def test_a_plan_is_attached_and_trained_where_there_is_no_planner(tmp_path):
-    done = python("-c", WITHOUT_A_PLANNER, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["same"]
-    assert [found["counts"][name] for name in ALL[2:]] == [2, 2]
-    assert found["counts"][ALL[1]] > 0  # counts operations, not block runs
-    assert found["tried"].keys() == found["counts"].keys() == set(ALL[1:])
-    assert min(found["tried"].values()) > 0
-    assert not {"hf_ckpt.planner", "hf_ckpt.forecast", "hf_ckpt.training"} & set(found["loaded"])
 
 
 def test_a_plan_by_hand_goes_on_and_comes_off():
@@ -113,66 +55,46 @@ def test_a_plan_by_hand_goes_on_and_comes_off():
 
 
 class Deciding:
-    """A decider that gives fixed answers and records the questions."""
+    """A decider, session and watch that give fixed answers and record the questions."""
+
+    costs, measured_bytes, measures, differences = (), None, False, ()
 
     def __init__(self, spec=None, on_enable=None, on_batch=None):
-        self.spec, self.on_enable, self.on_batch = spec, on_enable, on_batch
+        self.spec, self.on_enable, self.plan = spec, on_enable, on_batch
         self.enabled, self.batches, self.watched = [], [], []
+
+    @property
+    def plans(self):
+        """All plans of the decider."""
+        return {"any batch": self.plan}
 
     def asked(self, found, record, asked):
         self.enabled.append((found.model, record.enabled, dict(asked)))
         return None if self.on_enable is None else (self.spec, self.on_enable)
 
     def session(self, base, record):
-        return Watching(self, base)
+        self.base = weakref.ref(base)
+        return self
 
     def watch(self, record):
-        return Looking(self)
-
-    costs, measured_bytes, measures = (), None, False
-
-    @property
-    def plan(self):
-        """The decider's plan, as the record reads it."""
-        return self.on_batch
-
-    @property
-    def plans(self):
-        """All plans of the decider."""
-        return {"any batch": self.on_batch}
-
-
-class Watching:
-    """A session that follows its decider."""
-
-    def __init__(self, decider, base):
-        self.decider, self.base = decider, weakref.ref(base)
+        return self
 
     def on_batch(self, record, running, stack, args, kwargs):
-        self.decider.batches.append((stack, tuple(kwargs["input_ids"].shape)))
-        if self.decider.on_batch is not None:
-            exchange(self.base(), record, self.decider.on_batch, self.decider)
-
-    def after_forward(self, failed):
-        pass
-
-    def stop(self, record):
-        pass
-
-
-class Looking:
-    """A watch that records the plan of every forward."""
-
-    differences = ()
-
-    def __init__(self, decider):
-        self.decider = decider
+        self.batches.append((stack, tuple(kwargs["input_ids"].shape)))
+        if self.plan is not None:
+            exchange(self.base(), record, self.plan, self)
 
     def on_forward(self, base, record, running):
-        self.decider.watched.append(record.plan)
+        self.watched.append(record.plan)
+
+    def after_forward(self, failed):
+        """Nothing to do."""
+
+    def stop(self, record=None):
+        """Nothing to do."""
 
     def report(self):
-        return None
+        """Nothing to say."""
 
 
 def test_every_enable_call_asks_the_decider():
@@ -212,12 +134,12 @@ def test_every_training_batch_of_a_planned_policy_asks_the_decider():
     model.eval()(**batch)
     assert decider.batches == []
     model.train()
-    decider.on_batch = plan_of(model, KEEP, KEEP, FULL, KEEP)
+    decider.plan = plan_of(model, KEEP, KEEP, FULL, KEEP)
     step(model, batch)
     assert installation(model).planned is decider
-    assert describe(model).plan == decider.on_batch
+    assert describe(model).plan == decider.plan
     assert describe(model).spec == spec.to_dict()
-    decider.on_batch = None
+    decider.plan = None
     assert active(model) == [ALL[2]]
     enable(model)
     assert installation(model).planned is not None

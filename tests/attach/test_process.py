@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import types
 
 import pytest
@@ -26,115 +25,68 @@ from hf_ckpt.models.tiny import tiny_batch, tiny_model
 pytestmark = pytest.mark.compat
 
 
+ORIGINALS = {name: vars(compat.transformers.PreTrainedModel)[name] for name in compat.transformers.ENABLE_NAMES}
+
+
+def methods():
+    """The enable methods of transformers' class now."""
+    return {name: vars(compat.transformers.PreTrainedModel)[name] for name in ORIGINALS}
+
+
 @pytest.mark.parametrize("name", compat.transformers.ENABLE_NAMES)
 def test_install_for_the_process_answers_every_enable(everywhere, name):
-    everywhere(spec={"layers": "0"})
-    early = tiny_model("llama")
+    everywhere(spec={"layers": "3"})
+    everywhere(spec={"layers": "0"})  # the newer one counts
+    early, by_hand = tiny_model("llama"), tiny_model("llama")
     assert enable_calls_since_hooked() == 0
     getattr(early, name)()
     assert active(early) == [ALL[0]]
     late = tiny_model("llama")
-    getattr(late, name)({"layers": "1"})
-    assert active(late) == [ALL[1]]
-    getattr(late, name)()
-    assert active(late) == [ALL[1]]
-    assert enable_calls_since_hooked() == 3
+    for asked in ({"layers": "1"}, None):
+        getattr(late, name)(asked)
+        assert active(late) == [ALL[1]]
+    hf_ckpt.install(by_hand, {"layers": "2"})
+    getattr(by_hand, name)()
+    assert active(by_hand) == [ALL[2]]
+    assert enable_calls_since_hooked() == 4
+    hf_ckpt.uninstall()
+    assert active(by_hand) == [ALL[2]]
+    assert methods() == ORIGINALS
 
 
 def test_uninstall_for_the_process_gives_everything_back(everywhere):
-    names = (*compat.transformers.ENABLE_NAMES, *compat.transformers.DISABLE_NAMES)
-    originals = {name: vars(compat.transformers.PreTrainedModel)[name] for name in names}
     model = tiny_model("llama")
     before = snapshot(model)
     everywhere()
-    assert (
-        vars(compat.transformers.PreTrainedModel)[compat.transformers.ENABLE_NAMES[0]]
-        is not originals[compat.transformers.ENABLE_NAMES[0]]
-    )
+    assert methods() != ORIGINALS
     enable(model)
     step(model, tiny_batch("llama"))
     model.zero_grad()
-    hf_ckpt.uninstall()
-    assert {name: vars(compat.transformers.PreTrainedModel)[name] for name in names} == originals
-    assert snapshot(model) == before
-    hf_ckpt.uninstall()
+    for _ in range(2):
+        hf_ckpt.uninstall()
+        assert methods() == ORIGINALS
+        assert snapshot(model) == before
     enable(model, {"use_reentrant": False})  # transformers' own method again
     assert installation(model) is None
     assert model.model.layers[0].gradient_checkpointing is True
 
 
-def test_installing_twice_for_the_process_undoes_once(everywhere):
-    original = vars(compat.transformers.PreTrainedModel)[compat.transformers.ENABLE_NAMES[0]]
-    everywhere(spec={"layers": "0"})
-    everywhere(spec={"layers": "1"})
-    model = tiny_model("llama")
-    enable(model)
-    assert active(model) == [ALL[1]]
-    hf_ckpt.uninstall()
-    assert vars(compat.transformers.PreTrainedModel)[compat.transformers.ENABLE_NAMES[0]] is original
-
-
-def test_a_model_installed_by_hand_keeps_its_plan(everywhere):
-    model = tiny_model("llama")
-    hf_ckpt.install(model, {"layers": "3"})
-    everywhere(spec={"layers": "0"})
-    enable(model)
-    assert active(model) == [ALL[3]]
-    hf_ckpt.uninstall()
-    assert active(model) == [ALL[3]]
-
-
 def test_a_refused_process_spec_hooks_nothing(everywhere):
-    originals = [vars(compat.transformers.PreTrainedModel)[name] for name in compat.transformers.ENABLE_NAMES]
     with pytest.raises(SpecError):
         everywhere(spec={"layrs": "0"})
-    assert [vars(compat.transformers.PreTrainedModel)[name] for name in compat.transformers.ENABLE_NAMES] == originals
+    assert methods() == ORIGINALS
     everywhere(spec={"layers": "7"})  # a valid spec, but the model is too short
     model = tiny_model("llama")
     before = snapshot(model)
-    with pytest.raises(SpecError, match="names 7"):
-        enable(model)
-    assert snapshot(model) == before
-    everywhere()
-    with pytest.raises(SpecError):
-        enable(model, {"layrs": "0"})
-    assert snapshot(model) == before
+    for asked, said in ((None, "names 7"), ({"layrs": "0"}, "layrs")):
+        with pytest.raises(SpecError, match=said):
+            enable(model, asked)
+        assert snapshot(model) == before
+        everywhere()
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "peft"])
-def test_enable_when_prepared(everywhere, wrapped):
-    """For scripts that never enable checkpointing, `Accelerator.prepare` enables it."""
-    prepare = vars(Accelerator)["prepare"]
-    everywhere(spec={"layers": "0"}, enable_when_trained=True)
-    model = tiny_model("llama")
-    if wrapped:
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-    frozen = tiny_model("llama").requires_grad_(False)
-    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad])
-    prepared, other, _ = Accelerator(cpu=True).prepare(model, frozen, optimizer)
-    assert active(prepared) == [ALL[0]]
-    assert installation(other) is None  # reference models are not trained
-    assert enable_calls_since_hooked() == 1
-    hf_ckpt.uninstall()
-    assert vars(Accelerator)["prepare"] is prepare
-
-
-def test_a_call_on_a_part_keeps_the_plan_of_the_whole(everywhere):
-    """Enabling a part, such as the backbone or language tower, keeps the plan of the whole model."""
-    everywhere()
-    model = tiny_model("llama")
-    before = snapshot(model)
-    enable(model, {"layers": "0"})
-    enable(model.model)
-    assert active(model) == [ALL[0]]
-    model.zero_grad()
-    hf_ckpt.uninstall()
-    assert snapshot(model) == before
-
-
-@pytest.mark.compat
 @pytest.mark.parametrize("family", ["bert", "t5"])
-def test_a_call_on_every_part_keeps_the_plan_of_a_model_installed_by_hand(family):
+def test_a_call_on_every_part_keeps_the_plan_of_the_whole(family, caplog):
     """Enabling all inner models, from the outside in as sentence-transformers does, keeps the plan."""
     asked = {"rules": [{"layers": "0", "policy": "full"}]}
     model, plain = tiny_model(family), tiny_model(family)
@@ -142,8 +94,10 @@ def test_a_call_on_every_part_keeps_the_plan_of_a_model_installed_by_hand(family
     hf_ckpt.install(model)
     parts = [part for part in model.modules() if isinstance(part, compat.transformers.PreTrainedModel)]
     assert len(parts) == {"bert": 2, "t5": 3}[family]
-    for part in parts:
-        enable(part, asked)
+    with caplog.at_level("INFO"):
+        for part in parts:
+            enable(part, asked)
+    assert caplog.text.count("() does nothing while a plan of hf_ckpt is enabled") == len(parts) - 1
     assert lost_blocks(model) == ()
     batch = tiny_batch(family)
     assert_same(step(plain, batch), step(model, batch))
@@ -156,18 +110,15 @@ def test_a_call_on_every_part_keeps_the_plan_of_a_model_installed_by_hand(family
     assert snapshot(model) == before
 
 
-@pytest.mark.compat
-def test_a_part_answers_for_itself_once_the_plan_is_off_or_it_is_a_copy():
+def test_a_part_answers_for_itself_once_the_plan_is_off():
     model = tiny_model("bert")
     hf_ckpt.install(model, {"layers": "0"})
     enable(model)
-    copied, pickled = copy.deepcopy(model.bert), pickle.loads(pickle.dumps(model.bert))
     again = copy.deepcopy(model)
     getattr(model, compat.transformers.DISABLE_NAMES[-1])()
-    for part in (model.bert, copied, pickled):
-        enable(part, {"use_reentrant": False})
-        assert {layer.gradient_checkpointing for layer in part.encoder.layer} == {True}
-        assert not [name for name in vars(part) if name in compat.transformers.ENABLE_NAMES]
+    enable(model.bert, {"use_reentrant": False})
+    assert {layer.gradient_checkpointing for layer in model.bert.encoder.layer} == {True}
+    assert not [name for name in vars(model.bert) if name in compat.transformers.ENABLE_NAMES]
     enable(again.bert, {"policy": "full"})  # a copy of the whole has its own parts
     assert lost_blocks(again) == ()
     assert [*hf_ckpt.describe(again).forwards] == ["bert.encoder.layer.0"]
@@ -187,7 +138,7 @@ def test_models_enabled_while_they_are_built_come_off_whole(everywhere):
         assert not [name for name, module in model.named_modules() if vars(module).keys() & ours]
 
 
-# --- user-written loops, with neither an enable call nor `Accelerator.prepare` ----------------------------------------
+# --- scripts without an enable call -----------------------------------------------------------------------------------
 
 
 class Around(torch.nn.Module):
@@ -220,12 +171,9 @@ def compiled_in_place(model):
     return model
 
 
-def data_parallel(model):
-    return torch.nn.parallel.DistributedDataParallel(model)
-
-
 LOOPS = {
     "plain": lambda model: model,
+    "prepared": lambda model: Accelerator(cpu=True).prepare(model),
     "held": Around,
     "copied": copy.deepcopy,
     "forward method": lambda model: model.forward,
@@ -233,7 +181,7 @@ LOOPS = {
     "peft": adapted,
     "compiled": lambda model: torch.compile(model, backend="aot_eager"),
     "compiled in place": compiled_in_place,
-    "DDP": data_parallel,
+    "DDP": lambda model: torch.nn.parallel.DistributedDataParallel(model),
 }
 
 
@@ -263,9 +211,9 @@ def trained(loop):
     torch.manual_seed(7)
     loss = run(**batch).loss
     loss.backward()
-    found = outcome(model, loss)
     record = installation(model)
-    return found, None if record is None else [*hf_ckpt.describe(model).in_graphs, *recomputed(model)]
+    blocks = None if record is None else [*hf_ckpt.describe(model).in_graphs, *recomputed(model)]
+    return outcome(model, loss), blocks
 
 
 @pytest.mark.parametrize(
@@ -274,17 +222,15 @@ def trained(loop):
 def test_a_model_is_enabled_at_its_first_training_forward(everywhere, one_rank, loop):
     expected, none = trained(loop)
     assert none is None
-    classes = {
-        kind: dict(vars(kind))
-        for kind in (compat.transformers.PreTrainedModel, compat.compiler.compiled_module_class())
-    }
+    kinds = (compat.transformers.PreTrainedModel, compat.compiler.compiled_module_class())
+    classes = {kind: dict(vars(kind)) for kind in kinds}
     everywhere(spec={"layers": "1-2"}, enable_when_trained=True)
     got, blocks = trained(loop)
     assert_same(expected, got)
     assert blocks == ALL[1:3]
     assert enable_calls_since_hooked() == 1
     hf_ckpt.uninstall()
-    assert {kind: dict(vars(kind)) for kind in classes} == classes
+    assert {kind: dict(vars(kind)) for kind in kinds} == classes
 
 
 def test_models_that_are_not_trained_or_enabled_otherwise_keep_what_they_have(everywhere):
@@ -311,59 +257,45 @@ def test_models_that_are_not_trained_or_enabled_otherwise_keep_what_they_have(ev
     assert prompts.grad.any()
 
 
-def test_a_model_without_blocks_is_trained_and_said_beside_one_with_blocks(everywhere, caplog):
-    class Bare(compat.transformers.PreTrainedModel):
-        config_class = type(tiny_model("llama").config)
+class Own(compat.transformers.PreTrainedModel):
+    """A model without blocks, which checkpoints in its own forward."""
 
-        def __init__(self, config):
-            super().__init__(config)
-            self.layer = torch.nn.Linear(3, 3)
+    config_class = type(tiny_model("llama").config)
+    supports_gradient_checkpointing = True
 
-        def forward(self, x):
-            return self.layer(x)
+    def __init__(self, config):
+        super().__init__(config)
+        self.embedding, self.layer = torch.nn.Embedding(3, 3), torch.nn.Linear(3, 3)
+        self.gradient_checkpointing, self.runs = False, 0
 
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def run(self, x):
+        self.runs += 1
+        return self.layer(x).sin()
+
+    def forward(self, x):
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(self.run, x)
+        return self.run(x)
+
+
+@pytest.mark.parametrize("asked", [None, {"policy": "selective", "use_reentrant": False}], ids=str)
+def test_a_model_without_blocks_is_left_to_its_own_code(everywhere, caplog, asked):
     everywhere(spec="full", enable_when_trained=True)
-    model, bare = tiny_model("llama"), Bare(tiny_model("llama").config)
-    for _ in range(2):
-        bare(torch.ones(1, 3)).sum().backward()
+    given = torch.ones(1, 3, requires_grad=True)  # older transformers checkpoints reentrantly
+    own, model = Own(tiny_model("llama").config).train(), tiny_model("llama")
+    own(given).sum().backward()
+    expected, own.runs = own.layer.weight.grad.clone(), 0
+    enable(own, asked)
+    own.zero_grad()
+    own(given).sum().backward()
+    assert own.runs == 2
+    assert torch.equal(own.layer.weight.grad, expected)
     step(model, tiny_batch("llama"))
     assert recomputed(model) == ALL
-    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "Bare is trained without checkpointing: Bare (model_type 'llama') has no blocks" in record.getMessage()
-
-
-def test_a_model_that_checkpoints_in_its_own_forward_does_so(everywhere, caplog):
-    class Own(compat.transformers.PreTrainedModel):
-        config_class = type(tiny_model("llama").config)
-        supports_gradient_checkpointing = True
-
-        def __init__(self, config):
-            super().__init__(config)
-            self.embedding, self.layer = torch.nn.Embedding(3, 3), torch.nn.Linear(3, 3)
-            self.gradient_checkpointing, self.runs = False, 0
-
-        def get_input_embeddings(self):
-            return self.embedding
-
-        def run(self, x):
-            self.runs += 1
-            return self.layer(x).sin()
-
-        def forward(self, x):
-            if self.gradient_checkpointing and self.training:
-                return self._gradient_checkpointing_func(self.run, x)
-            return self.run(x)
-
-    everywhere(spec="full")
-    given = torch.ones(1, 3, requires_grad=True)  # older transformers checkpoints reentrantly
-    for asked in (None, {"policy": "selective", "use_reentrant": False}):
-        own = Own(tiny_model("llama").config).train()
-        own(given).sum().backward()
-        expected, own.runs = own.layer.weight.grad.clone(), 0
-        enable(own, asked)
-        own.zero_grad()
-        own(given).sum().backward()
-        assert own.runs == 2
-        assert torch.equal(own.layer.weight.grad, expected)
-    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "leaves Own to its own code" in record.getMessage()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 2
+    assert "Own is trained without checkpointing: Own (model_type 'llama') has no blocks" in said[0]
+    assert "leaves Own to its own code" in said[1]

@@ -195,7 +195,7 @@ def test_a_graph_without_a_backward_frees_everything(family, engine):
     assert_frees_everything(model, tiny_batch(family), meter=DeviceBytes)
     check(model, engine in MOVING)
     if hf_ckpt.describe(model).moved:
-        assert mover(model).free_bytes == mover(model).held_bytes
+        assert mover(model).held_bytes == 0
 
 
 @each_engine
@@ -277,7 +277,6 @@ def test_copies_and_saved_plans_work_by_themselves(engine, lanes, tmp_path):
         assert all(region is not installation(model).regions[name] for name, region in regions.items())
         if before.moved:
             assert mover(twin) is not mover(model)
-            assert mover(twin).held_bytes == 0
         assert_same(expected, step(twin, tiny_batch("t5")))
         found = hf_ckpt.describe(twin)
         assert found.plan == before.plan
@@ -287,7 +286,6 @@ def test_copies_and_saved_plans_work_by_themselves(engine, lanes, tmp_path):
         assert found.chunked_heads == times * before.chunked_heads
         assert bool(found.chunked_heads) == (engine == "chunks")
         assert found.recomputed == {name: times * count for name, count in before.recomputed.items()}
-        assert not found.moved or mover(twin).held_bytes == mover(model).held_bytes
         hf_ckpt.uninstall(twin)
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in twin.modules())
         (assert_near if engine == "chunks" else assert_same)(expected, step(twin, tiny_batch("t5")))

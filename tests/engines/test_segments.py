@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from helpers.others import other_model
 from helpers.steps import assert_frees_everything, assert_same, enable, gradients, step, without_cache
 from helpers.toys import each_family
 from helpers.unknown import UnknownConfig, WorkingModel, steps_of
@@ -20,20 +19,16 @@ from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 
-def in_segments(family="llama", segments=2, model=None, **options):
-    model = tiny_model(family, **options) if model is None else model
+def in_segments(family="llama", segments=2, **options):
+    model = tiny_model(family, **options)
     hf_ckpt.install(model, {"segments": segments})
     enable(model)
     return model
 
 
-def regions(model):
-    return list(installation(model).regions.values())
-
-
 def counts(model):
     """How often each block was recomputed: the last one of a segment once, and the others twice."""
-    found = regions(model)
+    found = list(installation(model).regions.values())
     assert all(type(region) is SegmentRegion for region in found)
     return [region.recomputed for region in found]
 
@@ -42,7 +37,6 @@ def same_steps(run, *, segments=2, expected=(2, 1, 2, 1), family="llama", **opti
     ours = in_segments(family, segments, **options)
     assert_same(run(tiny_model(family, **options)), run(ours), f"{family} {segments}")
     assert counts(ours) == list(expected)
-    return ours
 
 
 @each_family
@@ -86,24 +80,25 @@ def test_the_peak_is_below_that_of_full(layers):
     assert segments < full - layers / 2
 
 
-def test_where_segments_are_cut():
-    def lengths(spec, layers, family="llama"):
-        model = tiny_model(family, layers=layers)
-        hf_ckpt.install(model, spec)
-        plan = installation(model).plan
-        assert "full (segment 0) 0" in str(plan)
-        return [len(names) for _, names in plan.segments()]
+@pytest.mark.parametrize(
+    ("segments", "layers", "family", "lengths"),
+    [
+        (3, 8, "llama", [3, 3, 2]),
+        (1, 5, "llama", [5]),
+        ("sqrt", 9, "llama", [3, 3, 3]),
+        ("sqrt", 1, "llama", [1]),
+        (2, 3, "t5", [2, 1, 2, 1]),  # each stack by itself
+    ],
+)
+def test_where_segments_are_cut(segments, layers, family, lengths):
+    plan = hf_ckpt.describe(in_segments(family, segments, layers=layers)).plan
+    assert "full (segment 0) 0" in str(plan)
+    assert [len(names) for _, names in plan.segments()] == lengths
 
-    assert lengths({"segments": 3}, 8) == [3, 3, 2]
-    assert lengths({"segments": 1}, 5) == [5]
-    assert lengths({"segments": "sqrt"}, 9) == [3, 3, 3]
-    assert lengths({"segments": "sqrt"}, 1) == [1]
-    assert lengths({"segments": 2}, 3, "t5") == [2, 1, 2, 1]  # each stack by itself
+
+def test_more_segments_than_blocks_and_torn_segments_are_refused():
     with pytest.raises(SpecError, match=r"`segments` is 5, but stack 'decoder' has 4 blocks"):
-        lengths({"segments": 5}, 4)
-
-
-def test_a_plan_whose_segment_is_torn_apart_is_refused():
+        in_segments(segments=5)
     given = hf_ckpt.describe(in_segments()).plan.to_dict()
     rows = given["stacks"]["decoder"]
     rows[1] = {key: value for key, value in rows[1].items() if key != "segment"} | {"action": "keep"}
@@ -113,6 +108,13 @@ def test_a_plan_whose_segment_is_torn_apart_is_refused():
     rows[0]["action"] = "selective"
     with pytest.raises(PlanMismatchError, match="goes with `full`"):
         hf_ckpt.Plan.from_dict(given)
+
+
+def test_parameters_that_come_and_go_are_refused():
+    model = in_segments()
+    model.model.layers[0]._hf_hook = None  # accelerate's mark on modules that it moves
+    with pytest.raises(HfCkptError, match="`segments` run several blocks of LlamaModel at once"):
+        step(model, tiny_batch("llama"))
 
 
 # --- unusual uses ---------------------------------------------------------------------------------------------------
@@ -130,9 +132,17 @@ class OddModel(WorkingModel):
         return functional.layer_norm(found, (16,)) * functional.silu(found)
 
 
-def skips_the_last(model, hidden):
-    for layer in model.layers[:-1]:
+def skips_some(model, hidden):
+    """As LayerDrop does."""
+    for layer in (model.layers[0], model.layers[2]):
         hidden = layer(hidden)
+    return hidden
+
+
+def scales_between(model, hidden):
+    """What a block gets is not the output of the previous one."""
+    for layer in model.layers:
+        hidden = layer(hidden) * 1.5
     return hidden
 
 
@@ -153,7 +163,12 @@ def interleaved(model, hidden):
 
 @pytest.mark.parametrize(
     ("run", "times"),
-    [(skips_the_last, [2, 1, 0, 0, 0, 0]), (by_keyword, [2, 2, 1, 0, 0, 0]), (interleaved, [1] * 6)],
+    [
+        (skips_some, [2, 0, 1, 0, 0, 0]),
+        (scales_between, [1, 1, 1, 0, 0, 0]),
+        (by_keyword, [2, 2, 1, 0, 0, 0]),
+        (interleaved, [1] * 6),
+    ],
 )
 def test_blocks_that_are_run_in_an_odd_way(run, times):
     """A block whose input is not the output of the previous one begins a new segment."""
@@ -181,46 +196,6 @@ def test_an_error_between_blocks_leaves_nothing_behind(error):
     handle.remove()
     assert_same(expected, step(model, tiny_batch("llama")))
     assert counts(model) == [2, 2, 2, 1]
-
-
-def test_blocks_that_are_skipped_at_random():
-    """LayerDrop draws random numbers between blocks, and may skip a segment's first or last block."""
-
-    def make():
-        return other_model("BartForConditionalGeneration", layers=4, encoder_layerdrop=0.4, decoder_layerdrop=0.4)
-
-    ids = tiny_batch("llama")["input_ids"]
-    plain, model = make(), in_segments(model=make())
-    skipped = set()
-    for seed in range(12):
-        found = []
-        for one in (plain, model):
-            one.zero_grad()
-            torch.manual_seed(seed)
-            loss = one(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            found.append({"loss": loss.detach(), **gradients(one)})
-        assert_same(*found, f"seed {seed}")
-        skipped.add(tuple(region.forwards for region in regions(model)))
-    assert len(skipped) == 12
-    ran = [(region.forwards, region.recomputed) for region in regions(model)]
-    assert all(forwards <= recomputed <= 2 * forwards for forwards, recomputed in ran)
-    assert 0 < min(forwards for forwards, _ in ran) < 12
-
-
-def scaled(module, args, output):
-    return output * 1.5
-
-
-@pytest.mark.parametrize(("block", "expected"), [(0, (1, 1, 2, 1)), (1, (2, 1, 2, 1))])
-def test_what_changes_an_output_begins_a_segment(block, expected):
-    """A hook on a block changes what the next one gets, which is not an output of a block."""
-
-    def run(model):
-        model.model.layers[block].register_forward_hook(scaled)
-        return step(model, tiny_batch("llama"))
-
-    same_steps(run, expected=expected)
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------
@@ -261,10 +236,3 @@ def test_gradients_are_bit_equal_whatever_backward_does(run, expected):
 def test_no_graph_is_left(family):
     """Not even without a backward: T5's blocks hand on a position bias that leads to the first block's graph."""
     assert_frees_everything(in_segments(family, segments=1), tiny_batch(family))
-
-
-def test_parameters_that_come_and_go_are_refused():
-    model = in_segments()
-    model.model.layers[0]._hf_hook = None  # accelerate's mark on modules that it moves
-    with pytest.raises(HfCkptError, match="`segments` run several blocks of LlamaModel at once"):
-        step(model, tiny_batch("llama"))

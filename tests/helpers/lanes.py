@@ -84,14 +84,16 @@ class DeviceBytes(LiveBytes):
     """Counts live bytes without host buffers: the only `uint8` storages whose size is a power of two."""
 
     def __init__(self, *holders):
-        self.host = set()
+        self.host = {}
         super().__init__(*holders)
 
     def _count(self, tensor):
-        size = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
         if tensor.dtype is torch.uint8 and size & (size - 1) == 0:
-            self.host.add(tensor.untyped_storage()._cdata)
-        return tensor.untyped_storage()._cdata not in self.host and super()._count(tensor)
+            self.host[storage._cdata] = weakref.ref(storage)
+        held = self.host.get(storage._cdata)
+        return (held is None or held() is not storage) and super()._count(tensor)
 
 
 @contextlib.contextmanager

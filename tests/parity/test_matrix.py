@@ -29,6 +29,7 @@ from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.offload import Group, OffloadRegion
 from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
 from hf_ckpt.engines.rebuild.region import RebuildRegion
+from hf_ckpt.engines.rebuild.values import Kept
 from hf_ckpt.engines.segments import SegmentRegion
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
@@ -437,7 +438,7 @@ def check_counts(mode, engines, frozen, found, regions):
             assert times > 0, name
             assert times % mode.backwards == 0, name
             assert sum(region.dropped.values()) > 0, name
-        elif engine == "segment" and name != region.segment.blocks[-1]:  # once more, to make the next block's input
+        elif engine == "segment" and name != region.segment[-1]:  # once more, to make the next block's input
             assert times == 2 * mode.backwards, name
         else:
             assert times == mode.backwards, name
@@ -451,7 +452,6 @@ def check_moved(family, mode, engines, frozen, found, regions, lanes, others):
         if moving[name] == "offload":
             tokens = 8 if name.startswith("decoder.block.") else 16
             assert size == 2 * tokens * 32 * mode.dtype.itemsize, name
-            assert name not in frozen
         assert size > 0, name
     (lane,) = lanes
     if mode.forwards == mode.backwards == 1 and not frozen and set(moving.values()) == {"offload"}:
@@ -459,8 +459,6 @@ def check_moved(family, mode, engines, frozen, found, regions, lanes, others):
             assert sorted(size for kind, size in lane.log if kind == way) == sorted(found.moved.values())
     assert others
     assert not {id(source()) for source in lane.sources} & {id(storage) for storage in others}
-    if mode.forwards == 1 and not frozen and "offload" in moving.values():
-        assert regions[next(iter(moving))].mover.held_bytes == sum(found.moved.values())
 
 
 @pytest.mark.parametrize(("family", "action", "mode"), cells())
@@ -508,7 +506,7 @@ def test_the_comparison_notices_other_dropout_masks(family, monkeypatch):
 
 
 def test_the_comparison_notices_what_is_not_moved(monkeypatch):
-    monkeypatch.setattr(Group, "send", lambda self, tensor: None)
+    monkeypatch.setattr(Group, "pack", lambda self, tensor: Kept(tensor, self.block))
     for action in ("offload", "saved", "saved, save attention"):
         with pytest.raises(AssertionError):
             test_gradients_are_those_of_no_checkpointing("llama", action, "plain")

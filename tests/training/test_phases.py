@@ -335,15 +335,3 @@ def test_blocks_are_measured_below_a_wrapper():
     for _ in range(STEPS + 1):
         loop.step()
     assert loop.has_plan
-
-
-def test_functions_of_dropped_plans_are_dropped(monkeypatch):
-    """Functions do not outlive the plans that use them; what they have counted remains."""
-    monkeypatch.setattr("hf_ckpt.training.session.MOST_PLANS", 1)
-    model = tiny_model("llama", layers=4, hidden=32)
-    budgeted(model, "1GiB")
-    assert steps_without_a_plan(model, [(2, 16)] * (STEPS + 1) + [(2, 48)] * (STEPS + 1))
-    record = installation(model)
-    assert {action for _, action in record.plan.actions} == {KEEP}
-    assert not record.functions.made
-    assert sum(hf_ckpt.describe(model).recomputed.values()) > 4 * STEPS // 2

@@ -10,7 +10,6 @@ No random state is saved or restored, because dropout masks are operands.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.engines.check import Saved, difference_of
 from hf_ckpt.engines.full import FullRegion
-from hf_ckpt.engines.offload import EndOfStack, Mover
+from hf_ckpt.engines.offload import Mover
 from hf_ckpt.engines.rebuild.ops import ops_for
 from hf_ckpt.engines.rebuild.tape import Tape, enter_module, hand_to_first_block, leave_module, running
 from hf_ckpt.engines.rebuild.values import Kept, Work, unpack
@@ -138,7 +137,7 @@ class RebuildRegion(Region):
             return self._try(fn, args)
         if self.mover is None or self.trial or not args:
             return self.run(fn, args)
-        with self.mover.moving(self.block, args[0], late=True) as group:
+        with self.mover.moving(self.block, args[0]) as group:
             output = self.run(fn, args, store=None if group is None else (group.pack, group.unpack))
         self.moved_bytes = 0 if group is None else group.moved_bytes
         return output
@@ -247,15 +246,9 @@ def make(request: Request) -> Region:
 
 
 def hooks(regions: Collection[Region], found: FoundBlocks, owners: Sequence[nn.Module]) -> Iterator[Hook]:
-    """Yield the hooks on small modules that run again as a whole.
-
-    If tensors are moved to host memory, also yield one for each module that runs a stack.
-    """
+    """Yield the hooks on small modules that run again as a whole."""
     found_regions = (getattr(region, "rebuilding", region) for region in regions)
     rebuilding = [region for region in found_regions if isinstance(region, RebuildRegion)]
-    movers = {id(region.mover): region.mover for region in rebuilding if region.mover is not None}
-    for mover, owner in itertools.product(movers.values(), owners):
-        yield Hook(owner, EndOfStack(mover), "always")
     for module in cheap_modules(found, list(dict.fromkeys(region.block for region in rebuilding))):
         yield Hook(module, enter_module, "before", with_kwargs=True)
         yield Hook(module, leave_module, "always")
