@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         spec = None if arguments.spec is None else Spec.parse(arguments.spec)  # before the slow import of torch
-        from hf_ckpt.attach.process import enable_calls_since_hooked, missed_since_hooked
+        from hf_ckpt.attach.process import enable_calls_since_hooked
         from hf_ckpt.training.guard import guarded_training_step
         from hf_ckpt.training.install import install, uninstall
 
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _plans_printed():
         try:
             _run_script(arguments)
-            _say_if_unused(enable_calls_since_hooked(), missed_since_hooked(), arguments)
+            _say_if_unused(enable_calls_since_hooked(), arguments)
         except SystemExit as ended:
             if not ended.code:  # `sys.exit(main())` ends most scripts
-                _say_if_unused(enable_calls_since_hooked(), missed_since_hooked(), arguments)
+                _say_if_unused(enable_calls_since_hooked(), arguments)
             raise
         finally:
             uninstall()
@@ -90,7 +90,7 @@ def _run_script(arguments: argparse.Namespace) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _say_if_unused(enable_calls: int, missed: str | None, arguments: argparse.Namespace) -> None:
+def _say_if_unused(enable_calls: int, arguments: argparse.Namespace) -> None:
     """Warn if the script never enabled checkpointing on a model, with the reason and what to do."""
     if enable_calls or arguments.oom_guard:  # a guard needs no plan before memory runs out
         return
@@ -102,11 +102,11 @@ def _say_if_unused(enable_calls: int, missed: str | None, arguments: argparse.Na
         )
         return
     log.warning(
-        "checkpointing was enabled on no model: %s.",
-        missed
-        or "no Hugging Face model with trainable parameters ran forward in train mode with gradients on, or only "
-        "inside a function that torch.compile had compiled, where it cannot be seen. In the script, call "
-        "`hf_ckpt.install(model, spec)` and `model.gradient_checkpointing_enable()`",
+        "checkpointing was enabled on no model: no Hugging Face model with trainable parameters ran forward in train "
+        "mode (call `model.train()`: `from_pretrained` returns models in eval mode) with gradients on, or only under "
+        "nn.DataParallel (use DistributedDataParallel), or inside a function that torch.compile had compiled, where it "
+        "cannot be seen. In the script, call `hf_ckpt.install(model, spec)` and "
+        "`model.gradient_checkpointing_enable()`."
     )
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.functions import Functions
 from hf_ckpt.attach.hooks import (
     HeadForward,
     ModelHook,
@@ -34,6 +33,7 @@ from hf_ckpt.attach.record import (
     RECORD,
     Absent,
     Decider,
+    Functions,
     Installation,
     carriers,
     function_of,
@@ -84,9 +84,15 @@ def attach(model: nn.Module | FoundBlocks, spec: Spec, plan: Plan, decider: Deci
     `find_blocks` does.
     """
     found = model if isinstance(model, FoundBlocks) else find_blocks(model)
-    refuse_parts(found)
     base = found.base
     records = {module: vars(module)[RECORD] for module in base.modules() if RECORD in vars(module)}
+    owned = {id(region) for record in records.values() for region in record.regions.values()}
+    functions = [function_of(module) for module in found.modules.values()]
+    if any(isinstance(function, Region) and id(function) not in owned for function in functions):
+        raise OwnerConflictError(
+            f"{found.model} is part (or a copy of a part) of a larger model whose plan is enabled on the same blocks; "
+            "install on that one, or uninstall it first; call gradient_checkpointing_disable() on a copy."
+        )
     was_on = any(record.enabled for record in records.values()) or any(map(is_on, carriers(base).values()))
     record: Installation | None = records.pop(base, None)
     for module in records:  # blocks have one owner: an inner model that was enabled by itself loses its plan
@@ -238,13 +244,12 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decid
         spec: the spec of the plan; None if the plan was passed as an object.
         decider: as for `attach`.
 
-    Raises what `attach` raises, before anything changes.
+    Raises what `attach` raises. The model is as before then.
     """
     found = find_blocks(model)
     base, record = found.base, installation(found.base)
     was_enabled = record is not None and record.enabled
     spec = Spec(plan=GIVEN_PLAN) if spec is None else spec
-    refuse_parts(found)
     if record is not None:
         take_off(base, record)
         vars(base)[RECORD] = Installation(spec, plan, before=record.before, decider=record.decider)
@@ -261,18 +266,6 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decid
             vars(base)[RECORD] = record
             if was_enabled:
                 put_on(found, record)
-
-
-def refuse_parts(found: FoundBlocks) -> None:
-    """Raise `OwnerConflictError` if the blocks belong to a larger model whose plan is enabled."""
-    records: list[Installation] = [vars(module)[RECORD] for module in found.base.modules() if RECORD in vars(module)]
-    owned = {id(region) for record in records for region in record.regions.values()}
-    functions = [function_of(module) for module in found.modules.values()]
-    if any(isinstance(function, Region) and id(function) not in owned for function in functions):
-        raise OwnerConflictError(
-            f"{found.model} is part (or a copy of a part) of a larger model whose plan is enabled on the same blocks; "
-            "install on that one, or uninstall it first; call gradient_checkpointing_disable() on a copy."
-        )
 
 
 def adopt(found: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> None:
@@ -437,12 +430,9 @@ def _drop_input_gradients(base: compat.transformers.PreTrainedModel, record: Ins
     the hook makes frozen blocks below the first adapter save, recompute and run backward.
     https://github.com/huggingface/transformers/issues/21381
     """
+    is_one = compat.transformers.makes_inputs_require_gradients
     for module in base.modules():
-        found = [
-            key
-            for key, hook in module._forward_hooks.items()
-            if compat.transformers.makes_inputs_require_gradients(hook)
-        ]
+        found = [key for key, hook in module._forward_hooks.items() if is_one(hook)]
         for key in found:  # not by handle: a second enable call loses the first one's handle
             del module._forward_hooks[key]
         record.input_gradient_hooks = max(record.input_gradient_hooks, len(found))

@@ -47,8 +47,6 @@ class ProcessHooks:
         """Every PreTrainedModel built since, including those inside other models."""
         self.met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Models that have run a training forward, for which it is decided whether a plan is enabled."""
-        self.missed: str | None = None
-        """Why a model that seemed to train was left alone, and what to do about it."""
 
     def replace(self, owner: type, name: str, function: Callable[..., Any]) -> None:
         """Replace a class's method by `function(own, *args, **kwargs)`, with that method as `own`, until `undo`."""
@@ -124,17 +122,7 @@ class ProcessHooks:
             self.met.add(module)
             return
         trained = any(map(is_trained, bases)) or any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
-        if not trained:
-            return
-        name = ", ".join(type(base).__name__ for base in bases)
-        if compat.torch.is_replica(module):
-            self.missed = f"{name} is copied by nn.DataParallel for every step; train with DistributedDataParallel"
-            return
-        if not module.training:
-            self.missed = (
-                f"{name} ran with gradients in eval mode, in which no block is checkpointed; call `model.train()` "
-                "before training (`from_pretrained` returns models in eval mode)"
-            )
+        if not (trained and module.training) or compat.torch.is_replica(module):
             return
         for base in bases:
             record = installation(base)
@@ -192,8 +180,3 @@ def unhook_process() -> None:
 def enable_calls_since_hooked() -> int:
     """Return how many enable calls hf_ckpt has handled, on any model, since `hook_process`; 0 without it."""
     return 0 if _everywhere is None else EnableHook.calls - _everywhere.calls_before
-
-
-def missed_since_hooked() -> str | None:
-    """Return why a model that was trained since `hook_process` was left alone, and what to do; None if none was."""
-    return None if _everywhere is None else _everywhere.missed

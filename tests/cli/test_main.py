@@ -112,21 +112,13 @@ def test_a_hand_written_loop_is_checkpointed_by_spec(in_process: Path, caplog: A
     assert [record for record in caplog.records if record.name.startswith("hf_ckpt")] == []
 
 
-@pytest.mark.parametrize(
-    ("build", "said"),
-    [
-        (f"{MODEL}.eval()", "GPT2LMHeadModel ran with gradients in eval mode"),
-        ("sys.exit()", "no Hugging Face model with trainable parameters ran forward in train mode"),
-    ],
-)
-def test_a_spec_that_no_model_got_is_told_with_advice_that_fits(
-    in_process: Path, caplog: Any, build: str, said: str
-) -> None:
+@pytest.mark.parametrize("build", [f"{MODEL}.eval()", "sys.exit()"])
+def test_a_spec_that_no_model_got_is_told_with_advice(in_process: Path, caplog: Any, build: str) -> None:
     (in_process / "loop.py").write_text(LOOP.replace("BUILD", build))
     with contextlib.suppress(SystemExit):
         main(["--spec", "policy=full", "loop.py"])
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("hf_ckpt")]
-    assert line.startswith(f"checkpointing was enabled on no model: {said}")
+    assert line.startswith("checkpointing was enabled on no model: no Hugging Face model with trainable parameters")
 
 
 @pytest.mark.parametrize("ending", ["", "sys.exit()", "sys.exit(0)", "sys.exit(7)", "raise ValueError"])
