@@ -127,14 +127,6 @@ def release_memory() -> None:
             _module_with("empty_cache", device).empty_cache()
 
 
-def empty_host_cache() -> None:
-    """Make torch return unused pinned memory to the system, if it can."""
-    empty = private("torch._C._accelerator_emptyHostCache", optional=True)  # since torch 2.9
-    if empty is not None and accelerator_type() is not None:
-        with contextlib.suppress(RuntimeError):  # a device without a cache for it
-            empty()
-
-
 FULL = (
     "out of memory",  # CUDA, HIP, XPU, MPS, NPU, MLU, MUSA
     "STATUS_ALLOC_FAILED",  # cuBLAS, hipBLAS, muBLAS, cuDNN

@@ -14,17 +14,15 @@ import torch
 from hf_ckpt.errors import HfCkptError
 
 
-def private(name: str, *, optional: bool = False) -> Any:
+def private(name: str) -> Any:
     """Return torch's object of a private name, such as `torch._C._current_graph_task_id`.
 
-    Raises `HfCkptError` if torch lacks it; returns None if it is `optional`.
+    Raises `HfCkptError` if torch lacks it.
     """
     owner, _, attribute = name.rpartition(".")
     try:
         return getattr(_owner(owner), attribute)
     except (AttributeError, ImportError):
-        if optional:
-            return None
         raise HfCkptError(
             f"torch {torch.__version__} has no {name}, which hf_ckpt needs. Install a torch that hf_ckpt is tested "
             "with (docs/versions.md)."

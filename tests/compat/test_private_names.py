@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import hf_ckpt
-from hf_ckpt import compat
 from hf_ckpt.compat.private import private
 from hf_ckpt.errors import HfCkptError
 
@@ -23,7 +22,6 @@ NAMES = sorted(
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "private" and isinstance(node.args[0], ast.Constant)
     }
 )
-OPTIONAL = "torch._C._accelerator_emptyHostCache"
 # Attributes that are read from objects. Names of operations, and of autograd's saved values, are not listed.
 OF_TORCH = {
     "Module": "_backward_hooks _backward_pre_hooks _buffers _compiled_call_impl _forward_hooks _forward_pre_hooks "
@@ -76,7 +74,7 @@ def test_every_private_attribute_is_listed():
 @pytest.mark.compat
 @pytest.mark.parametrize("name", NAMES)
 def test_this_torch_has_it(name):
-    assert private(name, optional=name == OPTIONAL) is not None or name == OPTIONAL
+    assert private(name) is not None
 
 
 @pytest.mark.compat
@@ -98,5 +96,3 @@ def test_a_torch_without_a_name_is_told(monkeypatch):
     monkeypatch.delattr(torch.autograd, "_get_sequence_nr")
     with pytest.raises(HfCkptError, match=r"has no torch.autograd._get_sequence_nr, which hf_ckpt needs"):
         private("torch.autograd._get_sequence_nr")
-    monkeypatch.delattr(torch._C, "_accelerator_emptyHostCache", raising=False)
-    compat.devices.empty_host_cache()
