@@ -353,30 +353,25 @@ def put_on(found: FoundBlocks, record: Installation) -> None:
 
 def _put_on_forwards(found: FoundBlocks, record: Installation) -> None:
     """Register a `PassHook` on the model, on models inside it that hold stacks, and on modules that run stacks."""
-    stacks = dict.fromkeys(block.stack for block in found.blocks)
     owned: dict[nn.Module, str] = {}
     """Module that runs stacks -> the name of the first."""
-    for stack, owner in zip(stacks, found.owners, strict=True):
+    for stack, owner in zip(dict.fromkeys(block.stack for block in found.blocks), found.owners, strict=True):
         owned.setdefault(owner, stack)
-    drops_caches = bool(record.functions.made) or record.spec.is_planned  # a plan may come after a cache was made
-    sees_batches = record.spec.is_planned or bool(record.spec.check_every)
     for name, module in found.base.named_modules():
-        around = isinstance(module, compat.transformers.PreTrainedModel) and not owned.keys().isdisjoint(
-            module.modules()
-        )
-        if (module not in owned and not around) or not (drops_caches or sees_batches or record.plan.head != "full"):
-            continue
-        inside = set(module.modules()) if module in owned else ()
-        hook = PassHook(
-            found.base,
-            None if module is found.base else owned.get(module, name),
-            compat.transformers.forward_parameters(module),
-            tuple(block for block, its in found.modules.items() if its in inside),
-            drops_caches,
-            module is found.owners[-1],
-        )
-        record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        record.handles.append(_always_after(module, hook.after))
+        inside = set(module.modules())
+        if module in owned or (
+            isinstance(module, compat.transformers.PreTrainedModel) and not inside.isdisjoint(owned)
+        ):
+            hook = PassHook(
+                found.base,
+                None if module is found.base else owned.get(module, name),
+                compat.transformers.forward_parameters(module),
+                tuple(block for block, its in found.modules.items() if module in owned and its in inside),
+                bool(record.functions.made) or record.spec.is_planned,  # a plan may come after a cache was made
+                module is found.owners[-1],
+            )
+            record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            record.handles.append(_always_after(module, hook.after))
 
 
 def _always_after(module: nn.Module, hook: Callable[..., Any]) -> Any:
