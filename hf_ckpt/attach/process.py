@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import EnableHook, detach
-from hf_ckpt.attach.hooks import is_trained
+from hf_ckpt.attach.hooks import Skipped, is_trained
 from hf_ckpt.attach.record import Absent, installation
 from hf_ckpt.errors import HfCkptError, NoBlocksError
 from hf_ckpt.logs import warn_once
@@ -95,6 +95,8 @@ class ProcessHooks:
 
         Raises what `install` and the enable hook raise (such as `SpecError`); a model that had no record then has none.
         """
+        if isinstance(vars(base_model(base)).get(compat.transformers.ENABLE_NAMES[0]), Skipped):
+            return  # a part of a model whose plan is enabled
         fresh = installation(base) is None
         if fresh:  # an existing record is the newer request
             self.install(base)

@@ -250,6 +250,12 @@ class Installation:
             return None
         return f"measuring ({self.planned.phase}), at most {self.planned.steps_left} steps of this batch size are left"
 
+    def end_watch(self) -> None:
+        """Stop all checks: a step has run out of memory, so there is no room for them."""
+        if self.watch is not None:
+            self.watch.stop()
+        self.unchecked = True
+
     def compiled_by_others(self) -> tuple[str, ...]:
         """Return the blocks that hf_ckpt should compile, but that are in a graph that something else compiles."""
         return tuple(name for name, region in self.regions.items() if region.left_to_others)

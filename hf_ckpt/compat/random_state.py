@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -110,5 +111,5 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _bytes(state: torch.Tensor) -> bytes:
     """Return a state of torch as bytes, without an operation that dispatch modes would see."""
-    found: bytes = state.numpy().tobytes()
-    return found
+    # Not by numpy, which cannot read the tensors that a transform of torch.func wraps.
+    return (ctypes.c_char * state.nbytes).from_address(state.data_ptr()).raw

@@ -295,9 +295,7 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
         install_one(base, "full" if any(map(is_on, carriers(base).values())) else "none")
         record = installation(base)
         assert record is not None
-    if record.watch is not None:  # there is no room for checks
-        record.watch.stop()
-    record.unchecked = True
+    record.end_watch()
     found, plan = find_blocks(base), record.plan
     if not (record.enabled or is_new) and (plan.active() or plan.head != "full"):
         put_on(found, record)
