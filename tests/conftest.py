@@ -61,10 +61,8 @@ def nothing_left_by_accelerate():
 
 @pytest.fixture(autouse=True)
 def no_count_left_on():
-    """Stop a session's live-byte counter and its profiler when the test ends, not when the model is collected."""
+    """Stop a session's live-byte counter when the test ends, not when the model is collected."""
     yield
-    if compat.profiler.profiler_is_active():
-        list(compat.profiler.stop_allocation_record())
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, LiveBytes):
             mode.stop()

@@ -12,7 +12,6 @@ from hf_ckpt.compat import distributed as distributed
 from hf_ckpt.compat import fakes as fakes
 from hf_ckpt.compat import frames as frames
 from hf_ckpt.compat import peft as peft
-from hf_ckpt.compat import profiler as profiler
 from hf_ckpt.compat import random_state as random_state
 from hf_ckpt.compat import torch as torch
 from hf_ckpt.compat import transformers as transformers

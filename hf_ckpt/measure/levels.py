@@ -2,8 +2,7 @@
 
 On an accelerator the allocator reports both figures, and times come from events, so that nothing waits for the device
 while the step runs. Without such an allocator, and on a CPU, hf_ckpt counts live tensors, which slows the step down (by
-a tenth, or more for tiny models); on a CPU with compiled blocks it records the allocator. Such a step is either counted
-or timed.
+a tenth, or more for tiny models). Such a step is either counted or timed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from hf_ckpt.costs.steps import Call, CallName, Part, Step
 from hf_ckpt.measure.clocks import DeviceClock, Meter, Reading
 from hf_ckpt.measure.live import Holder, LiveBytes
 from hf_ckpt.measure.memory import PeakMeter, keeps_statistics
-from hf_ckpt.measure.recorded import RecordedLevels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,24 +84,19 @@ def _settled(reading: Reading) -> tuple[int, int] | None:
     return reading() if callable(reading) else reading
 
 
-def meter_for(
-    devices: Collection[torch.device], *holders: Holder, timed_only: bool = False, compiled: bool = False
-) -> Meter:
+def meter_for(devices: Collection[torch.device], *holders: Holder, timed_only: bool = False) -> Meter:
     """Make the meter for a model on these devices.
 
     Args:
         devices: the devices of the model. Accelerators among them are measured, or else the CPU.
         holders: what holds tensors that are already alive, if tensors must be counted.
         timed_only: whether only times are needed.
-        compiled: whether blocks are compiled, so that no tensors can be counted inside them.
     """
     there = compat.devices.accelerators(devices)
     if there and all(map(keeps_statistics, there)):
         return PeakMeter(there)
     if timed_only:
         return DeviceClock(there)
-    if compiled and not there:
-        return RecordedLevels(*holders)
     return LiveBytes(*holders, device=there[0].type if there else "cpu")
 
 

@@ -257,7 +257,9 @@ class Session:
         reason = ""
         if not compat.transformers.HOOKS_STAY_OUTSIDE:
             reason = "this version of transformers runs a block together with its hooks; 5.23 does not"
-        elif self._device_type != "cpu" and not all(map(keeps_statistics, self._devices)):
+        elif self._device_type == "cpu":
+            reason = "that needs an allocator that reports peaks, as accelerators have"
+        elif not all(map(keeps_statistics, self._devices)):
             reason = f"the allocator of {self._device_type} reports no peaks"
         elif self._sharded:
             reason = "parameters are split over ranks"
@@ -514,8 +516,9 @@ class Session:
         """Start to measure the step that begins now. `running` is the model whose forward begins, with its wrappers."""
         batch, optimizers = {"batch": (args, kwargs)}, compat.torch.optimizers_of(base)
         self._is_compiled = self._compiles or any(map(compat.compiler.is_compiled, running.modules()))
-        kind = {"timed_only": planned.phase == "time", "compiled": self._is_compiled}
-        meter = meter_for(self._devices, base, batch, *optimizers, **kind)
+        if self._is_compiled:
+            self._refuse_unmeasurable()
+        meter = meter_for(self._devices, base, batch, *optimizers, timed_only=planned.phase == "time")
         if planned.phase != "check":
             number = (1 + self._is_compiled) * len(self._actions) + TIMED_STEPS
             text = f"measuring: up to {number} steps run under `{self._least}`, but for a few blocks"

@@ -47,7 +47,7 @@ def planned(settings: argparse.Namespace, name: str, folder: Path) -> Iterator[t
     forecast = hf_ckpt.predict(config_for(settings, name), settings.batch, **sizes, budget="100%")
     floor, none = forecast.floor_bytes, forecast.usual[0].peak_bytes
     kinds: list[tuple[str, str, dict[str, Any]]] = [("planned", OURS, {})]
-    if OURS_COMPILED in (settings.only or [OURS_COMPILED]):
+    if OURS_COMPILED in (settings.only or [OURS_COMPILED]) and DEVICE != "cpu":  # there they cannot be measured
         kinds.append(("compiled blocks, planned", OURS_COMPILED, {"compile": "blocks"}))
     with Worker(Session, settings, name, NONE) as planner:
         for share, (label, group, spec) in itertools.product(BUDGETS, kinds):

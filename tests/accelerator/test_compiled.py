@@ -1,0 +1,87 @@
+"""Budgets for compiled blocks on the simulated device: they are measured, planned in shares, and held."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from helpers.adapters import with_lora
+from helpers.steps import assert_same, enable, without_cache
+
+import hf_ckpt
+from accelerator import device
+from hf_ckpt import compat
+from hf_ckpt.attach.record import installation
+from hf_ckpt.errors import HfCkptError
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.spec.actions import COMPILED, candidates
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_compiled"),
+    pytest.mark.skipif(not compat.transformers.HOOKS_STAY_OUTSIDE, reason="compiled blocks are not measured"),
+]
+STEPS = 2 * len(candidates(compiled=True)) + 2 + 2 + 2
+"""Two of each share, of which the first compiles; two timed steps; two checks; two more."""
+
+
+def train(spec, graphs, family="llama", lora=False, steps=STEPS):
+    """Train for some steps; returns the plan's record, losses and gradients, and for each step its peak, its phase, and
+    whether it compiled a graph."""
+    model = tiny_model(family, layers=8, hidden=64, attention="sdpa")
+    model = device.moved_to(with_lora(model, family, lora_dropout=0.0) if lora else model, device.FIRST)
+    hf_ckpt.install(model, {"compile": "blocks", "check_every": 0, **spec})
+    enable(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1, momentum=0.9)
+    found, seen = {}, []
+    for seed in range(steps):
+        gc.collect()
+        device.reset_peak(0)
+        compiled = len(graphs)
+        batch = {
+            name: value.to(device.FIRST) for name, value in tiny_batch(family, batch=4, tokens=32, seed=seed).items()
+        }
+        optimizer.zero_grad()
+        loss = model(**without_cache(model, batch)).loss
+        loss.backward()
+        optimizer.step()
+        planned = installation(model).planned
+        seen.append((device.counted(0)["peak_bytes"], planned and planned.phase, len(graphs) > compiled))
+        found[f"loss {seed}"] = loss.detach().cpu()
+        del loss, batch
+    found |= {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    return hf_ckpt.describe(model), found, seen
+
+
+@pytest.mark.parametrize(("family", "lora"), [("llama", False), ("gpt2", False), ("llama", True)])
+def test_a_budget_of_compiled_blocks_is_held_with_the_same_gradients(family, lora, graphs):
+    """Peaks are those of the device's own count, and gradients those of share 1."""
+    _, expected, none = train({"share": 1.0}, graphs, family, lora)
+    full = train({"share": 0.0}, graphs, family, lora, steps=3)[2]
+    budget = (none[-1][0] + full[-1][0]) // 2
+    done, got, steps = train({"budget": f"{budget}B"}, graphs, family, lora)
+    assert_same(expected, got)
+    assert [phase for _, phase, _ in steps][-2:] == ["plan", "plan"]
+    assert done.measured_bytes == steps[-1][0]
+    assert done.plan.prediction.peak_bytes == pytest.approx(done.measured_bytes, rel=0.02)
+    assert max(peak for peak, *_ in steps) <= 1.01 * budget
+    shares = [action.share for _, action in done.plan.actions]
+    assert 0 < sum(shares) < len(shares)
+    assert len(done.in_graphs) == len(shares)
+
+
+def test_a_step_that_compiles_is_not_measured_and_blocks_keep_least_until_there_is_a_plan(graphs):
+    done, _, steps = train({"budget": "1GiB"}, graphs)
+    measured = [phase for _, phase, new in steps if not new]
+    assert [phase for _, phase, new in steps if new][:3] == ["measure full", "try actions", "try actions"]
+    assert measured[:6] == ["measure full", "try actions", "try actions", "time", "time", "check"]
+    assert steps[0][0] < steps[-1][0]
+    assert COMPILED not in done.plan.active().values()
+
+
+def test_what_cannot_be_measured_is_refused(graphs, monkeypatch):
+    with device.no_statistics(), pytest.raises(HfCkptError, match=r"reports no peaks\. Give a `share`"):
+        train({"budget": "1GiB"}, graphs)
+    monkeypatch.setattr(compat.transformers, "HOOKS_STAY_OUTSIDE", False)
+    with pytest.raises(HfCkptError, match=r"together with its hooks; 5\.23 does not. Give a `share`"):
+        train({"budget": "1GiB"}, graphs)
