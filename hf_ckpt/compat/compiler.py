@@ -129,7 +129,9 @@ def outside_graphs(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[s
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled by itself, rather than as part of a larger one."""
-    return isinstance(module, compiled_module_class()) or module._compiled_call_impl is not None
+    if isinstance(module, compiled_module_class()) or module._compiled_call_impl is not None:
+        return True
+    return hasattr(module.forward, "_torchdynamo_orig_callable")  # `module.forward = torch.compile(module.forward)`
 
 
 def is_compile_error(error: Exception) -> bool:

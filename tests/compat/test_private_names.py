@@ -31,7 +31,8 @@ OF_TORCH = {
     "Parameter": "_post_accumulate_grad_hooks",
     "Tensor": "_base _indices _make_wrapper_subclass _values _version",
     "UntypedStorage": "_cdata",
-    "others": "_checkpoint_wrapped_module _fsdp_wrapped_module _handle _is_replica _local_tensor _orig_mod",
+    "others": "_checkpoint_wrapped_module _fsdp_wrapped_module _handle _is_replica _local_tensor _orig_mod "
+    "_torchdynamo_orig_callable",
 }
 OF_OTHERS = (
     "_active_collector _attn_implementation _attn_implementation_internal _can_checkpoint_with_cache _from_config "
