@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from hf_ckpt import compat
-
-Reading = tuple[int, int] | Callable[[], tuple[int, int] | None]
-"""(bytes alive, most bytes alive since the last reading). A meter that learns them after the step returns a function;
-its result is None if they stay unknown."""
 
 
 class TrainingClock:
@@ -60,8 +56,8 @@ class Meter:
     counts = False
     """Whether it reads memory."""
 
-    def read(self) -> Reading:
-        """Return (bytes alive, most bytes alive since the last call), or a function for them; see `Reading`."""
+    def read(self) -> tuple[int, int]:
+        """Return (bytes alive, most bytes alive since the last call)."""
         return 0, 0
 
     def stamp(self) -> Any:

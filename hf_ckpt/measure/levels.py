@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from hf_ckpt import compat
 from hf_ckpt.costs.steps import Call, CallName, Part, Step
-from hf_ckpt.measure.clocks import DeviceClock, Meter, Reading
+from hf_ckpt.measure.clocks import DeviceClock, Meter
 from hf_ckpt.measure.live import Holder, LiveBytes
 from hf_ckpt.measure.memory import PeakMeter, keeps_statistics
 
@@ -48,11 +49,12 @@ class Levels:
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
-        self._found: list[tuple[Level, Reading, Any]] = []
+        self._found: list[tuple[Level, Any]] = []
+        """Each boundary with its time stamp."""
 
     def mark(self, what: str, block: str = "", has_graph: bool = True) -> None:
         """Record a boundary; see `Level`. Backward threads of several devices take turns."""
-        self._found.append((Level(what, block, has_graph), self.meter.read(), self.meter.stamp()))
+        self._found.append((Level(what, block, has_graph, *self.meter.read()), self.meter.stamp()))
 
     @property
     def last(self) -> str:
@@ -61,27 +63,16 @@ class Levels:
 
     def outside(self) -> tuple[int, int]:
         """Return (bytes alive, most bytes alive since the last boundary). The meter must have stopped."""
-        return _settled(self.meter.read()) or (0, 0)
+        return self.meter.read()
 
     def levels(self) -> tuple[Level, ...]:
-        """Return all boundaries, with the times between them; nothing if a reading stays unknown.
-
-        Waits for an accelerator. The meter must have stopped.
-        """
-        found: list[Level] = []
-        before: Any = None
-        for level, reading, stamp in self._found:
-            settled = _settled(reading)
-            if settled is None:
-                return ()
-            spent = self.meter.between(before, stamp) if found else 0
-            found.append(dataclasses.replace(level, bytes=settled[0], peak_bytes=settled[1], nanoseconds=spent))
-            before = stamp
-        return tuple(found)
-
-
-def _settled(reading: Reading) -> tuple[int, int] | None:
-    return reading() if callable(reading) else reading
+        """Return all boundaries, with the times between them. Waits for an accelerator. The meter must have stopped."""
+        stamps = [stamp for _, stamp in self._found]
+        spent = itertools.starmap(self.meter.between, zip(stamps[:1] + stamps[:-1], stamps, strict=True))
+        return tuple(
+            dataclasses.replace(level, nanoseconds=nanoseconds)
+            for (level, _), nanoseconds in zip(self._found, spent, strict=True)
+        )
 
 
 def meter_for(devices: Collection[torch.device], *holders: Holder, timed_only: bool = False) -> Meter:
@@ -108,43 +99,40 @@ def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None
     """
     if not levels or levels[0].what != "begin" or levels[-1].what != "end":
         return None
-    begin = levels[0].bytes
-    forwards: list[tuple[CallName, int]] = []
+    forwards: dict[CallName, int] = {}
     backwards: dict[CallName, int] = {}
+    """Calls, and the places where their forward and their backward begin."""
     seen: collections.Counter[str] = collections.Counter()
-    open_calls: dict[str, list[CallName]] = {}
+    waiting: list[CallName] = []
     for place, level in enumerate(levels):
         if level.what == "forward":
+            if backwards or levels[place + 1].what != "forwarded":
+                return None
             name = level.block, seen[level.block]
             seen[level.block] += 1
-            forwards.append((name, place))
-            if place + 1 == len(levels) or levels[place + 1].what != "forwarded":
-                return None
+            forwards[name] = place
             if levels[place + 1].has_graph:
-                open_calls.setdefault(level.block, []).append(name)
+                waiting.append(name)
         elif level.what == "backward":
-            waiting = open_calls.get(level.block, [])
+            while waiting and waiting[-1][0] != level.block:  # calls without a backward
+                waiting.pop()
             if not waiting:
                 return None
             backwards[waiting.pop()] = place
-    if not forwards or not backwards:
+    if not backwards:
         return None
-    firsts = [place for _, place in forwards]
     first_backward = min(backwards.values())
-    in_reverse = sorted(backwards, key=backwards.__getitem__) == [n for n, _ in reversed(forwards) if n in backwards]
-    if max(firsts) > first_backward or not in_reverse:
-        return None
     calls = []
-    for (name, place), following in zip(forwards, [*firsts[1:], first_backward], strict=True):
+    for (name, place), following in zip(forwards.items(), [*forwards.values(), first_backward][1:], strict=True):
         end = backwards.get(name)
         forward, behind = part_of(levels, place, place + 1), part_of(levels, place + 1, following)
         backward = None if end is None else part_of(levels, end, end + 1)
         calls.append(Call(name, levels[place].has_graph, forward, behind, backward))
     return Step(
-        start_bytes=begin,
-        before=part_of(levels, 0, firsts[0]),
+        start_bytes=levels[0].bytes,
+        before=part_of(levels, 0, min(forwards.values())),
         calls=tuple(calls),
-        at_backward_bytes=levels[first_backward].bytes - begin,
+        at_backward_bytes=levels[first_backward].bytes - levels[0].bytes,
         outside_peak_bytes=outside_peak_bytes,
         peak_bytes=max(level.peak_bytes for level in levels[1:]),
     )
