@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import weakref
 
 import pytest
@@ -134,19 +133,8 @@ def test_transforms_of_torch_func_count(counted):
     assert counted.peak_bytes >= 4 * 3 * 30
 
 
-def keeps_weak_references():
-    """Whether weak references to storages survive after garbage referred to the storage."""
-    tensor = torch.ones(1)
-    garbage = [tensor.untyped_storage()]
-    garbage.append(garbage)
-    reference = weakref.ref(garbage[0])
-    del garbage
-    gc.collect()
-    return reference() is not None
-
-
 def test_what_runs_between_steps_is_counted_to_the_byte(counted):
-    """Counts are exact over training, evaluation, failing steps, copying and saving."""
+    """Counts are exact over training, evaluation, failing steps and copying."""
 
     def held():
         return LiveBytes(model, optimizer, batch).start_bytes
@@ -171,16 +159,6 @@ def test_what_runs_between_steps_is_counted_to_the_byte(counted):
         gc.collect()
         assert counted.current_bytes == held() + LiveBytes(copied).start_bytes
         del copied
-        if keeps_weak_references():  # torch 2.8 does not
-            file = io.BytesIO()
-            torch.save([model.state_dict(), optimizer.state_dict()], file)
-            file.seek(0)
-            loaded = torch.load(file)
-            gc.collect()
-            assert counted.current_bytes == held() + LiveBytes({"loaded": loaded}).start_bytes
-            del loaded
-            gc.collect()
-            assert counted.current_bytes == held()
 
 
 def test_a_count_that_has_ended_is_freed():
