@@ -32,7 +32,6 @@ from hf_ckpt.attach.record import (
     KEEPS_CACHE,
     RECORD,
     Absent,
-    Decider,
     Functions,
     Installation,
     carriers,
@@ -67,7 +66,7 @@ _INPUT_GRADIENT_NAMES = ("enable_input_require_grads", "disable_input_require_gr
 """Methods of PreTrainedModel that add and remove the embedding hook; see `_drop_input_gradients`."""
 
 
-def attach(model: nn.Module | FoundBlocks, spec: Spec, plan: Plan, decider: Decider | None = None) -> Installation:
+def attach(model: nn.Module | FoundBlocks, spec: Spec, plan: Plan, decider: Any = None) -> Installation:
     """Make `plan` the one that a model's enable calls apply, and return the model's record.
 
     If checkpointing is already on, the plan takes effect at once; otherwise nothing is enabled yet. A model inside this
@@ -77,8 +76,7 @@ def attach(model: nn.Module | FoundBlocks, spec: Spec, plan: Plan, decider: Deci
         model: a PreTrainedModel, plain or wrapped by PEFT, DDP or torch.compile; or what `find_blocks` returned for it.
         spec: the user's spec.
         plan: one action for every block of the model.
-        decider: returns the plan at enable calls, and for batches under `budget` and `auto`. It is used only if the
-            model has no record yet.
+        decider: see `Installation.decider`. It is used only if the model has no record yet.
 
     Raises `OwnerConflictError` if the blocks belong to a larger model whose plan is enabled, and `NoBlocksError` as
     `find_blocks` does.
@@ -233,7 +231,7 @@ def paused(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decider | None = None) -> Iterator[None]:
+def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Any = None) -> Iterator[None]:
     """Enable a plan inside the `with` block, and restore the model, its installation and its counts afterwards.
 
     The plan gets a record of its own, so the session, the watch and all counts of an installation are left alone.

@@ -12,7 +12,7 @@ import enum
 import threading
 import weakref
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch import nn
 from hf_ckpt.engines.check import Check, Report
 from hf_ckpt.engines.offload import Mover
 from hf_ckpt.engines.region import Region, Request, make
-from hf_ckpt.models.blocks import FoundBlocks, base_model, plain_modules
+from hf_ckpt.models.blocks import base_model, plain_modules
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
@@ -123,22 +123,6 @@ class Functions:
         return found
 
 
-class Decider(Protocol):
-    """Decides which plan a model gets. The hooks on the model call it, and it is pickled with them.
-
-    `training.install` has the only implementation; `attach` knows only this interface.
-    """
-
-    def asked(self, found: FoundBlocks, record: Installation, asked: Mapping[str, Any]) -> tuple[Spec, Plan] | None:
-        """Return the spec and the plan after an enable call with the arguments `asked`; None to keep both."""
-
-    def session(self, base: nn.Module, record: Installation) -> Any:
-        """Begin a `training.session.Session`, at the first training batch under `budget` and `auto`."""
-
-    def watch(self, record: Installation) -> Any:
-        """Begin a `training.watch.Watch`, at the first training batch under a spec with `check_every`."""
-
-
 class Outermost(threading.local):
     """The outermost module with a `PassHook` whose training forward this thread runs.
 
@@ -215,8 +199,8 @@ class Installation:
     """How many hooks that make the embeddings' output require gradients were removed when the plan was enabled."""
     handles: list[Any] = dataclasses.field(default_factory=list)
     """Handles of the hooks that were registered with torch when the plan was enabled."""
-    decider: Decider | None = None
-    """Called by enable calls, and by forwards under `budget` and `auto`; None if the plan is fixed."""
+    decider: Any = None
+    """The `training.install.Decider`, which enable calls and training forwards ask; None if the plan is fixed."""
     planned: Any = None
     """The decider's own record of the batch that it last planned for; None before the first. Its attributes are `plan`,
     `measures`, `phase` and `steps_left`, see `training.session.Planned`;

@@ -13,6 +13,7 @@ longer than their computation on most devices.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import weakref
@@ -117,7 +118,7 @@ class Mover:
         """Held while lanes are in use, or `held_bytes` changes."""
         self.of_thread = threading.local()
         """`last`: a weak reference to the last group of this thread that moved anything."""
-        self._lanes: dict[torch.device, Lane | None] = {}
+        self._lane = functools.cache(lambda device: lane_of(device))
         self._can_pin = True
         """Whether pinning host memory has always worked so far."""
 
@@ -135,37 +136,27 @@ class Mover:
             block: name of the block.
             hidden: its hidden states.
         """
-        lane = self._lane(hidden) if isinstance(hidden, torch.Tensor) else None
-        if lane is not None and compat.torch.top_saved_tensor_hooks() is not None:
-            warn_once(
-                log,
-                "hf_ckpt: nothing is moved to host memory, because there are saved-tensor hooks around the model "
-                "(another checkpoint, `save_on_cpu`), which say where it is kept.",
-            )
-            lane = None
-        if lane is None:
-            yield None
-            return
-        group = Group(self, block, lane, hidden)
+        group = None
+        if isinstance(hidden, torch.Tensor) and not compat.torch.is_fake(hidden):
+            lane = self._lane(hidden.device)
+            if lane is None:
+                warn_once(
+                    log,
+                    "hf_ckpt: there is no host memory to offload to from %r, so blocks are recomputed from inputs that "
+                    "stay there, as with `full`.",
+                    hidden.device.type,
+                )
+            elif compat.torch.top_saved_tensor_hooks() is not None:
+                warn_once(
+                    log,
+                    "hf_ckpt: nothing is moved to host memory, because there are saved-tensor hooks around the model "
+                    "(another checkpoint, `save_on_cpu`), which say where it is kept.",
+                )
+            else:
+                group = Group(self, block, lane, hidden)
         yield group
-        group.leave_device()
-
-    def _lane(self, tensor: torch.Tensor) -> Lane | None:
-        """Return the lane of a tensor's device; None, with one warning, if nothing is moved from there."""
-        if compat.torch.is_fake(tensor):
-            return None
-        device = tensor.device
-        with self.lock:
-            if device not in self._lanes:
-                self._lanes[device] = lane_of(device)
-        if self._lanes[device] is None:
-            warn_once(
-                log,
-                "hf_ckpt: there is no host memory to offload to from %r, so blocks are recomputed from inputs that "
-                "stay there, as with `full`.",
-                device.type,
-            )
-        return self._lanes[device]
+        if group is not None:
+            group.leave_device()
 
     def take(self, size: int) -> torch.Tensor | None:
         """Return a buffer of at least `size` bytes; None, with one warning, if that exceeds the limit."""

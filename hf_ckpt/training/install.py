@@ -130,8 +130,8 @@ def decide(found: FoundBlocks, asked: SpecLike | Plan) -> tuple[Spec, Plan]:
     return spec, plan
 
 
-class _Decider:
-    """Chooses plans for the hooks on a model: see `attach.record.Decider`."""
+class Decider:
+    """Chooses plans for the hooks on a model, and is pickled with them. `attach` knows only these methods."""
 
     def asked(self, found: FoundBlocks, record: Installation, asked: Mapping[str, Any]) -> tuple[Spec, Plan] | None:
         """Return the spec and plan after an enable call with the arguments `asked`; None if they do not change."""
@@ -152,4 +152,4 @@ class _Decider:
         return Watch(record.spec.check_every, record.spec.on_mismatch)
 
 
-DECIDER = _Decider()
+DECIDER = Decider()
