@@ -94,9 +94,9 @@ class _Call:
         if isinstance(fn, functools.partial):  # the block's keyword arguments
             fn = functools.partial(fn.func, *fn.args, **compat.torch.tree_map(_detached, fn.keywords))
         self.fn, self.args = fn, compat.torch.tree_map(_detached, args[1:])
-        self.region, self.state, self.before = region, counted.state, before
-        self.first = None if before is not None else Kept(_detached(hidden), region.block)
-        """The input of a segment's first call."""
+        self.region, self.state = region, counted.state
+        self.source = Kept(_detached(hidden), region.block) if before is None else before
+        """The input of a segment's first call; the call before a later one."""
         self.made: torch.Tensor | None = None
         """The input of a later call, from when backward makes it until it uses it."""
         self.address: tuple[Any, ...] | None = (hidden.data_ptr(), hidden.stride())
@@ -124,11 +124,10 @@ class _Call:
 
     def input(self) -> torch.Tensor:
         """Return the input in backward. The inputs of earlier calls that are made for it stay until they are used."""
-        if self.before is None:
-            assert self.first is not None
-            return self.first.value()
+        if isinstance(self.source, Kept):
+            return self.source.value()
         if self.made is None:
-            self.made = self.before.again()
+            self.made = self.source.again()
         return self.made
 
     def again(self) -> torch.Tensor:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 import hf_ckpt
-from helpers.steps import assert_same, enable
+from helpers.steps import enable
 from hf_ckpt.attach.record import installation
-from hf_ckpt.models.tiny import FAMILIES, tiny_model
+from hf_ckpt.models.tiny import tiny_model
 
 OFFLOAD = {"policy": "offload"}
 SAVED = {"policy": "selective", "offload": "saved"}
-SPECS = {"offload": OFFLOAD, "saved": SAVED, "attention": {**SAVED, "save": ["attention"]}}
-each_family = pytest.mark.parametrize("family", FAMILIES)
-each_kind = pytest.mark.parametrize("spec", [OFFLOAD, SAVED], ids=["offload", "saved"])
 
 
 def said(caplog):
@@ -43,13 +38,3 @@ def mover(model):
 def moved(model):
     """Block name -> bytes that its last forward moved."""
     return hf_ckpt.describe(model).moved
-
-
-def same_steps(run, family="llama", spec=OFFLOAD, **options):
-    """Check that `run` gives the same with and without offloading, and that something moved; returns the offloading
-    model."""
-    model = ours(family, spec, **options)
-    assert_same(run(tiny_model(family, **options)), run(model), f"{family} {spec}")
-    assert moved(model)
-    assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
-    return model
