@@ -246,24 +246,21 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Any =
     """
     found = find_blocks(model)
     base, record = found.base, installation(found.base)
-    was_enabled = record is not None and record.enabled
     spec = Spec(plan=GIVEN_PLAN) if spec is None else spec
-    if record is not None:
-        take_off(base, record)
-        vars(base)[RECORD] = Installation(spec, plan, before=record.before, decider=record.decider)
-    try:
-        own = attach(found, spec, plan, decider)
-        own.unchecked = True
-        put_on(found, own)
-        yield
-    finally:
-        if record is None:
-            detach(base)
-        else:
-            take_off(base, vars(base)[RECORD])
-            vars(base)[RECORD] = record
-            if was_enabled:
-                put_on(found, record)
+    with paused(base):
+        if record is not None:
+            vars(base)[RECORD] = Installation(spec, plan, before=record.before, decider=record.decider)
+        try:
+            own = attach(found, spec, plan, decider)
+            own.unchecked = True
+            put_on(found, own)
+            yield
+        finally:
+            if record is None:
+                detach(base)
+            else:
+                take_off(base, vars(base)[RECORD])
+                vars(base)[RECORD] = record
 
 
 def adopt(found: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> None:
