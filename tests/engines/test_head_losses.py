@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 
 import pytest
 import torch
-from helpers.heads import HIDDEN, TOKENS, WORDS, differentiate, error, labels_for, lazy, loss_of, toy
+from helpers.heads import HIDDEN, TOKENS, WORDS, differentiate, labels_for, lazy, loss_of, toy
 from helpers.steps import assert_near
 from torch import nn
 from torch.nn import functional
@@ -103,24 +102,6 @@ def test_losses_stay_in_chunks(name, head, chunk, whole):
     assert not whole
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_in_16_bits_are_hardly_worse(name, whole):
-    """Errors in 16 bits are at most 1.5 times those of a plain head.
-
-    The weight's gradient is rounded for each chunk and again for the sum, and so are contributions of single rows. If a
-    plain head rounds only that gradient, this is up to sqrt(2) times its error. Few values need several draws.
-    """
-    gaps = []
-    for seed in range(8):
-        head, hidden = toy(torch.bfloat16, seed=seed)
-        exact = copy.deepcopy(head).float(), hidden.detach().float().requires_grad_()
-        truth = differentiate(LOSSES[name], PLAIN, *exact)
-        gaps.append([error(truth, differentiate(LOSSES[name], make, head, hidden)) ** 2 for make in (PLAIN, lazy)])
-    plain, ours = (sum(parts) ** 0.5 for parts in zip(*gaps, strict=True))
-    assert 0 < ours <= 1.5 * plain
-    assert not whole
-
-
 def test_gradients_in_float16_are_computed_with_the_scale_of_the_loss(whole):
     """Without the scale, the gradients of rare words would be zero."""
     head, hidden = toy(torch.float16, tokens=(4, 64))
@@ -189,17 +170,15 @@ def test_frozen_heads_and_detached_logits_have_no_graph(whole):
 
 def test_what_is_known_needs_no_values(whole):
     head, hidden = toy()
-    logits, plain = lazy(head, hidden), head(hidden)
     for ask in (
         lambda x: (x.shape, x.size(-1), x.dim(), x.dtype, x.device, x.numel(), len(x), x.nbytes, x.requires_grad),
         lambda x: (torch.is_floating_point(x), torch.numel(x), x.is_leaf, x.is_contiguous(), x.stride()),
         lambda x: (x.bfloat16().dtype, x.to(x.device).dtype, x[0].shape, x[..., :2, :].shape),
         lambda x: torch.log_softmax(x.bfloat16(), -1, torch.float32).dtype,
+        lambda x: x[:, :-1].argmax(dim=-1).tolist(),
     ):
-        assert ask(logits) == ask(plain)
-    with torch.no_grad():
-        assert torch.equal(logits[:, :-1].argmax(dim=-1), plain[:, :-1].argmax(-1))
-    assert "computed=False" in repr(logits)
+        assert ask(lazy(head, hidden)) == ask(head(hidden))
+    assert "computed=False" in repr(lazy(head, hidden))
     assert not whole
 
 
@@ -264,13 +243,8 @@ def _change_after_part(logits):
 
 
 def _change_below_autograd(logits):
-    class Changes(Doubled):
-        @staticmethod
-        def forward(ctx, given):
-            with torch._C.DisableTorchFunctionSubclass():
-                return given.mul_(2)
-
-    return Changes.apply(logits)
+    with torch._C.DisableTorchFunctionSubclass():
+        logits.mul_(2)
 
 
 @pytest.mark.parametrize("work", [_change_part, _change_after_part, _change_below_autograd])
@@ -283,22 +257,16 @@ def test_changes_in_place_that_cannot_be_followed_are_refused(work):
 
 def test_logits_after_the_optimizers_step_are_refused():
     head, hidden = toy()
-    logits, used = lazy(head, hidden), lazy(head, hidden)
-    used.exp()
-    loss_of()(logits).backward()
-    after = logits.softmax(-1)  # still this forward's logits after backward
-    torch.testing.assert_close(after, head(hidden).softmax(-1))
-    late = lazy(head.requires_grad_(False), hidden)
+    used, late = lazy(head, hidden), lazy(head.requires_grad_(False), hidden)
+    expected = used.exp()
     loss = loss_of()(late)
-    torch.optim.SGD([head.weight], lr=0.1).zero_grad()
     with torch.no_grad():
         head.weight.add_(1)
-    for use in (lambda: late.argmax(-1), lambda: late.exp(), lambda: loss_of(reduction="none")(late)):
+    for use in (torch.argmax, torch.exp, loss_of(reduction="none")):
         with pytest.raises(HfCkptError, match="parameters of the head had changed"):
-            use()
+            use(late)
     loss.backward()  # its gradients were computed in the forward
-    assert torch.equal(logits.softmax(-1), after)
-    assert torch.equal(used.softmax(-1), after)
+    assert torch.equal(used.exp(), expected)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -326,14 +294,15 @@ def test_the_peak_falls(dtype, tokens, size, trained, least, whole):
     for make in (PLAIN, lambda head, hidden: lazy(head, hidden, "auto")):
         head.weight.grad = hidden.grad = None
         with LiveBytes(head, {"hidden": hidden, "labels": labels}) as live:
-            functional.cross_entropy(make(head, hidden * 1).float().view(-1, 32000), labels).backward()
+            logits = make(head, hidden * 1)  # alive, as in the outputs of a model
+            functional.cross_entropy(logits.float().view(-1, 32000), labels).backward()
             peaks.append(live.peak_bytes - live.start_bytes)
     assert peaks[0] > tokens * 32000 * (dtype.itemsize + 4)
     assert peaks[0] >= least * peaks[1], peaks
     assert not whole
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["plain", "autocast"])
+@pytest.mark.parametrize("autocast", [False, True])
 def test_nothing_stays_alive(autocast, whole):
     """Gradients are computed before the backward, but freed with the loss, even with the garbage collector off."""
     head, hidden = toy(tokens=(4, 256))
@@ -342,7 +311,7 @@ def test_nothing_stays_alive(autocast, whole):
     gc.disable()
     try:
         with LiveBytes(head, {"hidden": hidden, "labels": labels}) as live:
-            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 logits = lazy(head, hidden * 1, 64)
                 loss = functional.cross_entropy(logits.float().view(-1, WORDS), labels)
             assert live.current_bytes - live.start_bytes < logits.nbytes

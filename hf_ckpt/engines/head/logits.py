@@ -49,13 +49,7 @@ DESCRIBING = frozenset(
 
 
 def tokens_per_chunk(asked: int | str, tokens: int, *, trained: bool) -> int:
-    """Return the number of tokens in a chunk of the head.
-
-    Args:
-        asked: the number that the user set, or `auto`.
-        tokens: number of tokens that need logits.
-        trained: whether the head has trained parameters.
-    """
+    """Return the number of tokens in a chunk: `asked`, or for `auto` what suits this many `tokens` that need logits."""
     if isinstance(asked, int):
         return asked
     piece = -(-tokens // AUTO_PIECES)
@@ -92,7 +86,7 @@ def chunked(
     if hidden.shape[:-1].numel() <= tokens:
         return run(hidden)
     call = HeadCall(module, run, hidden, tokens, report)
-    return in_graph(Logits(call, hidden, (), call.like, []))
+    return Logits.make(call, hidden, (), call.like, [], graph=True)
 
 
 class Logits(torch.Tensor):
@@ -111,21 +105,27 @@ class Logits(torch.Tensor):
     """Logits of no tokens, [0, vocabulary], with the type and device of these."""
     shared: Shared
     """Computed values of all logits that would share memory with these, with their in-place versions then."""
-    node: Any
-    """Their `grad_fn` when they were made; None without a graph."""
     computed: torch.Tensor | None
     """All values, once something has needed them; else None."""
 
-    @staticmethod
-    def __new__(
-        cls: Any, call: HeadCall, hidden: torch.Tensor, operations: Operations, like: torch.Tensor, shared: Shared
+    @classmethod
+    def make(
+        cls,
+        call: HeadCall,
+        hidden: torch.Tensor,
+        operations: Operations,
+        like: torch.Tensor,
+        shared: Shared,
+        graph: bool,
     ) -> Logits:
-        """Make logits without a graph."""
+        """Make logits; with the place of plain logits in autograd's graph, if `graph`."""
         shape = (*hidden.shape[:-1], like.shape[-1])
-        made: Logits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        made.call, made.hidden, made.operations, made.like, made.shared = call, hidden, operations, like, shared
-        made.node = made.computed = None
-        return made
+        logits: Logits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        logits.call, logits.hidden, logits.operations = call, hidden if graph else hidden.detach(), operations
+        logits.like, logits.shared, logits.computed = like, shared, None
+        work = logits.work(lambda values: values)
+        # The function returns the same object, with a graph.
+        return InChunks.apply(call, work, lambda: logits, hidden, *call.parameters) if graph else logits  # type: ignore
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Logits(shape={tuple(self.shape)}, dtype={self.dtype}, computed={self.computed is not None})"
@@ -136,14 +136,14 @@ class Logits(torch.Tensor):
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that get gradients from these logits: hidden states and parameters of the head."""
-        if self.node is None or not torch.is_grad_enabled():
+        if self.grad_fn is None or not torch.is_grad_enabled():
             return (self.hidden.detach(),)
         return (self.hidden, *self.call.parameters)
 
     def in_its_place(self) -> bool:
         """Whether gradients go straight to `hidden`, without another autograd function in between."""
         with compat.torch.without_torch_function():
-            return self.grad_fn is self.node
+            return self.grad_fn is None or self.grad_fn.name() == "InChunksBackward"
 
     def work(self, function: Callable[..., torch.Tensor], beside: torch.Tensor | None = None) -> Work:
         """Make a function that applies `function` to the values of a chunk, and to its rows of `beside` if given.
@@ -201,9 +201,8 @@ class Logits(torch.Tensor):
         if operation is not None:  # its result has memory of its own
             with torch.no_grad():
                 operations, like, shared = (*operations, operation), operation(like), []
-        graph = graph and self.node is not None and torch.is_grad_enabled()
-        logits = Logits(self.call, hidden if graph else hidden.detach(), operations, like, shared)
-        return in_graph(logits) if graph else logits
+        graph = graph and self.grad_fn is not None and torch.is_grad_enabled()
+        return Logits.make(self.call, hidden, operations, like, shared, graph)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -260,16 +259,6 @@ def _on_values(func: Any, args: Any, kwargs: Any, values: Callable[[Logits], tor
         return value
 
     return func(*map(computed, args), **{key: computed(value) for key, value in kwargs.items()})
-
-
-def in_graph(logits: Logits) -> Logits:
-    """Give logits that were just made the place of plain logits in autograd's graph."""
-    work = logits.work(lambda values: values)
-    placed: Logits = InChunks.apply(  # type: ignore[no-untyped-call]
-        logits.call, work, lambda: logits, logits.hidden, *logits.call.parameters
-    )
-    placed.node = placed.grad_fn
-    return placed
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
