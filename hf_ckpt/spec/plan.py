@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from hf_ckpt.errors import PlanMismatchError, shown
 from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, Action
 from hf_ckpt.spec.files import YAML_SUFFIXES, read_values, refuse_unwritable, write_text
-from hf_ckpt.spec.reading import OPTIONS, READERS, one_of, read_keys, whole
+from hf_ckpt.spec.reading import OPTIONS, READERS, one_of, read_keys
 from hf_ckpt.units import format_bytes, format_seconds
 
 FORMAT_VERSION = 1
@@ -78,15 +77,8 @@ class Prediction:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
         """Read the dict that `to_dict` returns. Raises `KeyError`, `TypeError` or `ValueError` if it is invalid."""
-        parts = tuple((str(name), whole(0)(size)) for name, size in data["parts"].items())
-        counts = {key: whole(0)(data[key]) for key in ("peak_bytes", "tokens")}
-        if data.get("budget_bytes") is not None:
-            counts["budget_bytes"] = whole(0)(data["budget_bytes"])
-        device, seconds = data.get("device", ""), data["step_seconds"]
-        # Converted, because YAML reads 2e-05 as a text.
-        if not isinstance(device, str) or isinstance(seconds, bool) or not 0 <= float(seconds) < math.inf:
-            raise ValueError(f"its device is {shown(device)} and its step takes {shown(seconds)} seconds")
-        return cls(**{**data, **counts, "parts": parts, "step_seconds": float(seconds)})
+        seconds = float(data["step_seconds"])  # YAML reads 2e-05 as a text
+        return cls(**{**data, "parts": tuple(data["parts"].items()), "step_seconds": seconds})
 
 
 @dataclasses.dataclass(frozen=True)
