@@ -135,19 +135,10 @@ TRAINING = {
     "tf32": False,
     "attn_implementation": "sdpa",
 }
-LORA = {
-    "adapter": "lora",
-    "lora_r": 4,
-    "lora_alpha": 8,
-    "lora_dropout": 0.05,
-    "lora_target_linear": True,
-    **{f"lora_{part}_kernel": False for part in ("mlp", "qkv", "o", "embedding")},  # they need a GPU
-}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True], ids=["full fine-tuning", "lora"])
-def test_its_command_trains_with_the_plan(tmp_path, lora):
+def test_its_command_trains_with_the_plan(tmp_path):
     pytest.importorskip("axolotl")
     tiny_model("llama", layers=4).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
@@ -155,7 +146,7 @@ def test_its_command_trains_with_the_plan(tmp_path, lora):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     losses = {}
     for name, more in {"with": CONFIG, "without": {}}.items():
-        training = {**TRAINING, **(LORA if lora else {}), **more, "output_dir": name}
+        training = {**TRAINING, **more, "output_dir": name}
         (tmp_path / "train.yaml").write_text(yaml.safe_dump(training))
         words = ("-m", "axolotl.cli.train", "train.yaml")
         done = python(*words, cwd=tmp_path, extra={"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1"})
@@ -165,7 +156,5 @@ def test_its_command_trains_with_the_plan(tmp_path, lora):
         logged = json.loads(state.read_text())["log_history"]
         losses[name] = [(row["loss"], row["grad_norm"]) for row in logged if "loss" in row]
     assert len(losses["with"]) == len(losses["without"]) == 3
-    if lora:  # adapters are initialised before the seed is set, so trainings differ
-        losses = {name: [found[0][0]] for name, found in losses.items()}
     assert losses["with"] == losses["without"]
     assert '"action": "full"' in (tmp_path / "with" / "hf_ckpt_metrics.jsonl").read_text()

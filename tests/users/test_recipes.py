@@ -9,14 +9,13 @@ import subprocess
 import warnings
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 import yaml
 from helpers.scripts import RECIPES, ROOT, complaints, launch, metrics
 from helpers.sparing import sparing
 from helpers.steps import input_gradient_hooks
-from transformers import EvalPrediction, TrainingArguments
+from transformers import TrainingArguments
 
 from hf_ckpt.models.tiny import byte_tokenizer
 from hf_ckpt.spec.reading import POLICIES
@@ -240,21 +239,3 @@ def test_labels_are_files_or_names(recipes, write):
     assert list(rows["mood"]) == [0, 1, 0]
     with pytest.raises(SystemExit, match="no column 'label'"):
         recipe.load_labelled(recipe.LabelledDataArguments(train_file=files))
-
-
-def test_the_target_of_a_line_is_the_next_line(recipes, write):
-    recipe = recipes("seq2seq_t5")
-    rows = recipe.load_pairs(recipe.PairArguments(train_file=write(a_txt="one\ntwo\nthree\n")))
-    assert list(zip(rows["text"], rows["target"], strict=True)) == [("one", "two"), ("two", "three")]
-    with pytest.raises(SystemExit, match="no column 'target', only text, summary"):
-        recipe.load_pairs(recipe.PairArguments(train_file=write(b_csv="text,summary\nlong,short\n")))
-
-
-def test_word_overlap(recipes):
-    tokenizer = byte_tokenizer()
-    made, wanted = tokenizer(["a b c d", "x y"])["input_ids"], tokenizer(["a b e f", "x y"])["input_ids"]
-    made, wanted = (
-        numpy.array([ids + [fill] * (9 - len(ids)) for ids in rows]) for rows, fill in ((made, 0), (wanted, -100))
-    )
-    score = recipes("seq2seq_t5").word_overlap(tokenizer)(EvalPrediction(predictions=made, label_ids=wanted))
-    assert score == {"word_overlap": pytest.approx((0.5 + 1.0) / 2)}
