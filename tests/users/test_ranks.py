@@ -173,17 +173,15 @@ def test_the_trainer_under_ddp_ends_with_the_weights_it_has_without_checkpointin
 
 
 @pytest.mark.parametrize("name", ["ours"])
-def test_accelerates_fsdp2_trains_saves_and_loads_a_model_with_a_plan(ranks: Results, name: str) -> None:
+def test_accelerates_fsdp2_trains_a_model_with_a_plan(ranks: Results, name: str) -> None:
     for found in each_rank(ranks, name):
         assert found["is_fsdp2"]
         assert found["enabled"]
         assert found["units"].count("FSDPLlamaDecoderLayer") == LAYERS
         assert "FSDPCheckpointWrapper" not in found["units"]
-        assert found["recomputed"] == dict.fromkeys(Case("fsdp2").blocks(), 3)
-        assert found["calls"] == dict.fromkeys(Case("fsdp2").blocks(), 6)
+        assert found["recomputed"] == dict.fromkeys(Case("fsdp2").blocks(), 1)
+        assert found["calls"] == dict.fromkeys(Case("fsdp2").blocks(), 2)
         assert found["same_keys"]
-        assert "pytorch_model_fsdp_0" in found["state_files"]
-        assert found["shards"] == 2
 
 
 @pytest.mark.parametrize("name", ["theirs", "both"])
