@@ -44,63 +44,32 @@ def has_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:
     return any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
 
 
-_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-"""Known optimizers -> how many parameters they had when they were last remembered."""
-_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
-"""Optimizers that have stepped while steps were watched -> whether they had state before the first of these steps."""
-_optimizer_changes = 0
+_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def remember_optimizer(optimizer: object) -> None:
     """Let `optimizers_of` find an optimizer as long as it exists. A wrapper is replaced by its inner optimizer."""
-    global _optimizer_changes
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return
-    parameters = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _optimizers.get(optimizer) != parameters:
-        _optimizers[optimizer] = parameters
-        _optimizer_changes += 1
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _optimizers.add(optimizer)
 
 
-def optimizer_changes() -> int:
-    """Return a number that grows when an optimizer becomes known, first steps, or has other parameters than before."""
-    return _optimizer_changes
+def call_before_optimizers(before: Callable[[torch.optim.Optimizer], None]) -> RemovableHandle:
+    """Call a function before every optimizer step of the process, until the handle is removed."""
+    return register_optimizer_step_pre_hook(lambda optimizer, *_: None if is_compiling() else before(optimizer))
 
 
 def call_around_optimizers(before: Callable[[], None], after: Callable[[], None]) -> list[RemovableHandle]:
     """Call two functions before and after every optimizer step of the process, until the handles are removed."""
     return [
-        register_optimizer_step_pre_hook(lambda *_: None if is_compiling() else before()),
+        call_before_optimizers(lambda _: before()),
         register_optimizer_step_post_hook(lambda *_: None if is_compiling() else after()),
     ]
 
 
-def remember_optimizers_that_step() -> RemovableHandle:
-    """Remember every optimizer of the process at its next step, until the returned handle is removed.
-
-    A model does not refer to its optimizer, and hand-written loops do not pass it to any library.
-    """
-    return register_optimizer_step_pre_hook(_remember_stepping)
-
-
-def _remember_stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    global _optimizer_changes
-    if not is_compiling():
-        remember_optimizer(optimizer)
-        if optimizer not in _stepped:
-            _stepped[optimizer] = bool(optimizer.state)
-            _optimizer_changes += 1
-
-
-def came_with_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer had state before the first step that was watched, for example from a checkpoint."""
-    return _stepped.get(optimizer, False)
-
-
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Return the known optimizers that update parameters of `model`: see `remember_optimizer`."""
-    known = [optimizer for reference in _optimizers.keyrefs() if (optimizer := reference()) is not None]
+    known = list(_optimizers)
     mine = {id(parameter) for parameter in model.parameters() if parameter.requires_grad} if known else set()
     return [
         optimizer

@@ -14,11 +14,6 @@ from hf_ckpt.spec.actions import KEEP, Action
 from hf_ckpt.spec.plan import Block, Plan, Prediction
 from hf_ckpt.units import format_bytes
 
-OPTIMIZER_HINT = (
-    "the optimizer's step is the peak, whatever blocks do: LoRA, an optimizer with a smaller state or without "
-    "temporary copies (`fused=True`), or weights sharded over more devices"
-)
-
 
 def plan_within(ways: Sequence[Costs], budget_bytes: int, device: str = "") -> Plan:
     """The fastest plan whose predicted peak is at most `budget_bytes`.
@@ -42,17 +37,6 @@ def choice_within(ways: Sequence[Costs], budget_bytes: int) -> tuple[Costs, Choi
     if not choices:
         raise _infeasible(min(ways, key=lowest_peak), budget_bytes)
     return min(choices, key=lambda way: step_nanoseconds(*way))
-
-
-def plan_of_least(ways: Sequence[Costs], budget_bytes: int | None = None, device: str = "") -> Plan:
-    """The fastest of the plans with the lowest peak, which can be that of the optimizer's step or of the head.
-
-    Args:
-        ways: the candidates to plan with.
-        budget_bytes: the peak that was allowed, for the plan's record.
-        device: name of the row whose speed was assumed.
-    """
-    return plan_of(*choice_within(ways, peak_of_least(ways)), budget_bytes, device)
 
 
 def peak_of_least(ways: Sequence[Costs]) -> int:
@@ -116,18 +100,6 @@ def _pairs(costs: Costs, choice: Choice) -> Iterator[tuple[Block, Action]]:
             yield from ((block, action) for block in call.blocks)
 
 
-def above_budget(prediction: Prediction) -> str:
-    """What fills a predicted peak above the budget, and what would lower it."""
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in prediction.parts if size)
-    where = next((name for name, _ in prediction.parts if name.startswith("temporary in ")), "")
-    ways = "smaller batches or shorter sequences"
-    if "optimizer" in where:
-        ways = OPTIMIZER_HINT
-    elif "head" in where:
-        ways = f'{ways}, or the head in chunks ("head": "auto")'
-    return f"{parts}. What would lower it: {ways}"
-
-
 def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
     """The error for a budget below the lowest peak of `costs`."""
     lowest = fastest(costs, lowest_peak(costs))
@@ -143,8 +115,11 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
             f"weights {format_bytes(weights)}, optimizer state {format_bytes(static.optimizer)} and gradients "
             f"{format_bytes(static.gradients)} alone need more: use {ways}, or shard them over more devices"
         ]
-    elif static.beside > budget_bytes:
-        hints = [OPTIMIZER_HINT]
+    elif "optimizer" in course.worst.label:
+        hints = [
+            "the optimizer's step is the peak, whatever blocks do: LoRA, an optimizer with a smaller state or without "
+            "temporary copies (`fused=True`), or weights sharded over more devices"
+        ]
     else:
         hints = ["a smaller batch with as many more accumulated steps, or shorter sequences"]
     if course.is_heads:

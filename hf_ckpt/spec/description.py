@@ -58,8 +58,7 @@ class Description:
     """Under `budget` and `auto`: the batch shape that a plan was made for, in words -> the plan. A smaller batch
     may use it, too; `plan` is that of the last batch."""
     measuring: str | None = None
-    """Under `budget` and `auto`, why `plan` is not the plan of the run yet, and how many steps are left; None if it is.
-    """
+    """Under `budget` and `auto`, why `plan` is not the plan of the run yet; None if it is."""
     costs: tuple[tuple[str, int, float | None], ...] = ()
     """Under `budget` and `auto`, measurements of a block of the most common kind under each action: (action, bytes
     kept, time of forward and backward as a share of that under `full`; None if it was not timed)."""

@@ -11,8 +11,6 @@ saving:
 | `memory/reserved_gib` | GiB | the most that the allocator reserved on the device; on accelerators only |
 | `memory/head_gib` | GiB | output of the head (logits), if a head was found; loss and gradient need a multiple |
 | `memory/predicted_gib` | GiB | the largest predicted peak of the plans in the window; only with `budget` and `auto` |
-| `memory/prediction_error` | 1 | measured over predicted peak, minus 1; on accelerators, whose meter counts tensors |
-| `plan/bucket` | tokens | size of the batch that the last step's plan was made for; only with `budget` and `auto` |
 | `time/step_s` | s | wall time of a step with its data loading, on the slowest rank |
 | `time/tokens_per_s` | 1/s | tokens in `input_ids` of all ranks; `time/samples_per_s` if inputs cannot be read |
 | `ckpt/mismatch` | checks | checks that found a block whose backward did not get what its forward saved |
@@ -24,7 +22,6 @@ import contextlib
 import json
 import logging
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +33,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
 from hf_ckpt.attach.record import Installation, installation
-from hf_ckpt.console import make_console, print_beside_bars
+from hf_ckpt.console import print_beside_bars
 from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.errors import NoBlocksError, OwnerConflictError, PlanLostError
 from hf_ckpt.logs import warn_once
@@ -45,10 +42,9 @@ from hf_ckpt.measure.memory import PeakMeter
 from hf_ckpt.models.blocks import base_model, find_blocks, head_module
 from hf_ckpt.spec.files import append_line
 from hf_ckpt.spec.plan import Plan
-from hf_ckpt.training.guard import runs_again
 from hf_ckpt.training.session import Planned
 from hf_ckpt.training.watch import Watch
-from hf_ckpt.units import GIB, format_bytes, format_percent, format_seconds, to_gib
+from hf_ckpt.units import format_bytes, to_gib
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +70,8 @@ class MemoryTimeCallback(TrainerCallback):
     Args:
         summary: print a table at the end of the training.
         check_every: for a model that hf_ckpt does not checkpoint (transformers itself does, for example): in every n-th
-            step, check whether the backward of one block gets what its forward saved. Blocks take turns. 0 checks
-            nothing. Under a plan of hf_ckpt, the spec's `check_every` applies instead.
+            training forward, check whether the backward of one block gets what its forward saved. Blocks take turns. 0
+            checks nothing. Under a plan of hf_ckpt, the spec's `check_every` applies instead.
         on_mismatch: what happens if such a check finds a difference: `warn`, or `raise` to stop the run before the
             optimizer steps.
 
@@ -96,12 +92,10 @@ class MemoryTimeCallback(TrainerCallback):
         self._clock = TrainingClock()
         self._meter: PeakMeter | None = None
         self._checked = False
-        self._watch = Watch(self.check_every, self.on_mismatch) if self.check_every else None
-        """Checks a model that hf_ckpt does not checkpoint."""
         self._mismatches = 0
         """Number of checks that found a difference before the window."""
         self._windows: list[Metrics] = []
-        self._counts = _Counts()
+        self._counts = _Counts(Watch(self.check_every, self.on_mismatch) if self.check_every else None)
         self._written: list[Plan] = []
         """The plans that were written to the metrics file."""
         self._begin_window()
@@ -109,9 +103,9 @@ class MemoryTimeCallback(TrainerCallback):
     def _begin_window(self) -> None:
         self._peak: float | None = None
         self._reserved: float | None = None
+        self._predicted: float | None = None
+        """The largest predicted peak of the plans in the window."""
         self._counts.tokens = self._counts.head_bytes = 0
-        self._used: list[Planned] = []
-        """The plans of the window's micro-steps, the latest one last."""
 
     # --- events, which the Trainer calls ---
 
@@ -133,6 +127,8 @@ class MemoryTimeCallback(TrainerCallback):
                 "hf_ckpt is installed on this model, but not enabled: pass activation_checkpointing=True (formerly "
                 "gradient_checkpointing=True) to TrainingArguments, or call model.gradient_checkpointing_enable()."
             )
+        if record is not None:
+            self._counts.watch = None  # the record has its own
         is_on = record is not None and record.enabled and not record.measuring
         self._write(
             args,
@@ -149,27 +145,59 @@ class MemoryTimeCallback(TrainerCallback):
 
         Raises `PlanLostError` if a planned block has lost its checkpointing function.
         """
-        record = _record(kwargs["model"])
-        if record is not None:
-            if not self._checked:
-                self._checked = True
-                lost = lost_blocks(kwargs["model"])
-                if lost:
-                    raise PlanLostError(lost)
-        elif self._watch is not None:
-            self._counts.watch = self._watch_forward
+        if not self._checked:
+            self._checked = True
+            lost = () if _record(kwargs["model"]) is None else lost_blocks(kwargs["model"])
+            if lost:
+                raise PlanLostError(lost)
         if self._clock.running_since is None and self._meter is not None:
             self._meter.reset()
             self._clock.resume()
 
     def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Record a plan that was made for a micro-step."""
-        self._note_plan(args, state, kwargs["model"])
+        """Write each plan of `budget` or `auto` to the metrics file once; warn if torch.compile prevents a part."""
+        record = _record(kwargs["model"])
+        if record is None or not record.enabled:
+            return
+        planned: Planned | None = record.planned
+        if record.spec.is_planned and planned is None:
+            warn_once(
+                log,
+                "`policy: %s` saw no forward to plan for (torch.compile hides it), so every block is recomputed. Give "
+                "it a plan of `hf-ckpt plan`, compile regions only, or run one batch before training in "
+                "`with torch.compiler.set_stance('force_eager')`.",
+                record.spec.policy,
+            )
+        if record.heads.in_graph:
+            warn_once(log, "hf_ckpt: the head is not run in chunks, because torch.compile has it in a graph.")
+        if record.compiled_by_others():
+            warn_once(
+                log,
+                'hf_ckpt: `compile: "blocks"` has no effect, because the model, or a part of it that holds the '
+                "blocks, is compiled as a whole by something else, which decides what is kept. Leave `torch_compile` "
+                "(or accelerate's dynamo settings) out, and hf_ckpt compiles the blocks.",
+            )
+        if planned is None or planned.measures:
+            return
+        prediction = planned.plan.prediction
+        self._predicted = _largest(self._predicted, None if prediction is None else prediction.peak_bytes)
+        if any(planned.plan is plan for plan in self._written):
+            return
+        self._written.append(planned.plan)
+        self._write(
+            args,
+            state,
+            "plan",
+            batch=str(planned.shape),
+            limit_bytes=planned.limit_bytes,
+            plan=planned.plan.to_dict(),
+            actions=[dict(zip(("action", "kept_bytes", "time"), row, strict=True)) for row in planned.costs],
+        )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step, and record a plan that was made in it."""
         self._clock.steps += 1
-        self._note_plan(args, state, kwargs["model"])
+        self.on_substep_end(args, state, control, **kwargs)
         if not control.should_log:  # otherwise `on_log` follows, and waits for the accelerator
             self._pause_for_others(control)
 
@@ -218,54 +246,6 @@ class MemoryTimeCallback(TrainerCallback):
         place = flow[0] + 1 if flow else 0
         handler.callbacks[:] = [*others[:place], self, *others[place:]]
 
-    def _watch_forward(self, running: nn.Module) -> None:
-        """Notify the watch of a forward that is about to begin, of a plain or wrapped model."""
-        try:
-            if self._watch is not None:
-                self._watch.on_forward(base_model(running), None, running)
-        except (NoBlocksError, OwnerConflictError):  # nothing to check
-            self._watch = None
-
-    def _note_plan(self, args: Any, state: TrainerState, model: nn.Module) -> None:
-        """Write each plan of `budget` or `auto` to the metrics file once; warn if torch.compile prevents a part."""
-        record = _record(model)
-        if record is None or not record.enabled:
-            return
-        planned: Planned | None = record.planned
-        if record.spec.is_planned and planned is None:
-            warn_once(
-                log,
-                "`policy: %s` saw no forward to plan for (torch.compile hides it), so every block is recomputed. Give "
-                "it a plan of `hf-ckpt plan`, compile regions only, or run one batch before training in "
-                "`with torch.compiler.set_stance('force_eager')`.",
-                record.spec.policy,
-            )
-        if record.heads.in_graph:
-            warn_once(log, "hf_ckpt: the head is not run in chunks, because torch.compile has it in a graph.")
-        if record.compiled_by_others():
-            warn_once(
-                log,
-                'hf_ckpt: `compile: "blocks"` has no effect, because the model, or a part of it that holds the '
-                "blocks, is compiled as a whole by something else, which decides what is kept. Leave `torch_compile` "
-                "(or accelerate's dynamo settings) out, and hf_ckpt compiles the blocks.",
-            )
-        if planned is None or planned.measures:
-            return
-        self._used = [*(used for used in self._used if used is not planned), planned]
-        if any(planned.plan is plan for plan in self._written):
-            return
-        self._written.append(planned.plan)
-        self._write(
-            args,
-            state,
-            "plan",
-            batch=str(planned.shape),
-            limit_bytes=planned.limit_bytes,
-            bias_bytes=planned.bias_bytes,
-            plan=planned.plan.to_dict(),
-            actions=[dict(zip(("action", "kept_bytes", "time"), row, strict=True)) for row in planned.costs],
-        )
-
     def _pause_for_others(self, control: TrainerControl) -> None:
         """If evaluation, saving or the end follows, exclude its time and memory from the window."""
         others = control.should_evaluate or control.should_save or control.should_training_stop
@@ -286,63 +266,42 @@ class MemoryTimeCallback(TrainerCallback):
         seconds, steps = self._clock.take()
         if self._clock.running_since is not None:
             self._read_meter()
-        record, used = _record(model), self._used
-        planned = record is not None and record.enabled and bool(record.regions)
-        predicted = _largest(*(plan.plan.prediction.peak_bytes for plan in used if plan.plan.prediction))
-        comparable = self._meter.exact and predicted is not None and self._peak is not None
-        ranks = compat.distributed.of_all_ranks(
-            {
-                "peak": self._peak,
-                "reserved": self._reserved,
-                "head": self._counts.head_bytes or None,
-                "seconds": seconds,
-                "tokens": self._counts.tokens or None,
-                "predicted": predicted,
-                "mismatches": self._take_mismatches(record),
-                "above": (self._peak or 0.0) - (predicted or 0.0) if comparable else None,
-            }
-        )
+        record = _record(model)
+        watch = self._counts.watch if record is None else record.watch
+        mismatches = None
+        if watch is not None and watch.report().checks:
+            before, self._mismatches = self._mismatches, len(watch.differences)
+            mismatches = max(0, self._mismatches - before)
+        own = (self._peak, self._reserved, self._counts.head_bytes or None, self._predicted, seconds)
+        ranks = compat.distributed.of_all_ranks((*own, self._counts.tokens or None, mismatches))
+        peak, reserved, head, predicted, slowest = (_largest(*values) for values in list(zip(*ranks, strict=True))[:5])
+        tokens, found = (_sum(*values) for values in list(zip(*ranks, strict=True))[5:])
         self._begin_window()
         self._meter.reset()
-        if not steps or not seconds:
+        if not steps or not slowest:
             return None
-        found = {key: _over(ranks, key, sum if key in ("tokens", "mismatches") else max) for key in ranks[0]}
-        slowest = found["seconds"] or seconds
         samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * steps
         metrics: Metrics = {
-            "memory/peak_gib": to_gib(found["peak"]),
-            "memory/reserved_gib": to_gib(found["reserved"]),
-            "memory/head_gib": to_gib(found["head"]),
-            **({"plan/bucket": float(used[-1].shape.tokens)} if used else {}),
+            "memory/peak_gib": to_gib(peak),
+            "memory/reserved_gib": to_gib(reserved),
+            "memory/head_gib": to_gib(head),
+            **({"memory/predicted_gib": to_gib(predicted)} if predicted else {}),
+            "time/step_s": slowest / steps,
+            "time/tokens_per_s" if tokens else "time/samples_per_s": (tokens or samples) / slowest,
+            **({"ckpt/mismatch": found} if found is not None else {}),
         }
-        if found["predicted"]:
-            metrics["memory/predicted_gib"] = to_gib(found["predicted"])
-            metrics["memory/prediction_error"] = _share(found["above"], found["predicted"])
-        metrics["time/step_s"] = slowest / steps
-        rate = "time/tokens_per_s" if found["tokens"] else "time/samples_per_s"
-        metrics[rate] = (found["tokens"] or samples) / slowest
-        if found["mismatches"] is not None:
-            metrics["ckpt/mismatch"] = found["mismatches"]
         self._windows.append(metrics)
-        share = _share(found["head"], found["peak"])
-        if share and share > HEAD_SHARE and planned and record is not None and record.plan.head == "full":
+        planned = record is not None and record.enabled and record.regions and record.plan.head == "full"
+        if planned and head and peak and head > HEAD_SHARE * peak:
             warn_once(
                 log,
                 "hf_ckpt: the logits of %s alone are %d %% of the peak (%s), and their loss and gradient come on top, "
                 'which no policy on blocks can save. "head": "auto" takes them in chunks.',
                 type(base_model(model)).__name__,
-                round(100 * share),
-                format_bytes(round(found["head"] or 0)),
+                round(100 * head / peak),
+                format_bytes(round(head)),
             )
         return metrics
-
-    def _take_mismatches(self, record: Installation | None) -> float | None:
-        """Return how many checks of the window found a difference; None before the first check."""
-        watch = self._watch if record is None else record.watch
-        if watch is None or not watch.report().checks:
-            return None
-        before, self._mismatches = self._mismatches, len(watch.differences)
-        return float(max(0, self._mismatches - before))
 
     def _write(self, args: Any, state: TrainerState, event: str, **row: Any) -> None:
         """Append a row to the metrics file, on the first rank only; warn once if that fails."""
@@ -357,24 +316,29 @@ class MemoryTimeCallback(TrainerCallback):
 
 
 class _Counts:
-    """Tokens and the head's largest output in training forwards, counted by hooks. It is copied with the model."""
+    """Tokens and the head's largest output in training forwards, counted by hooks. It is copied with the model.
 
-    def __init__(self) -> None:
+    Args:
+        watch: checks a model that hf_ckpt does not checkpoint; None checks nothing.
+    """
+
+    def __init__(self, watch: Watch | None) -> None:
         self.tokens = 0
         self.head_bytes = 0
-        self.watch: Callable[[nn.Module], None] | None = None
-        """Called with the model at the next training forward that torch.compile does not trace."""
+        self.watch = watch
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "watch": None}
 
     def see_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the model: count the tokens of training forwards, and notify the watch of the first."""
-        if compat.torch.is_compiling() or runs_again() or not (model.training and torch.is_grad_enabled()):
+        """Forward pre-hook of the model: count the tokens of training forwards, and notify the watch of them."""
+        if compat.torch.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return
-        watch, self.watch = self.watch, None
-        if watch is not None and not compat.torch.is_replica(model):
-            watch(model)
+        if self.watch is not None and not compat.torch.is_replica(model):
+            try:
+                self.watch.on_forward(base_model(model), None, model)
+            except (NoBlocksError, OwnerConflictError):  # nothing to check
+                self.watch = None
         ids = kwargs.get("input_ids", args[0] if args else None)
         embeddings = kwargs.get("inputs_embeds")
         if isinstance(ids, torch.Tensor):
@@ -401,14 +365,9 @@ def _largest(*values: float | None) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _over(ranks: list[dict[str, float | None]], key: str, combine: Any) -> float | None:
-    """Combine the values that ranks have for a key; None if no rank has one."""
-    known = [value for rank in ranks if (value := rank[key]) is not None]
-    return combine(known) if known else None
-
-
-def _share(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole
+def _sum(*values: float | None) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _summarise(windows: list[Metrics]) -> Metrics:
@@ -422,33 +381,11 @@ def _summarise(windows: list[Metrics]) -> Metrics:
 
 
 def _print_summary(summary: Metrics, meter: PeakMeter, enabled: Installation | None) -> None:
-    """Print the figures of a training run as a table, to stderr, with the plan of an enabled installation."""
-    from rich.table import Table
-
-    def size(key: str) -> str:
-        value = summary.get(key)
-        return format_bytes(None if value is None else value * GIB)
-
-    rows = {"peak memory": f"{size('memory/peak_gib')} ({meter.source})"}
-    if summary.get("memory/predicted_gib") is not None:
-        error = summary.get("memory/prediction_error")
-        compared = "tensors alone" if error is None else f"measured against it: {format_percent(error)}"
-        rows["predicted"] = f"{size('memory/predicted_gib')} ({compared})"
-    for key, name in (("memory/reserved_gib", "reserved"), ("memory/head_gib", "head output")):
-        if summary.get(key) is not None:
-            rows[name] = size(key)
-    rows["step time, median"] = format_seconds(summary.get("time/step_s"))
-    for key, name in (("time/tokens_per_s", "tokens/s, median"), ("time/samples_per_s", "samples/s, median")):
-        rate = summary.get(key)
-        if rate is not None:
-            rows[name] = f"{rate:,.1f}"
-    rows["plan"] = "none is enabled" if enabled is None else enabled.plan.summary()
+    """Print the figures of a training run to stderr, with the plan of an enabled installation."""
+    figures = {key: f"{value:,.4g}" for key, value in summary.items() if value is not None}
+    plan = "none is enabled" if enabled is None else enabled.plan.summary()
     if enabled is not None and enabled.measuring is not None:
-        rows["plan"] = f"not made yet: {enabled.measuring}"
-    table = Table(title="hf_ckpt: this training run", show_header=False, title_justify="left")
-    for row in rows.items():
-        table.add_row(*row)
-    console = make_console(stderr=True)
-    with console.capture() as text:
-        console.print(table)
-    print_beside_bars(text.get().rstrip())
+        plan = f"not made yet: {enabled.measuring}"
+    rows = {**figures, "memory is that of": meter.source, "plan": plan}
+    lines = [f"  {name:22} {text}" for name, text in rows.items()]
+    print_beside_bars("\n".join(["hf_ckpt: this training run", *lines]))

@@ -14,14 +14,13 @@ reruns only the micro-step that failed. A plan changes no gradients, so training
 
 from __future__ import annotations
 
-import contextvars
 import copy
 import dataclasses
 import functools
 import logging
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,33 +35,12 @@ from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
 from hf_ckpt.spec.actions import ACTIONS, COMPILED, OFFLOAD
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.training.install import install_one
+from hf_ckpt.units import format_bytes
 
 log = logging.getLogger(__name__)
 
-_again: contextvars.ContextVar[bool] = contextvars.ContextVar("hf_ckpt_again", default=False)
-
-
-def runs_again() -> bool:
-    """Return whether the guard is retrying a step right now."""
-    return _again.get()
-
-
 _State = tuple[tuple[int, int], ...]
 """(id, version) of each of some tensors. If two states are equal, no tensor has changed."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Failure:
-    """An attempt at a micro-step that ran out of memory."""
-
-    error: BaseException
-    """The error, without its tracebacks, whose frames hold the activations of the step."""
-    first_line: str
-    """The first line of the error's message."""
-    trace: str
-    """The text of its traceback."""
-    gradients_changed: bool
-    weights_changed: bool
 
 
 class OomGuard:
@@ -72,9 +50,8 @@ class OomGuard:
         loss = guard(forward_and_backward, batch)  # runs forward_and_backward(batch), with retries
 
     The guard starts with the plan of `hf_ckpt.install`, or without one. After each failure, it makes the next of these
-    changes, for the rest of the training: a smaller budget (under `budget` or `auto`), `selective`, `full`,
-    hidden states in host memory, and the head in chunks. If the logits need more memory than the hidden states, the
-    head comes first.
+    changes, for the rest of the training: a smaller budget (under `budget` or `auto`), `selective`, `full`, the head in
+    chunks, and hidden states in host memory.
 
     It works in a single process. With several ranks, or under FSDP or DeepSpeed, use `policy: budget`.
 
@@ -169,66 +146,54 @@ class OomGuard:
             run, before = pending[0]
             if again:
                 before.restore()
-            result, failure = self._attempt(run, again)
-            if failure is None:
+            gradients, weights = self._gradients(), _state_of(self._trained)
+            try:
+                result = run()
                 pending = pending[1:]
                 continue
+            except Exception as raised:
+                if isinstance(raised, OutOfPlansError) or not compat.devices.is_out_of_memory(raised):
+                    raise
+                trace = "".join(traceback.format_exception(raised))
+                error = _without_frames(raised)
+            touched = gradients != self._gradients()
+            compat.devices.release_memory()
             self.attempts += 1
+            reason = ""
             # A fused optimizer does not count its changes of weights.
-            if failure.weights_changed or compat.torch.has_gradient_hooks(self._trained):
+            if weights != _state_of(self._trained) or compat.torch.has_gradient_hooks(self._trained):
                 reason = "Weights may have been changed in the backward (an optimizer inside it), so there is no retry."
-                self._give_up(failure, reason)
-            if self._earlier and failure.gradients_changed:
+            elif self._earlier and touched:
                 reason = "There were gradients before the guarded steps began, which cannot be computed again."
-                self._give_up(failure, reason)
-            self._tighten(failure)
-            again = True
-            if failure.gradients_changed:
+            first_line = str(error).partition("\n")[0].strip()
+            reason = reason or self._tighten(first_line)
+            if touched and not (reason and self._earlier):
                 self._drop_gradients()
                 pending = list(self._steps)
+            if reason:
+                log.error("hf_ckpt: out of memory for the last time:\n%s", trace)
+                self._steps.clear()
+                raise OutOfPlansError(f"{first_line} hf_ckpt: {reason}") from error
+            again = True
         return result
 
-    def _attempt(self, run: Callable[[], Any], again: bool) -> tuple[Any, _Failure | None]:
-        """Run a micro-step once. Return its result, or its failure if memory ran out. Other errors pass through."""
-        gradients, weights = self._gradients(), self._weights()
-        token = _again.set(again)
-        try:
-            return run(), None
-        except Exception as raised:
-            if isinstance(raised, OutOfPlansError) or not compat.devices.is_out_of_memory(raised):
-                raise
-            told = str(raised).partition("\n")[0].strip(), "".join(traceback.format_exception(raised))
-            error = _without_frames(raised)
-        finally:
-            _again.reset(token)
-        changed = gradients != self._gradients(), weights != self._weights()
-        compat.devices.release_memory()
-        return None, _Failure(error, *told, *changed)
-
-    def _tighten(self, failure: _Failure) -> None:
-        """Enable the next plan that needs less memory. Raises `OutOfPlansError` if there is none."""
+    def _tighten(self, error: str) -> str:
+        """Enable the next plan that needs less memory. Returns why there is none, or an empty text."""
         try:
             taken = tighten(self.model, exact=self.exact)
-        except HfCkptError as error:
-            self._give_up(failure, str(error))
+        except HfCkptError as refused:
+            return str(refused)
         if taken is None:
-            if failure.gradients_changed:
-                self._drop_gradients()
             tried = ", ".join(self.taken) or "no plan is tighter than the one installed"
-            self._give_up(
-                failure,
+            return (
                 f"no tighter plan is left (tried: {tried}). What is left to do: fewer sequences or tokens in a "
-                "micro-step, or training fewer weights. `hf-ckpt plan` shows what fills the memory.",
+                "micro-step, or training fewer weights. `hf-ckpt plan` shows what fills the memory."
             )
         self.taken.append(taken)
         record = installation(self.model)
         plan = "" if record is None else record.plan
-        log.warning("hf_ckpt: out of memory (%s). The step is run again with: %s.\n%s", failure.first_line, taken, plan)
-
-    def _give_up(self, failure: _Failure, reason: str) -> NoReturn:
-        log.error("hf_ckpt: out of memory for the last time:\n%s", failure.trace)
-        self._steps.clear()
-        raise OutOfPlansError(f"{failure.first_line} hf_ckpt: {reason}") from failure.error
+        log.warning("hf_ckpt: out of memory (%s). The step is run again with: %s.\n%s", error, taken, plan)
+        return ""
 
     def _drop_gradients(self) -> None:
         """Restore the gradients from before the first micro-step of this optimizer step: none, or zeros."""
@@ -240,12 +205,11 @@ class OomGuard:
 
     def _gradients(self) -> _State:
         """Return the state of all gradients."""
-        found = (parameter.grad for parameter in self._trained)
-        return tuple((0, 0) if gradient is None else (id(gradient), gradient._version) for gradient in found)
+        return _state_of(parameter.grad for parameter in self._trained)
 
-    def _weights(self) -> _State:
-        """Return the state of all trained weights."""
-        return tuple((id(parameter), parameter._version) for parameter in self._trained)
+
+def _state_of(tensors: Iterable[torch.Tensor | None]) -> _State:
+    return tuple((0, 0) if tensor is None else (id(tensor), tensor._version) for tensor in tensors)
 
 
 class OomGuardMixin:
@@ -289,61 +253,48 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
     Returns the change in words; None if no plan needs less.
     """
     base = base_model(model)
-    record = installation(base)
-    is_new = record is None
-    if record is None:
+    if installation(base) is None:
         install_one(base, "full" if any(map(is_on, carriers(base).values())) else "none")
-        record = installation(base)
-        assert record is not None
+    record = installation(base)
+    assert record is not None
     record.end_watch()
-    found, plan = find_blocks(base), record.plan
-    if not (record.enabled or is_new) and (plan.active() or plan.head != "full"):
+    found, plan, session = find_blocks(base), record.plan, record.session
+    if not record.enabled and (plan.active() or plan.head != "full"):
         put_on(found, record)
         return f"the installed plan (`{record.spec.policy}`)"
-    smaller_budget: str | None = None if record.session is None else record.session.lower(record)
-    if smaller_budget is not None:
-        return smaller_budget
-    plan, head = record.plan, None if exact else vocabulary_head(base)
-    head_first = False
-    if head is not None:  # whether a token's logits, their float32 copy and its gradient exceed its hidden states
-        weight: Any = head.weight
-        vocabulary, hidden = weight.shape
-        head_first = 3 * vocabulary > len(plan.actions) * hidden
+    if session is not None and record.planned is not None and session.lower(record.planned):
+        return f"a plan for {format_bytes(session.limit_bytes)}"
+    head = None if exact else vocabulary_head(base)
     next_plan = tighter_plan(
         plan,
         chunks=head is not None and "forward" not in vars(head) and compat.distributed.parameters_stay(base),
         offload=lane_of(next(base.parameters()).device) is not None,
-        head_first=head_first,
     )
     if next_plan is None:
         return None
-    plan, change = next_plan
-    adopt(found, record, spec_of(plan, record.spec), plan)
+    adopt(found, record, spec_of(next_plan[0], record.spec), next_plan[0])
     put_on(found, record)
-    return change
+    return next_plan[1]
 
 
-def tighter_plan(
-    plan: Plan, *, chunks: bool, offload: bool = True, head_first: bool = False
-) -> tuple[Plan, str] | None:
+def tighter_plan(plan: Plan, *, chunks: bool, offload: bool = True) -> tuple[Plan, str] | None:
     """The next plan that needs less memory, and its change in words; None if there is none.
 
     Each call replaces one action by the `next` of its record: `keep` by `selective`, `selective` by `full`, `full` by
-    `offload`; compiled blocks get the share 0. Blocks that keep their tensors in host memory still do. At the end, the
-    head runs in chunks.
+    `offload`; compiled blocks get the share 0. Blocks that keep their tensors in host memory still do. The head runs in
+    chunks before blocks offload: logits need more than hidden states in nearly every model.
 
     Args:
         plan: any plan.
         chunks: whether the head can run in chunks.
         offload: whether there is host memory apart from the device's.
-        head_first: whether the head runs in chunks before anything is offloaded.
     """
     kinds = {action.kind for _, action in plan.actions if action != COMPILED}  # which already keeps the least
     chunks = chunks and plan.head == "full"
     for row in ACTIONS.values():
         if row.name not in kinds or row.next is None:
             continue
-        if row.next == OFFLOAD and (not offload or (chunks and head_first)):
+        if row.next == OFFLOAD and (chunks or not offload):
             break
         replaced = {
             block: OFFLOAD if action.moved else row.next for block, action in plan.actions if action.kind == row.name

@@ -265,7 +265,7 @@ def _room_bytes(base: nn.Module, record: Installation | None, first: bool) -> in
     if planned is not None:
         prediction = planned.plan.prediction
         peak: int = max(planned.measured_bytes or 0, 0 if prediction is None else prediction.peak_bytes)
-        allowed: int = round(planned.limit_bytes * (1 - RESERVE)) - planned.bias_bytes
+        allowed: int = round(planned.limit_bytes * (1 - RESERVE))
         if peak:
             return allowed - peak
     devices = compat.distributed.devices_of_model(base)

@@ -27,7 +27,7 @@ from hf_ckpt.costs.steps import Part
 from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.question import Question
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.planner.budgets import choice_within, peak_of_least, plan_of, plan_of_least, plan_within
+from hf_ckpt.planner.budgets import choice_within, peak_of_least, plan_of
 from hf_ckpt.planner.choose import fastest
 from hf_ckpt.planner.policies import make_plan
 from hf_ckpt.planner.segments import in_segments
@@ -180,7 +180,6 @@ def test_a_plan_moves_only_what_it_has_to(costs):
         stayed = tuple(ON_DEVICE.get(action, action) for action in choice)
         faster = step_nanoseconds(chosen, stayed) <= step_nanoseconds(chosen, choice)
         assert stayed == choice or not faster or timeline(chosen, stayed).peak_bytes > budget
-    assert plan_of_least(ways) == plan_within(ways, low)
 
 
 @pytest.mark.parametrize(("limit", "inputs", "saved"), [(7, 0, 0), (8, 1, 0), (28, 3, 1), (83, 4, 2), (999, 4, 4)])

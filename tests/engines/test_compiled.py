@@ -287,9 +287,9 @@ def test_blocks_in_graphs_of_others_are_named(graphs, caplog):
     assert sum(told.forwards.values()) == 0
     assert "compiled by something else, so that no share counts: 2 blocks" in str(told)
     with caplog.at_level(logging.WARNING, "hf_ckpt"):
-        callback._note_plan(None, None, model)
+        callback.on_substep_end(None, None, None, model=model)
         assert "has no effect" not in caplog.text
-        callback._note_plan(None, None, other)
+        callback.on_substep_end(None, None, None, model=other)
     assert '`compile: "blocks"` has no effect' in caplog.text
 
 

@@ -43,7 +43,7 @@ def steady_times(monkeypatch):
     def learn_times(known, batch, step, tried):
         known.timed += 1
         known.times[None] = (0, 0, 0)
-        for kind in set(known.kinds.values()):
+        for kind in set(known.kinds[batch.state].values()):
             for number, action in enumerate(known.actions):
                 known.times[kind, action] = (1_000_000, 0, 2_000_000)
                 known.ratios[kind, action] = 1.05 if action == FULL_SELECTIVE else 0.6 + 0.05 * number

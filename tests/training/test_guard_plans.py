@@ -10,12 +10,10 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.models.tiny import tiny_model
 from hf_ckpt.spec.actions import COMPILED, Action
 from hf_ckpt.spec.plan import Block, Plan
-from hf_ckpt.training import guard
 from hf_ckpt.training.guard import tighten, tighter_plan
 
 
 def test_nothing_is_offloaded_where_there_is_no_host():
-    """On a CPU, stepping down skips offloading, which would leave more there than `segments`."""
     model = tiny_model("llama")
     hf_ckpt.install(model, {"segments": 2})
     model.gradient_checkpointing_enable()
@@ -24,70 +22,55 @@ def test_nothing_is_offloaded_where_there_is_no_host():
     assert hf_ckpt.describe(model).plan.segments()
 
 
-def test_where_the_first_plan_comes_from(monkeypatch):
-    monkeypatch.setattr(guard, "lane_of", lambda device: device)  # as if the device had host memory beside it
+def test_where_the_first_plan_comes_from(host_memory):
     stock = tiny_model("llama")
     stock.gradient_checkpointing_enable({"use_reentrant": False})
     assert tighten(stock, exact=True) == OFFLOAD  # transformers' own checkpointing was `full` already
     waiting = tiny_model("llama")
-    hf_ckpt.install(waiting, {"policy": "full", "layers": "0-1"})
+    hf_ckpt.install(waiting, {"policy": "full", "layers": "0-1", "check_every": 7, "determinism_check": "none"})
     assert "full" in tighten(waiting)
     assert hf_ckpt.describe(waiting).enabled
     assert len(hf_ckpt.describe(waiting).forwards) == 2
     assert tighten(waiting) == SELECTIVE
     spec = installation(waiting).spec
+    assert (spec.check_every, spec.determinism_check) == (7, "none")
     waiting.gradient_checkpointing_enable()  # a bare call keeps the tighter plan
     assert installation(waiting).spec == spec
     assert {action.kind for _, action in installation(waiting).plan.actions} == {"full", "selective"}
 
 
-def test_options_of_the_spec_stay():
-    model = tiny_model("llama")
-    hf_ckpt.install(model, {"policy": "selective", "check_every": 7, "determinism_check": "none"})
-    model.gradient_checkpointing_enable()
-    assert tighten(model) == FULL
-    spec = installation(model).spec
-    assert (spec.check_every, spec.determinism_check) == (7, "none")
-
-
-# --- the next plan --------------------------------------------------------------------------------------------------
-
-
-def plan_of(*actions, head="full"):
-    pairs = ((Block(f"layers.{n}", "layers", n, "Layer"), action) for n, action in enumerate(actions))
-    return Plan("llama", "Model", tuple(pairs), head=head)
-
-
 BOTH = ("linear", "attention")
-SHARE = "share 0 for compiled blocks"
+MOVED = Action("selective", BOTH, moved=True)
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize(
-    ("actions", "options", "names", "last"),
+    ("actions", "chunks", "names", "last"),
     [
-        ([Action("keep")] * 2, {"chunks": True}, [SELECTIVE, FULL, OFFLOAD, HEAD], "offload"),
-        ([Action("keep")] * 2, {"chunks": True, "head_first": True}, [SELECTIVE, FULL, HEAD, OFFLOAD], "offload"),
-        ([Action("keep"), Action("full")], {"chunks": False}, [SELECTIVE, FULL, OFFLOAD], "offload"),
-        ([Action("selective", BOTH, moved=True), Action("full")], {"chunks": False}, [OFFLOAD, OFFLOAD], "offload"),
-        ([Action("full", segment=0)] * 3, {"chunks": False}, [OFFLOAD], "offload"),
-        ([Action("offload")], {"chunks": True}, [HEAD], "offload"),
-        ([Action("offload")], {"chunks": False}, [], "offload"),
-        ([Action("compiled", share=1.0), COMPILED], {"chunks": True}, [SHARE, HEAD], "compiled (share 0)"),
+        ([Action("keep")] * 2, True, [SELECTIVE, FULL, HEAD, OFFLOAD], ["offload"] * 2),
+        ([Action("keep"), Action("full")], False, [SELECTIVE, FULL, OFFLOAD], ["offload"] * 2),
+        ([MOVED, Action("full")], False, [OFFLOAD, OFFLOAD], ["offload"] * 2),
+        ([MOVED, Action("selective", BOTH)], False, [FULL, OFFLOAD], ["offload"] * 2),
+        ([Action("full", segment=0)] * 3, False, [OFFLOAD], ["offload"] * 3),
+        ([Action("offload")], True, [HEAD], ["offload"]),
+        ([Action("offload")], False, [], ["offload"]),
+        (
+            [Action("compiled", share=1.0), COMPILED],
+            True,
+            ["share 0 for compiled blocks", HEAD],
+            ["compiled (share 0)"] * 2,
+        ),
     ],
 )
-def test_tighter_plans(actions, options, names, last):
-    plan, found = plan_of(*actions), []
-    while (step := tighter_plan(plan, **options)) is not None:
+def test_tighter_plans(actions, chunks, names, last):
+    pairs = ((Block(f"layers.{n}", "layers", n, "Layer"), action) for n, action in enumerate(actions))
+    plan, found = Plan("llama", "Model", tuple(pairs)), []
+    while (step := tighter_plan(plan, chunks=chunks)) is not None:
         assert step[0] != plan
+        if MOVED in actions and step[1] == FULL:  # what lies in host memory does not come back
+            assert [str(action) for _, action in step[0].actions] == ["offload", "full"]
         plan = step[0]
         found.append(step[1])
     assert found == names
-    assert {str(action) for _, action in plan.actions} == {last}
+    assert [str(action) for _, action in plan.actions] == last
     assert (plan.head == "auto") == (HEAD in names)
-
-
-@pytest.mark.compat
-def test_what_lies_in_host_memory_already_does_not_come_back():
-    plan, _ = tighter_plan(plan_of(Action("selective", BOTH, moved=True), Action("selective", BOTH)), chunks=False)
-    assert [str(action) for _, action in plan.actions] == ["offload", "full"]
