@@ -418,14 +418,12 @@ class Session:
     ) -> None:
         """Start to measure the step that begins now. `running` is the model whose forward begins, with its wrappers."""
         batch, optimizers = {"batch": (args, kwargs)}, compat.torch.optimizers_of(base)
-        is_compiled = self._compiles or any(map(compat.compiler.is_compiled, running.modules()))
-        if is_compiled:
+        if any(map(compat.compiler.is_compiled, running.modules())):
             self._refuse_unmeasurable()
         meter = meter_for(self._devices, base, batch, *optimizers, timed_only=planned.phase == "time")
         if not self.measured_steps:
-            number = (1 + is_compiled) * len(self._actions) + TIMED_STEPS
-            text = "hf_ckpt: %s: measuring: up to %d steps run under `%s`, but for a few blocks"
-            PLANS.info(text, self._name, number, self._least)
+            text = "hf_ckpt: %s: measuring the first steps, under `%s` but for a few blocks"
+            PLANS.info(text, self._name, self._least)
         modules = compat.compiler.outside_graphs(running, self._modules)
         self._recorder = _Recorder(base, meter, planned, tried, modules)
         self.measured_steps += 1

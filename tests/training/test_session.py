@@ -102,7 +102,7 @@ def test_a_run_is_measured_and_planned_for(caplog):
     assert real <= 1.01 * budget
     assert abs(planned.measured_bytes / real - 1) <= 0.01
     said = [record.message for record in caplog.records]
-    assert sum("measuring: up to 7 steps run under `full`" in text for text in said) == 1
+    assert sum("measuring the first steps, under `full`" in text for text in said) == 1
     assert sum("planned for 4 x 64 tokens" in text for text in said) == 1
     for words in ("measured here, for one block", "    keep: ", "  measured: peak "):
         assert words in str(described)
