@@ -6,19 +6,19 @@ import gc
 
 import pytest
 import torch
-from helpers.heads import HIDDEN, TOKENS, WORDS, differentiate, labels_for, lazy, loss_of, toy
 from helpers.steps import assert_near
 from torch import nn
 from torch.nn import functional
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_ckpt.engines.head.logits import tokens_per_chunk
+from hf_ckpt.engines.head.logits import Logits, chunked, tokens_per_chunk
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.live import LiveBytes
 
-PLAIN = nn.Module.__call__
-
-
+TOKENS, HIDDEN, WORDS = (3, 7), 8, 50
+LABELS = torch.randint(0, WORDS, TOKENS, generator=torch.Generator().manual_seed(0))
+CHOSEN = torch.rand(TOKENS, generator=torch.Generator().manual_seed(1)) > 0.3
+SOME = LABELS.masked_fill(~CHOSEN, -100)
 BIAS = torch.linspace(0, 3, WORDS).view(1, WORDS)
 
 
@@ -34,69 +34,79 @@ class Shared(nn.Module):
         return functional.linear(hidden, self.a + self.b) + self.c.sum() * BIAS
 
 
-class Doubled(torch.autograd.Function):
-    """A function with a custom gradient, which the gradients of a later loss must pass through."""
-
-    @staticmethod
-    def forward(ctx, logits):
-        return logits * 1.0
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
+def linear(bias=True):
+    return nn.Linear(HIDDEN, WORDS, bias=bias)
 
 
-class Passed(Doubled):
-    """An identity function, such as DDP adds to the outputs of a model."""
+def toy(head=None, dtype=torch.float32, tokens=TOKENS):
+    """A head, and hidden states for it."""
+    torch.manual_seed(2)
+    head = (head or linear)().to(dtype)
+    return head, torch.randn(*tokens, HIDDEN, dtype=dtype, requires_grad=True)
 
-    @staticmethod
-    def forward(ctx, logits):
-        return logits
+
+def lazy(head, hidden, chunk=4):
+    """The head's logits, in chunks."""
+    logits = chunked(head, lambda given: type(head).forward(head, given), hidden, chunk)
+    assert type(logits) is Logits
+    return logits
+
+
+def differentiate(work, logits, head, hidden):
+    """The result of `work` on logits, and its gradients."""
+    head.zero_grad(set_to_none=True)
+    hidden.grad = None
+    loss = work(logits)
+    loss.sum().backward()
+    return {"loss": loss.detach(), "hidden": hidden.grad, **{name: p.grad for name, p in head.named_parameters()}}
+
+
+def both(work, head, hidden, chunk=4):
+    """The results of `work` on the logits of a plain head and of a chunked one."""
+    return (differentiate(work, logits, head, hidden) for logits in (head(hidden), lazy(head, hidden, chunk)))
+
+
+def loss_of(labels=SOME, **options):
+    """A function of logits that calls `cross_entropy` as models do."""
+    return lambda logits: functional.cross_entropy(logits.float().view(-1, WORDS), labels.view(-1), **options)
 
 
 def selected(logits):
     """Log-probabilities of the labels, as TRL computes them in float32."""
-    chosen = logits.gather(-1, labels_for(ignored=0.0).unsqueeze(-1)).squeeze(-1)
+    chosen = logits.gather(-1, LABELS.unsqueeze(-1)).squeeze(-1)
     return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
 
 
 def selected_by_rows(logits):
     """Log-probabilities of the labels, as TRL computes them in 16 bits."""
-    pairs = zip(logits, labels_for(ignored=0.0).unsqueeze(-1), strict=True)
+    pairs = zip(logits, LABELS.unsqueeze(-1), strict=True)
     return torch.stack([functional.log_softmax(row, dim=-1).gather(dim=-1, index=words) for row, words in pairs])
 
 
-CHOSEN = labels_for() >= 0
 LOSSES = {
     "mean": loss_of(),
     "sum": loss_of(reduction="sum"),
     "none": loss_of(reduction="none"),
     "smoothed": loss_of(label_smoothing=0.1),
-    "other ignored": lambda logits: functional.cross_entropy(
-        logits.view(-1, WORDS), labels_for(ignored=0.0).view(-1) % 3, ignore_index=1
-    ),
-    "shifted": lambda logits: nn.CrossEntropyLoss()(
-        logits[..., :-1, :].reshape(-1, WORDS), labels_for()[:, 1:].ravel()
-    ),
+    "other ignored": loss_of(LABELS % 3, ignore_index=1),
+    "shifted": lambda logits: nn.CrossEntropyLoss()(logits[..., :-1, :].reshape(-1, WORDS), SOME[:, 1:].ravel()),
     "word bias": lambda logits: loss_of()((logits + BIAS) * torch.tensor(0.5) / 0.7),
     "capped": lambda logits: loss_of()(torch.tanh(logits / 2.0) * 2.0),
     "selected at a temperature": lambda logits: selected(logits / 1.3),
     "selected by rows": selected_by_rows,
     "one row": lambda logits: logits[1, 2].logsumexp(-1) - logits[0, 0].gather(0, torch.tensor([3])).sum(),
-    "label smoother": lambda logits: LabelSmoother(0.1)({"logits": logits}, labels_for(), shift_labels=True),
-    "part": lambda logits: functional.cross_entropy(logits[CHOSEN], labels_for()[CHOSEN]),
+    "label smoother": lambda logits: LabelSmoother(0.1)({"logits": logits}, SOME, shift_labels=True),
+    "part": lambda logits: functional.cross_entropy(logits[CHOSEN], LABELS[CHOSEN]),
     "added losses": lambda logits: loss_of()(logits) + 0.1 * logits.logsumexp(-1).square().mean(),
 }
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("chunk", [1, 4, 20])
-@pytest.mark.parametrize("head", [lambda: nn.Linear(HIDDEN, WORDS, bias=False), Shared], ids=["linear", "shared"])
+@pytest.mark.parametrize("head", [lambda: linear(bias=False), linear, Shared], ids=["no bias", "bias", "shared"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_stay_in_chunks(name, head, chunk, whole):
-    head, hidden = toy(head=head())
-    expected = differentiate(LOSSES[name], PLAIN, head, hidden)
-    got = differentiate(LOSSES[name], lambda head, hidden: lazy(head, hidden, chunk), head, hidden)
+    expected, got = both(LOSSES[name], *toy(head), chunk)
     assert (expected["loss"].dtype, expected["loss"].shape) == (got["loss"].dtype, got["loss"].shape)
     assert_near(expected, got, 1e-5)  # gradients of a few numbers cancel
     assert not whole
@@ -104,13 +114,9 @@ def test_losses_stay_in_chunks(name, head, chunk, whole):
 
 def test_gradients_in_float16_are_computed_with_the_scale_of_the_loss(whole):
     """Without the scale, the gradients of rare words would be zero."""
-    head, hidden = toy(torch.float16, tokens=(4, 64))
+    head, hidden = toy(dtype=torch.float16, tokens=(4, 64))
     head.bias.data[-1] = -14
-
-    def work(logits):
-        return 2**16 * functional.cross_entropy(logits.view(-1, WORDS).float(), torch.zeros(256, dtype=torch.long))
-
-    expected, got = (differentiate(work, make, head, hidden) for make in (PLAIN, lazy))
+    expected, got = both(lambda x: 2**16 * loss_of(torch.zeros(256, dtype=torch.long))(x), head, hidden)
     assert expected["weight"][-1].any()
     torch.testing.assert_close(got["weight"][-1], expected["weight"][-1], rtol=2e-2, atol=0)
     assert_near(expected, got, 2e-3)
@@ -120,31 +126,25 @@ def test_gradients_in_float16_are_computed_with_the_scale_of_the_loss(whole):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_without_any_label_gradients_are_zero(reduction, dtype, whole):
-    got = differentiate(loss_of(torch.full((21,), -100), reduction=reduction), lazy, *toy(dtype))
+    _, got = both(loss_of(torch.full(TOKENS, -100), reduction=reduction), *toy(dtype=dtype))
     assert bool(got.pop("loss").isnan()) == (reduction == "mean")
     assert all(value is not None and not value.any() for value in got.values())
     assert not whole
 
 
-def test_gradients_for_what_is_asked_for(whole):
-    """Gradients are right if computed twice, for one input only, or from given gradients of the logits."""
+@pytest.mark.parametrize("work", [loss_of(), selected])
+def test_a_graph_can_be_used_again(work, whole):
     head, hidden = toy()
-    for work in (loss_of(), selected):
-        expected = differentiate(work, PLAIN, head, hidden)
-        head.zero_grad()
-        hidden.grad = None
-        loss = work(lazy(head, hidden)).sum()
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-        (once,) = torch.autograd.grad(loss, hidden)
-        torch.testing.assert_close(once, expected["hidden"])
-        for name, value in {"hidden": hidden, **dict(head.named_parameters())}.items():
-            torch.testing.assert_close(value.grad, 2 * expected[name])
-    assert not whole
-    down = torch.randn(*TOKENS, WORDS)
+    expected, _ = both(work, head, hidden)
+    head.zero_grad()
     hidden.grad = None
-    torch.autograd.backward([lazy(head, hidden)], [down])
-    torch.testing.assert_close(hidden.grad, torch.autograd.grad(head(hidden), hidden, down)[0])
+    loss = work(lazy(head, hidden)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(loss, hidden)[0], expected["hidden"])
+    for name, value in {"hidden": hidden, **dict(head.named_parameters())}.items():
+        torch.testing.assert_close(value.grad, 2 * expected[name])
+    assert not whole
 
 
 def test_frozen_heads_and_detached_logits_have_no_graph(whole):
@@ -152,13 +152,10 @@ def test_frozen_heads_and_detached_logits_have_no_graph(whole):
     logits = lazy(head, hidden)
     with torch.no_grad():
         halved = logits.float() / 2
-    for detached in (logits.detach(), logits.detach().bfloat16(), halved):
+    frozen = [lazy(make().requires_grad_(False), hidden.detach()) for make in (linear, Shared)]
+    for detached in (logits.detach(), logits.detach().bfloat16(), halved, *frozen):
         assert not loss_of()(detached).requires_grad
         assert not detached.logsumexp(-1).requires_grad
-    for frozen in (nn.Linear(HIDDEN, WORDS), Shared()):
-        loss = loss_of()(lazy(frozen.requires_grad_(False), hidden.detach()))
-        assert not loss.requires_grad
-        torch.testing.assert_close(loss, loss_of()(frozen(hidden.detach())))
     assert not whole
     assert torch.equal(halved.tanh().exp(), (head(hidden) / 2).tanh().exp())
     leaf = logits.detach().requires_grad_()
@@ -185,6 +182,18 @@ def test_what_is_known_needs_no_values(whole):
 # --- other uses -------------------------------------------------------------------------------------------------------
 
 
+class Doubled(torch.autograd.Function):
+    """An identity function, such as DDP adds to the outputs of a model, but with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return logits
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
 def _masked(logits):
     logits[..., 3:9] = -5.0
     return loss_of()(logits)
@@ -203,8 +212,8 @@ def _watched(logits):
 
 USES = {
     "loss and square": lambda logits: loss_of()(logits) + logits.square().mean(),
-    "function, then loss": lambda logits: loss_of()(Doubled.apply(logits)),
-    "identity function, then loss": lambda logits: loss_of()(Passed.apply(logits)),
+    "identity function, then loss": lambda logits: loss_of()(Doubled.apply(logits)),
+    "function, then loss": lambda logits: loss_of()(Doubled.apply(logits * 0.5)),
     "masked in place": _masked,
     "copy changed": _changed_copy,
     "gradient watched": _watched,
@@ -212,7 +221,7 @@ USES = {
     "flat": lambda logits: logits.flatten(0, 1).logsumexp(0),
     "split": lambda logits: torch.cat([part.logsumexp(-1) for part in logits.split(2)]),
     "other view": lambda logits: logits.view(3, 7, 5, 10).amax(-1).sum(),
-    "last place": lambda logits: functional.cross_entropy(logits.transpose(1, 2), labels_for()),
+    "last place": lambda logits: functional.cross_entropy(logits.transpose(1, 2), SOME),
 }
 
 
@@ -220,13 +229,18 @@ USES = {
 @pytest.mark.parametrize("name", USES)
 def test_other_uses_get_plain_logits(name, whole, caplog):
     """For other uses, logits are computed as a whole, once, and each function that needs them is named once."""
-    head, hidden = toy()
-    expected, got = (differentiate(USES[name], make, head, hidden) for make in (PLAIN, lazy))
-    assert_near(expected, got)
+    assert_near(*both(USES[name], *toy()))
     assert len({id(logits) for logits in whole}) == 1
     named = [record.args[0] for record in caplog.records if "the chunked head does not compute" in record.message]
     assert named
     assert len(named) == len(set(named))
+
+
+def test_gradients_of_the_logits_can_be_given():
+    head, hidden = toy()
+    down = torch.randn(*TOKENS, WORDS)
+    torch.autograd.backward([lazy(head, hidden)], [down])
+    torch.testing.assert_close(hidden.grad, torch.autograd.grad(head(hidden), hidden, down)[0])
 
 
 def _change_part(logits):
@@ -286,12 +300,11 @@ def test_how_many_tokens_a_chunk_has():
 )
 def test_the_peak_falls(dtype, tokens, size, trained, least, whole):
     """With `auto`, here 256 tokens per chunk, the peak falls by at least the factor `least`."""
-    torch.manual_seed(0)
     head = nn.Linear(size, 32000, bias=False).to(dtype).requires_grad_(trained)
     hidden = torch.randn(1, tokens, size, dtype=dtype, requires_grad=True)
     labels = torch.randint(0, 32000, (tokens,))
     peaks = []
-    for make in (PLAIN, lambda head, hidden: lazy(head, hidden, "auto")):
+    for make in (nn.Module.__call__, lambda head, hidden: lazy(head, hidden, "auto")):
         head.weight.grad = hidden.grad = None
         with LiveBytes(head, {"hidden": hidden, "labels": labels}) as live:
             logits = make(head, hidden * 1)  # alive, as in the outputs of a model
@@ -306,15 +319,15 @@ def test_the_peak_falls(dtype, tokens, size, trained, least, whole):
 def test_nothing_stays_alive(autocast, whole):
     """Gradients are computed before the backward, but freed with the loss, even with the garbage collector off."""
     head, hidden = toy(tokens=(4, 256))
-    labels = labels_for((4, 256)).view(-1)
+    labels = torch.arange(1024) % WORDS
     gc.collect()
     gc.disable()
     try:
         with LiveBytes(head, {"hidden": hidden, "labels": labels}) as live:
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 logits = lazy(head, hidden * 1, 64)
-                loss = functional.cross_entropy(logits.float().view(-1, WORDS), labels)
-            assert live.current_bytes - live.start_bytes < logits.nbytes
+                loss = loss_of(labels)(logits)
+            assert live.current_bytes - live.start_bytes < 2 * logits.nbytes
             loss.backward()
             head.weight.grad = head.bias.grad = hidden.grad = None
             assert not whole
