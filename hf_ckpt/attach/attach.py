@@ -159,7 +159,6 @@ def describe(model: nn.Module) -> Description:
         head_ran=record.heads.last,
         in_graphs=tuple(name for name, region in record.regions.items() if region.in_graph),
         compiled_by_others=record.compiled_by_others(),
-        head_in_graph=record.heads.in_graph,
         measuring=record.measuring,
         **({} if planned is None else {key: getattr(planned, key) for key in ("plans", "costs", "measured_bytes")}),
         moved={name: region.moved_bytes for name, region in record.regions.items() if region.moved_bytes},
@@ -274,7 +273,7 @@ def adopt(found: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> N
         record.planned = None
     record.session = record.watch = None
     record.spec, record.plan = spec, plan
-    record.heads.in_graph, record.heads.last = False, ""
+    record.heads.last = ""
     record.functions = Functions(spec, blocks_of_known_code(found))
     record.regions = record.functions.of(plan)
 
@@ -298,7 +297,6 @@ def exchange(base: nn.Module, record: Installation, plan: Plan, planned: Any = N
         return
     before, known = record.regions, len(record.functions.made)
     record.plan, record.regions = plan, record.functions.of(plan)
-    record.heads.in_graph = False
     if not record.enabled or len(record.functions.made) > known:  # new functions need hooks
         put_on(find_blocks(base), record)
         return

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.record import RECORD, ChunkCalls, Installation, function_of
+from hf_ckpt.attach.record import IN_GRAPH, RECORD, ChunkCalls, Installation, function_of
 from hf_ckpt.engines.head.logits import Logits, chunked, why_whole
 from hf_ckpt.engines.region import Region
 from hf_ckpt.errors import HfCkptError, OwnerConflictError, TransformError
@@ -246,7 +246,7 @@ class HeadForward(ModelHook):
         if not (torch.is_grad_enabled() and head.training) or kwargs or len(args) != 1:
             return run(*args, **kwargs)
         if compat.torch.is_compiling():
-            self.counter.in_graph = True
+            self.counter.last = IN_GRAPH
             return run(*args)
         self.counter.missed = 0
         if self.stays is None:

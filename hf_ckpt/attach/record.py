@@ -149,6 +149,10 @@ class Outermost(threading.local):
         return type(self), ()
 
 
+IN_GRAPH = "as a whole, in a graph of torch.compile"
+"""How a head ran there; see `ChunkCalls.last`."""
+
+
 @dataclasses.dataclass
 class ChunkCalls:
     """How a head ran that is planned to run in chunks."""
@@ -157,8 +161,6 @@ class ChunkCalls:
     """Calls that ran in chunks."""
     last: str = ""
     """How the last call ran, in words; empty before the first."""
-    in_graph: bool = False
-    """Whether one ran as a whole in a graph of torch.compile."""
     missed: int = 0
     """Training forwards of the stack below the head since the last call of the head."""
     report: Report | None = None

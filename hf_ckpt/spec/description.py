@@ -77,8 +77,6 @@ class Description:
     """Planned blocks inside a graph of torch.compile, where calls are not counted."""
     compiled_by_others: tuple[str, ...] = ()
     """Blocks that hf_ckpt should compile, but that are in a graph of other code, where their share has no effect."""
-    head_in_graph: bool = False
-    """Whether the head should run in chunks, but ran as a whole in a graph of torch.compile."""
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON or YAML file, as `Plan.save` does."""
@@ -120,7 +118,6 @@ class Description:
             f"  compiled by something else, so that no share counts: {len(self.compiled_by_others)} blocks": (
                 self.compiled_by_others
             ),
-            "  in a graph of torch.compile, where it runs as a whole: the head": self.head_in_graph,
             f"  moved to host memory in the last forward: {moved} of {len(self.moved)} blocks": self.moved,
             f"  head, last call: {self.head_ran}; {self.chunked_heads} calls in chunks so far": self.head_ran,
             f"  `selective`, last forward: {kept} kept, {dropped} dropped": self.kept_bytes or self.dropped_bytes,

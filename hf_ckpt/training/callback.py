@@ -32,7 +32,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
-from hf_ckpt.attach.record import Installation, installation
+from hf_ckpt.attach.record import IN_GRAPH, Installation, installation
 from hf_ckpt.console import print_beside_bars
 from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.errors import NoBlocksError, OwnerConflictError, PlanLostError
@@ -168,7 +168,7 @@ class MemoryTimeCallback(TrainerCallback):
                 "`with torch.compiler.set_stance('force_eager')`.",
                 record.spec.policy,
             )
-        if record.heads.in_graph:
+        if record.heads.last == IN_GRAPH:
             warn_once(log, "hf_ckpt: the head is not run in chunks, because torch.compile has it in a graph.")
         if record.compiled_by_others():
             warn_once(
