@@ -174,6 +174,11 @@ def test_an_enable_call_selects_anew_or_only_changes_options():
         ({"selective": True}, "`selective` is TRL's switch"),
         ({"plan": 3}, "`plan` must be the path of a saved plan, but is 3 instead"),
         ({"plan": "p.json", "policy": "full"}, "`plan` already says what every block gets"),
+        # What follows from a mistake is not told, too.
+        ({"policy": "budgt", "budget": "20GiB"}, "did you mean 'budget'?"),
+        ({"budget": 20, "host_budget": "64GiB"}, "did you mean '20GiB'?"),
+        ({"polcy": "selective", "save": ["linear"]}, "did you mean `policy`?"),
+        ({"policy": "full", "save": ["linar"]}, "`save` must be a list"),
         (3, "a spec must be a dict, a text or a path, but is int instead: 3"),
         (["full"], "but is list instead"),
         ("{", "not valid JSON"),
@@ -187,24 +192,7 @@ def test_one_clear_error(given_spec, expected):
         Spec.parse(given_spec)
     assert len(caught.value.problems) == 1
     assert expected in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"policy": "budgt", "budget": "20GiB"}, "did you mean 'budget'"),
-        ({"policy": "budget", "budget": 20}, "did you mean '20GiB'?"),
-        ({"budget": 20, "host_budget": "64GiB"}, "did you mean '20GiB'?"),
-        ({"polcy": "selective", "save": ["linear"]}, "did you mean `policy`"),
-        ({"policy": "full", "save": ["linar"]}, "`save` must be a list"),
-    ],
-)
-def test_a_mistake_is_told_once_without_what_follows_from_it(given, said):
-    with pytest.raises(SpecError) as refused:
-        Spec.parse(given)
-    (problem,) = refused.value.problems
-    assert said in problem
-    assert not problem.endswith("?.")
+    assert "?." not in str(caught.value)
 
 
 def test_every_problem_is_named_at_once():
