@@ -71,9 +71,9 @@ def running(*, on_accelerator: bool) -> Iterator[None]:
     attention kernel runs. It is told that none is.
 
     On an accelerator, dropout's mask has one byte per element; on the CPU it is noise in the input's type
-    (aten/src/ATen/native/Dropout.cpp). Accelerators have fused kernels for attention with dropout, which save neither
-    its weights nor a mask; the CPU runs single operations (aten/src/ATen/native/transformers/attention.cpp). A torch
-    function mode would not work: autograd turns it off, so blocks would run differently when recomputed.
+    (aten/src/ATen/native/Dropout.cpp). Accelerators have fused kernels for attention with dropout, which save what
+    those without save; the CPU has none (aten/src/ATen/native/transformers/attention.cpp). A torch function mode would
+    not work: autograd turns it off, so blocks would run differently when recomputed.
     """
     attention = functools.partial(_attention, functional.scaled_dot_product_attention)
     exchanges: list[tuple[Any, str, Any]] = [(import_utils, "is_fake_tensor", lambda value: False)]
@@ -101,20 +101,8 @@ def _attention(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    *others: Any,
+    **more: Any,
 ) -> torch.Tensor:
-    """Attention; with dropout on fake tensors, by the memory-efficient kernel."""
-    if not dropout_p or type(query) is not FakeTensor:
-        return usual(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if enable_gqa:
-        key, value = (tensor.repeat_interleave(query.size(-3) // tensor.size(-3), -3) for tensor in (key, value))
-    if attn_mask is not None:
-        if attn_mask.dtype is torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
-        attn_mask = attn_mask.expand(*query.shape[:-1], key.size(-2))
-    kept = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
-    result: torch.Tensor = efficient(query, key, value, attn_mask, kept, dropout_p, is_causal, scale=scale)[0]
-    return result
+    dropout_p = 0.0 if type(query) is FakeTensor else dropout_p
+    return usual(query, key, value, attn_mask, dropout_p, *others, **more)
