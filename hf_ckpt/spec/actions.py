@@ -71,8 +71,6 @@ class ActionKind:
     The costs of the first are those of the second plus the time of the copies."""
     next: Action | None = None
     """The action that replaces this one if a step runs out of memory. It needs less; None if no action does."""
-    next_in_words: str = ""
-    """The change to `next`, for messages."""
 
 
 # Name -> record. Actions that keep most come first.
@@ -84,7 +82,6 @@ ACTIONS: dict[str, ActionKind] = {
             is_policy=False,
             candidates=(KEEP,),
             next=SELECTIVE,
-            next_in_words="`selective` for blocks that kept everything",
         ),
         ActionKind(
             "selective",
@@ -94,7 +91,6 @@ ACTIONS: dict[str, ActionKind] = {
             candidates=(SELECTIVE, Action("selective", ("attention",))),
             offloads={dataclasses.replace(SELECTIVE, moved=True): SELECTIVE},
             next=FULL,
-            next_in_words="`full` for `selective` blocks",
         ),
         ActionKind(
             "full",
@@ -103,7 +99,6 @@ ACTIONS: dict[str, ActionKind] = {
             options=("segment",),
             candidates=(FULL,),
             next=OFFLOAD,
-            next_in_words="hidden states in host memory",
         ),
         ActionKind(
             "full+selective",
@@ -111,7 +106,6 @@ ACTIONS: dict[str, ActionKind] = {
             options=("save",),
             candidates=(FULL_SELECTIVE,),
             next=OFFLOAD,
-            next_in_words="hidden states in host memory",
         ),
         ActionKind(
             "offload",
@@ -126,7 +120,6 @@ ACTIONS: dict[str, ActionKind] = {
             compiles=True,
             candidates=(Action("compiled", share=1.0), Action("compiled", share=0.8), COMPILED),
             next=COMPILED,
-            next_in_words="share 0 for compiled blocks",
         ),
     )
 }

@@ -300,7 +300,7 @@ def tighter_plan(plan: Plan, *, chunks: bool, offload: bool = True) -> tuple[Pla
             block: OFFLOAD if action.moved else row.next for block, action in plan.actions if action.kind == row.name
         }
         actions = tuple((block, replaced.get(block, action)) for block, action in plan.actions)
-        words = ACTIONS["full"].next_in_words if set(replaced.values()) == {OFFLOAD} else row.next_in_words
+        words = " and ".join(dict.fromkeys(map(str, replaced.values())))
         return dataclasses.replace(plan, actions=actions, prediction=None), words
     return (dataclasses.replace(plan, head="auto", prediction=None), "the head in chunks") if chunks else None
 

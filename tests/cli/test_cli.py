@@ -119,5 +119,5 @@ def test_the_demo_writes_its_table_and_picture(tmp_path):
     assert [run["recomputed"] for run in (none, every, whole)] == [0, 4, 8]
     assert whole["live_peak_bytes"] < every["live_peak_bytes"] < none["live_peak_bytes"] > selective["live_peak_bytes"]
     assert max(planned["live_peak_bytes"], guarded["live_peak_bytes"]) < none["live_peak_bytes"]
-    assert guarded["tightened"] == ["`selective` for blocks that kept everything"]
+    assert guarded["tightened"] == ["selective (save linear, attention)"]
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")

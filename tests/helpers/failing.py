@@ -18,9 +18,9 @@ from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
-SELECTIVE = "`selective` for blocks that kept everything"
-FULL = "`full` for `selective` blocks"
-OFFLOAD = "hidden states in host memory"
+SELECTIVE = "selective (save linear, attention)"
+FULL = "full"
+OFFLOAD = "offload"
 HEAD = "the head in chunks"
 
 

@@ -44,7 +44,6 @@ def test_a_record_is_complete(record):
     assert forms
     assert bool(record.engine) == (record.name != "keep")
     assert not record.hooks or callable(pkgutil.resolve_name(record.hooks))
-    assert (record.next is None) == (not record.next_in_words)
     defaults = {field.name: field.default for field in dataclasses.fields(Action) if field.name in record.options}
     assert defaults.keys() == set(record.options)
     for form in forms:
