@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_ckpt import compat
@@ -166,8 +165,8 @@ def describe(model: nn.Module) -> Description:
     )
 
 
-def put_check(kind: type[Check], module: nn.Module, block: str, **options: Any) -> Check:
-    """Check the next forward of a block with a kind of `engines.check.Check`, made with these options.
+def put_check(module: nn.Module, block: str, **options: Any) -> Check:
+    """Check the next forward of a block with an `engines.check.Check`, made with these options.
 
     The block must have a checkpointing function, of hf_ckpt or of anything else. The check restores it when that
     forward begins.
@@ -179,10 +178,7 @@ def put_check(kind: type[Check], module: nn.Module, block: str, **options: Any) 
         if vars(module).get(FUNCTION) is check:
             write_switches(module, {FUNCTION: before})
 
-    def on_gradient(tensor: torch.Tensor, called: Callable[[torch.Tensor], None]) -> None:
-        tensor.register_hook(called)  # type: ignore[no-untyped-call]
-
-    check = kind(block, module, function, put_back=put_back, on_gradient=on_gradient, **options)
+    check = Check(block, module, function, put_back=put_back, **options)
     write_switches(module, {FUNCTION: check})
     return check
 

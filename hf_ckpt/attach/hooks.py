@@ -256,7 +256,7 @@ class HeadForward(ModelHook):
         if reason is not None:
             warn_plain(f"the head of {type(self.base).__name__}", reason)
             return run(*args)
-        result = chunked(head, run, *args, self.asked, self.counter.take_report())
+        result = chunked(head, run, *args, self.asked)
         if isinstance(result, Logits):
             self.counter.calls += 1
             self.counter.last = f"chunks of {result.call.tokens} tokens"

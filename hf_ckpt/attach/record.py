@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_ckpt.engines.check import Check, Report
+from hf_ckpt.engines.check import Check
 from hf_ckpt.engines.offload import Mover
 from hf_ckpt.engines.region import Region, Request, make
 from hf_ckpt.models.blocks import base_model, plain_modules
@@ -163,20 +163,6 @@ class ChunkCalls:
     """How the last call ran, in words; empty before the first."""
     missed: int = 0
     """Training forwards of the stack below the head since the last call of the head."""
-    report: Report | None = None
-    """Gets that gradient; None if the next call is not checked."""
-
-    def check_next(self, report: Report) -> None:
-        """Give the gradient of some tokens of the next call to `report`."""
-        self.report = report
-
-    def take_report(self) -> Report | None:
-        """Return `report` and clear it, because it is for one call."""
-        report, self.report = self.report, None
-        return report
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "report": None}
 
 
 @dataclasses.dataclass

@@ -141,28 +141,6 @@ def is_held_by_hooks(node: Any, name: str) -> bool:
     return saved is not None and getattr(saved, "unpack_hook", True) is not None
 
 
-def rename_checkpoint_errors(named: Callable[[RuntimeError], Exception]) -> None:
-    """Replace the errors of the checkpoint around the caller in backward: `named` makes another from torch's."""
-    top = top_saved_tensor_hooks()
-    if top is None:  # as under `torch.no_grad()`
-        return
-    pack, unpack = top
-
-    def renaming(held: Any) -> torch.Tensor:
-        try:
-            return unpack(held)
-        except torch.utils.checkpoint.CheckpointError as error:
-            raise named(error) from error
-
-    private("torch._C._autograd._pop_saved_tensors_default_hooks")()
-    private("torch._C._autograd._push_saved_tensors_default_hooks")(pack, renaming)
-
-
-def is_read_twice(error: RuntimeError) -> bool:
-    """Whether torch's checkpoint reports that backward asked for the same saved tensor a second time."""
-    return "already unpacked once" in " ".join(str(error).split())
-
-
 next_autograd_sequence_number: Callable[[], int] = private("torch.autograd._get_sequence_nr")
 """Returns the sequence number of this thread's next autograd node; later nodes have larger numbers."""
 

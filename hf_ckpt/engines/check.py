@@ -8,13 +8,11 @@ memory) with the reference. The block runs no more often than without the check.
 between forward and backward tells the cause: see `CAUSES`.
 
 Reentrant checkpointing saves nothing in the forward. There, the outputs of the forward are compared with those of the
-recomputation. A compiled block keeps and recomputes tensors inside its graph: `Rerun` compares it with plain code.
+recomputation.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
@@ -26,18 +24,8 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.engines.arguments import as_given
-from hf_ckpt.engines.state import StepState
 from hf_ckpt.models.blocks import routers
 
-Report = Callable[[torch.Tensor, torch.Tensor], None]
-"""Called with the gradient of some tokens, as plain code computes it and as chunks compute it."""
-
-ROUNDING, ROUNDING_16 = 1e-4, 5e-2
-"""Tolerated difference of results and gradients, in float32 and in 16-bit types, if code adds in another order: the
-norm of the difference over the norm. In 16 bits, plain code deviates from the exact result by as much."""
-MOST_HIDDEN = 48
-"""The most bytes that a plain block holds, in multiples of the size of its hidden states."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a number -> an integer type of that size, in which bits are compared."""
 _SETTINGS = {
@@ -50,29 +38,24 @@ _SETTINGS = {
 """Attributes that decide how a module runs -> their names in messages."""
 
 
-# --- two tensors ------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Difference:
     """A tensor that backward got, and that differs from the one that the forward saved."""
 
     block: str
-    """Qualified name of the block, or of a head or feed-forward in chunks."""
+    """Qualified name of the block."""
     module: str
     """Name of the module inside the block that produced or saved the tensor; empty for the block itself."""
     operation: str
-    """What produced the tensor: an autograd node (`MulBackward0`), `parameter`, `buffer`, `attribute`, `output`, or
-    `input` for a tensor without a graph."""
+    """What produced the tensor: an autograd node (`MulBackward0`), or `input` for a tensor without a graph, `weight`,
+    `parameter` for a weight that was changed in place, `buffer`, `attribute`, `output` or `gradient`."""
     shape: tuple[int, ...]
     what: str
     """What is different, in words."""
-    share: float
-    """Norm of the difference over the norm of the original; infinite if they cannot be subtracted."""
-    cause: str = ""
-    """The likely cause and what to do about it."""
     place: int = 0
     """The number of the tensor among those that the forward saved."""
+    cause: str = ""
+    """The likely cause and what to do about it."""
 
     def __str__(self) -> str:
         where = f"{self.block}.{self.module}" if self.module else self.block
@@ -80,22 +63,18 @@ class Difference:
         return f"in `{where}`: {self.operation} ({shape}): {self.what}. {self.cause}".rstrip()
 
 
-def difference_of(one: torch.Tensor, other: torch.Tensor) -> tuple[str, float] | None:
-    """Return what differs between two tensors, in words, and the norm of the difference over that of `one`.
-
-    None if they have the same shape, type and bits.
-    """
+def difference_of(one: torch.Tensor, other: torch.Tensor) -> str | None:
+    """Return what differs between two tensors, in words; None if they have the same shape, type and bits."""
     for name in ("shape", "dtype", "device"):
         before, now = getattr(one, name), getattr(other, name)
         if before != now:
             shown = (tuple(before), tuple(now)) if name == "shape" else (before, now)
-            return f"{'type' if name == 'dtype' else name} {shown[1]} instead of {shown[0]}", float("inf")
+            return f"{'type' if name == 'dtype' else name} {shown[1]} instead of {shown[0]}"
     if one.layout is not torch.strided or torch.equal(_bits(one), _bits(other)):
         return None
     count = int((_bits(one) != _bits(other)).sum())
-    share = share_of_difference(one, other)
     numbers = one.numel() * (2 if one.is_complex() else 1)
-    return f"{count:,} of {numbers:,} values differ, by {share:.2g} of their norm", share
+    return f"{count:,} of {numbers:,} values differ, by {share_of_difference(one, other):.2g} of their norm"
 
 
 def share_of_difference(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float:
@@ -107,19 +86,6 @@ def share_of_difference(one: torch.Tensor, other: torch.Tensor, least: float = 0
     exact = one.detach().cpu().to(wide)
     norm, gap = max(least, float(exact.norm())), float((other.detach().cpu().to(wide) - exact).norm())
     return gap / norm if norm else (float("inf") if gap else 0.0)
-
-
-def beyond_rounding(expected: torch.Tensor, found: torch.Tensor) -> float | None:
-    """Return the norm of the difference over the norm of `expected`; None if rounding explains it."""
-    share = share_of_difference(expected, found)
-    small = expected.element_size() < 4 or compat.devices.autocast_is_on()
-    return share if share > (ROUNDING_16 if small else ROUNDING) else None
-
-
-def across_chunks(rows: int, chunk: int, most: int = 64) -> slice:
-    """Return up to `most` of `rows` rows: those around the border between the first two chunks, or the last ones."""
-    end = min(rows, chunk + most // 2)
-    return slice(max(0, end - most), end)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,13 +126,11 @@ CAUSES = {
     "settings": "Between forward and backward {settings} changed. Do that after the backward.",
     "replaced": "Between forward and backward the parameters were exchanged for others, as `functional_call` does. "
     "Call backward before it ends, or use hf_ckpt's `full`.",
-    "changes_input": "The block changes its input in place, and is recomputed from the changed input.",
     "rebuilds": "An operation was rebuilt from wrong inputs. Please report it; `policy: full` recomputes the block.",
     "stored": "The block did not run again: what stores or moves its tensors has changed them, by a buffer that is "
     "used again too early, a copy that has not ended, or a smaller type.",
-    "left_out": "The recomputation leaves out {left_out}.",
-    "inputs": "The block is recomputed from other inputs than it had: {inputs}. They were changed in place, or what "
-    "stores them, such as offloading, has changed them.",
+    "inputs": "The block is recomputed from other inputs than it had: {inputs}. They were left out, the block changes "
+    "them in place, or what stores them, such as offloading, has changed them.",
     "autocast": "The recomputation ran under another autocast: enter autocast around the forward in the same way.",
     "random": "Random numbers are drawn anew: set preserve_rng_state to True.{experts}",
     "host": "The block draws from Python's `random` or numpy, whose state the recomputation does not restore.{experts}",
@@ -180,48 +144,36 @@ fact is known is the likely one."""
 
 
 class _Facts(dict[str, Any]):
-    """The rows of `CAUSES` that apply to one forward of a block and its backward -> their details.
+    """The rows of `CAUSES` that apply to one forward of a block and its backward -> their details."""
 
-    Args:
-        module: the block.
-        inputs: the tensors that its checkpointing function got for it.
-    """
-
-    def __init__(self, module: nn.Module, inputs: list[torch.Tensor]) -> None:
-        super().__init__(stored=True, unknown=True)
-        self["experts"] = " So tokens may go to other experts." if routers(module) else ""
-        self.module, self.inputs = module, inputs
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(stored=True, unknown=True, experts="")
+        if routers(module):
+            self["experts"] = " So tokens may go to other experts."
+        self.module = module
         self.running = True
         """Whether the forward is still running."""
-        self.versions = list(map(_version_of, inputs))
         self.autocast = compat.devices.autocast_now()
         self.parameters = list(map(id, module.parameters()))
         self.seen: list[dict[tuple[str, str], Any]] = []
         """Attributes and buffers of the block before its forward, after it, and when its backward begins."""
-        self.given: dict[tuple[int | str, int], tuple[torch.Tensor, int]] = {}
+        self.inputs: dict[tuple[str, int], tuple[torch.Tensor, int]] = {}
         """(argument, number of the tensor in it) -> an input tensor of the block in its forward, and its version."""
-        self.names: set[int | str] = set()
         self.random: compat.random_state.RandomState | None = None
         self.drawn = False, False
         """Whether the forward drew numbers from torch, and from Python or numpy."""
 
-    def forward_begins(
-        self, args: tuple[Any, ...], keywords: dict[str, Any], take_room_for: Callable[[torch.Tensor], bool]
-    ) -> None:
-        """Record the block's inputs, as far as there is room to hold them, and the random state."""
-        named = _named_tensors(args, keywords).items()
-        self.given = {key: (value.detach(), _version_of(value)) for key, value in named if take_room_for(value)}
-        self.names = {*range(len(args)), *keywords}
+    def forward_begins(self, inputs: dict[tuple[str, int], torch.Tensor]) -> None:
+        """Record the block's inputs and the random state."""
+        self.inputs = {key: (value.detach(), _version_of(value)) for key, value in inputs.items()}
         self.random = compat.random_state.RandomState(
-            compat.random_state.devices_of([*self.module.parameters(), *_tensors(args, keywords)])
+            compat.random_state.devices_of([*self.module.parameters(), *inputs.values()])
         )
         self.seen.append(_seen_in(self.module))
 
     def forward_has_ended(self) -> None:
         """Record what the forward changed."""
         self.running = False
-        self["changes_input"] = list(map(_version_of, self.inputs)) != self.versions
-        self.inputs = []  # their graph may refer back to this: a cycle
         self.seen.append(_seen_in(self.module))
         if self.random is not None:
             self.drawn = self.random.of_torch_has_moved(), self.random.of_host_has_moved()
@@ -235,31 +187,20 @@ class _Facts(dict[str, Any]):
         self["settings"] = ", ".join(list(dict.fromkeys(texts))[:4])
         self["replaced"] = list(map(id, self.module.parameters())) != self.parameters
 
-    def runs_again(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Compare the first recomputation of the block with `forward_begins`."""
+    def runs_again(self, again: dict[tuple[str, int], torch.Tensor]) -> None:
+        """Compare the first recomputation of the block, with the inputs `again`, with the forward."""
         assert self.random is not None
-        again = _named_tensors(args, keywords)
-        left_out = sorted(str(name) for name in self.names - {*range(len(args)), *keywords})
-        self["left_out"] = ", ".join(f"`{name}`" for name in left_out)
         others = [
-            f"`{self._name_of(key[0], args)}`"
-            for key, (value, version) in self.given.items()
-            if key in again and (_version_of(value) != version or difference_of(value, again[key]) is not None)
+            f"`{key[0]}`"
+            for key, (value, version) in self.inputs.items()
+            if key not in again or _version_of(value) != version or difference_of(value, again[key]) is not None
         ]
-        self["inputs"] = ", ".join(others[:3])
-        self["stored"], self.given = False, {}
+        self["inputs"] = ", ".join(list(dict.fromkeys(others))[:3])
+        self["stored"], self.inputs = False, {}
         self["autocast"] = compat.devices.autocast_now() != self.autocast
         from_torch, from_host = self.drawn
         self["random"] = from_torch and self.random.of_torch_has_moved()
         self["host"] = from_host and self.random.of_host_has_moved()
-
-    def _name_of(self, place: int | str, args: tuple[Any, ...]) -> str:
-        """Return the name of an argument of the block's forward."""
-        if isinstance(place, str):
-            return place
-        names = list(inspect.signature(self.module.forward).parameters)  # without the block itself
-        place -= any(arg is self.module for arg in args)
-        return names[place] if place < len(names) else f"argument {place}"
 
     def updated_again(self) -> dict[str, str]:
         """Return name -> kind of the buffers and attributes that the forward changed, and then the backward, too."""
@@ -296,12 +237,13 @@ def _seen_in(module: nn.Module) -> dict[tuple[str, str], Any]:
     return found
 
 
-def _named_tensors(args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[tuple[int | str, int], torch.Tensor]:
-    """Return (place or name of an argument, number of the tensor in it) -> tensor, for tensors that can be compared."""
-    named: list[tuple[int | str, Any]] = [*enumerate(args), *keywords.items()]
+def _inputs_of(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[tuple[str, int], Any]:
+    """Return (name of an argument, number of the tensor in it) -> tensor, for tensors that can be compared."""
+    names = inspect.signature(module.forward).parameters
+    named = {**dict(zip(names, (arg for arg in args if arg is not module), strict=False)), **keywords}
     return {
         (name, place): tensor
-        for name, value in named
+        for name, value in named.items()
         for place, tensor in enumerate(_tensors(value))
         if _is_plain(tensor)
     }
@@ -313,7 +255,7 @@ def _named_tensors(args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[tupl
 class Saved:
     """A tensor that autograd has saved: what the hooks around it hold in its place, and a reference to compare with."""
 
-    __slots__ = ("address", "load", "module", "operation", "packed", "parameter", "place", "shape", "tensor", "version")
+    __slots__ = ("load", "module", "operation", "packed", "place", "shape", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, hooks: compat.torch.SavedTensorHooks) -> None:
         self.packed, self.load = hooks[0](tensor), hooks[1]
@@ -323,18 +265,15 @@ class Saved:
     def refer_to(self, tensor: torch.Tensor, place: int, module: str) -> None:
         """Keep the tensor, number `place` of its forward, which `module` saves, to compare it."""
         self.place, self.module = place, module
-        leaf = tensor if isinstance(tensor, nn.Parameter) else tensor._base
-        self.parameter = leaf if isinstance(leaf, nn.Parameter) and leaf.is_leaf else None
-        self.address = 0 if self.parameter is None else self.parameter.data_ptr()
         self.operation = "input" if tensor.grad_fn is None else tensor.grad_fn.name()
+        if _is_of_a_parameter(tensor):
+            self.operation = "weight"
         self.shape, self.version = tuple(tensor.shape), _version_of(tensor)
         self.tensor = tensor.detach()  # its graph would hold it: a reference cycle
 
-    def has_changed(self) -> bool:
-        """Whether the tensor was changed in place, or replaced, since it was saved."""
-        assert self.tensor is not None
-        moved = self.parameter is not None and self.parameter.data_ptr() != self.address
-        return moved or (self.version >= 0 and self.tensor._version != self.version)
+
+def _is_of_a_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 class Check:
@@ -346,7 +285,6 @@ class Check:
         function: its checkpointing function, called as `function(fn, *args)`.
         room_bytes: the most bytes of tensors to keep. Tensors that do not fit are not compared.
         put_back: called with the check when the forward begins; restores the block's function.
-        on_gradient: calls a function with the gradient of a tensor, for checks that run the block a second time.
         whole: whether every parameter stays on its device, unsharded, throughout a step. If not, they are not compared.
         done: called with the check when the backward ends, or when the forward ends if it saved nothing, such as the
             forward of a frozen block.
@@ -360,13 +298,11 @@ class Check:
         *,
         room_bytes: int,
         put_back: Callable[[Check], None],
-        on_gradient: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], None],
         done: Callable[[Check], None],
         whole: bool = True,
     ) -> None:
         self.block, self.module, self.function = block, module, function
-        self.room_bytes, self.put_back, self.on_gradient, self.done = room_bytes, put_back, on_gradient, done
-        self.whole = whole
+        self.room_bytes, self.put_back, self.done, self.whole = room_bytes, put_back, done, whole
         self.compared = 0
         """Number of tensors that were compared."""
         self.left_out = 0
@@ -375,8 +311,6 @@ class Check:
         """Number of tensors that the forward saved."""
         self.differences: list[Difference] = []
         """The differences, in the order in which the forward saved the tensors once the check has ended."""
-        self.kept_bytes = 0
-        """Bytes of the tensors that are kept only to be compared, without parameters and inputs."""
         self.is_reentrant = False
         """Whether the block ran without gradients, as under reentrant checkpointing."""
         self.ends = False
@@ -393,18 +327,16 @@ class Check:
         """Run `function(fn, *args)`, where `fn` is the block's own forward."""
         self.put_back(self)
         unusual = (
-            compat.torch.is_compiling()
+            not torch.is_grad_enabled()
+            or compat.torch.is_compiling()
             or compat.devices.is_capturing()
             or compat.torch.transforms()
-            or not torch.is_grad_enabled()
+            or any(map(_has_no_values, args))
         )
-        if not self.is_first_call() or unusual or any(map(_has_no_values, args)):
+        if unusual or not self._first_call.acquire(blocking=False):  # another thread may run the same block now
             return self.function(fn, *args)
         bound = fn if isinstance(fn, functools.partial) else functools.partial(fn)
-        inputs = _tensors(args, bound.keywords)
-        for tensor in inputs:
-            self._take_room_for(tensor, is_input=True)
-        facts = self.facts = _Facts(self.module, inputs)
+        facts = self.facts = _Facts(self.module)
         try:
             output = self.function(functools.partial(_Forward(self, bound.func), *bound.args, **bound.keywords), *args)
         finally:
@@ -412,15 +344,11 @@ class Check:
         facts.forward_has_ended()
         trained = any(parameter.requires_grad for parameter in self.module.parameters())
         if self.is_reentrant and trained and not any(tensor.requires_grad for tensor in _tensors(output)):
-            self.note(0, "gradient", (), "none reaches the block, although it is trained", 1.0)
+            self._note(0, "gradient", (), "none reaches the block, although it is trained")
             self._end()
         elif not (self.saved or self.is_reentrant):
             self.done(self)
         return output
-
-    def is_first_call(self) -> bool:
-        """Whether this is the first call: another thread may run the same block at the same time."""
-        return self._first_call.acquire(blocking=False)
 
     @compat.torch.untraced  # compiled parts of a block call it
     def pack(self, tensor: torch.Tensor) -> Saved:
@@ -428,24 +356,20 @@ class Check:
         assert self.outer is not None
         saved = Saved(tensor, self.outer)
         self.saved += 1
-        is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        if _is_plain(tensor) and (self.whole if is_parameter else self._take_room_for(tensor)):
+        if _is_plain(tensor) and (self.whole if _is_of_a_parameter(tensor) else self.has_room_for(tensor)):
             running = (self._names[id(inner)] for inner in compat.frames.running_modules() if id(inner) in self._names)
             saved.refer_to(tensor, self.saved, next(running, ""))
         else:
             self.left_out += 1
         return saved
 
-    def _take_room_for(self, tensor: torch.Tensor, is_input: bool = False) -> bool:
-        """Whether there is room to keep a tensor; if so, reserve it. Most actions keep inputs anyway."""
-        if not _is_plain(tensor):
-            return is_input
+    def has_room_for(self, tensor: torch.Tensor) -> bool:
+        """Whether there is room to keep a tensor; if so, reserve it."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
             if storage.nbytes() > self.room_bytes:
                 return False
             self.room_bytes -= storage.nbytes()
-            self.kept_bytes += 0 if is_input else storage.nbytes()
             self._storages.add(storage._cdata)
         return True
 
@@ -464,34 +388,29 @@ class Check:
 
     def _compare(self, saved: Saved, tensor: torch.Tensor) -> None:
         assert saved.tensor is not None
-        if saved.has_changed() and saved.parameter is None:
+        has_changed = _version_of(saved.tensor) != saved.version
+        if has_changed and saved.operation != "weight":
             self.left_out += 1  # without checkpointing, torch raises an error in this backward
             return
         self.compared += 1
-        found = difference_of(saved.tensor, tensor)
-        if saved.has_changed() and (found is not None or saved.tensor._version != saved.version):
-            name = next((name for name, inner in self.module.named_parameters() if inner is saved.parameter), "")
-            text = f"`{name}` was changed in place, or replaced, between the forward and the backward"
-            self.note(saved.place, "parameter", saved.shape, text, 1.0)
-        elif found is not None:
-            self.note(saved.place, saved.operation, saved.shape, *found, module=saved.module)
+        what = "it was changed in place before the backward" if has_changed else difference_of(saved.tensor, tensor)
+        if what is not None:
+            operation = "parameter" if has_changed else saved.operation
+            self._note(saved.place, operation, saved.shape, what, saved.module)
 
     def compare_outputs(self, first: list[torch.Tensor], again: list[torch.Tensor]) -> None:
         """Compare the outputs of the forward with those of the recomputation."""
         if len(first) != len(again):
             text = f"{len(again)} tensors come out of the recomputation, {len(first)} came out of the forward"
-            self.note(1, "output", (), text, float("inf"))
-            return
-        for place, (one, other) in enumerate(zip(first, again, strict=True), 1):
+            self._note(1, "output", (), text)
+        for place, (one, other) in enumerate(zip(first, again, strict=False), 1):
             self.compared += 1
             found = difference_of(one, other)
             if found is not None:
-                self.note(place, "output", tuple(one.shape), *found)
+                self._note(place, "output", tuple(one.shape), found)
 
-    def note(self, place: int, operation: str, shape: tuple[int, ...], what: str, share: float, **more: str) -> None:
-        """Record a difference of the tensor that was saved at `place`; `more` are further fields of `Difference`."""
-        where = self.block, more.pop("module", "")
-        self.differences.append(Difference(*where, operation, shape, what, share, place=place, **more))
+    def _note(self, place: int, operation: str, shape: tuple[int, ...], what: str, module: str = "") -> None:
+        self.differences.append(Difference(self.block, module, operation, shape, what, place))
 
     def end_later(self) -> bool:
         """Schedule the end of the check for the end of the running backward; return False if none is running."""
@@ -507,7 +426,7 @@ class Check:
         facts, self.facts = self.facts, None
         assert facts is not None
         for name, kind in facts.updated_again().items():
-            self.note(self.saved + 1, kind, (), f"`{name}` was updated once more by the recomputation", 1.0)
+            self._note(self.saved + 1, kind, (), f"`{name}` was updated once more by the recomputation")
         if self.differences:
             facts["rebuilds"] = not getattr(self.function, "runs_block_again", True)
             facts["replaced"] = self.whole and facts.get("replaced")
@@ -516,11 +435,8 @@ class Check:
             self.differences = [dataclasses.replace(difference, cause=cause) for difference in self.differences]
         self.done(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.function, memo)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _the_same, (self.function,)
+        return _the_same, (self.function,)  # a copy of the model has the block's function in the check's place
 
 
 def _the_same(function: Any) -> Any:
@@ -531,7 +447,7 @@ class _Forward:
     """The forward of a block. Only its first call runs under the saved-tensor hooks of a check."""
 
     def __init__(self, check: Check, function: Callable[..., Any]) -> None:
-        self.function = function
+        self.function, self.module = function, check.module
         self.check: Check | None = check
         """None once it is not needed: the outer hooks may hold this forward, and the check holds the hooks."""
         self.facts: _Facts | None = None
@@ -543,24 +459,10 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         check, facts = self.check, self.facts
         if check is not None and facts is None:
-            facts = self.facts = check.facts
-            assert facts is not None
-            with torch.no_grad(), compat.torch.unseen_by_modes():
-                facts.forward_begins(args, kwargs, check._take_room_for)
-            if not torch.is_grad_enabled():
-                check.is_reentrant = True
-                output = self.function(*args, **kwargs)
-                self.outputs = [tensor.detach() for tensor in _tensors(output)]
-                return output
-            self.check = None
-            check.outer = compat.torch.top_saved_tensor_hooks()
-            if check.outer is None:
-                return self.function(*args, **kwargs)
-            with torch.autograd.graph.saved_tensors_hooks(check.pack, check.unpack):
-                return self.function(*args, **kwargs)
+            return self._first(check, args, kwargs)
         if facts is not None and facts["stored"] and not facts.running:
             with torch.no_grad(), compat.torch.unseen_by_modes():
-                facts.runs_again(args, kwargs)
+                facts.runs_again(_inputs_of(self.module, args, kwargs))
         if check is None or self.outputs is None:
             return self.function(*args, **kwargs)
         first, self.outputs, self.check = self.outputs, None, None
@@ -570,80 +472,21 @@ class _Forward:
             check.compare_outputs(first, _tensors(output))
         return output
 
-
-class Rerun(Check):
-    """The check of one forward of a block that hides what its backward gets, such as a compiled one; see `Check`.
-
-    It runs the block again in backward, as plain code. The outputs and the gradient of the input may differ from the
-    first run only by rounding.
-    """
-
-    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run `function(fn, *args)`, where `fn` is the block's own forward and `args[0]` are the hidden states."""
-        self.put_back(self)
-        if not self.is_first_call():
-            return self.function(fn, *args)
-        hidden = args[0] if args else None
-        if (
-            not torch.is_grad_enabled()
-            or compat.torch.is_compiling()
-            or not isinstance(hidden, torch.Tensor)
-            or not hidden.requires_grad
-            or compat.torch.is_fake(hidden)
-            or compat.torch.is_seen_by_modes()  # then the block runs as plain code
-        ):
-            self.done(self)
-            return self.function(fn, *args)
-        if hidden.nbytes * MOST_HIDDEN > self.room_bytes:
-            self.saved = self.left_out = 1
-            self.done(self)
-            return self.function(fn, *args)
-        autocast = compat.devices.autocast_now()
-        given = hidden.clone()  # its gradient comes from this block alone
-        plain_fn, plain_args = as_given(fn, args, ran=True)
-        context = compat.transformers.copied_context()
-        output = self.function(fn, given, *args[1:])
-        if not getattr(self.function, "in_graph", False):
-            return output  # it ran as plain code, because it does not compile or has hooks
-        results = [result for result in _tensors(output) if result.requires_grad]
-        values = [result.detach() for result in results]
-        arrived: dict[int, torch.Tensor] = {}
-
-        def arrives(place: int, gradient: torch.Tensor | None) -> None:
-            if gradient is not None:  # it is None if the loss does not depend on this result
-                arrived[place] = gradient.detach()
-
-        for place, result in enumerate(results):
-            self.on_gradient(result, functools.partial(arrives, place))
-
-        def compare(gradient: torch.Tensor | None) -> None:
-            if self.ends or gradient is None:  # a second backward, or one that does not reach the block
-                return
-            self.ends = True
-            self.saved = len(arrived) + 1
-            with torch.enable_grad(), compat.torch.unseen_by_modes(), contextlib.ExitStack() as around:
-                state = StepState(self.module, compat.random_state.devices_of([given]))
-                around.callback(state.restore)
-                around.enter_context(contextlib.suppress(RuntimeError))  # no memory for it, or its inputs were changed
-                around.enter_context(compat.devices.autocast_as(autocast))
-                plain = given.detach().requires_grad_()
-                again = [result for result in _tensors(plain_fn(plain, *plain_args[1:])) if result.requires_grad]
-                if not state.random.may_have_moved():  # a graph draws other numbers than plain code
-                    outputs = [again[place] for place in arrived]
-                    (expected,) = torch.autograd.grad(outputs, plain, list(arrived.values()))
-                    for place in arrived:
-                        self._near("output", again[place].detach(), values[place])
-                    self._near("gradient of the input", expected, gradient)
-            self.left_out = self.saved - self.compared
-            self.done(self)
-
-        self.on_gradient(given, lambda gradient: context.run(compare, gradient))
-        return output
-
-    def _near(self, what: str, expected: torch.Tensor, found: torch.Tensor) -> None:
-        self.compared += 1
-        share = beyond_rounding(expected, found)
-        if share is not None:
-            text = f"differs from that of plain code by {share:.2g} of its norm"
-            cause = "The graph is not that of the block: hooks or flags inside may have changed since it was compiled."
-            self.note(len(self.differences), what, tuple(expected.shape), text, share, cause=cause)
+    def _first(self, check: Check, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward under the hooks of the check, inside those of the checkpointing function."""
+        facts = self.facts = check.facts
+        assert facts is not None
+        with torch.no_grad(), compat.torch.unseen_by_modes():
+            inputs = _inputs_of(self.module, args, kwargs)
+            facts.forward_begins({key: tensor for key, tensor in inputs.items() if check.has_room_for(tensor)})
+        if not torch.is_grad_enabled():
+            check.is_reentrant = True
+            output = self.function(*args, **kwargs)
+            self.outputs = [tensor.detach() for tensor in _tensors(output)]
+            return output
+        self.check = None
+        check.outer = compat.torch.top_saved_tensor_hooks()
+        if check.outer is None:
+            return self.function(*args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(check.pack, check.unpack):
+            return self.function(*args, **kwargs)

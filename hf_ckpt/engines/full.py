@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,17 +12,12 @@ from hf_ckpt import compat
 from hf_ckpt.engines.arguments import as_given
 from hf_ckpt.engines.region import Region
 from hf_ckpt.engines.state import ForwardState, Settings
-from hf_ckpt.errors import GraphCaptureError, InPlaceError, RecomputeError
+from hf_ckpt.errors import GraphCaptureError, InPlaceError
 
 
 class FullRegion(Region):
-    """The checkpointing function of a block that is recomputed as a whole.
+    """The checkpointing function of a block that is recomputed as a whole."""
 
-    The first forward shows whether the block changes its hidden states in place. If so, it is recomputed from a copy.
-    """
-
-    may_copy = True
-    """Whether the block may be recomputed from a copy of its hidden states if it changes them in place."""
     keeps_choices = True
 
     def __init__(self, block: str, *, preserve_rng_state: bool = True, determinism_check: str = "default") -> None:
@@ -33,8 +27,6 @@ class FullRegion(Region):
         self.forwards = 0
         self.recomputed = 0
         self.in_graph = False
-        self.changes_input: bool | None = None
-        """Whether the block changes its hidden states in place; None before the first forward."""
         self.whole = True
         """Whether every parameter stays on its device, unsharded, throughout a step."""
         self.settings: Settings | None = None
@@ -72,50 +64,20 @@ class FullRegion(Region):
         if compat.torch.is_compiling():
             self.in_graph = True  # counting here would recompile for every value of the count
             return self._checkpoint(fn, *args)
-        self.refuse_capturing()
-        self.forwards += 1
-        fn, args = as_given(fn, args)
-        counted = Counted(fn, self)
-        if self.changes_input is False or not self.may_copy or not is_plain(args):
-            return self._with_inputs(counted, args)
-        # Until it is known whether the block changes its hidden states in place, it is recomputed from a copy of them.
-        hidden, version = args[0], args[0]._version
-        copied = hidden.detach().clone()
-        # An expansion or a slice: kernels may take another way for a copy. Transforms of torch.func know no leaves.
-        if copied.stride() != hidden.stride() or compat.torch.transforms():
-            return self._with_inputs(counted, args)
-        copied.requires_grad_(hidden.requires_grad)
-        from_copy = _FromCopy(counted, hidden)
-        output = self._with_inputs(from_copy, (copied, *args[1:]))
-        if self.changes_input is None:
-            self.changes_input = hidden._version != version
-            if not self.changes_input:
-                from_copy.use(hidden, copied)
-        return output
-
-    def _with_inputs(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        versions = versions_of(args)
-        output = self._checkpoint(fn, *args)
-        self.refuse_changes(args, versions, output)
-        return output
-
-    def refuse_changes(self, args: tuple[Any, ...], versions: list[int | None], output: Any) -> None:
-        """Raise `InPlaceError` if an input that the block will be recomputed from has changed since `versions`."""
-        for arg, version in zip(args, versions, strict=True):
-            if version is not None and arg._version != version and needs_gradient(output):
-                raise InPlaceError(self.block, arg, version, changed_by(arg))
-
-    def refuse_capturing(self) -> None:
-        """Raise `GraphCaptureError` if random state is preserved while a CUDA graph is captured."""
         if self.preserve_rng_state and compat.devices.is_capturing():
             raise GraphCaptureError(
                 self.block, "it preserves random state, which cannot be read while a CUDA graph is captured."
             )
+        self.forwards += 1
+        fn, args = as_given(fn, args)
+        versions = [_version_of(arg) for arg in args]
+        output = self._checkpoint(Counted(fn, self), *args)
+        for arg, version in zip(args, versions, strict=True):
+            if _version_of(arg) != version and needs_gradient(output):
+                raise InPlaceError(self.block, arg, version, _changed_by(arg))
+        return output
 
     def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
-        return self._checkpointed(fn, *args)
-
-    def _checkpointed(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return checkpoint(
             fn,
             *args,
@@ -123,7 +85,6 @@ class FullRegion(Region):
             # `ForwardState` does it faster.
             preserve_rng_state=self.preserve_rng_state and compat.torch.is_compiling(),
             determinism_check=self.determinism_check,
-            **options,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -144,48 +105,9 @@ class Counted:
     def __call__(self, *args: Any) -> Any:
         if not self.ran:
             self.ran = True
-            compat.torch.rename_checkpoint_errors(functools.partial(named, self.region.block))
             return self.state.run(self.fn, args)
         self.region.recomputed += 1
         return self.state.recompute(self.fn, args)
-
-
-def named(block: str, error: RuntimeError) -> RecomputeError:
-    """Return the error to raise in place of one that torch's checkpoint raises in the backward of a block."""
-    if not compat.torch.is_read_twice(error):
-        text = str(error).partition("\nTip:")[0].removeprefix("torch.utils.checkpoint: ")
-        return RecomputeError(block, f"its recomputation does not repeat its forward. {' '.join(text.split())}")
-    return RecomputeError(
-        block,
-        "the backward of a custom Function reads a tensor of `ctx.saved_tensors` twice, and a recomputed tensor is "
-        "freed after it was read. Read all of them once, into variables.",
-    )
-
-
-class _FromCopy:
-    """The forward of a block that may change its hidden states in place. Recomputations change a copy of a copy."""
-
-    def __init__(self, fn: Counted, hidden: torch.Tensor) -> None:
-        self.fn = fn
-        self.hidden: torch.Tensor | None = hidden
-        """The hidden states for the forward; None once it has run."""
-        self.given: torch.Tensor | None = None
-        """The hidden states, if they are what the block is recomputed from."""
-        self.version = 0
-        """Their in-place version after the forward."""
-
-    def use(self, hidden: torch.Tensor, copied: torch.Tensor) -> None:
-        """Recompute the block from its hidden states, which it does not change, and free the copy's memory."""
-        self.given, self.version = hidden.detach(), hidden._version
-        copied.data = self.given
-
-    def __call__(self, copied: torch.Tensor, *args: Any) -> Any:
-        hidden, self.hidden = self.hidden, None
-        if hidden is None and self.given is not None:
-            if self.given._version != self.version:
-                raise InPlaceError(self.fn.region.block, self.given, self.version)
-            return self.fn(copied, *args)
-        return self.fn(copied.clone() if hidden is None else hidden, *args)
 
 
 def is_plain(args: tuple[Any, ...]) -> bool:
@@ -201,14 +123,12 @@ def needs_gradient(output: Any) -> bool:
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in compat.torch.tree_leaves(output))
 
 
-def versions_of(values: tuple[Any, ...]) -> list[int | None]:
-    """Return the in-place version of each tensor; None for other values and for inference tensors."""
-    return [
-        value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None for value in values
-    ]
+def _version_of(value: Any) -> int | None:
+    """Return the in-place version of a tensor; None for other values and for inference tensors."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
 
 
-def changed_by(tensor: torch.Tensor) -> str:
+def _changed_by(tensor: torch.Tensor) -> str:
     """Name the operation that last changed a tensor in place, if its graph shows it."""
     base = tensor if tensor._base is None else tensor._base
     if base.grad_fn is not None and base.grad_fn.name().endswith("CopySlices"):

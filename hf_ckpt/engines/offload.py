@@ -378,13 +378,12 @@ class OffloadRegion(FullRegion):
     Args:
         block: name of the block.
         mover: has the host memory.
-        known: whether the block's in-place changes are known. If not, its first forward moves nothing.
         options: keyword arguments for `torch.utils.checkpoint`.
     """
 
-    def __init__(self, block: str, mover: Mover, *, known: bool = True, **options: Any) -> None:
+    def __init__(self, block: str, mover: Mover, **options: Any) -> None:
         super().__init__(block, **options)
-        self.mover, self.known = mover, known
+        self.mover = mover
         self.moved_bytes = 0
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -396,9 +395,7 @@ class OffloadRegion(FullRegion):
         if not torch.is_grad_enabled() or compat.torch.is_compiling():
             return super().__call__(fn, *args)
         fn, args = compat.transformers.block_call(fn, args)
-        # A block that changes its hidden states is recomputed from a copy, which `full` holds.
-        moves = args and (self.changes_input is False or (self.changes_input is None and self.known))
-        with self.mover.moving(self.block, args[0] if moves else None) as group:
+        with self.mover.moving(self.block, args[0] if args else None) as group:
             if group is None:
                 self.moved_bytes = 0
                 return super().__call__(fn, *args)
@@ -412,4 +409,4 @@ def make(request: Request) -> Region:
     """The engine of `offload`. The last block of a stack gets `full`, because its backward comes first."""
     if request.mover is None:
         return FullRegion(request.block, **request.options)
-    return OffloadRegion(request.block, request.mover, known=request.known, **request.options)
+    return OffloadRegion(request.block, request.mover, **request.options)

@@ -22,21 +22,25 @@ from torch.overrides import TorchFunctionMode
 
 from hf_ckpt import compat
 
-_TOP_K = (torch.topk, torch.Tensor.topk)
-_ARGMAX = (torch.argmax, torch.Tensor.argmax)
-_MAX = (torch.max, torch.Tensor.max)
+_CHOOSES: dict[Callable[..., Any], tuple[int, int | None, Any]] = {
+    **dict.fromkeys((torch.topk, torch.Tensor.topk), (2, -1, torch.return_types.topk)),
+    **dict.fromkeys((torch.argmax, torch.Tensor.argmax), (1, None, None)),
+    **dict.fromkeys((torch.max, torch.Tensor.max), (1, None, torch.return_types.max)),
+}
+"""Function -> place of its argument `dim`, its default, and what it returns; None if it returns indices alone."""
 
 
-class Choices:
+class Choices(TorchFunctionMode):
     """The experts that a block's routers choose in one forward, and choose again in every recomputation of it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._kept: list[torch.Tensor | None] = []
         """The indices of every call that is intercepted, in order; None for a call that does not choose experts."""
         self._next: int | None = None
         """Number of the next call in a recomputation; None in the first forward."""
-        self._seeing: contextlib.ExitStack | None = None
-        """Stops intercepting the calls of the running router; None between routers."""
+        self._is_on = False
+        """Whether a router runs, so that calls are intercepted."""
 
     @contextlib.contextmanager
     def running(self, *, again: bool = False) -> Iterator[None]:
@@ -46,39 +50,38 @@ class Choices:
             yield
         finally:
             _running.choices = before
-            self.leave()  # after an interrupt (Ctrl-C) inside a router
+            self.intercept(False)  # after an interrupt (Ctrl-C) inside a router
 
-    def enter(self) -> None:
-        """Start to intercept the choices."""
-        if self._seeing is None:
-            self._seeing = contextlib.ExitStack()
-            self._seeing.enter_context(_SeesChoices(self))
+    def intercept(self, on: bool) -> None:
+        """Start or stop to intercept the choices."""
+        if on and not self._is_on:
+            self.__enter__()  # type: ignore[no-untyped-call]
+        elif self._is_on and not on:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._is_on = on
 
-    def leave(self) -> None:
-        """Stop intercepting the choices."""
-        seeing, self._seeing = self._seeing, None
-        if seeing is not None:
-            seeing.close()
-
-    def choose(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function in the first forward; later return the same indices, and the scores at those indices."""
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function not in _CHOOSES or "out" in kwargs:
+            return function(*args, **kwargs)
+        place_of_dim, default, kind = _CHOOSES[function]
         scores = args[0] if args else kwargs["input"]
-        place_of_dim, default = (2, -1) if function in _TOP_K else (1, None)
         dim = args[place_of_dim] if len(args) > place_of_dim else kwargs.get("dim", default)
         if not isinstance(dim, int):  # the largest of all scores, or of two tensors
             return function(*args, **kwargs)
         if self._next is None:
             chosen = function(*args, **kwargs)
-            self._kept.append(_small(chosen if function in _ARGMAX else chosen.indices, scores, dim))
+            self._kept.append(_small(chosen if kind is None else chosen.indices, scores, dim))
             return chosen
-        place, self._next = self._next, self._next + 1
-        kept = self._kept[place] if place < len(self._kept) else None
-        if kept is None or not _fits(kept, scores, dim):
+        kept = self._kept[self._next] if self._next < len(self._kept) else None
+        self._next += 1
+        if kept is None:
             return function(*args, **kwargs)
         indices = kept.long()
-        if function in _ARGMAX:
+        if kind is None:
             return indices
-        kind = torch.return_types.topk if function in _TOP_K else torch.return_types.max
         return kind((_Chosen.apply(scores, indices, dim), indices))  # type: ignore[no-untyped-call]
 
 
@@ -94,28 +97,13 @@ _running = _Running()
 def enter_router(router: nn.Module, args: tuple[Any, ...]) -> None:
     """Forward pre-hook of a router: in a checkpointed block, start to intercept its choices."""
     if not compat.torch.is_compiling() and _running.choices is not None and not compat.torch.transforms():
-        _running.choices.enter()
+        _running.choices.intercept(True)
 
 
 def leave_router(router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Forward hook of a router, called even after an error: stop intercepting its choices."""
     if not compat.torch.is_compiling() and _running.choices is not None:
-        _running.choices.leave()
-
-
-class _SeesChoices(TorchFunctionMode):
-    """Passes the calls that choose experts to the choices of the block."""
-
-    def __init__(self, choices: Choices) -> None:
-        super().__init__()
-        self.choices = choices
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if function in (*_TOP_K, *_ARGMAX, *_MAX) and not (kwargs and "out" in kwargs):
-            return self.choices.choose(function, args, kwargs or {})
-        return function(*args, **(kwargs or {}))
+        _running.choices.intercept(False)
 
 
 class _Chosen(torch.autograd.Function):
@@ -130,10 +118,9 @@ class _Chosen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
         (indices,) = ctx.saved_tensors
-        wide = [_with(ctx.dim, tensor, len(ctx.shape)) for tensor in (indices, gradient)]
-        return gradient.new_zeros(ctx.shape).scatter(ctx.dim, *wide), None, None
+        wide = [_with(ctx.dim, tensor, len(ctx.shape)) for tensor in (indices, gradients[0])]
+        return gradients[0].new_zeros(ctx.shape).scatter(ctx.dim, *wide), None, None
 
 
 def _with(dim: int, tensor: torch.Tensor, dims: int) -> torch.Tensor:
@@ -147,10 +134,3 @@ def _small(indices: torch.Tensor, scores: torch.Tensor, dim: int) -> torch.Tenso
     if _with(dim, indices, scores.dim()).shape[dim] > compat.compiler.MOST_CHOICES:
         return None
     return indices.to(torch.uint8 if experts <= 2**8 else torch.int16 if experts <= 2**15 else torch.int32)
-
-
-def _fits(kept: torch.Tensor, scores: torch.Tensor, dim: int) -> bool:
-    """Whether the indices fit the shape and device of these scores."""
-    shape, wide = list(scores.shape), _with(dim, kept, scores.dim())
-    shape[dim] = wide.shape[dim]
-    return shape == list(wide.shape) and kept.device == scores.device

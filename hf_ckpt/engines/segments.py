@@ -38,8 +38,6 @@ class SegmentRegion(FullRegion):
         options: keyword arguments for `torch.utils.checkpoint`.
     """
 
-    may_copy = False  # the blocks before it would have to be recomputed from copies, too
-
     def __init__(self, block: str, segment: tuple[str, ...], **options: Any) -> None:
         super().__init__(block, **options)
         self.segment = segment

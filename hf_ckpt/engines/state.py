@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -35,11 +35,7 @@ from hf_ckpt.models.blocks import routers
 _SIMPLE = (bool, int, float, str)
 _INDIFFERENT = (nn.Linear, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
 """Types whose forward, if any, reads no plain attribute. Their attributes are not compared, which would take longer."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_OF_THE_BLOCK = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError),
-    *(StopIteration, TypeError, ValueError),
-)
+_OF_THE_BLOCK = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 """Errors of a recomputation that may come from changed state. Others, such as those by which torch ends a
 recomputation early, are left alone."""
 
@@ -52,51 +48,46 @@ class Settings:
     """
 
     def __init__(self, block: nn.Module) -> None:
-        owners: dict[str, dict[str, Any]] = {}
-        self.attributes: dict[str, dict[str, Any]] = {}
-        """Name of a module, or of a module's config -> its plain attributes. The block comes first."""
-        self.boxes: dict[tuple[str, str], Any] = {}
-        """(attribute, name of the module) -> a dict of children, of hooks or of plain values, such as the scaling of
-        adapters, or PEFT's list of merged adapters."""
+        owners: list[dict[str, Any]] = []
+        self.attributes: list[dict[str, Any]] = []
+        """The plain attributes of each module and of its config. The block comes first."""
+        self.boxes: list[Any] = []
+        """Dicts of children, of hooks or of plain values, such as the scaling of adapters; and PEFT's lists of merged
+        adapters."""
         self.tensors: list[dict[str, Any]] = []
         """The dicts of parameters and of buffers that are not empty."""
-        self.buffers: list[tuple[dict[str, Any], str]] = []
-        for name, module in block.named_modules():
+        self.changing: list[tuple[dict[str, Any], str]] = []
+        """The buffers that a forward may change; after the first forward, those that it has changed."""
+        for module in block.modules():
             own = vars(module)
             if not isinstance(own.get("_parameters"), dict):
                 continue
             if type(module) not in _INDIFFERENT or module is block:
-                owners[name] = own
-                self.attributes[name] = {key: value for key, value in own.items() if _is_plain(key, value)}
+                owners.append(own)
+                self.attributes.append({key: value for key, value in own.items() if _is_plain(key, value)})
             config = compat.transformers.config_of(module)
-            if config is not None and not any(vars(config) is owner for owner in owners.values()):
-                owners[f"{name}.config"] = vars(config)
-                implementations = {
-                    k: value for k, value in vars(config).items() if compat.transformers.is_implementation(k, value)
-                }
-                self.attributes[f"{name}.config"] = implementations
+            if config is not None and not any(vars(config) is owner for owner in owners):
+                owners.append(vars(config))
+                is_implementation = compat.transformers.is_implementation
+                self.attributes.append({k: value for k, value in vars(config).items() if is_implementation(k, value)})
             self.tensors += [box for box in (own["_parameters"], own["_buffers"]) if box]
-            self.buffers += [(own["_buffers"], key) for key in own["_buffers"]]
-            for key, box in own.items():
-                if key in _HOOKS or compat.peft.is_merged(key, box) or _is_box(key, box):
-                    self.boxes[key, name] = box
-        self.contents = {label: box.copy() for label, box in self.boxes.items()}
+            self.changing += [(own["_buffers"], key) for key in own["_buffers"]]
+            self.boxes += [box for key, box in own.items() if _is_box(key, box)]
+        self.contents = [box.copy() for box in self.boxes]
         self.keys = [tuple(box) for box in self.tensors]
-        self.sizes = [len(box) for box in (*owners.values(), *self.tensors)]
+        self.sizes = [len(box) for box in (*owners, *self.tensors)]
         self.parameters = vars(block)["_parameters"]
         """The dict of the block's own parameters, which identifies the block."""
-        self.inner = list(owners.values())[1:]
+        self.inner = owners[1:]
         """The dicts that `attributes` are from, without the block's own."""
-        self.getters = [operator.itemgetter(*attributes) for attributes in self.attributes.values()]
-        self.values = [getter(owner) for getter, owner in zip(self.getters, owners.values(), strict=True)]
-        self.changing: list[tuple[dict[str, Any], str]] | None = None
-        """The buffers that the forward changes; None before the first forward."""
+        self.getters = [operator.itemgetter(*attributes) for attributes in self.attributes]
+        self.values = [getter(owner) for getter, owner in zip(self.getters, owners, strict=True)]
         self.written: set[int] | None = None
         """Places of the tensors that the forward itself writes to, such as a router's weight that PEFT adapts: a write
         to them does not count as a change. None before the first forward."""
-        self.draws_on_host: bool | None = None
-        """Whether the forward draws from Python's `random` or from numpy, whose states take long to read. None before
-        the first forward."""
+        self.draws_on_host = True
+        """Whether the forward may draw from Python's `random` or from numpy, whose states take long to read. The first
+        forward shows it."""
         self.chooses = bool(routers(block))
         """Whether the block sends tokens to experts."""
 
@@ -114,21 +105,6 @@ class Settings:
         except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or is now a tensor or an array
             return False
 
-    def put_back(self, name: str, block: nn.Module, undo: contextlib.ExitStack) -> None:
-        """Restore these settings on the block `name` until `undo` ends.
-
-        Raises `ChangedBlockError` if an adapter was merged since: that overwrites a weight, and neither its address nor
-        its version shows it.
-        """
-        for attributes, owner in zip(self.attributes.values(), [vars(block), *self.inner], strict=True):
-            undo.callback(owner.update, {key: owner[key] for key in attributes if key in owner})
-            owner.update(attributes)
-        for label, box in self.boxes.items():
-            if isinstance(box, dict):
-                lend(box, self.contents[label], undo)
-            elif box != self.contents[label]:
-                raise ChangedBlockError(name, "adapters were merged into its weights, or taken out of them again")
-
 
 def _is_plain(key: str, value: Any) -> bool:
     """Whether an attribute is a number, a flag or a string, or a list of strings such as names of adapters.
@@ -142,13 +118,15 @@ def _is_plain(key: str, value: Any) -> bool:
 
 
 def _is_box(key: str, value: Any) -> bool:
-    """Whether an attribute is the dict of children, or a dict of plain values; empty ones do not count."""
+    """Whether an attribute is one of `Settings.boxes`. Empty dicts count if they may get hooks."""
+    if key in ("_forward_pre_hooks", "_forward_hooks") or compat.peft.is_merged(key, value):
+        return True
     if not isinstance(value, dict) or not value:
         return False
     return key == "_modules" or all(type(item) in _SIMPLE for item in value.values())
 
 
-def lend(box: dict[Any, Any], content: dict[Any, Any], undo: contextlib.ExitStack) -> None:
+def _lend(box: dict[Any, Any], content: dict[Any, Any], undo: contextlib.ExitStack) -> None:
     """Replace the content of a dict until `undo` ends, unless it already has that content, in the same order."""
     if list(box) != list(content) or not all(map(operator.is_, box.values(), content.values())):
         undo.callback(_fill, box, dict(box))
@@ -188,20 +166,21 @@ class ForwardState:
         self.choices = Choices() if settings is not None and settings.chooses else None
         self.draws: compat.random_state.RandomState | None = None
         """Random state before the forward; None if the forward drew nothing."""
-        self.copies: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+        buffers = [(box, key, box[key]) for box, key in settings.changing] if settings is not None else []
+        self.copies: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
+            (box, key, buffer, buffer.detach().clone())
+            for box, key, buffer in buffers
+            if buffer is not None and not buffer.is_inference()
+        ]
         """(dict, name, buffer, its values before the forward) for each buffer that the forward may change."""
-        if settings is not None and settings.buffers:
-            for box, key in settings.buffers if settings.changing is None else settings.changing:
-                buffer = box[key]
-                if buffer is not None and not buffer.is_inference():
-                    self.copies.append((box, key, buffer, buffer.detach().clone()))
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block for the first time, and record what a recomputation needs to run it in the same way."""
         settings = self.settings
-        of_host = settings is None or settings.draws_on_host is not False
         before = compat.random_state.RandomState(
-            compat.random_state.devices_of(args), of_torch=self.keeps_draws, of_host=of_host
+            compat.random_state.devices_of(args),
+            of_torch=self.keeps_draws,
+            of_host=settings is None or settings.draws_on_host,
         )
         if self.choices is None:
             output = fn(*args)
@@ -212,24 +191,19 @@ class ForwardState:
             self.draws = before
         if settings is not None and settings.written is None:
             settings.written, settings.draws_on_host = set(self._overwritten()), before.of_host_has_moved()
-        if settings is not None and settings.buffers:
-            if settings.changing is None:  # compared by value: a batch norm does not count its changes
-                self.copies = [
-                    row for row in self.copies if compat.torch.is_fake(row[2]) or not torch.equal(row[2], row[3])
-                ]
-                settings.changing = [(box, key) for box, key, *_ in self.copies]
-            elif self._overwritten():
-                settings.changing = None  # one more than before: the next forward compares all of them again
+            self.copies = [  # compared by value: a batch norm does not count its changes
+                row for row in self.copies if compat.torch.is_fake(row[2]) or not torch.equal(row[2], row[3])
+            ]
+            settings.changing = [(box, key) for box, key, *_ in self.copies]
         return output
 
     def recompute(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block again, in the context and in the state of its forward.
 
-        Raises `ChangedBlockError` for a value that cannot be restored, and `RecomputeError` for other errors of the
-        block.
+        Raises `ChangedBlockError` for a value that cannot be restored, and `RecomputeError` for errors of the block.
         """
         try:
-            return self.in_context(self._recompute, fn, args)
+            return self.context.copy().run(self._recompute, fn, args)  # a copy: several threads may do so at once
         except _OF_THE_BLOCK as error:
             if isinstance(error, HfCkptError) or compat.devices.is_out_of_memory(error):
                 raise
@@ -241,53 +215,42 @@ class ForwardState:
                 "value, or an object that it changes itself.",
             ) from error
 
-    def in_context(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in a copy of the forward's context. Several threads may do so at once."""
-        return self.context.copy().run(function, *args)
-
     def _recompute(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if self.draws is None and self.choices is None and self._is_unchanged():
-            return fn(*args)
-        with self.again():
-            return fn(*args)
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Restore the state of the forward inside this context, to recompute the block there.
-
-        Raises `ChangedBlockError`, on entering the context or inside it, for a value that cannot be restored.
-        """
         with contextlib.ExitStack() as undo:
             if self.draws is not None:
                 undo.enter_context(self.draws.restored())
-            if not self._is_unchanged():
-                self._put_back(undo)
+            self._put_back(undo)
             if self.choices is not None:
                 undo.enter_context(self.choices.running(again=True))
-            yield
-
-    def _is_unchanged(self) -> bool:
-        """Whether the block has the settings and tensors of the forward, and the tensors have the same values."""
-        settings = self.settings
-        if settings is None or self.block is None:
-            return True
-        if self.copies or not settings.hold(self.block):
-            return False
-        now = chain.from_iterable(map(dict.values, settings.tensors)) if self.tensors else ()
-        return all(map(operator.is_, self.tensors, now)) and self.marks == _marks(self.tensors)
+            return fn(*args)
 
     def _put_back(self, undo: contextlib.ExitStack) -> None:
-        """Restore settings and tensors of the forward until `undo` ends, and refuse those that were overwritten."""
+        """Restore settings and tensors of the forward until `undo` ends, and refuse those that were overwritten.
+
+        Raises `ChangedBlockError` if an adapter was merged since: that overwrites a weight, and neither its address nor
+        its version shows it.
+        """
         settings, block = self.settings, self.block
-        assert settings is not None
-        assert block is not None
-        settings.put_back(self.name, block, undo)
+        if settings is None or block is None:
+            return
+        now = chain.from_iterable(map(dict.values, settings.tensors)) if self.tensors else ()
+        is_unchanged = not self.copies and settings.hold(block) and all(map(operator.is_, self.tensors, now))
+        if is_unchanged and self.marks == _marks(self.tensors):
+            return
+        for attributes, owner in zip(settings.attributes, [vars(block), *settings.inner], strict=True):
+            undo.callback(owner.update, {key: owner[key] for key in attributes if key in owner})
+            owner.update(attributes)
+        for box, content in zip(settings.boxes, settings.contents, strict=True):
+            if isinstance(box, dict):
+                _lend(box, content, undo)
+            elif box != content:
+                raise ChangedBlockError(self.name, "adapters were merged into its weights, or taken out of them again")
         tensors = iter(self.tensors)
         for keys, box in zip(settings.keys, settings.tensors, strict=True):
             content = {key: next(tensors) for key in keys} if self.tensors else dict(box)
             with compat.torch.unseen_by_modes():
                 content |= {key: values.clone() for of, key, _, values in self.copies if of is box}
-            lend(box, content, undo)
+            _lend(box, content, undo)
         there = [tensor for tensor in self.tensors if tensor is not None]
         for tensor, (flag, *_) in zip(there, self.marks, strict=True):
             if tensor.requires_grad != flag:
@@ -298,7 +261,7 @@ class ForwardState:
 
     def _overwritten(self) -> dict[int, torch.Tensor]:
         """Return the tensors that were overwritten since the forward began, by place; not those that have a copy."""
-        known = (self.settings.written if self.settings is not None else None) or ()
+        known = self.settings.written or () if self.settings is not None else ()
         copied = {id(buffer) for _, _, buffer, _ in self.copies}
         there = [tensor for tensor in self.tensors if tensor is not None]
         return {

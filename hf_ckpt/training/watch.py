@@ -4,28 +4,24 @@ For one block and one step, `engines.check.Check` compares the tensors that back
 saved. The watch checks the blocks in turn, in the third forward under every plan and in every n-th training forward. A
 check holds what the block would save without checkpointing. It uses only free memory: the budget minus the plan's peak,
 or what the device has left.
-
-After a difference, blocks of that class no longer run under the same action.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import weakref
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import exchange, put_check
+from hf_ckpt.attach.attach import put_check
 from hf_ckpt.attach.record import FUNCTION, Installation, is_on
-from hf_ckpt.engines.check import Check, Difference, Rerun, beyond_rounding
+from hf_ckpt.engines.check import Check, Difference
 from hf_ckpt.errors import MismatchError
 from hf_ckpt.measure.memory import spare_bytes
 from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, Action
+from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.description import Watched
 from hf_ckpt.spec.plan import Plan
 
@@ -37,8 +33,6 @@ RESERVE = 0.02
 """Share of a budget that a check leaves free, because predicted peaks are not exact."""
 MOST_SEEN = 256
 """The most plans that are remembered."""
-INSTEAD = (SELECTIVE, FULL, KEEP)
-"""Replacements for an action whose check found a difference. The first one without differences that fits is used."""
 
 
 class Watch:
@@ -53,11 +47,8 @@ class Watch:
         self.check_every, self.on_mismatch = check_every, on_mismatch
         self.differences: list[Difference] = []
         """The first difference of each check that found one."""
-        self._off: dict[type, set[str]] = {}
-        """Class of a block -> names of the actions under which a check found a difference."""
-        self._seen: dict[int, list[Any]] = {}
-        """Id of a plan that was enabled so far -> [the plan, training forwards under it, the plan without the actions
-        in `_off`]."""
+        self._seen: dict[int, tuple[Plan, int]] = {}
+        """Id of a plan that was enabled so far -> the plan, and training forwards under it."""
         self._forwards = 0
         """Training forwards so far, without those in which a session measures actions."""
         self._due = False
@@ -70,10 +61,8 @@ class Watch:
         """What cannot be checked -> why."""
         self._check: weakref.ref[Check] | None = None
         """The last check. It holds the inputs of its block, so only the graph of that step may hold it."""
-        self._told: set[Any] = set()
-        """The kinds of differences that were logged."""
-        self._kept_bytes = 0
-        """Bytes that the last block with a difference saves without checkpointing."""
+        self._logged: set[tuple[type, Action | None]] = set()
+        """(class of a block, its action) for each difference that was logged."""
         self._whole: bool | None = None
 
     def on_forward(self, base: nn.Module, record: Installation | None, running: nn.Module | None = None) -> None:
@@ -87,31 +76,24 @@ class Watch:
         self.stop()
         first = min(FIRST, self.check_every)
         if record is not None:
-            if self._off:
-                self._avoid(base, record)
             if record.planned is not None and record.planned.measures:
                 return
-            row = self._row(record.plan)
-            row[1] += 1
-            self._due |= row[1] == first
+            if len(self._seen) >= MOST_SEEN:
+                self._seen.clear()
+            forwards = self._seen.get(id(record.plan), (record.plan, 0))[1] + 1
+            self._seen[id(record.plan)] = record.plan, forwards
+            self._due |= forwards == first
         self._forwards += 1
         self._due |= self._forwards % self.check_every == first % self.check_every
         if record is not None and record.session is not None and record.session.is_measuring:
             return  # a check would disturb it
-        if (
-            not self._due or compat.devices.is_capturing()
-        ):  # a check waits for the device, which a CUDA graph does not allow
-            return
-        if record is not None and not record.regions and record.plan.head == "full":
-            self._say_once("blocks under `keep`", "their backward uses what autograd saved")
+        if not self._due or compat.devices.is_capturing():  # a check waits for the device, which a graph does not allow
             return
         blocks = self._blocks(base, record, running or base)
         room = _room_bytes(base, record, self._forwards == 1)
         if room is None:
             return
         self._due = False
-        if record is not None:
-            self._check_head(record)
         if not blocks:
             return
         if room <= 0:
@@ -122,21 +104,14 @@ class Watch:
         name, module = blocks[self._turn % len(blocks)]
         self._turn += 1
         action = None if record is None else record.plan.active().get(name)
-        compiled = record is not None and record.regions[name].compiles_block
         check = put_check(
-            Rerun if compiled else Check,
             module,
             name,
             room_bytes=room,
             whole=self._whole,
-            done=lambda check: self._has_ended(check, type(module), action, len(blocks)),
+            done=lambda check: self._has_ended(check, (type(module), action), len(blocks)),
         )
         self._check = weakref.ref(check)
-
-    def _row(self, plan: Plan) -> list[Any]:
-        if id(plan) not in self._seen and len(self._seen) >= MOST_SEEN:
-            self._seen.clear()
-        return self._seen.setdefault(id(plan), [plan, 0, None])
 
     def _blocks(self, base: nn.Module, record: Installation | None, running: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return (name, block) for the blocks that can be checked, in order."""
@@ -144,7 +119,12 @@ class Watch:
             found = find_blocks(base).modules.items()
             blocks = [(name, module) for name, module in found if is_on(module) and getattr(module, FUNCTION, None)]
         else:
-            blocks = [(name, module) for name, module in record.blocks.items() if name in record.regions]
+            checked = {name for name, region in record.regions.items() if not region.compiles_block}
+            if len(checked) < len(record.regions):
+                self._say_once("compiled blocks", "a graph hides what its backward gets; use `hf_ckpt.verify`")
+            elif not checked:
+                self._say_once("blocks under `keep`", "their backward uses what autograd saved")
+            blocks = [(name, module) for name, module in record.blocks.items() if name in checked]
         compiled = {
             inner for module in running.modules() if compat.compiler.is_compiled(module) for inner in module.modules()
         }
@@ -152,31 +132,15 @@ class Watch:
             self._say_once("blocks that something else compiles", "to check one, torch would compile it once more")
         return [(name, module) for name, module in blocks if module not in compiled]
 
-    def _check_head(self, record: Installation) -> None:
-        """Check the next call of the head, if it runs in chunks."""
-        if record.plan.head != "full":
-            record.heads.check_next(self._compare_head)
-
-    def _compare_head(self, expected: torch.Tensor, found: torch.Tensor) -> None:
-        self._checks += 1
-        self._compared += 1
-        share = beyond_rounding(expected, found)
-        if share is not None:
-            text = f"differs from that of plain code by {share:.2g} of its norm"
-            what, cause = "head in chunks", "Please report it; without `head` in the spec, it runs as a whole."
-            self._tell(
-                what, Difference(what, "", "gradient of the input", tuple(expected.shape), text, share, cause), 1, 1
-            )
-
     def _say_once(self, what: str, why: str) -> None:
         if what not in self._not_checked:
             self._not_checked[what] = why
             log.info("hf_ckpt: %s are not checked: %s.", what, why)
 
-    def _has_ended(self, check: Check, kind: type, action: Action | None, blocks: int) -> None:
-        """Count a check that has ended. If it had nothing to compare, the next forward checks the next block, until all
-        `blocks` have had their turn.
+    def _has_ended(self, check: Check, kind: tuple[type, Action | None], blocks: int) -> None:
+        """Count a check that has ended, and warn of a difference, once for each `kind` (class of blocks and action).
 
+        If it had nothing to compare, the next forward checks the next block, until all `blocks` have had their turn.
         Raises `MismatchError` if the check found a difference and `on_mismatch` is `raise`.
         """
         if not (check.saved or check.compared or check.differences):
@@ -189,58 +153,19 @@ class Watch:
         self._left_out += check.left_out
         if not check.differences:
             return
-        self._kept_bytes = check.kept_bytes
-        if action is not None:
-            self._off.setdefault(kind, set()).add(action.kind)
-            for row in self._seen.values():
-                row[2] = None
-        self._tell((kind, action), check.differences[0], len(check.differences), check.compared)
-
-    def _tell(self, kind: Any, first: Difference, count: int, compared: int) -> None:
-        """Warn of a difference, once for each `kind` (class of blocks and action), or raise `MismatchError`."""
-        known = kind in self._told
-        self._told.add(kind)
+        first = check.differences[0]
         self.differences.append(first)
         if self.on_mismatch == "raise":
             raise MismatchError(first.block, str(first))
-        if not known:
+        if kind not in self._logged:
+            self._logged.add(kind)
             log.warning(
-                "hf_ckpt: gradients of this step are wrong: backward was not given what the forward saved, %s (%d of "
-                "%d compared tensors differ)",
+                "hf_ckpt: gradients of this step are wrong, and those of later steps may be: backward was not given "
+                "what the forward saved, %s (%d of %d compared tensors differ)",
                 first,
-                count,
-                compared,
+                len(check.differences),
+                check.compared,
             )
-
-    def _avoid(self, base: nn.Module, record: Installation) -> None:
-        """Replace the actions in `_off` on all blocks of their class; forget them if ranks recompute together."""
-        if compat.distributed.ranks_recompute_together(base):
-            self._off.clear()
-            return
-        row = self._row(record.plan)
-        if row[2] is None:
-            row[2] = self._replaced(base, record)
-        if row[2] is not record.plan:
-            exchange(base, record, row[2])
-
-    def _replaced(self, base: nn.Module, record: Installation) -> Plan:
-        """Return the record's plan with the actions in `_off` replaced; the same plan if nothing changes."""
-        off = {name: self._off.get(type(module), set()) for name, module in record.blocks.items()}
-        affected = [block.name for block, action in record.plan.actions if action.kind in off.get(block.name, ())]
-        if not affected:
-            return record.plan
-        room = _room_bytes(base, record, False) or 0
-        for action in INSTEAD:
-            if any(action.kind in off[name] for name in affected):
-                continue
-            if action == FULL or self._kept_bytes * len(affected) <= room:
-                break
-        else:
-            self._say_once("blocks", "there is no room for another action on blocks that were found to be wrong")
-            return record.plan
-        rows = tuple((block, action if block.name in affected else old) for block, old in record.plan.actions)
-        log.warning("hf_ckpt: %d blocks of this class run under `%s` from now on.", len(affected), action)
-        return dataclasses.replace(record.plan, actions=rows, prediction=None)
 
     def stop(self) -> None:
         """Remove a check whose forward has not begun."""
@@ -250,13 +175,8 @@ class Watch:
 
     def report(self) -> Watched:
         """Return the results so far."""
-        return Watched(
-            self._checks,
-            self._compared,
-            self._left_out,
-            tuple(map(str, self.differences)),
-            dict(self._not_checked),
-        )
+        differences = tuple(map(str, self.differences))
+        return Watched(self._checks, self._compared, self._left_out, differences, dict(self._not_checked))
 
 
 def _room_bytes(base: nn.Module, record: Installation | None, first: bool) -> int | None:

@@ -332,8 +332,8 @@ def test_verify_compares_with_the_same_blocks_at_share_1():
     model = tiny_model("llama", layers=2, attention="sdpa")
     result = hf_ckpt.verify(model, tiny_batch("llama", tokens=32), {**BLOCKS, "share": 0.0})
     assert result, result
-    assert result.compiled == result.in_graphs == tuple(find_blocks(model).modules)
-    assert "2 blocks compiled" in str(result)
+    assert set(result.recomputed) == set(find_blocks(model).modules)
+    assert result.allowed_difference > 0
 
 
 def test_gradients_are_as_near_to_float64_as_eager_ones():

@@ -1,4 +1,4 @@
-"""What a block reads beside tensors: containers that it changes, context variables, and tensors that it reads twice."""
+"""What a block reads beside tensors: containers that it changes, and context variables."""
 
 from __future__ import annotations
 
@@ -33,11 +33,6 @@ def pops_a_dict_in_a_tuple(block, hidden, given):
     return work(block, hidden, given[0].popitem()[1])
 
 
-def counts_in_a_namespace(block, hidden, given):
-    given.calls += 1
-    return work(block, hidden, given.shifts[given.calls - 1])
-
-
 def adds_its_result(block, hidden, given):
     given.append(work(block, hidden, given[-1].mean(1, keepdim=True)))
     return given[-1]
@@ -50,7 +45,6 @@ def shifts():
 GIVEN = {
     pops_a_list: shifts,
     pops_a_dict_in_a_tuple: lambda: (dict(enumerate(shifts())),),
-    counts_in_a_namespace: lambda: types.SimpleNamespace(calls=0, shifts=shifts()),
     adds_its_result: lambda: shifts()[:1],
 }
 """What a block does -> what it is given."""
@@ -128,39 +122,6 @@ def test_a_context_variable_has_its_value_of_the_forward(engine):
     got, model = run(SPECS[engine])
     assert_same(run(None)[0], got)
     check_recomputed(model)
-
-
-class ReadsTwice(torch.autograd.Function):
-    """A product whose backward reads its saved tensors twice."""
-
-    @staticmethod
-    def forward(ctx, one, other):
-        ctx.save_for_backward(one, other)
-        return one * other
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[1], gradient * ctx.saved_tensors[0]
-
-
-def reads_twice(block, hidden, given):
-    normed = block.norm(hidden)
-    return block.two(ReadsTwice.apply(block.one(normed), normed))
-
-
-def no_container():
-    return None
-
-
-@each_engine
-def test_tensors_that_are_read_twice(engine):
-    """`selective` gives the same gradients; where the block runs again, the error names block, Function and way out."""
-    if engine == "selective":
-        assert_same(trained(reads_twice, no_container)[0], trained(reads_twice, no_container, SPECS[engine])[0])
-        return
-    with pytest.raises(RecomputeError, match=r"`ReadsTwice` reads .* twice.*Use `selective`") as raised:
-        trained(reads_twice, no_container, SPECS[engine])
-    assert "layers." in raised.value.block
 
 
 @pytest.mark.parametrize("engine", RUN_AGAIN)

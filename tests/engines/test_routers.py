@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-
 import pytest
 import torch
 import transformers
@@ -18,7 +15,6 @@ from torch._inductor.compile_fx import compile_fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointError
 
 import hf_ckpt
 from hf_ckpt import compat
@@ -38,7 +34,7 @@ SPECS = {
     "segments": {"policy": "full", "segments": 1},
 }
 SELECTIVE = [{"policy": "selective", "save": save} for save in SAVES]
-BATCH = {"tokens": 24}
+BATCH = tiny_batch("llama", tokens=24)
 needs_routers = pytest.mark.skipif(ONE_BY_ONE is None, reason="routers of transformers 4 return something else")
 
 
@@ -73,23 +69,26 @@ def tied(name):
     return model
 
 
-@contextlib.contextmanager
-def chosen(model, place=-1):
-    """The indices that routers return at this place: one list per router."""
+def chosen_in(model, place=-1):
+    """The indices that routers return at this place from now on: one list per router."""
     lists = [[] for _ in routers_of(model)]
-    handles = [
+    for router, found in zip(routers_of(model), lists, strict=True):
         router.register_forward_hook(lambda _, args, output, found=found: found.append(output[place].clone()))
-        for router, found in zip(routers_of(model), lists, strict=True)
-    ]
-    yield lists
-    for handle in handles:
-        handle.remove()
+    return lists
+
+
+def planned(model, spec=None):
+    """The model with a plan enabled: `full` by default."""
+    hf_ckpt.install(model, spec or {"policy": "full"})
+    enable(model)
+    return model
 
 
 def noisy_step(model):
     """A step with noisy router scores, and the chosen experts."""
-    with Noise(model), chosen(model) as lists:
-        return step(model, tiny_batch("llama", **BATCH)), lists
+    lists = chosen_in(model)
+    with Noise(model):
+        return step(model, BATCH), lists
 
 
 @needs_routers
@@ -102,18 +101,14 @@ def noisy_step(model):
 )
 def test_the_same_experts_whatever_the_last_bit(name, spec, lanes):
     plain, _ = noisy_step(tied(name))
-    model = tied(name)
-    hf_ckpt.install(model, SPECS[spec])
-    enable(model)
-    steps = 2 if spec == "offload" else 1  # the first step under `offload` moves nothing of unknown blocks
-    for _ in range(steps):
-        found, lists = noisy_step(model)
+    model = planned(tied(name), SPECS[spec])
+    found, lists = noisy_step(model)
     assert_near(plain, found, 1e-4)
     for first, *again in lists:
         assert again
         assert all(torch.equal(first, each) for each in again)
     told = hf_ckpt.describe(model)
-    assert {*told.recomputed.values()} == ({1, 2} if spec == "segments" else {steps})
+    assert {*told.recomputed.values()} == ({1, 2} if spec == "segments" else {1})
     assert bool(told.moved) == (spec == "offload")
 
 
@@ -134,41 +129,16 @@ def argmax_model():
 @needs_routers
 def test_the_same_largest_score_whatever_the_last_bit():
     """Routers that call `argmax` and `max` choose the same experts again too."""
-
-    def noisy(model):
-        with Noise(model) as noise, chosen(model, 0) as lists:
-            found = step(model, tiny_batch("t5", **BATCH))
+    found = []
+    for model in (argmax_model(), planned(argmax_model())):
+        lists = chosen_in(model, 0)
+        with Noise(model) as noise:
+            found.append(step(model, tiny_batch("t5", tokens=24)))
         assert noise.calls == len(lists) > 0  # in the forward; the recomputation has other scores, without noise
-        return found, lists
-
-    plain, _ = noisy(argmax_model())
-    model = argmax_model()
-    hf_ckpt.install(model, {"policy": "full"})
-    enable(model)
-    found, lists = noisy(model)
+    assert_near(*found, 1e-4)
     assert all(torch.equal(first, again) for first, again in lists)  # every router ran again
     assert set(hf_ckpt.describe(model).recomputed.values()) == {1}
     assert len({*lists[0][0].argmax(-1).flatten().tolist()}) > 1
-    assert_near(plain, found, 1e-4)
-
-
-@needs_routers
-def test_blocks_that_do_not_compile_choose_the_same(nothing_compiled, graphs):
-    """Blocks that do not compile run as under `full`, and choose the same experts again."""
-    model = tied("mixtral")
-    for block in find_blocks(model).modules.values():
-        block.self_attn.register_forward_pre_hook(
-            torch.compiler.disable(lambda *args: None)
-        )  # torch 2.15 compiles experts
-    hf_ckpt.install(model, {"compile": "blocks", "share": 0.0})
-    enable(model)
-    step(model, tiny_batch("llama", **BATCH))  # finds that out; nothing compiles under active modes
-    assert graphs == []
-    plain, _ = noisy_step(tied("mixtral"))
-    found, lists = noisy_step(model)
-    assert_near(plain, found, 1e-4)
-    assert all(torch.equal(first, again) for first, again in lists)
-    assert set(hf_ckpt.describe(model).recomputed.values()) == {2}
 
 
 @pytest.mark.long
@@ -190,28 +160,11 @@ def test_compiled_blocks_choose_once(nothing_compiled, keeps, monkeypatch):
         return make_boxed_func(graph)
 
     monkeypatch.setattr(compat.compiler, "compile_graph", compile_graph)
-    model = experts("deepseek_v3")
-    batch = tiny_batch("llama", **BATCH)
-    expected = step(model, batch)
-    hf_ckpt.install(model, {"compile": "blocks", "share": 0.0})
-    enable(model)
-    assert_near(expected, step(model, batch))
+    model = planned(experts("deepseek_v3"), {"compile": "blocks", "share": 0.0})
+    assert_near(step(experts("deepseek_v3"), BATCH), step(model, BATCH))
     assert len(hf_ckpt.describe(model).in_graphs) == 2
     assert len(backward) == 1
     assert bool(backward[0]) != keeps
-
-
-@needs_routers
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
-def test_without_it_others_are_chosen(name, monkeypatch):
-    """Without the kept choices, other experts are chosen, or torch notices other shapes."""
-    monkeypatch.setattr(engine.Choices, "enter", lambda self: None)
-    model = tied(name)
-    hf_ckpt.install(model, {"policy": "full", "determinism_check": "none"})
-    enable(model)
-    with Noise(model), chosen(model) as lists, contextlib.suppress(RuntimeError, CheckpointError):
-        step(model, tiny_batch("llama", **BATCH))
-    assert any(not torch.equal(*both) for both in lists if len(both) == 2)
 
 
 @pytest.mark.compat
@@ -224,64 +177,55 @@ def test_without_it_others_are_chosen(name, monkeypatch):
 )
 def test_tokens_go_to_the_same_experts(name, implementation, lanes):
     """Recomputation sends tokens to the same experts, also with jitter noise."""
-    model, batch = experts(name, implementation=implementation), tiny_batch("llama", **BATCH)
-    expected = step(model, batch)
+    model = experts(name, implementation=implementation)
+    expected = step(model, BATCH)
     routers = [key for key in expected if key.endswith((".gate.weight", ".router.weight"))]
     assert len(routers) == 2
     assert all(expected[key].any() for key in routers)
     hf_ckpt.install(model)
     for spec in (*SELECTIVE, *SPECS.values()):
         enable(model, spec)
-        assert_same(expected, step(model, batch), f"{name} {spec}")
+        assert_same(expected, step(model, BATCH), f"{name} {spec}")
         done = hf_ckpt.describe(model).recomputed
         expected_counts = [2, 1] if "segments" in spec else [1, 1]
         assert [*done.values()] == expected_counts if spec in SPECS.values() else all(done.values())
-        regions = installation(model).regions.values()
-        assert not any(getattr(region, "failed", False) for region in regions)
-        assert all(getattr(region, "determinism_check", "default") == "default" for region in regions)
-    twin = copy.deepcopy(model)
-    assert_same(expected, step(twin, batch))
-    assert hf_ckpt.describe(twin).recomputed == {name: 2 * times for name, times in done.items()}
+        assert not any(getattr(region, "failed", False) for region in installation(model).regions.values())
 
 
-class TopK(TorchDispatchMode):
-    """Counts top-k operations."""
+class Operations(TorchDispatchMode):
+    """Names of all operations."""
 
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.names = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func._schema.name == "aten::topk"
+        self.names.add(func._schema.name)
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_selective_keeps_what_was_chosen(name):
-    """Backward never chooses experts again, under any `save` or under `full`, which keeps the choice."""
+def test_backward_never_chooses(name):
+    """Under any `save` and under `full`, backward gets the forward's choice: it scores tokens, but calls no `topk`."""
     model = experts(name)
-    batch = without_cache(model, tiny_batch("llama"))
     hf_ckpt.install(model)
-    counts = []
     for spec in (SPECS["full"], *SELECTIVE):
         enable(model, spec)
-        loss = model(**batch).loss
-        with TopK() as choices:
+        loss = model(**without_cache(model, BATCH)).loss
+        with Operations() as seen:
             loss.backward()
-        counts.append(choices.count)
-    assert counts == [0, 0, 0, 0]
+        assert "aten::topk" not in seen.names
+        assert "aten::mm" in seen.names
     assert [*hf_ckpt.describe(model).recomputed.values()] != [0, 0]
 
 
 @needs_routers
 def test_accumulated_forwards_keep_their_own():
     """Each accumulated forward keeps its own choices."""
-    model = tied("qwen3_moe")
-    hf_ckpt.install(model, {"policy": "full"})
-    enable(model)
-    with Noise(model), chosen(model) as lists:
-        losses = [model(**without_cache(model, tiny_batch("llama", seed=seed, **BATCH))).loss for seed in (1, 2)]
-        for loss in losses:
+    model = planned(tied("qwen3_moe"))
+    lists = chosen_in(model)
+    with Noise(model):
+        for loss in [model(**tiny_batch("llama", seed=seed, tokens=24), use_cache=False).loss for seed in (1, 2)]:
             loss.backward()
     for first, second, first_again, second_again in lists:
         assert torch.equal(first, first_again)
@@ -298,20 +242,16 @@ def test_adapters_of_a_router():
         config = LoraConfig(r=4, init_lora_weights=False, target_modules=[], target_parameters=["mlp.gate.weight"])
         return get_peft_model(experts("qwen3_moe"), config).train()
 
-    expected, model = step(adapted(), tiny_batch("llama", **BATCH)), adapted()
-    hf_ckpt.install(model, {"policy": "full"})
-    enable(model)
+    expected, model = step(adapted(), BATCH), planned(adapted())
     for _ in range(2):
-        assert_same(expected, step(model, tiny_batch("llama", **BATCH)))
+        assert_same(expected, step(model, BATCH))
     assert set(hf_ckpt.describe(model).recomputed.values()) == {2}
 
 
 @needs_routers
 @pytest.mark.parametrize("name", [*FAMILIES, *ALL])
 def test_hooks_are_on_routers_only_and_come_off(name):
-    model = tiny_model(name) if name in FAMILIES else experts(name)
-    hf_ckpt.install(model, {"policy": "full"})
-    enable(model)
+    model = planned(tiny_model(name) if name in FAMILIES else experts(name))
     inside = [module for block in find_blocks(model).modules.values() for module in block.modules()]
     hooked = [module for module in inside if module._forward_pre_hooks or module._forward_hooks]
     assert hooked == routers_of(model)
@@ -323,9 +263,7 @@ def test_hooks_are_on_routers_only_and_come_off(name):
 @needs_routers
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 def test_an_error_in_a_router_leaves_nothing(error):
-    model = experts("mixtral")
-    hf_ckpt.install(model, {"policy": "full"})
-    enable(model)
+    model = planned(experts("mixtral"))
 
     def raises(*args):
         raise error("here")
@@ -333,11 +271,11 @@ def test_an_error_in_a_router_leaves_nothing(error):
     router = routers_of(model)[1]
     router.forward = raises
     with pytest.raises(error):
-        step(model, tiny_batch("llama", **BATCH))
+        step(model, BATCH)
     del router.forward
     assert engine._running.choices is None
     assert torch._C._len_torch_function_stack() == 0
-    assert_same(step(experts("mixtral"), tiny_batch("llama", **BATCH)), step(model, tiny_batch("llama", **BATCH)))
+    assert_same(step(experts("mixtral"), BATCH), step(model, BATCH))
 
 
 def test_what_is_kept_is_small():
@@ -350,11 +288,11 @@ def test_what_is_kept_is_small():
         assert torch.equal(found.long(), scores.topk(8).indices)
     assert engine._small(torch.rand(3, 200).topk(65).indices, torch.rand(3, 200), -1) is None
     with choices.running():
-        choices.enter()
+        choices.intercept(True)
         first = torch.tensor([[1.0, 3.0, 2.0]]).topk(k=1, dim=1)
     scores = torch.tensor([[9.0, 5.0, 7.0]], requires_grad=True)
     with choices.running(again=True):
-        choices.enter()
+        choices.intercept(True)
         again = torch.topk(input=scores, k=1)
         wider = torch.topk(torch.rand(2, 3), 1)  # one call more than before
     assert first.indices.tolist() == again.indices.tolist() == [[1]]

@@ -8,39 +8,27 @@ import transformers
 from hf_ckpt import compat
 
 EXPERTS = {
-    "mixtral": (
-        transformers.MixtralConfig,
-        transformers.MixtralForCausalLM,
-        {"num_local_experts": 4, "router_jitter_noise": 0.1},
-    ),
-    "qwen2_moe": (
-        transformers.Qwen2MoeConfig,
-        transformers.Qwen2MoeForCausalLM,
-        {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-    ),
-    "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM, {"num_experts": 4}),
+    "mixtral": {"num_local_experts": 4, "router_jitter_noise": 0.1},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    "olmoe": {"num_experts": 4},
 }
-_LATENT = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+"""Model type -> its own config keys."""
 OTHERS = {
-    "qwen3_moe": (
-        transformers.Qwen3MoeConfig,
-        transformers.Qwen3MoeForCausalLM,
-        {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
-    ),
-    "deepseek_v3": (
-        transformers.DeepseekV3Config,
-        transformers.DeepseekV3ForCausalLM,
-        {
-            **_LATENT,
-            "n_routed_experts": 8,
-            "n_group": 2,
-            "topk_group": 1,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 0,
-            "num_key_value_heads": 4,
-        },
-    ),
-    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM, {"num_local_experts": 4, "head_dim": 8}),
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
+    "deepseek_v3": {
+        "q_lora_rank": None,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 0,
+        "num_key_value_heads": 4,
+    },
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 8},
 }
 """More of them, some without auxiliary losses."""
 ONE_BY_ONE = "eager" if len(compat.transformers.ENABLE_NAMES) > 1 else None
@@ -48,9 +36,8 @@ ONE_BY_ONE = "eager" if len(compat.transformers.ENABLE_NAMES) > 1 else None
 IMPLEMENTATIONS = (ONE_BY_ONE, "batched_mm", "grouped_mm") if ONE_BY_ONE else (None,)
 
 
-def experts(name, dtype=torch.float32, implementation=None):
+def experts(name, implementation=None):
     """A mixture of experts, with its auxiliary loss, that runs its experts with these kernels."""
-    config_class, model_class, keys = {**EXPERTS, **OTHERS}[name]
     sizes = {
         "vocab_size": 320,
         "hidden_size": 32,
@@ -64,12 +51,12 @@ def experts(name, dtype=torch.float32, implementation=None):
         "bos_token_id": 2,
         **({} if name == "deepseek_v3" else {"output_router_logits": True, "router_aux_loss_coef": 0.5}),
     }
-    config = config_class(**{**sizes, **keys})
+    config = transformers.AutoConfig.for_model(name, **sizes | {**EXPERTS, **OTHERS}[name])
     config._attn_implementation = "eager" if name == "gpt_oss" else "sdpa"
     if implementation is not None:
         config._experts_implementation = implementation
     torch.manual_seed(0)
-    model = model_class(config).to(dtype).train()
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
     for key, parameter in model.named_parameters():
         if key.endswith((".gate.weight", ".router.weight")) and not parameter.any():  # some are zero until loaded
             torch.nn.init.normal_(parameter, std=0.02)

@@ -25,32 +25,17 @@ HEAD = "the head in chunks"
 
 
 class Failing(TorchDispatchMode):
-    """Counts operations inside steps, not those of the surrounding guard, and runs out of memory at some of them."""
+    """Counts operations, and runs out of memory at some of them."""
 
-    def __init__(self, *at, inside=True):
+    def __init__(self, *at):
         super().__init__()
-        self.at, self.operations, self.inside = set(at), 0, inside
+        self.at, self.operations = set(at), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not self.inside:
-            return func(*args, **(kwargs or {}))
         self.operations += 1
         if self.operations - 1 in self.at:
-            raise torch.OutOfMemoryError(MESSAGE)
+            run_out()
         return func(*args, **(kwargs or {}))
-
-
-def under(allocator, step):
-    """The step, with the allocator active inside it."""
-
-    def run(*args):
-        allocator.inside = True
-        try:
-            return step(*args)
-        finally:
-            allocator.inside = False
-
-    return run
 
 
 class Limited(LiveBytes):
@@ -63,7 +48,7 @@ class Limited(LiveBytes):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.current_bytes > self.limit:
-            raise torch.OutOfMemoryError(MESSAGE)
+            run_out()
         return result
 
 
@@ -97,11 +82,14 @@ def one_step(model, family, run=None, at=(), **sizes):
     run = run or (lambda step, *args: step(*args))
     model.zero_grad(set_to_none=True)
     seed()
-    batches = [tiny_batch(family, seed=number, **sizes) for number in range(2)]
-    with Failing(*at, inside=False) as allocator:
-        losses = [run(under(allocator, forward_and_backward), model, batch) for batch in batches]
-    found = {"loss": torch.stack(losses), **gradients(model)}
-    return found, draws(), allocator.operations
+    allocator = Failing(*at)
+
+    def step(*args):
+        with allocator:  # not around the guard
+            return forward_and_backward(*args)
+
+    losses = [run(step, model, tiny_batch(family, seed=number, **sizes)) for number in range(2)]
+    return {"loss": torch.stack(losses), **gradients(model)}, draws(), allocator.operations
 
 
 @functools.cache
@@ -124,30 +112,17 @@ class FailsAt:
         number = type(self).calls - 1
         labels = inputs.pop("labels")  # as Trainer itself does for label smoothing
         loss = super().compute_loss(model, {**inputs, "labels": labels}, *args, **kwargs)
-        if number in self.at:
-            if number % 2:  # in the backward, after some gradients
-                loss.register_hook(run_out) if number % 4 == 1 else model.get_input_embeddings().weight.register_hook(
-                    _once(run_out)
-                )
-            else:
-                run_out()
+        if number in self.at and number % 2 == 0:
+            run_out()
+        elif number in self.at:  # in the backward, after some gradients
+            left, watched = [0], loss if number % 4 == 1 else model.get_input_embeddings().weight
+            watched.register_hook(lambda gradient: run_out() if left and left.pop() == 0 else None)
         return loss
 
 
 def run_out(*_):
     """Raise an out-of-memory error."""
     raise torch.OutOfMemoryError(MESSAGE)
-
-
-def _once(function):
-    left = [0]
-
-    def hook(*args):
-        if left:
-            left.pop()
-            function(*args)
-
-    return hook
 
 
 def train(folder, bases, at=(), spec=None, **options):

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional
 
 from hf_ckpt import compat
-from hf_ckpt.engines.check import Report, across_chunks
 from hf_ckpt.errors import DoubleBackwardError, HfCkptError
 
 RowOperation = Callable[[torch.Tensor], torch.Tensor]
@@ -35,13 +34,10 @@ class HeadCall:
         run: its own forward.
         hidden: its input, [..., hidden size].
         tokens: number of tokens per chunk.
-        report: called with the gradient of some tokens, if the watch checks this call.
     """
 
-    def __init__(
-        self, module: nn.Module, run: RowOperation, hidden: torch.Tensor, tokens: int, report: Report | None = None
-    ) -> None:
-        self.module, self.run, self.tokens, self.report = module, run, tokens, report
+    def __init__(self, module: nn.Module, run: RowOperation, hidden: torch.Tensor, tokens: int) -> None:
+        self.module, self.run, self.tokens = module, run, tokens
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.versions = [(tensor, version_of(tensor)) for tensor in (hidden.detach(), *module.parameters())]
         """The head's input and all its parameters, with their in-place versions at the call."""
@@ -76,19 +72,6 @@ class HeadCall:
                 "(by an optimizer's step?), which the chunked head would compute with the new ones. Ask for them "
                 'before, or use "head": "full".'
             )
-
-    def compare(self, work: Work, hidden: torch.Tensor, gradient: torch.Tensor, found: torch.Tensor | None) -> None:
-        """Compute the gradient of some rows of `hidden` by plain code, and report it with theirs in `found`."""
-        report, self.report = self.report, None
-        if report is None or found is None:
-            return
-        some = across_chunks(len(hidden), self.tokens)
-        rows = hidden[some].detach().requires_grad_()
-        with torch.enable_grad():
-            result = work(self.logits(rows), some)
-        (expected,) = torch.autograd.grad(result, rows, gradient[some].to(result.dtype))
-        with autocast(self.device_type, self.autocast_dtype):  # the tolerance for rounding depends on it
-            report(expected, found[some])
 
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> Any:
@@ -219,7 +202,6 @@ class InChunks(torch.autograd.Function):
             _, found = differentiated(ctx.call, ctx.work, flat, ctx.needs_input_grad[3], rows)
         else:
             found = [None if value is None else value.mul_(gradient) for value in found]
-        ctx.call.compare(ctx.work, flat, rows, found[0])
         for number, (value, like) in enumerate(zip(found, [hidden, *parameters], strict=True)):
             found[number] = None if value is None else value.to(like.dtype).view_as(like)
         return None, None, None, *found

@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn import functional
 
 from hf_ckpt import compat
-from hf_ckpt.engines.check import Report
 from hf_ckpt.engines.head.chunks import HeadCall, InChunks, RowOperation, Work, autocast, version_of
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.logs import warn_once
@@ -69,9 +68,7 @@ def why_whole(head: nn.Module) -> str | None:
     return None
 
 
-def chunked(
-    module: nn.Module, run: RowOperation, hidden: torch.Tensor, asked: int | str, report: Report | None = None
-) -> torch.Tensor:
+def chunked(module: nn.Module, run: RowOperation, hidden: torch.Tensor, asked: int | str) -> torch.Tensor:
     """Run a head in chunks: return `Logits`, or plain logits if there is only one chunk.
 
     Args:
@@ -79,13 +76,12 @@ def chunked(
         run: its own forward.
         hidden: its input, [..., hidden size].
         asked: tokens per chunk, or `auto`.
-        report: called with the gradient of some tokens, if the watch checks this call.
     """
     trained = any(parameter.requires_grad for parameter in module.parameters())
     tokens = tokens_per_chunk(asked, hidden.shape[:-1].numel(), trained=trained)
     if hidden.shape[:-1].numel() <= tokens:
         return run(hidden)
-    call = HeadCall(module, run, hidden, tokens, report)
+    call = HeadCall(module, run, hidden, tokens)
     return Logits.make(call, hidden, (), call.like, [], graph=True)
 
 

@@ -32,7 +32,6 @@ class FullSelectiveRegion(FullRegion):
         options: keyword arguments for `torch.utils.checkpoint`.
     """
 
-    may_copy = False  # only blocks of known code get this region, and these do not change their hidden states
     transforms = frozenset()
 
     def __init__(self, block: str, *, save: tuple[str, ...], **options: Any) -> None:
