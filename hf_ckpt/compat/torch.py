@@ -90,11 +90,6 @@ def call_after_backward(function: Callable[[], None]) -> bool:
     return True
 
 
-def is_in_backward() -> bool:
-    """Whether a backward runs in this thread."""
-    return bool(private("torch._C._current_graph_task_id")() != -1)
-
-
 def is_unused_random_state(saved: torch.Tensor) -> bool:
     """Whether a saved tensor that backward asks for is the random state of an attention without dropout.
 

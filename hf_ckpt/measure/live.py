@@ -48,7 +48,6 @@ class LiveBytes(compat.torch.TorchDispatchMode, Meter):  # type: ignore[no-untyp
             all devices.
     """
 
-    counts = True
     supports_higher_order_operators = True
 
     def __init__(self, *holders: Holder, device: str | None = None) -> None:

@@ -203,8 +203,6 @@ class PeakMeter(DeviceClock):
         devices: the devices of a model.
     """
 
-    counts = True
-
     def __init__(self, devices: Iterable[torch.device]) -> None:
         super().__init__(devices)
         there = self._devices

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from hf_ckpt.costs.costs import ON_DEVICE, Choice, Costs, step_nanoseconds, timeline
+from hf_ckpt.costs.costs import Choice, Costs, step_nanoseconds, timeline
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.planner.choose import fastest, lowest_peak
 from hf_ckpt.spec.actions import KEEP, Action
@@ -108,12 +108,10 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
     parts = course.worst.parts()
     shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     if static.always + static.gradients > budget_bytes:
-        weights = static.parameters + static.gathered
-        frozen = static.gradients < weights / 10
-        ways = "a smaller model" if frozen else "LoRA, an optimizer with a smaller state"
         hints = [
-            f"weights {format_bytes(weights)}, optimizer state {format_bytes(static.optimizer)} and gradients "
-            f"{format_bytes(static.gradients)} alone need more: use {ways}, or shard them over more devices"
+            f"weights {format_bytes(static.parameters + static.gathered)}, optimizer state "
+            f"{format_bytes(static.optimizer)} and gradients {format_bytes(static.gradients)} alone need more: use "
+            "LoRA, an optimizer with a smaller state or a smaller model, or shard them over more devices"
         ]
     elif "optimizer" in course.worst.label:
         hints = [
@@ -127,10 +125,10 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
         size = format_bytes(parts[f"temporary in {course.worst.label}"])
         hints.append(f"the head and its loss are the peak, with {size}: {chunks}fewer tokens a micro-step")
     kept = parts["kept for backward"]
-    moving = [any(action in ON_DEVICE for action in call.costs) for call in costs.calls[:-1]]
-    if kept and course.peak_bytes - kept <= budget_bytes and not all(moving or [True]):
-        more = "a larger `host_budget`" if any(moving) else "a `host_budget`, for host memory to hold that"
-        hints.append(f"what blocks keep is {format_bytes(kept)} of it: {more}")
+    if kept and course.peak_bytes - kept <= budget_bytes and len(costs.calls) > 1:
+        hints.append(
+            f"what blocks keep is {format_bytes(kept)} of it: a larger `host_budget`, for host memory to hold it"
+        )
     error = InfeasibleError(
         budget_bytes,
         course.peak_bytes,
