@@ -67,8 +67,6 @@ def test_tighter_plans(actions, chunks, names, last):
     plan, found = Plan("llama", "Model", tuple(pairs)), []
     while (step := tighter_plan(plan, chunks=chunks)) is not None:
         assert step[0] != plan
-        if MOVED in actions and step[1] == FULL:  # what lies in host memory does not come back
-            assert [str(action) for _, action in step[0].actions] == ["offload", "full"]
         plan = step[0]
         found.append(step[1])
     assert found == names
