@@ -12,9 +12,6 @@ from torch.nn import functional
 
 _DROPOUT = getattr(functional.dropout, "__code__", None)
 
-PythonCall = tuple[types.FrameType, int]
-"""A call in Python code: the caller's frame, which keeps local variables alive, and the position of the call in it."""
-
 
 def callers() -> Iterator[types.FrameType]:
     """Yield the frames from which hf_ckpt is called, without its own, innermost first."""
@@ -36,15 +33,6 @@ def input_of_dropout() -> torch.Tensor | None:
         return None
     given: torch.Tensor = frame.f_locals["input"]
     return given
-
-
-def python_call() -> PythonCall | None:
-    """Return the call that led to hf_ckpt, such as a call to torch that led to a saved-tensor hook.
-
-    Two tensors that autograd saves in the same call come from the same function of torch. Do not hold it for long.
-    """
-    frame = next(callers(), None)
-    return None if frame is None else (frame, frame.f_lasti)
 
 
 def running_modules() -> Iterator[nn.Module]:

@@ -44,10 +44,8 @@ class Region:
     """Transforms of torch.func that the forward works under; `grad` allows no hooks on saved tensors."""
     moved_bytes: int = 0
     """Bytes that the last forward moved to host memory."""
-    dropped_bytes: int = 0
-    """Bytes that the last forward dropped, which backward rebuilds."""
-    kept_bytes: int = 0
-    """Bytes of results that the last forward kept, without parameters, if the engine decides for each result."""
+    dropped_tensors: int = 0
+    """Number of tensors that autograd saved in the last forward, and that backward rebuilds one by one."""
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, and return its outputs. Every engine implements this."""

@@ -200,23 +200,16 @@ def _chooses(kind: Any) -> bool:
     return any({"topk", "argmax"} & {*code.co_names} for code in codes if code is not None)
 
 
-def embedding_norms(found: FoundBlocks) -> tuple[nn.Module, ...]:
-    """Return the small modules of the embeddings that may be run again; their output can be the input of a block."""
-    modules = (module for name, module in plain_modules(found.base) if "embeddings" in name.split("."))
-    return tuple(module for module in modules if _is_cheap(module, found))
-
-
 def _is_cheap(module: nn.Module, found: FoundBlocks) -> bool:
     """Whether a module may be run again, in a model of this family.
 
-    Beside named modules, these are all norms that hold nothing but parameters, in a model without a row. hf_ckpt tries
-    the blocks of such models in their first forward, which detects a norm that does something else.
+    Beside named modules, these are transformers' own norms that hold nothing but parameters, in models without a row.
     """
     row = FAMILIES.get(found.family)
     if _kind(module) in {*CHEAP_EVERYWHERE, *(row.cheap if row else ())}:
         return True
     bare = not any(True for _ in module.children()) and not any(True for _ in module.buffers(recurse=False))
-    return found.family == GENERIC and bare and is_norm(module)
+    return found.family == GENERIC and bare and is_norm(module) and _known_class(module)
 
 
 def is_norm(module: nn.Module) -> bool:

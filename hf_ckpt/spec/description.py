@@ -50,10 +50,8 @@ class Description:
     """Block name -> checkpointed forwards so far."""
     recomputed: dict[str, int]
     """Block name -> recomputations so far, of the whole block or (with `selective`) of operations inside it."""
-    dropped_bytes: int = 0
-    """Bytes of results that `selective` dropped in the last forward, over all blocks."""
-    kept_bytes: int = 0
-    """Bytes of results that `selective` kept in the last forward, over all blocks; parameters are left out."""
+    dropped_tensors: int = 0
+    """How many of the tensors that autograd saved in the last forward `selective` dropped, over all blocks."""
     plans: dict[str, Plan] = dataclasses.field(default_factory=dict)
     """Under `budget` and `auto`: the batch shape that a plan was made for, in words -> the plan. A smaller batch
     may use it, too; `plan` is that of the last batch."""
@@ -86,7 +84,6 @@ class Description:
         state = "enabled" if self.enabled else "installed, not enabled (call model.gradient_checkpointing_enable())"
         watched, moved = self.watched, format_bytes(sum(self.moved.values()))
         calls, recomputed = sum(self.forwards.values()), sum(self.recomputed.values())
-        kept, dropped = format_bytes(self.kept_bytes), format_bytes(self.dropped_bytes)
         not_counted = "in graphs of torch.compile, where nothing is counted"
         lines = {
             f"hf_ckpt: {state}; spec {json.dumps(self.spec)}\n{self.plan}": True,
@@ -120,6 +117,6 @@ class Description:
             ),
             f"  moved to host memory in the last forward: {moved} of {len(self.moved)} blocks": self.moved,
             f"  head, last call: {self.head_ran}; {self.chunked_heads} calls in chunks so far": self.head_ran,
-            f"  `selective`, last forward: {kept} kept, {dropped} dropped": self.kept_bytes or self.dropped_bytes,
+            f"  `selective` dropped {self.dropped_tensors} saved tensors in the last forward": self.dropped_tensors,
         }
         return "\n".join(line for line, is_shown in lines.items() if is_shown)

@@ -97,7 +97,7 @@ def assert_carried_out(plan: str, reference: Run, run: Run) -> None:
             assert done.recomputed[name] >= 3 * run.passes, name  # operations
         else:
             assert done.recomputed.get(name, 0) == done.forwards.get(name, 0), name
-    assert bool(done.dropped_bytes) == ("selective" in actions[plan])
+    assert bool(done.dropped_tensors) == ("selective" in actions[plan])
 
 
 class Watch(TrainerCallback):

@@ -376,7 +376,7 @@ def test_hooks_of_the_user_around_the_model_get_everything():
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor, seen=seen: seen.append(tensor.shape), lambda _: _):
             model(**without_cache(model, tiny_batch("llama")))
     assert stored[1] == stored[0] != []
-    assert not hf_ckpt.describe(models[1]).dropped_bytes
+    assert not hf_ckpt.describe(models[1]).dropped_tensors
 
 
 def test_hooks_keep_their_numbers_apart():

@@ -67,7 +67,7 @@ def test_unmodified_scripts_of_trl(script, trl_words, tmp_path, kind):
         assert len(done.forwards) == (2 if plan == "mixed" else LAYERS)
         fulls = [done.recomputed[name] for name in done.forwards if done.plan.active()[name].kind == "full"]
         assert fulls == [STEPS] * {"full": LAYERS, "selective": 0, "mixed": 1}[plan]
-        assert bool(done.dropped_bytes) == (plan != "full")
+        assert bool(done.dropped_tensors) == (plan != "full")
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Masks of dropout as bits: 1/8 byte for each element, instead of the one, two or four bytes that autograd keeps.
 
 On CUDA, dropout saves booleans. On the CPU it saves the noise that it multiplies by, in the type of its input: every
-element is 0 or one other number. The tape recognises masks by the operation that produced them.
+element is 0 or one other number. The tape recognises masks by the operation that saves them.
 """
 
 from __future__ import annotations
@@ -40,16 +40,6 @@ def pack(mask: torch.Tensor) -> torch.Tensor:
     words = truth.view(torch.int64)
     words = words * _GATHER if truth is flat else words.mul_(_GATHER)  # never change the mask itself
     return words.view(torch.uint8)[_HIGHEST::8].contiguous()
-
-
-def scale_of(mask: torch.Tensor) -> torch.Tensor | None:
-    """Return the one number beside 0 in a mask of numbers, as a tensor []; None for a mask of booleans."""
-    return None if mask.dtype is torch.bool else mask.max()
-
-
-def holds(mask: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether a mask of numbers holds nothing but 0 and `scale`. Waits for an accelerator."""
-    return bool((mask.eq(0).logical_or_(mask.eq(scale))).all())
 
 
 def unpack(

@@ -20,10 +20,8 @@ from hf_ckpt.engines.rebuild.values import read
 
 LINEAR, ATTENTION = "linear", "attention"
 """The classes of operations that `save` may name. They are expensive to run again."""
-VIEW, CAST = "view", "cast"
-"""The classes of operations that return a view of their operand, or cast it."""
-MASK = "mask"
-"""The class of dropout masks, which no operation computes: they are kept as bits."""
+VIEW = "view"
+"""The class of operations that return a view of their operand."""
 
 Function = Callable[..., torch.Tensor]
 """An operation. It is called with its operands."""
@@ -343,7 +341,7 @@ OPS: dict[str, Op] = {
     **{name: Op("pointwise", _typed(prepare), ("self", "other")) for name, prepare in POINTWISE.items()},
     **{name: Op(VIEW, prepare) for name, prepare in VIEWS.items()},
     **{name: Op(VIEW, prepare, several=True) for name, prepare in PARTS.items()},
-    "ToCopyBackward0": Op(CAST, _cast),
+    "ToCopyBackward0": Op("cast", _cast),
     "CloneBackward0": Op("copy", _plainly(lambda x: x.clone(memory_format=torch.contiguous_format))),
     "CatBackward0": Op("copy", _cat),
     "IndexBackward0": Op("copy", _index, reads=True),

@@ -7,7 +7,6 @@ there are no reference cycles, and a graph that is dropped without a backward fr
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,16 +17,6 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.engines.state import address_of
 from hf_ckpt.errors import ChangedBlockError, InPlaceError, RebuildError
-from hf_ckpt.logs import warn_once
-
-log = logging.getLogger(__name__)
-
-NO_GRAPH = "(no graph)"
-"""Replaces the name of a node in reports, for tensors without a node: masks, position tables, statistics."""
-
-
-MASKS = "(masks as bits)"
-"""Replaces the name of a node in reports, for the bits of dropout masks."""
 
 
 class Work:
@@ -45,41 +34,29 @@ class Kept:
     Args:
         tensor: the tensor.
         block: name of the block, for errors.
-        copied: whether it is a copy, with a storage that the forward did not use.
-        with_graph: whether to hold `tensor` with its graph, because that leads only to a leaf.
+        is_leaf: whether it is a parameter or a view of one. It is held with its graph, which leads only to a leaf.
         address: the address that its values must still have when it is needed; 0 for any.
     """
 
-    __slots__ = ("address", "block", "copied", "tensor", "version")
+    __slots__ = ("address", "block", "tensor", "version")
 
-    def __init__(
-        self, tensor: torch.Tensor, block: str, *, copied: bool = False, with_graph: bool = False, address: int = 0
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, block: str, *, is_leaf: bool = False, address: int = 0) -> None:
         self.block = block
-        self.copied = copied
         self.address = address
-        try:
-            self.version = tensor._version
-        except RuntimeError:  # of an inference tensor
-            self.version = -1
-        """The in-place version of the tensor; -1 if unknown."""
-        self.tensor = tensor if with_graph or tensor.grad_fn is None else tensor.detach()
+        self.version = -1 if tensor.is_inference() else tensor._version
+        """The in-place version of the tensor; -1 for inference tensors, which have none."""
+        self.tensor = tensor if is_leaf or tensor.grad_fn is None else tensor.detach()
 
     @property
     def root(self) -> Kept:
         """The value that is held or rebuilt for this one: itself, because it is not a view."""
         return self
 
-    def storage(self) -> tuple[Any, int]:
-        """Return a key that identifies its storage, and the storage's bytes."""
-        storage = self.tensor.untyped_storage()
-        return storage._cdata, storage.nbytes()
-
     def expect(self) -> None:
-        """Count one more use of the tensor in a backward."""
+        """Count nothing: the tensor is held for as long as the graph."""
 
     def asked(self) -> None:
-        """Count one of these uses as done."""
+        """Count nothing."""
 
     def value(self) -> torch.Tensor:
         """Return the tensor.
@@ -105,6 +82,11 @@ class _Shared:
         self.uses = self.left = 0
         """Number of uses in one backward, and how many of them are still to come."""
 
+    @property
+    def root(self) -> Any:
+        """The value that is held or rebuilt for this one: itself, because it is not a view."""
+        return self
+
     def expect(self) -> None:
         """Count one more use of the tensor in a backward."""
         self.uses += 1
@@ -125,26 +107,15 @@ class Stored(_Shared):
         hooks: the functions that store it and return it.
     """
 
-    __slots__ = ("copied", "nbytes", "original", "packed", "restore", "version")
+    __slots__ = ("original", "packed", "restore", "version")
 
     def __init__(self, tensor: torch.Tensor, hooks: compat.torch.SavedTensorHooks) -> None:
         super().__init__()
-        self.copied = False
-        self.version = -1 if tensor.is_inference() else tensor._version
-        self.nbytes = tensor.nbytes
+        self.version = tensor._version
         self.original: torch.Tensor | None = tensor
         """The tensor itself while the forward of its block runs; then None."""
         pack, self.restore = hooks
         self.packed = pack(tensor)
-
-    @property
-    def root(self) -> Stored:
-        """The value that is held or rebuilt for this one: itself, because it is not a view."""
-        return self
-
-    def storage(self) -> tuple[Any, int]:
-        """Return a key of its own, because the tensor is elsewhere, and the tensor's bytes."""
-        return (self,), self.nbytes  # not `self`: sets of these keys hold values as well
 
     def value(self) -> torch.Tensor:
         """Return the tensor: fetch it, or take it from the cache."""
@@ -167,19 +138,15 @@ class Rebuilt(_Shared):
 
     Args:
         work: counts the rebuilding.
-        op_class: class of the operation, or name of the module that is run again.
         operation: computes the tensor from the operands' tensors.
         operands: values of the operands.
     """
 
-    __slots__ = ("layout", "op_class", "operands", "operation", "work")
+    __slots__ = ("layout", "operands", "operation", "work")
 
-    def __init__(
-        self, work: Work, op_class: str, operation: Callable[..., torch.Tensor], operands: list[Value]
-    ) -> None:
+    def __init__(self, work: Work, operation: Callable[..., torch.Tensor], operands: list[Value]) -> None:
         super().__init__()
         self.work = work
-        self.op_class = op_class
         self.operation = operation
         self.operands = operands
         self.layout: Layout | None = None
@@ -188,32 +155,25 @@ class Rebuilt(_Shared):
             if type(operand) is not Kept:
                 operand.root.expect()
 
-    @property
-    def root(self) -> Rebuilt:
-        """The value that is held or rebuilt for this one: itself, because it is not a view."""
-        return self
-
     def value(self) -> torch.Tensor:
         """Return the tensor: rebuild it, or take it from the cache. Cache it while it has further uses.
 
         Raises `RebuildError` if its shape or type differs from the forward.
         """
-        cached = self.cached
-        if cached is not None:
-            return cached
+        if self.cached is not None:
+            return self.cached
         tensor = self.operation(*[operand.value() for operand in self.operands])
         for operand in self.operands:
             if type(operand) is not Kept:
                 operand.root.asked()
-        if type(self.operation) is not Replay:  # which counts itself
-            self.work.rebuilt += 1
+        self.work.rebuilt += 1
         if self.layout is not None:
             shape, stride, dtype = self.layout
             if tensor.shape != shape or tensor.dtype is not dtype:
                 raise RebuildError(
                     self.work.block,
-                    f"an operation of the class {self.op_class!r} gave {tensor.dtype} {list(tensor.shape)} when it was "
-                    f"run again in backward, but {dtype} {list(shape)} in the forward.",
+                    f"an operation gave {tensor.dtype} {list(tensor.shape)} when it was run again in backward, but "
+                    f"{dtype} {list(shape)} in the forward.",
                 )
             if tensor.stride() != stride:
                 tensor = torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device).copy_(tensor)
@@ -248,15 +208,13 @@ class Replay:
         work: counts the run.
         module: the module.
         source: the value of its input.
-        given: its input in the forward.
-        checked: whether to count the tensors that it saves, and require the same number when it runs again.
-        whole: whether its parameters stay on their device, unsharded, throughout a step, and so keep their addresses.
+        module_input: its input in the forward.
+        stay: whether its parameters stay on their device, unsharded, throughout a step, and so keep their addresses.
     """
 
     __slots__ = (
         "__weakref__",
         "autocast",
-        "checked",
         "inside",
         "module",
         "needs_gradient",
@@ -266,27 +224,25 @@ class Replay:
         "work",
     )
 
-    def __init__(
-        self, work: Work, module: nn.Module, source: Value, given: torch.Tensor, *, checked: bool = True, whole: bool
-    ) -> None:
+    def __init__(self, work: Work, module: nn.Module, source: Value, module_input: torch.Tensor, stay: bool) -> None:
         self.work = work
         self.module = module
         self.source = source
-        self.needs_gradient = given.requires_grad
-        dtype = compat.devices.autocast_dtype(given.device.type)
-        self.autocast = None if dtype is None else (given.device.type, dtype)
-        self.checked = checked
+        self.needs_gradient = module_input.requires_grad
+        dtype = compat.devices.autocast_dtype(module_input.device.type)
+        self.autocast = None if dtype is None else (module_input.device.type, dtype)
         self.saved = 0
         """Number of tensors that autograd saved inside the module in the forward."""
         self.inside: list[torch.Tensor | None] = []
         """The same tensors after the module was run again; None for one that was already returned."""
         self.parameters = [
-            (name, parameter, parameter._version, address_of(parameter) if whole else 0, parameter.requires_grad)
+            (name, parameter, parameter._version, address_of(parameter) if stay else 0, parameter.requires_grad)
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
         """(name, parameter, version, address or 0, whether it requires gradients) in the module's forward."""
-        source.root.expect()
+        if type(source) is not Kept:
+            source.root.expect()
 
     def __call__(self) -> torch.Tensor:
         """Run the module again and fill `inside`. Returns its output without a graph.
@@ -303,41 +259,27 @@ class Replay:
                 raise ChangedBlockError(self.work.block, f"`{name}` of {type(self.module).__name__} was overwritten")
             # torch.func.functional_call replaced it in the forward, or it has been frozen or unfrozen since.
             if current.get(name) is not parameter or parameter.requires_grad != trained:
-                run = self._with_its_own
+                run = self._with_parameters_of_the_forward
         inside: list[torch.Tensor | None] = []
         source = self.source.value().detach().requires_grad_(self.needs_gradient)
         autocast = torch.autocast(*self.autocast) if self.autocast else contextlib.nullcontext()
         with torch.enable_grad(), autocast, torch.autograd.graph.saved_tensors_hooks(inside.append, never):
             output: torch.Tensor = run(source)
         self.source.root.asked()
-        self.work.rebuilt += 1
-        made = inside.copy()
+        self.inside = inside.copy()
         inside.clear()  # else a cycle: this run's graph holds the list through its hook, and the tensors hold the graph
-        if not self.checked:
-            return output.detach()
-        if len(made) != self.saved:
+        if len(self.inside) != self.saved:
             raise RebuildError(
                 self.work.block,
-                f"{type(self.module).__name__} saved {self.saved} tensors in the forward and {len(made)} when it was "
-                "run again in backward.",
+                f"{type(self.module).__name__} saved {self.saved} tensors in the forward and {len(self.inside)} when "
+                "it was run again in backward.",
             )
-        self.inside = made
         return output.detach()
 
-    def _with_its_own(self, source: torch.Tensor) -> Any:
+    def _with_parameters_of_the_forward(self, source: torch.Tensor) -> Any:
         """Run the module on the parameters of the forward, with the `requires_grad` that they had then."""
         lent = {name: parameter.detach().requires_grad_(trained) for name, parameter, *_, trained in self.parameters}
         return torch.func.functional_call(self.module, lent, source)
-
-    def take(self, index: int) -> torch.Tensor:
-        """Return the tensor that was saved as number `index` inside; run the module again if necessary."""
-        found = self.inside[index] if self.inside else None
-        if found is None:
-            self()
-            found = self.inside[index]
-        assert found is not None
-        self.inside[index] = None
-        return found
 
 
 class Inside:
@@ -349,6 +291,17 @@ class Inside:
         self.replay = replay
         self.index = replay.saved
         replay.saved += 1
+
+    def value(self) -> torch.Tensor:
+        """Return the tensor; run the module again if necessary."""
+        replay = self.replay
+        if not replay.inside or replay.inside[self.index] is None:
+            replay()
+            replay.work.rebuilt += 1
+        tensor = replay.inside[self.index]
+        assert tensor is not None
+        replay.inside[self.index] = None
+        return tensor
 
 
 class _Reading(threading.local):
@@ -387,13 +340,7 @@ def unpack(value: Value | Inside) -> torch.Tensor:
         return _NOTHING
     if type(value) is Stored and value.original is not None:  # read from a node during the forward
         return value.original
-    if type(value) is Inside:
-        ready = value.replay.inside
-        is_ready = bool(ready) and ready[value.index] is not None
-    else:
-        root = value.root  # type: ignore[union-attr]
-        is_ready = type(root) is not Rebuilt or root.cached is not None
-    if is_ready or not (torch.is_grad_enabled() or compat.devices.autocast_is_on()):
+    if not (torch.is_grad_enabled() or compat.devices.autocast_is_on()):
         return _hand_out(value)
     with torch.no_grad(), compat.devices.autocast_off():
         return _hand_out(value)
@@ -401,27 +348,12 @@ def unpack(value: Value | Inside) -> torch.Tensor:
 
 def _hand_out(value: Value | Inside) -> torch.Tensor:
     """Return the tensor of a value, and count one use as done."""
-    if type(value) is Inside:
-        return value.replay.take(value.index)
-    assert not isinstance(value, Inside)
     tensor = value.value()
-    value.root.asked()
+    if type(value) is not Inside:
+        value.root.asked()  # type: ignore[union-attr]
     return tensor
 
 
 def never(value: Any) -> torch.Tensor:
     """Replaces `unpack` in a graph that no backward uses. Raises `AssertionError`."""
     raise AssertionError("a replayed module's own graph was asked for a saved tensor")
-
-
-def warn_nothing_dropped(save: tuple[str, ...], compiled: bool) -> None:
-    """Warn once about a block in which nothing is rebuilt; `compiled` says whether parts of it are compiled."""
-    warn_once(
-        log,
-        "`selective` with save %s found nothing in a block that can be rebuilt, so every activation is kept there. %s",
-        list(save),
-        "It is compiled in itself: compile the whole model instead, or replace each block by `torch.compile(block)`; "
-        "or use `full`."
-        if compiled
-        else "Use `full` for such blocks.",
-    )
