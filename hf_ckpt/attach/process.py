@@ -167,7 +167,9 @@ def hook_process(
         def around(own: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
             return around_training_step(trainer, functools.partial(own, trainer), *args, **kwargs)
 
-        hooks.replace(compat.transformers.trainer_class(), "training_step", around)
+        from transformers import Trainer  # slow to import
+
+        hooks.replace(Trainer, "training_step", around)
     _everywhere = hooks
 
 

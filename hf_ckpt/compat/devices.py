@@ -220,8 +220,6 @@ def is_initialized(module: Any) -> bool:
 
 # --- autocast ---------------------------------------------------------------------------------------------------------
 
-Autocast = Mapping[str, torch.dtype | None]
-"""Type of a device -> autocast's type there; None while autocast is off."""
 autocast_is_on: Callable[[], bool] = private("torch._C._is_any_autocast_enabled")
 """Returns whether autocast is enabled for any device."""
 
@@ -233,8 +231,8 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def autocast_now() -> Autocast:
-    """Return autocast's current types on the CPU and on the accelerator."""
+def autocast_now() -> dict[str, torch.dtype | None]:
+    """Return autocast's current types on the CPU and on the accelerator: type of device -> type; None while off."""
     return {device_type: autocast_dtype(device_type) for device_type in ("cpu", accelerator_type() or "cpu")}
 
 
@@ -254,14 +252,9 @@ def autocast_to(
 
 
 @contextlib.contextmanager
-def autocast_as(wanted: Autocast) -> Iterator[None]:
-    """Set autocast as `autocast_now` returned it, inside this context."""
-    with contextlib.ExitStack() as around:
-        for device_type, dtype in wanted.items():
-            around.enter_context(autocast_to(device_type, dtype))
-        yield
-
-
-def autocast_off() -> contextlib.AbstractContextManager[None]:
+def autocast_off() -> Iterator[None]:
     """Turn autocast off on the CPU and on the accelerator, inside this context."""
-    return autocast_as(dict.fromkeys(autocast_now()))
+    with contextlib.ExitStack() as off:
+        for device_type in autocast_now():
+            off.enter_context(autocast_to(device_type, None))
+        yield

@@ -90,23 +90,17 @@ def devices_of_model(model: nn.Module) -> set[torch.device]:
     return devices if by_mesh and here.type not in by_mesh else {here}
 
 
-def data_parallel(model: nn.Module) -> Any | None:
-    """Return `model` without torch.compile's wrapper if it is a DistributedDataParallel of several ranks; else None."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = getattr(model, "_orig_mod", model)  # torch.compile wraps it
-    if isinstance(model, DistributedDataParallel) and torch.distributed.get_world_size(model.process_group) > 1:
-        return model
-    return None
-
-
 def bucket_bytes(model: nn.Module) -> int:
     """Return the bytes of the buckets in which a DistributedDataParallel reduces gradients; 0 for any other model.
 
     With `gradient_as_bucket_view`, the gradients are in the buckets and count with these.
     """
-    wrapped = data_parallel(model)
-    if wrapped is None or wrapped.gradient_as_bucket_view:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = getattr(model, "_orig_mod", model)  # torch.compile wraps it
+    if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
+        return 0
+    if torch.distributed.get_world_size(model.process_group) == 1:
         return 0
     return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 

@@ -212,11 +212,6 @@ def is_filled(value: Any) -> bool:
     )
 
 
-def trainer_class() -> Any:
-    """Return `transformers.Trainer`, the class that every other Trainer inherits from."""
-    return transformers.Trainer
-
-
 def callback_handler_of(callback: object) -> Any | None:
     """Return the Trainer's callback handler that is calling `callback` right now; None outside of an event.
 
