@@ -138,15 +138,6 @@ class ChangedBlockError(BlockError):
         super().__init__(block, f"{change} between the forward and the backward.")
 
 
-class RecomputeError(BlockError):
-    """A block could not be recomputed in backward, although its forward ran."""
-
-    advice = (
-        "Use `selective`, which runs no block twice, or leave this block out by a rule "
-        '(`{"layers": ..., "policy": "none"}`).'
-    )
-
-
 class RebuildError(BlockError):
     """What `selective` ran again in backward returned or saved other tensors than in the forward."""
 

@@ -447,44 +447,42 @@ class _Forward:
     """The forward of a block. Only its first call runs under the saved-tensor hooks of a check."""
 
     def __init__(self, check: Check, function: Callable[..., Any]) -> None:
-        self.function, self.module = function, check.module
-        self.check: Check | None = check
-        """None once it is not needed: the outer hooks may hold this forward, and the check holds the hooks."""
-        self.facts: _Facts | None = None
-        """Records the first call, and then the first recomputation."""
+        self.check, self.function = check, function
+        self.ran = False
         self.outputs: list[torch.Tensor] | None = None
         """The outputs of the first call, if gradients were off and nothing was saved."""
         self.__self__ = getattr(function, "__self__", None)  # until transformers 5.17, engines find the block by it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        check, facts = self.check, self.facts
-        if check is not None and facts is None:
-            return self._first(check, args, kwargs)
-        if facts is not None and facts["stored"] and not facts.running:
-            with torch.no_grad(), compat.torch.unseen_by_modes():
-                facts.runs_again(_inputs_of(self.module, args, kwargs))
-        if check is None or self.outputs is None:
+        check, facts = self.check, self.check.facts
+        if facts is None:  # the check has ended
             return self.function(*args, **kwargs)
-        first, self.outputs, self.check = self.outputs, None, None
-        check.end_later()
-        output = self.function(*args, **kwargs)
         with torch.no_grad(), compat.torch.unseen_by_modes():
-            check.compare_outputs(first, _tensors(output))
+            if not self.ran:
+                inputs = _inputs_of(check.module, args, kwargs)
+                facts.forward_begins({key: tensor for key, tensor in inputs.items() if check.has_room_for(tensor)})
+            elif facts["stored"] and not facts.running:
+                facts.runs_again(_inputs_of(check.module, args, kwargs))
+        if not self.ran:
+            self.ran = True
+            return self._run_first(args, kwargs)
+        first, self.outputs = self.outputs, None
+        if first is not None:
+            check.end_later()
+        output = self.function(*args, **kwargs)
+        if first is not None:
+            with torch.no_grad(), compat.torch.unseen_by_modes():
+                check.compare_outputs(first, _tensors(output))
         return output
 
-    def _first(self, check: Check, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward under the hooks of the check, inside those of the checkpointing function."""
-        facts = self.facts = check.facts
-        assert facts is not None
-        with torch.no_grad(), compat.torch.unseen_by_modes():
-            inputs = _inputs_of(self.module, args, kwargs)
-            facts.forward_begins({key: tensor for key, tensor in inputs.items() if check.has_room_for(tensor)})
+        check = self.check
         if not torch.is_grad_enabled():
             check.is_reentrant = True
             output = self.function(*args, **kwargs)
             self.outputs = [tensor.detach() for tensor in _tensors(output)]
             return output
-        self.check = None
         check.outer = compat.torch.top_saved_tensor_hooks()
         if check.outer is None:
             return self.function(*args, **kwargs)

@@ -7,8 +7,7 @@ taken off again afterwards. If the block uses a value that is gone, because a pa
 was merged, it raises `ChangedBlockError`.
 
 A recomputation runs in the context of the forward: context variables have the values that they had then, even in
-autograd's own threads. Other things that a block reads, such as thread-local values, are not restored. If a block
-raises an error for this reason, `RecomputeError` names the block.
+autograd's own threads. Other things that a block reads, such as thread-local values, are not restored.
 
 Buffers that a forward changes (running statistics) are copied before the forward. The recomputation updates copies, so
 each forward updates the statistics once. Routers choose the same experts again, see `routers`. torch draws the same
@@ -29,15 +28,12 @@ from torch.overrides import TorchFunctionMode
 
 from hf_ckpt import compat
 from hf_ckpt.engines.routers import Choices
-from hf_ckpt.errors import ChangedBlockError, HfCkptError, RecomputeError, shown
+from hf_ckpt.errors import ChangedBlockError
 from hf_ckpt.models.blocks import routers
 
 _SIMPLE = (bool, int, float, str)
 _INDIFFERENT = (nn.Linear, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
 """Types whose forward, if any, reads no plain attribute. Their attributes are not compared, which would take longer."""
-_OF_THE_BLOCK = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
-"""Errors of a recomputation that may come from changed state. Others, such as those by which torch ends a
-recomputation early, are left alone."""
 
 
 class Settings:
@@ -200,20 +196,9 @@ class ForwardState:
     def recompute(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block again, in the context and in the state of its forward.
 
-        Raises `ChangedBlockError` for a value that cannot be restored, and `RecomputeError` for errors of the block.
+        Raises `ChangedBlockError` for a value that cannot be restored.
         """
-        try:
-            return self.context.copy().run(self._recompute, fn, args)  # a copy: several threads may do so at once
-        except _OF_THE_BLOCK as error:
-            if isinstance(error, HfCkptError) or compat.devices.is_out_of_memory(error):
-                raise
-            raise RecomputeError(
-                self.name,
-                f"when backward recomputed it, it raised {type(error).__name__}: "
-                f"{shown(str(error), 400, quoted=False)}. "
-                "Its forward did not. Something that it reads has changed since then, such as a global or thread-local "
-                "value, or an object that it changes itself.",
-            ) from error
+        return self.context.copy().run(self._recompute, fn, args)  # a copy: several threads may do so at once
 
     def _recompute(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         with contextlib.ExitStack() as undo:

@@ -187,14 +187,11 @@ def verify(
     there = [gradient for gradient in plain.gradients.values() if gradient is not None]
     # A gradient that is 0 except for rounding, such as that of a key bias, shares no digit with that of another run.
     least = 0.01 * max((float(gradient.double().norm()) for gradient in there), default=0.0)
-    gaps = {
-        f"gradient of {name}": _gap(gradient, planned.gradients[name], least)
-        for name, gradient in plain.gradients.items()
-        if not _is_equal(gradient, planned.gradients[name])
-    }
-    different = len(gaps)
-    if not _is_equal(plain.loss, planned.loss):
-        gaps["loss"] = _gap(plain.loss, planned.loss)
+    gaps = {f"gradient of {name}": _gap(one, planned.gradients[name], least) for name, one in plain.gradients.items()}
+    gaps = {name: gap for name, gap in gaps.items() if gap != 0}
+    different, loss_gap = len(gaps), _gap(plain.loss, planned.loss)
+    if loss_gap != 0:
+        gaps["loss"] = loss_gap
     allowed = 0.0
     if compiled or after.plan.head != "full":
         small = any(gradient.dtype.itemsize < 4 for gradient in there)
@@ -203,7 +200,7 @@ def verify(
     problems += beyond[:1]
     if not there:
         problems.append("no parameter got a gradient: nothing was compared")
-    buffers = [name for name, buffer in plain.buffers.items() if not _is_equal(buffer, planned.buffers[name])]
+    buffers = [name for name, buffer in plain.buffers.items() if _gap(buffer, planned.buffers[name]) != 0]
     if buffers:
         problems.append(f"buffers that differ: {', '.join(buffers)}")
     return Verification(
@@ -254,10 +251,8 @@ def _with_share_1(plan: Plan) -> Plan:
     return dataclasses.replace(plan, actions=tuple(actions), prediction=None)
 
 
-def _is_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
-
-
 def _gap(one: torch.Tensor | None, other: torch.Tensor | None, least: float = 0.0) -> float:
-    """Return the norm of the difference over the norm of `one`, or over `least` if larger."""
-    return float("inf") if one is None or other is None else share_of_difference(one, other, least)
+    """Return the norm of the difference over the norm of `one`, or over `least` if larger; 0 if they are bit-equal."""
+    if one is None or other is None:
+        return 0.0 if one is other else float("inf")
+    return 0.0 if torch.equal(one, other) else share_of_difference(one, other, least)

@@ -46,34 +46,26 @@ def watched(policy="full", **spec):
     return model
 
 
-def differences(model):
-    return installation(model).watch.differences
-
-
-def masks_of_ones(patch):
-    """Plant a fault in `selective`: rebuilt results lack dropout."""
-    unpack = masks.unpack
-    patch.setattr(masks, "unpack", lambda *args, **options: torch.ones_like(unpack(*args, **options)))
-
-
 # --- differences ---------------------------------------------------------------------------------------------------
 
-OURS = {f"{FLAG}_kwargs": {"policy": "selective", "check_every": 1, "on_mismatch": "raise"}}
 THEIRS = {f"{FLAG}_kwargs": {"use_reentrant": False, "preserve_rng_state": False}}
+each_owner = pytest.mark.parametrize("whose", ["ours", "theirs"])
 
 
 def faulty_trainer(folder, monkeypatch, whose, on_mismatch):
+    """A Trainer under faulty checkpointing: rebuilt results lack dropout (ours), or masks are drawn again (theirs)."""
     model = tiny_model("llama", layers=LAYERS, dropout=0.1)
     callback = MemoryTimeCallback(summary=False, check_every=1, on_mismatch=on_mismatch)
     if whose == "theirs":
         return trainer(folder, model, callbacks=[callback], **THEIRS)
-    masks_of_ones(monkeypatch)
+    unpack = masks.unpack
+    monkeypatch.setattr(masks, "unpack", lambda *args, **options: torch.ones_like(unpack(*args, **options)))
     hf_ckpt.install(model)
-    spec = {**OURS[f"{FLAG}_kwargs"], "on_mismatch": on_mismatch}
+    spec = {"policy": "selective", "check_every": 1, "on_mismatch": on_mismatch}
     return trainer(folder, model, callbacks=[callback], **{f"{FLAG}_kwargs": spec})
 
 
-@pytest.mark.parametrize("whose", ["ours", "theirs"])
+@each_owner
 def test_an_error_comes_before_the_optimizer(whose, tmp_path, monkeypatch):
     training = faulty_trainer(tmp_path, monkeypatch, whose, "raise")
     before = {name: value.clone() for name, value in training.model.named_parameters()}
@@ -84,15 +76,13 @@ def test_an_error_comes_before_the_optimizer(whose, tmp_path, monkeypatch):
     assert all(torch.equal(value, before[name]) for name, value in training.model.named_parameters())
 
 
-@pytest.mark.parametrize("whose", ["ours", "theirs"])
+@each_owner
 def test_every_difference_is_counted_and_the_first_of_a_kind_is_logged(whose, tmp_path, monkeypatch, caplog):
     training = faulty_trainer(tmp_path, monkeypatch, whose, "warn")
     training.train()
     assert [row["ckpt/mismatch"] for row in metrics(tmp_path)] == [1, 1, 1, 1]
-    assert [row["ckpt/mismatch"] for row in training.state.log_history[:4]] == [1, 1, 1, 1]
     assert metrics(tmp_path, "end")[0]["ckpt/mismatch"] == 4
-    warned = [record for record in caplog.records if "gradients of this step are wrong" in record.message]
-    assert len(warned) == 1  # one warning for all blocks of the class
+    assert caplog.text.count("gradients of this step are wrong") == 1
 
 
 def test_a_run_without_differences_logs_none(tmp_path):
@@ -104,23 +94,20 @@ def test_a_run_without_differences_logs_none(tmp_path):
     assert all("ckpt/mismatch" not in row for row in metrics(tmp_path / "off"))
 
 
-def compiled_frames(folder, check_every):
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    callback = MemoryTimeCallback(summary=False, check_every=check_every)
-    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    training = trainer(folder, tiny_model("llama", layers=LAYERS), callbacks=[callback], **THEIRS, **compiled)
-    training.train()
-    counters = torch._dynamo.utils.counters
-    return counters["frames"]["ok"], counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-
-
 def test_a_trainer_that_compiles_its_model_compiles_it_once(tmp_path):
-    """The watch adds nothing to a compiled model's blocks, so the Trainer still compiles it once."""
-    frames, graphs, breaks = compiled_frames(tmp_path / "on", 1)
-    assert (frames, graphs, breaks) == compiled_frames(tmp_path / "off", 0)
-    assert graphs == 1
-    assert not breaks
+    """The watch adds nothing to a compiled model's blocks."""
+    found, counters = [], torch._dynamo.utils.counters
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    for every in (1, 0):
+        torch._dynamo.reset()
+        counters.clear()
+        callback = MemoryTimeCallback(summary=False, check_every=every)
+        model = tiny_model("llama", layers=LAYERS)
+        trainer(tmp_path / str(every), model, callbacks=[callback], **THEIRS, **compiled).train()
+        assert counters["stats"]["unique_graphs"] == 1
+        assert not counters["graph_break"]
+        found.append(counters["frames"]["ok"])
+    assert found[0] == found[1]
 
 
 def exhibit_step(model, number):
@@ -283,7 +270,7 @@ def test_a_trained_block_may_use_none_of_its_parameters():
     hf_ckpt.install(model, {"policy": "full", "check_every": 1, "on_mismatch": "raise"})
     enable(model)
     assert exhibit_step(model, 0)["last.weight"].any()
-    assert not differences(model)
+    assert not hf_ckpt.describe(model).watched.differences
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.5], ids=["moved", "changed"])
