@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
-from hf_ckpt.compat import compiler
 from hf_ckpt.engines import routers as engine
 from hf_ckpt.models.blocks import find_blocks, routers
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
@@ -143,11 +142,8 @@ def test_the_same_largest_score_whatever_the_last_bit():
 
 @pytest.mark.long
 @needs_routers
-@pytest.mark.parametrize("keeps", [True, False])
-def test_compiled_blocks_choose_once(nothing_compiled, keeps, monkeypatch):
-    """Compiled blocks keep the choice of experts whatever their share; otherwise backward chooses again."""
-    if not keeps:
-        monkeypatch.setattr(compiler, "_chooses", lambda node: False)
+def test_compiled_blocks_choose_once(nothing_compiled, monkeypatch):
+    """Compiled blocks keep the choice of experts whatever their share."""
     backward = []
 
     def compile_graph(graph, inputs):
@@ -163,8 +159,7 @@ def test_compiled_blocks_choose_once(nothing_compiled, keeps, monkeypatch):
     model = planned(experts("deepseek_v3"), {"compile": "blocks", "share": 0.0})
     assert_near(step(experts("deepseek_v3"), BATCH), step(model, BATCH))
     assert len(hf_ckpt.describe(model).in_graphs) == 2
-    assert len(backward) == 1
-    assert bool(backward[0]) != keeps
+    assert backward == [[]]
 
 
 @pytest.mark.compat
