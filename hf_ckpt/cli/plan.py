@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         refuse_unwritable(arguments.html, (".html",))
     quiet_libraries()
-    asked, written = _read_config(arguments)
+    asked, program = _read_config(arguments)
     if arguments.html is not None:
         import_plotly("a report in HTML")
     console = make_console(stderr=arguments.json)
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     with progress(f"{asked.model}: loading torch and transformers") as tell:
         with importing(to_plan=True):
             from hf_ckpt.forecast.forecast import Forecaster
-        forecast = Forecaster(asked, tell, written=written).answer()
+        forecast = Forecaster(asked, tell, program=program).answer()
     if arguments.json:
         print(json.dumps(forecast.to_dict(), indent=1))
     else:
@@ -76,11 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if forecast.fits else 2
 
 
-def _read_config(arguments: argparse.Namespace) -> tuple[Question, dict[str, str]]:
-    """Return the question of the options and of a training file, and how answers are written. Findings go to stderr."""
+def _read_config(arguments: argparse.Namespace) -> tuple[Question, str]:
+    """Return the question of the options and of a training file, and the file's program. Findings go to stderr."""
     given = asked_of(arguments)
     if arguments.config is None:
-        return question(given), {}
+        return question(given), ""
     with progress(f"reading {arguments.config}"), importing(to_plan=True):
         from hf_ckpt.doctor.rules import diagnose
         from hf_ckpt.doctor.trainings import fields_of, read_training
@@ -88,7 +88,5 @@ def _read_config(arguments: argparse.Namespace) -> tuple[Question, dict[str, str
         training = read_training([arguments.config])
         for finding in diagnose(training):
             print(f"hf-ckpt: {arguments.config}: {finding.where}: {finding.what}", file=sys.stderr)
-        program = training.program
-        keys = {field: key for key, field in program.keys.items()}
-        own = {"program": program.name, **keys} if program.name in ("axolotl", "LLaMA-Factory") else {}
-        return question(fields_of(training, given)), own
+        name = training.program.name
+        return question(fields_of(training, given)), name if name in ("axolotl", "LLaMA-Factory") else ""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -199,35 +198,30 @@ def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str,
     return {**spec, "host_budget": exact_size(host_budget)} if moved and host_budget else spec
 
 
-def to_write(asked: Question, spec: Mapping[str, Any], program: str = "", **keys: str) -> dict[str, str]:
+def to_write(asked: Question, spec: Mapping[str, Any], program: str = "") -> dict[str, str]:
     """What to copy: where it goes -> its lines. Nested values are written as JSON, which YAML includes.
 
-    These are fields of `TrainingArguments` or of a config of TRL, and Python. For a `program` (`axolotl` or
-    `LLaMA-Factory`), they are `keys` of its files (field of a `Question` -> key) and the command that starts it.
+    These are fields of `TrainingArguments` or of a config of TRL, and Python. For files of another `program` (`axolotl`
+    or `LLaMA-Factory`), it is the spec.
     """
+    if program:
+        return {f"The spec, for {program} (docs/integrations.md says where)": json.dumps(spec)}
     trainer, computing, checkpoints = asked.trainer, asked.autocast_name, spec != NONE
-    own, factory = bool(program), program == "LLaMA-Factory"
     arguments = {
-        keys.get("batch", "per_device_train_batch_size"): asked.batch,
+        "per_device_train_batch_size": asked.batch,
         "gradient_accumulation_steps": asked.accumulation if asked.accumulation > 1 else None,
-        keys.get("tokens", "max_length"): asked.tokens if own or trainer in ("sft", "dpo") else None,
-        keys.get("packing", "packing"): True if asked.packing and (own or trainer == "sft") else None,
-        keys.get("lora"): asked.lora,
-        keys.get("optimizer", "optim"): _OPTIM.get(asked.optimizer, asked.optimizer),
+        "max_length": asked.tokens if trainer in ("sft", "dpo") else None,
+        "packing": True if asked.packing and trainer == "sft" else None,
+        "optim": _OPTIM.get(asked.optimizer, asked.optimizer),
         "bf16": True if computing == "bfloat16" else False if trainer and computing != "float16" else None,
         "fp16": True if computing == "float16" else None,
-        "plugins": ["hf_ckpt.integrations.axolotl.HfCkptPlugin"] if program == "axolotl" and checkpoints else None,
-        "disable_gradient_checkpointing": True if factory else None,  # its own goes off, for that of hf_ckpt
-        "gradient_checkpointing": None if factory else checkpoints,
-        "gradient_checkpointing_kwargs": dict(spec) if checkpoints and not factory else None,
+        "gradient_checkpointing": checkpoints,
+        "gradient_checkpointing_kwargs": dict(spec) if checkpoints else None,
     }
-    written = {key: value for key, value in arguments.items() if key and value is not None}
+    written = {key: value for key, value in arguments.items() if value is not None}
     yaml = "\n".join(
         f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in written.items()
     )
-    if own:
-        start = f"python -m hf_ckpt --spec {shlex.quote(json.dumps(spec))} -m llamafactory.launcher train.yaml"
-        return {f"File of {program} (YAML)": yaml, **({"To start it": start} if factory and checkpoints else {})}
     double = ", bnb_4bit_use_double_quant=True" if asked.double_quant else ""
     nf4 = f'load_in_4bit=True, bnb_4bit_quant_type="nf4"{double}, bnb_4bit_compute_dtype=torch.{asked.dtype}'
     dropout = f", lora_dropout={asked.lora_dropout:g}" if asked.lora_dropout else ""

@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class Forecaster:
         asked: the question.
         tell: called with a short message at the start of each slow part.
         source: the model's config, or a live model with its own types and adapters; None if the question names one.
-        written: options of `to_write`, for answers in the keys of another program's files.
+        program: as in `to_write`.
 
     Raises `HfCkptError` for an unknown device, and for options that do not go together.
     """
@@ -91,13 +91,13 @@ class Forecaster:
         tell: Callable[[str], None] = lambda text: None,
         source: Any = None,
         *,
-        written: Mapping[str, str] | None = None,
+        program: str = "",
     ) -> None:
         self.device = device_named(asked.device) if asked.device else this_device()
         self.asked = asked if isinstance(source, nn.Module) else on_device(asked, self.device)
         self._memory = self.device.memory_bytes or device_memory(0).total_bytes
         self.budget = budget_bytes(asked.budget, self._memory)
-        self._tell, self._source, self._written = tell, source, written or {}
+        self._tell, self._source, self._program = tell, source, program
         self._models: dict[Any, ShallowModel] = {}
         self._costs: dict[Question, Costs] = {}
         self._frontier: dict[int, Plan] = {}
@@ -170,7 +170,7 @@ class Forecaster:
             notes=notes,
             rows=(own, *(_row(name, way, limit) for name, way in usual.items())),
             frontier=tuple(_row("planned", way, limit) for way in self._frontier.values()),
-            write=to_write(asked, own.spec or {}, **self._written),
+            write=to_write(asked, own.spec or {}, self._program),
             plan=plan,
             timeline=course,
             within=self.within,
