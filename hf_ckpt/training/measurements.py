@@ -101,10 +101,18 @@ class Measurements:
         if known in self.full and any(full[name] is None and name not in calls for name in step.names):
             self.full[known] = joined(full, step, calls, list(self.blocks))
             self._sort(known, self.full[known])
-        for other, reference_step in self.full.items():  # what a step needs outside of it may grow in its first ones
-            if (other.resident, other.state) == (batch.resident, batch.state):
-                self.full[other] = reference_step.raised(step)
+        self._raise(batch, step)
         return True
+
+    def begins_at(self, batch: Batch, level: int) -> None:
+        """Store the bytes alive when a step with a batch begins: all that stays, such as the buckets of DDP."""
+        self._raise(batch, Step(level, Part(), (), 0))
+
+    def _raise(self, batch: Batch, step: Step) -> None:
+        """Raise what is alive outside of steps like one with this batch: it may grow in the first steps of a run."""
+        for other, full in self.full.items():
+            if (other.resident, other.state) == (batch.resident, batch.state):
+                self.full[other] = full.raised(step)
 
     def learn_times(self, batch: Batch, step: Step, tried: Mapping[str, Action]) -> None:
         """Store the times of a step in which the blocks in `tried` had other actions."""

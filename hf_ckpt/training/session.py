@@ -268,7 +268,7 @@ class Session:
                 self._recorder.begin_forward()
             self._make_room(base, record)
             return
-        self._finish(record)
+        level = self._finish(record)
         if self._has_new_optimizer:
             self._has_new_optimizer, before = False, self._state_bytes
             self._state_bytes = held_bytes(self._devices, *compat.torch.optimizers_of(base))
@@ -283,7 +283,9 @@ class Session:
         self._forwards = [forward]
         forwards = self._expected.get((self._state, forward), (forward,))
         has_gradients = any(parameter.grad is not None for parameter in base.parameters())
-        planned, tried = self._next(Batch(forwards, has_gradients, self._state))
+        batch = Batch(forwards, has_gradients, self._state)
+        self.known.begins_at(batch, level)
+        planned, tried = self._next(batch)
         if self._together:
             planned = self._agreed(planned)
         exchange(base, record, planned.plan, planned)
@@ -434,16 +436,20 @@ class Session:
             self._recorder.stop()
             self._recorder = None
 
-    def _finish(self, record: Installation) -> None:
-        """Store the measurements of the last step, if it was measured and has ended."""
+    def _finish(self, record: Installation) -> int:
+        """Store the measurements of the last step, if it was measured and has ended.
+
+        Returns the bytes that are alive now, or 0 if they were not read.
+        """
         recorder = self._recorder
         if recorder is None:
-            return
+            return 0
         self._drop()
         if compat.compiler.compiled_graphs() != recorder.graphs:
-            return  # compiling takes time, and may take memory; the next step uses the new graphs
+            return 0  # compiling takes time, and may take memory; the next step uses the new graphs
         levels, planned, known = recorder.levels, recorder.planned, self.known
-        outside = levels.outside()[1] if record.passes == self._passes else 0  # else it may include an evaluation
+        level, outside = levels.outside()
+        outside = outside if record.passes == self._passes else 0  # else it may include an evaluation
         self._passes = record.passes
         step = step_of(levels.levels(), outside)
         self._failures = 0 if step is not None else self._failures + 1
@@ -454,7 +460,7 @@ class Session:
                     "policy that needs no measuring, such as `selective`.",
                     self._least,
                 )
-            return
+            return 0
         self._expect(planned)
         batch = dataclasses.replace(planned.shape, forwards=tuple(self._forwards))
         if planned.phase == "check" and batch == planned.shape:
@@ -468,6 +474,7 @@ class Session:
             known.learn_full(batch, step)
         elif planned.phase == "try actions" and known.learn_trial(batch, step, recorder.tried):
             self.plans.clear()  # there may be faster ones now
+        return level
 
     def _check(self, planned: Planned, peak_bytes: int) -> None:
         """Store the measured peak of a plan's first step. Lower the limit if it exceeds the budget."""
