@@ -38,6 +38,15 @@ def linear(bias=True):
     return nn.Linear(HIDDEN, WORDS, bias=bias)
 
 
+def only_bias_trained():
+    head = linear()
+    head.weight.requires_grad_(False)
+    return head
+
+
+HEADS = {"no bias": lambda: linear(bias=False), "bias": linear, "only bias": only_bias_trained, "shared": Shared}
+
+
 def toy(head=None, dtype=torch.float32, tokens=TOKENS):
     """A head, and hidden states for it."""
     torch.manual_seed(2)
@@ -87,6 +96,7 @@ LOSSES = {
     "mean": loss_of(),
     "sum": loss_of(reduction="sum"),
     "none": loss_of(reduction="none"),
+    "under autocast": torch.autocast("cpu", torch.bfloat16)(loss_of()),
     "smoothed": loss_of(label_smoothing=0.1),
     "other ignored": loss_of(LABELS % 3, ignore_index=1),
     "shifted": lambda logits: nn.CrossEntropyLoss()(logits[..., :-1, :].reshape(-1, WORDS), SOME[:, 1:].ravel()),
@@ -103,10 +113,10 @@ LOSSES = {
 
 @pytest.mark.compat
 @pytest.mark.parametrize("chunk", [1, 4, 20])
-@pytest.mark.parametrize("head", [lambda: linear(bias=False), linear, Shared], ids=["no bias", "bias", "shared"])
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_stay_in_chunks(name, head, chunk, whole):
-    expected, got = both(LOSSES[name], *toy(head), chunk)
+    expected, got = both(LOSSES[name], *toy(HEADS[head]), chunk)
     assert (expected["loss"].dtype, expected["loss"].shape) == (got["loss"].dtype, got["loss"].shape)
     assert_near(expected, got, 1e-5)  # gradients of a few numbers cancel
     assert not whole

@@ -23,7 +23,7 @@ Work = Callable[[torch.Tensor, slice], torch.Tensor]
 """Computes a row of results for each token of a chunk, from its logits and from its place among all tokens."""
 Form = str | Callable[[], torch.Tensor]
 PIECE = 2**22
-"""Values of a weight's gradient that are added at once: the product has 16 bits, the sum 32."""
+"""Values of a weight's gradient that are added at once, so that there is no second gradient for a chunk's product."""
 
 
 class HeadCall:
@@ -37,7 +37,7 @@ class HeadCall:
     """
 
     def __init__(self, module: nn.Module, run: RowOperation, hidden: torch.Tensor, tokens: int) -> None:
-        self.module, self.run, self.tokens = module, run, tokens
+        self.run, self.tokens = run, tokens
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.versions = [(tensor, version_of(tensor)) for tensor in (hidden.detach(), *module.parameters())]
         """The head's input and all its parameters, with their in-place versions at the call."""
@@ -54,10 +54,10 @@ class HeadCall:
         self.like = logits.new_empty(0, logits.shape[-1])
         """Logits of no tokens, for their type and device."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the plain head on `hidden`, under the autocast of its call."""
+    def logits(self, hidden: torch.Tensor, run: RowOperation | None = None) -> torch.Tensor:
+        """Run the head on `hidden`, or `run` in its place, under the autocast of its call."""
         with autocast(self.device_type, self.autocast_dtype):
-            return self.run(hidden)
+            return (run or self.run)(hidden)
 
     def chunks(self, rows: int) -> Iterator[slice]:
         """Yield the rows of each chunk; one empty chunk if there are no rows."""
@@ -108,21 +108,34 @@ def differentiated(
     of_hidden = torch.zeros_like(hidden) if wants_input else None
     sums: dict[int, torch.Tensor] = {}  # by the number of the parameter
     if linear is not None:
-        weight = linear.weight.detach().to(call.autocast_dtype or linear.weight.dtype)
-        if linear.weight.requires_grad:
+        parameter, bias = linear.weight, linear.bias
+        weight = parameter.detach().to(call.autocast_dtype or parameter.dtype)
+        piece = max(1, PIECE // weight.shape[1])
+        if parameter.requires_grad:
             sums[0] = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
 
-    def run(chunk: slice) -> torch.Tensor:  # a function, so that a chunk is freed before the next one
-        rows = hidden[chunk].detach().requires_grad_(wants_input)
+    def run_chunk(chunk: slice) -> torch.Tensor:  # a function, so that a chunk is freed before the next one
+        rows = hidden[chunk].detach()
+        if linear is None:
+            rows.requires_grad_(wants_input)
+            with torch.enable_grad():
+                logits = call.logits(rows)
+            wanted = [*([rows] if wants_input else []), *call.parameters]
+        else:
+            logits = call.logits(rows, lambda rows: functional.linear(rows, weight, bias)).requires_grad_()
+            wanted = [logits]
         with torch.enable_grad():
-            if linear is None:
-                result = work(call.logits(rows), chunk)
-            else:
-                logits = _Projection.apply(rows, linear.weight, linear.bias, weight, sums.get(0))  # type: ignore[no-untyped-call]
-                result = work(logits, chunk)
+            result = work(logits, chunk)
         down = torch.ones_like(result) if gradient is None else gradient[chunk].to(result.dtype)
-        wanted = [*([rows] if wants_input else []), *call.parameters]
-        found = list(torch.autograd.grad(result, wanted, down, allow_unused=True))
+        with autocast(call.device_type, None):  # as in the backward of a plain head
+            found: list[Any] = list(torch.autograd.grad(result, wanted, down, allow_unused=True))
+            if linear is not None:
+                of_logits = found[0]
+                found = [None if p is parameter else of_logits.sum(0) for p in call.parameters]
+                found = [of_logits @ weight, *found] if wants_input else found
+                for start in range(0, len(weight) if parameter.requires_grad else 0, piece):
+                    product = of_logits[:, start : start + piece].t() @ rows.to(weight.dtype)
+                    sums[0][start : start + piece] += product
         if of_hidden is not None:
             of_hidden[chunk] = found.pop(0)
         for number, value in enumerate(found):
@@ -132,31 +145,8 @@ def differentiated(
                 sums[number] = value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
         return result.detach().sum(dtype=torch.promote_types(result.dtype, torch.float32))
 
-    total = functools.reduce(torch.add, map(run, call.chunks(len(hidden))))
+    total = functools.reduce(torch.add, map(run_chunk, call.chunks(len(hidden))))
     return total, [of_hidden, *(sums.get(number) for number in range(len(call.parameters)))]
-
-
-class _Projection(torch.autograd.Function):
-    """A linear layer that adds the gradient of its weight to `of_weight`, in pieces, in place of returning it.
-
-    Otherwise there would be a second gradient of the weight for the products of each chunk.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, parameter: Any, bias: Any, weight: torch.Tensor, of_weight: torch.Tensor | None
-    ) -> torch.Tensor:
-        rows = rows.to(weight.dtype)
-        ctx.rows, ctx.weight, ctx.of_weight = rows, weight, of_weight
-        return functional.linear(rows, weight, None if bias is None else bias.to(weight.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        words = max(1, PIECE // ctx.weight.shape[1])
-        for start in range(0, len(ctx.weight) if ctx.needs_input_grad[1] else 0, words):
-            ctx.of_weight[start : start + words] += gradient[:, start : start + words].t() @ ctx.rows
-        of_rows = gradient @ ctx.weight if ctx.needs_input_grad[0] else None
-        return of_rows, None, gradient.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
 class InChunks(torch.autograd.Function):

@@ -354,8 +354,9 @@ def _loss(
         return _in_rows(logits, losses, target)
     hidden, *parameters = logits.inputs()
     # Tokens without a label add nothing to the loss. Fake labels have no values: all tokens are the most there can be.
-    places = torch.arange(len(target), device=target.device)
-    if not compat.torch.is_fake(target):
+    if compat.torch.is_fake(target):
+        places = torch.arange(len(target), device=target.device)
+    else:
         places = (target != ignore_index).nonzero().squeeze(-1)
     work = logits.work(losses, target.index_select(0, places))
     total: torch.Tensor = InChunks.apply(  # type: ignore[no-untyped-call]
@@ -363,7 +364,7 @@ def _loss(
     )
     if reduction == "mean":  # without a label NaN, and no gradient, as the plain head
         total = total / len(places) if len(places) else total + float("nan")
-    return total.to(losses(logits.like, target[:0]).dtype)
+    return total.to(logits.dtype if compat.devices.autocast_dtype(logits.call.device_type) is None else torch.float32)
 
 
 def _gathered(func: Any, logits: Logits, dim: int, index: torch.Tensor, **more: Any) -> Any:
