@@ -64,17 +64,13 @@ def test_hidden_states_and_attentions_in_the_loss(family):
         assert_same(expected, plain)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert"])
-def test_cross_attention(family):
+def test_cross_attention():
     """Gradients of a decoder's cross-attention reach the encoder's states."""
-    if family == "gpt2":
-        model = tiny_model("gpt2", add_cross_attention=True, dropout=0.1)
-    else:
-        config = copy.deepcopy(tiny_model("bert").config)
-        config.is_decoder = config.add_cross_attention = True
-        config.hidden_dropout_prob = 0.1
-        torch.manual_seed(0)
-        model = transformers.BertLMHeadModel(config).train()
+    config = copy.deepcopy(tiny_model("bert").config)
+    config.is_decoder = config.add_cross_attention = True
+    config.hidden_dropout_prob = 0.1
+    torch.manual_seed(0)
+    model = transformers.BertLMHeadModel(config).train()
     states = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
 

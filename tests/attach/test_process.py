@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers.installed import ALL, active, flags
+from helpers.installed import ALL, active
 from helpers.snapshots import snapshot
 from helpers.steps import assert_same, enable, outcome, recomputed, step
 from peft import LoraConfig, get_peft_model
@@ -122,20 +122,6 @@ def test_a_part_answers_for_itself_once_the_plan_is_off():
     enable(again.bert, {"policy": "full"})  # a copy of the whole has its own parts
     assert lost_blocks(again) == ()
     assert [*hf_ckpt.describe(again).forwards] == ["bert.encoder.layer.0"]
-
-
-def test_models_enabled_while_they_are_built_come_off_whole(everywhere):
-    """Uninstalling restores models whose constructor enabled an inner model because of an old config key."""
-    everywhere()
-    models = [tiny_model("llama", gradient_checkpointing=True) for _ in range(4)]
-    for model in models:
-        enable(model, {"layers": "1"})
-        assert active(model) == [ALL[1]]
-    hf_ckpt.uninstall()
-    ours = {"_hf_ckpt", *compat.transformers.ENABLE_NAMES}
-    for model in models:
-        assert flags(model) == []
-        assert not [name for name, module in model.named_modules() if vars(module).keys() & ours]
 
 
 # --- scripts without an enable call -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -42,24 +43,17 @@ def same_steps(run, *, segments=2, expected=(2, 1, 2, 1), family="llama", **opti
 @each_family
 def test_one_input_a_segment_stays(family):
     """Bytes after the forward fall by one input with each block that shares a segment."""
-    alive = {}
-    for spec in ({"policy": "full"}, {"segments": 4}, {"segments": 2}, {"segments": 1}):
-        model = tiny_model(family)
-        hf_ckpt.install(model, spec)
-        enable(model)
-        batch = without_cache(model, tiny_batch(family, tokens=64))
+    alive, batch = [], without_cache(tiny_model(family), tiny_batch(family, tokens=64))
+    for segments in (4, 2, 1):
+        model = in_segments(family, segments)
         step(model, batch)
         model.zero_grad(set_to_none=True)
         with LiveBytes(model) as live:
             outputs = model(**batch)
-            alive[str(spec)] = live.current_bytes - live.start_bytes
+            alive.append(live.current_bytes - live.start_bytes)
             outputs.loss.backward()
-    every, four, two, one = alive.values()
-    hidden = 2 * 64 * 32 * 4
-    stacks = 1.5 if family == "t5" else 1  # its decoder has half as many tokens
-    assert four == every  # four blocks a stack: one block per segment
-    assert every - two == stacks * 2 * hidden
-    assert two - one == stacks * hidden
+    hidden = 2 * 64 * 32 * 4 * (1.5 if family == "t5" else 1)  # T5's decoder has half as many tokens
+    assert [most - least for most, least in itertools.pairwise(alive)] == [2 * hidden, hidden]
 
 
 @pytest.mark.parametrize("layers", [24, 48, 96])
