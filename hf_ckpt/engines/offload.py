@@ -117,7 +117,7 @@ class Mover:
         self.lock = threading.RLock()  # freeing a graph returns buffers at any time, even in the middle of `take`
         """Held while lanes are in use, or `held_bytes` changes."""
         self.of_thread = threading.local()
-        """`last`: a weak reference to the last group of this thread that moved anything."""
+        """`last`: a weak reference to the last group of this thread."""
         self._lane = functools.cache(lambda device: lane_of(device))
         self._can_pin = True
         """Whether pinning host memory has always worked so far."""
@@ -213,8 +213,9 @@ class Group:
         self.first = compat.torch.next_autograd_sequence_number()
         """Autograd nodes of this block have this sequence number or a larger one."""
         self.moved_bytes = 0
-        self.before: Callable[[], Group | None] = lambda: None
-        """Returns the group that moved tensors before this one, as long as its graph exists."""
+        self.before: Callable[[], Group | None] = getattr(mover.of_thread, "last", lambda: None)
+        """Returns the group before this one, as long as its graph exists."""
+        mover.of_thread.last = weakref.ref(self)
         self._by_storage: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
         """Storage -> its slot."""
         self._input = hidden.untyped_storage()._cdata
@@ -238,9 +239,6 @@ class Group:
                 if buffer is None:
                     return Kept(tensor, self.block)
                 slot = self._by_storage[key] = Slot(self, base.detach(), buffer)
-            if not self.slots:
-                before, self.mover.of_thread.last = getattr(self.mover.of_thread, "last", None), weakref.ref(self)
-                self.before = before or self.before
             self.slots.append(weakref.ref(slot))
             self.moved_bytes += base.nbytes
         slot.uses += 1
@@ -341,9 +339,8 @@ class Slot:
         Raises `InPlaceError` if the tensor is still on the device and was changed there.
         """
         self.check()
-        tensor = self.tensor
-        if tensor is not None:  # its block has only just run
-            return tensor
+        if self.tensor is not None:  # its block still runs
+            return self.tensor
         group = self.group
         with group.mover.lock:  # two threads may run backward through one graph
             if self.arriving is None:
@@ -352,7 +349,7 @@ class Slot:
             made, copy = self.arriving
             group.lane.wait(copy)
             if not self._left:
-                self._left = max(1, self.uses)
+                self._left = self.uses
                 before = group.before()
                 if before is not None and before.lane is group.lane:
                     before.send_back()
