@@ -321,18 +321,11 @@ def put_on(found: FoundBlocks, record: Installation) -> None:
     record.blocks = dict(found.modules)
     if record.plan.head != "full":
         _put_on_head(found, record)
-    blocks = set(found.modules.values())
-    for part in base.modules():
-        inner = isinstance(part, compat.transformers.PreTrainedModel) and part is not base
-        for name in compat.transformers.ENABLE_NAMES if inner and not blocks.isdisjoint(part.modules()) else ():
-            vars(part).setdefault(name, Skipped(name))
     if regions:
         _drop_input_gradients(base, record)
         for module, hook, when, with_kwargs in hooks_for(regions, found):
             if when == "before":
                 record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs))
-            elif when == "after":
-                record.handles.append(module.register_forward_hook(hook))
             else:
                 record.handles.append(_always_after(module, hook))
     _put_on_forwards(found, record)
@@ -340,26 +333,30 @@ def put_on(found: FoundBlocks, record: Installation) -> None:
 
 
 def _put_on_forwards(found: FoundBlocks, record: Installation) -> None:
-    """Register a `PassHook` on the model, on models inside it that hold stacks, and on modules that run stacks."""
+    """Register a `PassHook` on the model, on models inside it that hold stacks, and on modules that run stacks.
+
+    The enable methods of models inside it do nothing from now on.
+    """
     owned: dict[nn.Module, str] = {}
     """Module that runs stacks -> the name of the first."""
     for stack, owner in zip(dict.fromkeys(block.stack for block in found.blocks), found.owners, strict=True):
         owned.setdefault(owner, stack)
     for name, module in found.base.named_modules():
-        inside = set(module.modules())
-        if module in owned or (
-            isinstance(module, compat.transformers.PreTrainedModel) and not inside.isdisjoint(owned)
-        ):
-            hook = PassHook(
-                found.base,
-                None if module is found.base else owned.get(module, name),
-                compat.transformers.forward_parameters(module),
-                tuple(block for block, its in found.modules.items() if module in owned and its in inside),
-                bool(record.functions.made) or record.spec.is_planned,  # a plan may come after a cache was made
-                module is found.owners[-1],
-            )
-            record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-            record.handles.append(_always_after(module, hook.after))
+        inside, is_model = set(module.modules()), isinstance(module, compat.transformers.PreTrainedModel)
+        if inside.isdisjoint(owned) or not (is_model or module in owned):
+            continue
+        for method in compat.transformers.ENABLE_NAMES if is_model and module is not found.base else ():
+            vars(module).setdefault(method, Skipped(method))
+        hook = PassHook(
+            found.base,
+            None if module is found.base else owned.get(module, name),
+            compat.transformers.forward_parameters(module),
+            tuple(block for block, its in found.modules.items() if module in owned and its in inside),
+            bool(record.functions.made) or record.spec.is_planned,  # a plan may come after a cache was made
+            module is found.owners[-1],
+        )
+        record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        record.handles.append(_always_after(module, hook.after))
 
 
 def _always_after(module: nn.Module, hook: Callable[..., Any]) -> Any:

@@ -93,7 +93,7 @@ class Hook(NamedTuple):
     function: Callable[..., Any]
     """The hook itself."""
     when: str
-    """`before` the forward, `after` it, or `always` after it, even if it raises an error."""
+    """`before` the forward, or `after` it, even if it raises an error."""
     with_kwargs: bool = False
     """Whether the hook also gets the keyword arguments of the forward."""
 

@@ -78,7 +78,7 @@ def hooks(regions: Collection[Region], found: FoundBlocks, owners: Sequence[nn.M
     choosing = dict.fromkeys(region.block for region in regions if region.keeps_choices)
     for router in (router for name in choosing for router in routers(found.modules[name])):
         yield Hook(router, enter_router, "before")
-        yield Hook(router, leave_router, "always")
+        yield Hook(router, leave_router, "after")
 
 
 class _Call:

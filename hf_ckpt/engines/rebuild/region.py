@@ -166,4 +166,4 @@ def hooks(regions: Collection[Region], found: FoundBlocks, owners: Sequence[nn.M
     rebuilding = [region for region in found_regions if isinstance(region, RebuildRegion)]
     for module in cheap_modules(found, list(dict.fromkeys(region.block for region in rebuilding))):
         yield Hook(module, enter_module, "before", with_kwargs=True)
-        yield Hook(module, leave_module, "always")
+        yield Hook(module, leave_module, "after")
