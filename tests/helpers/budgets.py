@@ -18,7 +18,6 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -100,8 +99,6 @@ class Training:
     model: nn.Module
     """The model; its parameters are compared at the end."""
     train: Callable[[Watch], None]
-    holders: tuple[Any, ...] = ()
-    """Other holders of tensors that exist before the training."""
 
 
 Row = Callable[[dict | None], Training]
@@ -125,7 +122,7 @@ def trained(row: Row, spec: dict | None) -> Trained:
     """Train under a spec, or without hf_ckpt for None."""
     gc.collect()
     training = row(spec)
-    with LiveBytes(training.model, *training.holders) as live:
+    with LiveBytes(training.model) as live:
         watch = Watch(training.model, live)
         training.train(watch)
         watch.end()

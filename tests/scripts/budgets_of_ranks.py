@@ -1,4 +1,4 @@
-"""One rank of trainings under a budget with DDP, FSDP1, FSDP2 or DeepSpeed; see ranks.py and `helpers.budget_ranks`.
+"""One rank of trainings under a budget with DDP, FSDP1 or FSDP2; see ranks.py and `helpers.budget_ranks`.
 
 Every case trains without hf_ckpt, under `full`, and under a budget that is the same on all ranks. Each rank writes
 which expectations failed.
@@ -44,9 +44,9 @@ def row(case: dict[str, Any], kept: list[Any]) -> Row:
         if spec is not None:
             hf_ckpt.install(model)
             enable(model, spec)
-        trainer = (DeepSpeed if case["way"].startswith("zero") else Wrapped)(model, case)
+        trainer = Wrapped(model, case)
         kept[:] = [trainer]
-        return Training(model, functools.partial(train, trainer, case), trainer.holders())
+        return Training(model, functools.partial(train, trainer, case))
 
     return made
 
@@ -71,9 +71,6 @@ class Wrapped:
         self.model: Any = wrapped(model, case["way"], case["half"], **options)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
 
-    def holders(self) -> tuple[Any, ...]:
-        return ()
-
     def micro_step(self, batch: dict[str, torch.Tensor], last: bool) -> None:
         waits = contextlib.nullcontext()
         if self.case["way"] == "fsdp2":
@@ -91,43 +88,6 @@ class Wrapped:
     def weights(self) -> dict[str, torch.Tensor]:
         """This rank's shard of every parameter."""
         return {name: compat.distributed.local(value).detach().clone() for name, value in self.model.named_parameters()}
-
-
-class DeepSpeed(Wrapped):
-    """ZeRO with the case's stage."""
-
-    def __init__(self, model: nn.Module, case: dict[str, Any]) -> None:
-        import deepspeed
-
-        self.case = case
-        buckets = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
-        keys = {
-            "zero_optimization": {
-                "stage": int(case["way"][-1]),
-                **dict.fromkeys(buckets, HIDDEN * HIDDEN),  # as with `auto`; the default is 2 GB
-                "stage3_param_persistence_threshold": 10 * HIDDEN,
-            },
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_allow_untested_optimizer": True,
-            "train_micro_batch_size_per_gpu": BATCH,
-            "gradient_accumulation_steps": case["accumulate"],
-            "bf16": {"enabled": case["half"]},
-        }
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-        self.model = deepspeed.initialize(model=model, optimizer=optimizer, config=keys)[0]
-
-    def holders(self) -> tuple[Any, ...]:
-        parts = [getattr(parameter, "ds_tensor", None) for parameter in self.model.parameters()]
-        return ({"parts": [part for part in parts if part is not None]},)
-
-    def micro_step(self, batch: dict[str, torch.Tensor], last: bool) -> None:
-        loss = self.model(**batch).loss
-        self.model.backward(loss)
-        del loss
-        self.model.step()
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: getattr(p, "ds_tensor", p).detach().clone() for name, p in self.model.named_parameters()}
 
 
 def ran(case: dict[str, Any], spec: dict[str, Any] | None) -> tuple[Trained, dict[str, torch.Tensor]]:
@@ -158,10 +118,5 @@ def run_case(case: dict[str, Any], _: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     logging.getLogger("hf_ckpt").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    if any(case["way"].startswith("zero") for case in json.loads(Path(sys.argv[1]).read_text()).values()):
-        import deepspeed
-
-        deepspeed.init_distributed("gloo")
-    else:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     run_cases(run_case)

