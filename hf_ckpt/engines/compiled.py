@@ -5,8 +5,7 @@ the partitioner's `activation_memory_budget`: 0 keeps only the inputs, 1 keeps w
 https://docs.pytorch.org/docs/stable/torch.compiler.html
 
 A graph contains the hooks that modules inside the block had when it was compiled. torch does not check whether hooks
-were added or removed later, and blocks that share a graph may have different hooks. So a block runs in eager mode while
-it has any.
+were added or removed later, and blocks that share a graph may have different hooks. So hooks inside are an error.
 
 By default the partitioner may run an operation that draws random numbers again in backward, where it draws different
 ones: with a share below 1, a block with dropout got the gradients of another mask (seen in torch 2.8, 2.13 and 2.15).
@@ -37,9 +36,8 @@ _Run = Callable[..., Any]
 class CompiledRegion(Region):
     """The function of a block that is compiled by itself.
 
-    If a block does not compile, hf_ckpt warns and runs it in eager mode: as is for a share of 1, and as `full`
-    otherwise. It does the same, without a warning, while a dispatch mode has to see every operation, such as torch's
-    counter of operations.
+    If a block does not compile, hf_ckpt warns and runs it as `full` from then on. So it does, without a warning, while
+    a dispatch mode has to see every operation, such as torch's counter of operations.
     """
 
     transforms = frozenset()
@@ -48,31 +46,29 @@ class CompiledRegion(Region):
     def __init__(self, block: str, share: float, **options: Any) -> None:
         self.block = block
         self.share = share
-        self.options = options
-        """Keyword arguments for `torch.utils.checkpoint`, for a block that does not compile."""
         self.forwards = 0
         self.in_graph = False
         self.compiles = True
         """Whether the block compiles, as far as known."""
         self.without_hooks = -1
         """The process's count of registered hooks when the block was last seen to have none inside."""
-        self.eager = None if share == 1 else FullRegion(block, **options)
-        """Runs the block in eager mode; None to run it as is."""
+        self.eager = FullRegion(block, **options)
+        """Runs the block if it does not compile."""
 
     @property
     def recomputed(self) -> int:  # type: ignore[override]
         """How often the block was recomputed in eager mode. Recomputation inside graphs is not counted."""
-        return 0 if self.eager is None else self.eager.recomputed
+        return self.eager.recomputed
 
     @property
     def keeps_choices(self) -> bool:  # type: ignore[override]
         """Whether routers choose the same experts again if the block does not compile."""
-        return self.eager is not None and self.eager.keeps_choices
+        return self.eager.keeps_choices
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, compiled.
 
-        Raises `HfCkptError` if there is no compiler for the device.
+        Raises `HfCkptError` if there is no compiler for the device, or if there is a hook on a module inside the block.
         """
         if not torch.is_grad_enabled():
             return fn(*args)
@@ -80,63 +76,40 @@ class CompiledRegion(Region):
             self.in_graph = self.left_to_others = True
             return fn(*args)
         fn, args = compat.transformers.block_call(fn, args)
-        if not self.compiles or compat.torch.is_seen_by_modes():  # such as a count of all operations
-            return self._run_eagerly(fn, args)
         module = compat.transformers.module_of(fn)
-        if module is not None and self._is_hooked(fn, module):
-            self.in_graph = False
-            return self._run_eagerly(fn, args)
         self.forwards += 1
-        kind = _Kind(self.block.rpartition(".")[0], None if module is None else type(module), self.share)
-        try:
-            output = _compiled(kind)(*compat.compiler.call_parts(fn), args)
-        except Exception as error:
-            if not compat.compiler.is_compile_error(error):
-                raise
-            self.forwards -= 1
-            self._fall_back(error)
-            return self._run_eagerly(fn, args)
-        self.in_graph = True
-        return output
-
-    def _is_hooked(self, fn: Callable[..., Any], module: nn.Module) -> bool:
-        """Whether a hook would be called inside the block. Searched again only after some hook was registered."""
-        registered = compat.torch.registered_hooks()
-        if registered == self.without_hooks:
-            return False
-        called_whole = (
-            compat.compiler.call_parts(fn)[0].__name__ != "forward"
-        )  # with its own hooks, until transformers 5.17
-        inside = (part for part in module.modules() if called_whole or part is not module)
-        hooked = next((part for part in inside if _is_watched(part)), None)
-        if hooked is None and not compat.torch.has_global_hooks():
-            self.without_hooks = registered
-            return False
-        warn_once(
-            log,
-            "hf_ckpt: blocks like %s run in eager mode, as under `%s`, for as long as there is a hook on %s: compiled "
-            "blocks would not call it.",
-            self._blocks_like_this(),
-            self._policy_in_eager_mode(),
-            "all modules" if hooked is None else f"a `{type(hooked).__name__}` inside",
-        )
-        return True
-
-    def _blocks_like_this(self) -> str:
-        stack, _, place = self.block.rpartition(".")
-        return f"{stack}.*" if place.isdigit() else self.block
-
-    def _policy_in_eager_mode(self) -> str:
-        return "none" if self.eager is None else "full"
-
-    def _run_eagerly(self, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-        if self.eager is None:
-            return fn(*args)
-        self.forwards += 1
+        if self.compiles and not compat.torch.is_seen_by_modes():  # such as a count of all operations
+            if module is not None:
+                self._refuse_hooks(fn, module)
+            kind = _Kind(self.block.rpartition(".")[0], None if module is None else type(module), self.share)
+            try:
+                output = _compiled(kind)(*compat.compiler.call_parts(fn), args)
+                self.in_graph = True
+                return output
+            except Exception as error:
+                if not compat.compiler.is_compile_error(error):
+                    raise
+                self._fall_back(error)
         return self.eager(fn, *args)
 
+    def _refuse_hooks(self, fn: Callable[..., Any], module: nn.Module) -> None:
+        """Raise `HfCkptError` for a hook inside the block. Searched again only after some hook was registered."""
+        registered = compat.torch.registered_hooks()
+        if registered == self.without_hooks:
+            return
+        # The block is called with its own hooks until transformers 5.17.
+        called_whole = compat.compiler.call_parts(fn)[0].__name__ != "forward"
+        inside = (part for part in module.modules() if called_whole or part is not module)
+        hooked = next((f"a `{type(part).__name__}` inside" for part in inside if _is_watched(part)), "")
+        if hooked or compat.torch.has_global_hooks():
+            raise HfCkptError(
+                f"block {self.block!r} is compiled, and would not call the hook on {hooked or 'all modules'}. Remove "
+                "the hook, or leave `compile` out."
+            )
+        self.without_hooks = registered
+
     def _fall_back(self, error: Exception) -> None:
-        """Run the block in eager mode from now on. Raises `HfCkptError` if there is no compiler."""
+        """Run the block as `full` from now on. Raises `HfCkptError` if there is no compiler."""
         missing = compat.compiler.missing_compiler(error)
         if missing:
             raise HfCkptError(
@@ -144,14 +117,13 @@ class CompiledRegion(Region):
                 "then run in eager mode."
             ) from error
         self.compiles = False
-        first = next((line for line in str(error).splitlines() if line.strip()), "")
+        stack, _, place = self.block.rpartition(".")
         warn_once(
             log,
-            "hf_ckpt: blocks like %s do not compile (%s: %s); they run in eager mode, as under `%s`.",
-            self._blocks_like_this(),
+            "hf_ckpt: blocks like %s do not compile (%s: %s); they run in eager mode, as under `full`.",
+            f"{stack}.*" if place.isdigit() else self.block,
             type(error).__name__,
-            first,
-            self._policy_in_eager_mode(),
+            next((line for line in str(error).splitlines() if line.strip()), ""),
         )
 
     def __getstate__(self) -> dict[str, Any]:
