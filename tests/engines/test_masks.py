@@ -71,6 +71,13 @@ def _noise_on_attention(x):
     return found * torch.empty_like(found).uniform_(0.5, 1.0).mul_(2.0)
 
 
+def _noise_behind_a_softmax(x):
+    """The block's own noise, with the shape of a softmax, and changed in place as often as a mask."""
+    q = (functional.silu(x) * 0.5).view(2, 8, 4, 4).transpose(1, 2)
+    noise = torch.empty(2, 4, 8, 8).uniform_(0.5, 1.0).mul_(2.0)
+    return functional.silu(torch._safe_softmax(q @ q.transpose(-1, -2), -1) * noise)
+
+
 DROPOUT = nn.Dropout(0.3)
 # What a block does -> masks that are kept as bits.
 DROPOUTS = {
@@ -80,6 +87,7 @@ DROPOUTS = {
     "of another layout": (lambda x: functional.dropout((x * x).transpose(0, 2), 0.3).transpose(0, 2), 1),
     "inside attention": (lambda x: _attention(x, dropout_p=0.4), 1),  # on the CPU, operations in float32
     "noise behind attention": (_noise_on_attention, 0),
+    "noise behind a softmax": (_noise_behind_a_softmax, 0),
     "p 0": (lambda x: functional.dropout(x * x, 0.0), 0),
     "p 1": (lambda x: functional.dropout(x * x, 1.0) + x, 0),
     "eval": (lambda x: functional.dropout(x * x, 0.3, training=False), 0),

@@ -28,6 +28,12 @@ def can_pack(mask: torch.Tensor) -> bool:
     return mask.dim() > 0 and 0 < mask.nbytes == mask.untyped_storage().nbytes()
 
 
+def holds(mask: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether the first elements of a mask of numbers are 0 or `scale`. Other noise has no two equal numbers."""
+    first = mask.as_strided((min(mask.numel(), 1024),), (1,))
+    return compat.torch.is_fake(mask) or bool(first.eq(0).logical_or_(first.eq(scale)).all())
+
+
 def pack(mask: torch.Tensor) -> torch.Tensor:
     """Return one bit for each element of a mask, set if it is not 0: uint8 [elements / 8, rounded up].
 

@@ -344,7 +344,10 @@ class Tape:
         elif tensor.shape != self.softmax:
             return None
         with torch.no_grad():
-            bits, scale = Kept(masks.pack(tensor), self.work.block), tensor.max() if is_number else None
+            scale = tensor.max() if is_number else None
+            if scale is not None and not masks.holds(tensor, scale):
+                return None
+            bits = Kept(masks.pack(tensor), self.work.block)
         unpack = functools.partial(masks.unpack, size=tensor.size(), stride=tensor.stride(), scale=scale)
         return Rebuilt(self.work, unpack, [bits])
 
