@@ -47,11 +47,9 @@ def has_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def remember_optimizer(optimizer: object) -> None:
-    """Let `optimizers_of` find an optimizer as long as it exists. A wrapper is replaced by its inner optimizer."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-    if isinstance(optimizer, torch.optim.Optimizer):
-        _optimizers.add(optimizer)
+def remember_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Let `optimizers_of` find an optimizer as long as it exists."""
+    _optimizers.add(optimizer)
 
 
 def call_before_optimizers(before: Callable[[torch.optim.Optimizer], None]) -> RemovableHandle:

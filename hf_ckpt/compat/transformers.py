@@ -51,16 +51,13 @@ _NO_CACHES = frozenset({type(None), bool, int, float, tuple, dict, torch.Tensor}
 
 def is_cache(value: object) -> bool:
     """Whether `value` is a key/value cache, which a recomputed block would write twice."""
-    return isinstance(value, (Cache, EncoderDecoderCache))
+    return isinstance(value, Cache)
 
 
 def caches_among(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the caches among a forward's arguments, whatever their names and positions: name -> value.
 
-    Args:
-        names: of the forward's parameters, in order (`forward_parameters`).
-        args: its positional arguments.
-        kwargs: its keyword arguments.
+    `names` are those of the forward's parameters, in order (`forward_parameters`).
     """
     placed = {names[place] if place < len(names) else f"args[{place}]": value for place, value in enumerate(args)}
     named = {name: value for name, value in {**placed, **kwargs}.items() if value is not None}
