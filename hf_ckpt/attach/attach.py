@@ -134,7 +134,7 @@ def describe(model: nn.Module) -> Description:
     """Return the installed plan, with counts of what it has done so far.
 
         print(hf_ckpt.describe(model))
-        hf_ckpt.describe(model).save("plan.json")  # for the spec {"plan": "plan.json"}
+        hf_ckpt.describe(model).plan.save("plan.json")  # for the spec {"plan": "plan.json"}
 
     Args:
         model: plain or wrapped.

