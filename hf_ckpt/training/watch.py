@@ -53,8 +53,6 @@ class Watch:
         """Training forwards so far, without those in which a session measures actions."""
         self._due = False
         """Whether to check a block in the next forward that allows it."""
-        self._in_vain = 0
-        """Blocks in a row that had nothing to compare."""
         self._turn = 0
         self._checks = self._compared = self._left_out = 0
         self._not_checked: dict[str, str] = {}
@@ -109,7 +107,7 @@ class Watch:
             name,
             room_bytes=room,
             whole=self._whole,
-            done=lambda check: self._has_ended(check, (type(module), action), len(blocks)),
+            done=lambda check: self._has_ended(check, (type(module), action)),
         )
         self._check = weakref.ref(check)
 
@@ -137,17 +135,13 @@ class Watch:
             self._not_checked[what] = why
             log.info("hf_ckpt: %s are not checked: %s.", what, why)
 
-    def _has_ended(self, check: Check, kind: tuple[type, Action | None], blocks: int) -> None:
+    def _has_ended(self, check: Check, kind: tuple[type, Action | None]) -> None:
         """Count a check that has ended, and warn of a difference, once for each `kind` (class of blocks and action).
 
-        If it had nothing to compare, the next forward checks the next block, until all `blocks` have had their turn.
         Raises `MismatchError` if the check found a difference and `on_mismatch` is `raise`.
         """
-        if not (check.saved or check.compared or check.differences):
-            self._in_vain += 1
-            self._due = self._in_vain < blocks
+        if not (check.saved or check.compared or check.differences):  # a frozen block, which saves nothing
             return
-        self._in_vain = 0
         self._checks += 1
         self._compared += check.compared
         self._left_out += check.left_out

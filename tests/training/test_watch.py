@@ -16,7 +16,7 @@ from helpers.trainers import FLAG, metrics, trainer
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import exchange, put_check
+from hf_ckpt.attach.attach import exchange
 from hf_ckpt.attach.record import FUNCTION, installation
 from hf_ckpt.engines.check import Check
 from hf_ckpt.engines.rebuild import masks
@@ -206,19 +206,6 @@ def test_what_the_watch_cannot_check_it_names(spec, what, graphs, nothing_compil
     watched = hf_ckpt.describe(model).watched
     assert watched.checks == 0
     assert [*watched.not_checked] == [what]
-
-
-def test_blocks_without_gradients_are_looked_for_once(monkeypatch):
-    """If only the head trains, blocks save nothing: after one look at each, only every n-th forward looks again."""
-    model = watched(check_every=20)
-    model.model.requires_grad_(False)
-    turns = []
-    monkeypatch.setattr(
-        watching, "put_check", lambda *args, **options: turns.append(args[1]) or put_check(*args, **options)
-    )
-    for number in range(24):
-        step(model, tiny_batch("llama", seed=number))
-    assert turns == [f"model.layers.{number % LAYERS}" for number in range(LAYERS + 1)]
 
 
 def test_a_nested_tensor_is_left_out():
