@@ -74,7 +74,7 @@ class FullRegion(Region):
         output = self._checkpoint(Counted(fn, self), *args)
         for arg, version in zip(args, versions, strict=True):
             if _version_of(arg) != version and needs_gradient(output):
-                raise InPlaceError(self.block, arg, version, _changed_by(arg))
+                raise InPlaceError(self.block, arg, version, None if arg.grad_fn is None else arg.grad_fn.name())
         return output
 
     def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -126,11 +126,3 @@ def needs_gradient(output: Any) -> bool:
 def _version_of(value: Any) -> int | None:
     """Return the in-place version of a tensor; None for other values and for inference tensors."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
-
-
-def _changed_by(tensor: torch.Tensor) -> str:
-    """Name the operation that last changed a tensor in place, if its graph shows it."""
-    base = tensor if tensor._base is None else tensor._base
-    if base.grad_fn is not None and base.grad_fn.name().endswith("CopySlices"):
-        return "an operation on a view"
-    return "an operation without a graph" if tensor.grad_fn is None else tensor.grad_fn.name()
