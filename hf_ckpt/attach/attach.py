@@ -48,7 +48,6 @@ from hf_ckpt.logs import PLANS
 from hf_ckpt.models.blocks import (
     FoundBlocks,
     base_model,
-    blocks_of_known_code,
     find_blocks,
     frozen_prefix,
     plain_modules,
@@ -269,7 +268,7 @@ def adopt(found: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> N
     record.session = record.watch = None
     record.spec, record.plan = spec, plan
     record.heads.last = ""
-    record.functions = Functions(spec, blocks_of_known_code(found))
+    record.functions = Functions(spec)
     record.regions = record.functions.of(plan)
 
 

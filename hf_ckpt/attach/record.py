@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import threading
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -79,11 +79,10 @@ class Functions:
 
     Args:
         spec: the user's spec.
-        known: names of the blocks whose in-place changes are known.
     """
 
-    def __init__(self, spec: Spec, known: Collection[str] = ()) -> None:
-        self.spec, self.known = spec, known
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
         self.made: dict[tuple[str, Action, tuple[str, ...]], Region] = {}
         """(name of a block, its action, names of the blocks in its segment) -> its function, for all plans so far."""
         self._mover = Mover(spec.host_budget)
@@ -105,7 +104,6 @@ class Functions:
                         determinism_check=self.spec.determinism_check,
                         segment=segment,
                         mover=None if name in last else self._mover,
-                        known=name in self.known,
                     )
                 )
             regions[name] = self.made[name, action, segment]

@@ -76,8 +76,6 @@ class Request:
     mover: Any = None
     """An `offload.Mover`, which moves tensors to host memory and back. None for the last block of a stack, whose
     backward comes first."""
-    known: bool = True
-    """Whether the block's in-place changes are known; see `models.blocks.blocks_of_known_code`."""
 
     @property
     def options(self) -> dict[str, Any]:

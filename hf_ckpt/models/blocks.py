@@ -162,16 +162,6 @@ def frozen_prefix(model: nn.Module, found: FoundBlocks) -> tuple[str, ...]:
     return tuple(frozen)
 
 
-def blocks_of_known_code(found: FoundBlocks) -> frozenset[str]:
-    """Return the names of the blocks whose in-place changes are known.
-
-    Their class is transformers' own, and the model's family has a row.
-    """
-    if found.family == GENERIC:
-        return frozenset()
-    return frozenset(name for name, module in found.modules.items() if _known_class(module))
-
-
 def cheap_modules(found: FoundBlocks, blocks: Collection[str]) -> tuple[nn.Module, ...]:
     """Return the small modules inside the named blocks that `selective` may run again as a whole, each once."""
     inside = (module for name in blocks for module in found.modules[name].modules() if _is_cheap(module, found))

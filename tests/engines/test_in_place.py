@@ -8,7 +8,6 @@ import gc
 import pytest
 import torch
 from helpers import unknown
-from helpers.offloading import regions
 from helpers.steps import assert_same, enable, step, without_cache
 from helpers.toys import SAVES, WEIGHT, each_family, hooked, plain_and_ours, same_steps, same_toys, toy
 from helpers.unknown import steps_of, working
@@ -119,11 +118,6 @@ def test_hidden_states_changed_behind_a_block():
     hidden.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
-
-
-def test_under_full_selective_unknown_code_runs_as_under_full():
-    model = planned(unknown.relu_in_place, {"policy": "full+selective"})
-    assert {type(region) for region in regions(model)} == {FullRegion}
 
 
 def test_a_change_in_place_of_what_is_kept_is_found():

@@ -84,7 +84,5 @@ class _Rebuilding:
 
 
 def make(request: Request) -> Region:
-    """The engine of `full+selective`; a block of unknown code is recomputed as `full`."""
-    if not request.known:
-        return FullRegion(request.block, **request.options)
+    """The engine of `full+selective`."""
     return FullSelectiveRegion(request.block, save=request.action.save, **request.options)
