@@ -217,18 +217,6 @@ def test_without_a_compiler_there_is_one_error(monkeypatch):
         step(model, tiny_batch("llama"))
 
 
-def test_errors_of_the_user_are_theirs(graphs):
-    model = compiled({"share": 0.5})
-
-    def broken(*args, **kwargs):
-        raise KeyError("mine")
-
-    base_model(model).model.layers[1].mlp.forward = broken
-    with pytest.raises(KeyError, match="mine"):
-        step(model, tiny_batch("llama"))
-    assert graphs  # of the first block
-
-
 # --- other compilers ------------------------------------------------------------------------------------------------
 
 

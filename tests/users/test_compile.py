@@ -164,26 +164,6 @@ def test_every_action(spec, blocks, graphs):
     assert f"where nothing is counted: {blocks} blocks" in str(whole.description)
 
 
-@pytest.mark.slow
-def test_inductor(tmp_path, monkeypatch):
-    """With inductor, loss and gradients match eager kernels up to rounding, without cached graphs of earlier runs.
-
-    Its partitioner also recomputes cheap operations; the policy still has its effect.
-    """
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    plain = without_us(torch.compile, layers=1)
-    no_cache = torch._inductor.config.patch(fx_graph_cache=False, compile_threads=1)
-    with no_cache, torch._functorch.config.patch(enable_autograd_cache=False):
-        full, selective = (compiled_step(s, torch.compile, compiler="inductor", layers=1) for s in (FULL, SELECTIVE))
-    for ours in (full, selective):
-        assert list(ours.found) == list(plain.found)
-        for name, value in plain.found.items():
-            torch.testing.assert_close(ours.found[name], value, rtol=1e-4, atol=1e-6, msg=name)
-        assert ours.regions == [1]
-        assert ours.graphs == 1
-    assert full.saved_bytes == selective.saved_bytes < plain.saved_bytes
-
-
 @pytest.mark.compat
 def test_a_compiled_block_is_checkpointed_or_says_so(caplog):
     """A compiled block is checkpointed; if the checkpoint is outside of it, `selective` cannot work and says so."""

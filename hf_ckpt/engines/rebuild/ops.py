@@ -48,8 +48,6 @@ class Op:
     """Whether the node has several results; then `prepare` also gets the number of one."""
     bias_of: str = ""
     """The name under which the node saves a module's weight, if operand 0 is the bias, which it does not save."""
-    seen: str = "cpu, torch 2.13"
-    """Where the row was last seen to give the same bits. Empty for a row from torch's source that was never run."""
 
 
 def _plainly(operation: Function) -> Callable[[Any, Any], Function]:
@@ -346,9 +344,7 @@ OPS: dict[str, Op] = {
     "CatBackward0": Op("copy", _cat),
     "IndexBackward0": Op("copy", _index, reads=True),
     "MeanBackward1": Op("reduction", _mean),
-    "NativeDropoutBackward0": Op(
-        "dropout", _native_dropout, saved=("result1",), seen="cpu, torch 2.13 (torch.native_dropout)"
-    ),
+    "NativeDropoutBackward0": Op("dropout", _native_dropout, saved=("result1",)),
     "EmbeddingBackward0": Op("embedding", _embedding, reads=True),
     "MmBackward0": Op(LINEAR, _plainly(torch.mm), ("self", "mat2")),
     "AddmmBackward0": Op(LINEAR, _addmm, ("", "mat1", "mat2"), bias_of="mat2"),
@@ -363,10 +359,7 @@ OPS: dict[str, Op] = {
         reads=True,
     ),
     "ScaledDotProductFlashAttentionBackward0": Op(
-        ATTENTION,
-        _attention("_scaled_dot_product_flash_attention", mask=None),
-        ("query", "key", "value"),
-        seen="",
+        ATTENTION, _attention("_scaled_dot_product_flash_attention", mask=None), ("query", "key", "value")
     ),
     "ScaledDotProductEfficientAttentionBackward0": Op(
         ATTENTION,
@@ -374,14 +367,12 @@ OPS: dict[str, Op] = {
         ("query", "key", "value"),
         reads=True,
         operands=3,  # the bias is an input, too, and the node saves it
-        seen="",
     ),
     "ScaledDotProductCudnnAttentionBackward0": Op(
         ATTENTION,
         _attention("_scaled_dot_product_cudnn_attention", mask="attn_bias", extra=("compute_log_sumexp",)),
         ("query", "key", "value"),
         reads=True,
-        seen="",
     ),
 }
 """Name of the autograd node -> its row."""

@@ -18,7 +18,7 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.engines.rebuild import masks
 from hf_ckpt.engines.rebuild.ops import VIEW, Op
-from hf_ckpt.engines.rebuild.values import Inside, Kept, Rebuilt, Replay, Stored, Value, View, Work, layout_of, read
+from hf_ckpt.engines.rebuild.values import Inside, Kept, Rebuilt, Replay, Stored, Value, View, Work, read
 from hf_ckpt.engines.state import address_of
 from hf_ckpt.models.blocks import biases
 
@@ -166,7 +166,7 @@ class Tape:
         if type(root) is Rebuilt:
             self.dropped += 1
             if value is root:
-                root.layout = layout_of(tensor)
+                root.layout = tensor.size(), tensor.stride(), tensor.dtype
         return value
 
     def value_of(self, tensor: torch.Tensor) -> Value:
@@ -205,7 +205,7 @@ class Tape:
             return None
         if tensor.dtype is not base.dtype or tensor.is_conj() or tensor.is_neg():  # `as_strided` cannot make these
             return None
-        value.layout = value.layout or layout_of(base)
+        value.layout = value.layout or (base.size(), base.stride(), base.dtype)
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset() - base.storage_offset()
         return View(value, lambda x: x.as_strided(size, stride, x.storage_offset() + offset))
 

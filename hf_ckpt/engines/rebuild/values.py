@@ -124,15 +124,6 @@ class Stored(_Shared):
         return self.cached
 
 
-Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
-"""Shape, strides and type of a tensor."""
-
-
-def layout_of(tensor: torch.Tensor) -> Layout:
-    """Return shape, strides and type of a tensor."""
-    return tensor.size(), tensor.stride(), tensor.dtype
-
-
 class Rebuilt(_Shared):
     """A dropped tensor that an operation rebuilds from the values of its operands when it is needed.
 
@@ -149,7 +140,7 @@ class Rebuilt(_Shared):
         self.work = work
         self.operation = operation
         self.operands = operands
-        self.layout: Layout | None = None
+        self.layout: tuple[torch.Size, tuple[int, ...], torch.dtype] | None = None
         """Shape, strides and type that the tensor must have; None if unknown."""
         for operand in operands:
             if type(operand) is not Kept:
