@@ -15,4 +15,3 @@ from hf_ckpt.compat import peft as peft
 from hf_ckpt.compat import random_state as random_state
 from hf_ckpt.compat import torch as torch
 from hf_ckpt.compat import transformers as transformers
-from hf_ckpt.compat import trl as trl

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.errors import HfCkptError
+from hf_ckpt.errors import HfCkptError, MissingDependencyError
 from hf_ckpt.forecast.question import DTYPE_NAMES, Question
 from hf_ckpt.models.blocks import vocabulary_head
 
@@ -61,7 +61,12 @@ def micro_step(asked: Question, base: Any) -> MicroStep:
     if vocabulary_head(base) is None or base.config.is_encoder_decoder:
         raise HfCkptError(f"{name} is no causal language model, which the trainer {asked.trainer} needs.")
     loss, outputs = _OF_TRL[asked.trainer]
-    forward = compat.trl.fused_forward(base, ("log_probs", "entropy", *outputs))
+    try:
+        from trl.trainer.utils import add_fused_lm_head
+    except ImportError as error:
+        raise MissingDependencyError("trl>=1.9", "planning for its trainers", 'pip install "trl>=1.9"') from error
+    add_fused_lm_head(base, outputs=("log_probs", "entropy", *outputs))
+    forward = vars(base).pop("forward")  # the model itself is not changed
     return MicroStep({**batch, "fused_lm_head": True}, loss, forward)
 
 
