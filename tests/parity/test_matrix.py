@@ -1,49 +1,212 @@
-"""Every action in every way of training: gradients equal to no checkpointing, bit for bit, and exact counts.
+"""Every action in every way of training: results equal to no checkpointing, bit for bit, and exact counts.
 
-Each cell compares a step under hf_ckpt with the same step without it, and checks each block's engine, number of
-recomputations and moved bytes. The step without hf_ckpt runs once per family and mode. Some modes change the model
-between forward and backward; blocks must then recompute what the forward computed.
+A cell is a model, a spec and a way of training. It compares losses, gradients, buffers and the random state at the end
+with the same training without hf_ckpt, which runs once per model and way. It checks each block's engine, how often the
+block was recomputed, and which bytes were moved. In some ways the model changes between forward and backward; blocks
+must then recompute what the forward computed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from helpers.adapters import TARGETS, lora_config, with_lora
 from helpers.changed import PowerNorm, without_forward_state
+from helpers.experts import EXPERTS, experts
 from helpers.lanes import Delayed, lanes_of
-from helpers.others import other_model
-from helpers.steps import ROUNDING, ROUNDING_16, assert_near, assert_same, enable, outcome, without_cache
+from helpers.others import OTHERS, other_model
+from helpers.steps import ROUNDING, ROUNDING_16, assert_near, assert_same, enable, outcome, step, without_cache
+from helpers.unusual_models import MODELS, unusual_batch, unusual_model
 from helpers.versions import skip_where_absent
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.full import FullRegion
-from hf_ckpt.engines.offload import Group, OffloadRegion
-from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
-from hf_ckpt.engines.rebuild.region import RebuildRegion
-from hf_ckpt.engines.rebuild.values import Kept
-from hf_ckpt.engines.segments import SegmentRegion
+from hf_ckpt.engines.offload import Group
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
 LAYERS = 3
 STACKS = {
-    "llama": {"decoder": "model.layers"},
-    "gpt2": {"decoder": "transformer.h"},
-    "bert": {"encoder": "bert.encoder.layer"},
-    "t5": {"encoder": "encoder.block", "decoder": "decoder.block"},
+    "llama": ["model.layers"],
+    "gpt2": ["transformer.h"],
+    "bert": ["bert.encoder.layer"],
+    "t5": ["encoder.block", "decoder.block"],
 }
 
 
-# --- ways of training -----------------------------------------------------------------------------------------------
+# --- how losses and backwards follow each other -----------------------------------------------------------------------
+# Each function gets a model, a function that returns the loss with a number, and one to call between forward and
+# backward. It returns the losses.
+
+
+def one_backward(model, loss, between):
+    return two_losses(model, loss, between, count=1)
+
+
+def two_losses(model, loss, between, count=2):
+    losses = [loss(number) for number in range(count)]
+    between()
+    sum(losses).backward()
+    return losses
+
+
+def accumulation(model, loss, between):
+    losses = []
+    for number in range(3):
+        losses.append(loss(number))
+        (losses[-1] / 3).backward()
+    return losses
+
+
+def kept_graph(model, loss, between):
+    losses = [loss(0)]
+    losses[0].backward(retain_graph=True)
+    losses[0].backward()
+    return losses
+
+
+def second_derivative(model, loss, between):
+    losses = [loss(0)]
+    first = torch.autograd.grad(losses[0], list(model.parameters()), create_graph=True, allow_unused=True)
+    sum(value.square().sum() for value in first if value is not None).backward()
+    return losses
+
+
+def optimizer_inside_backward(model, loss, between):
+    """Parameters change as soon as their gradient exists; later recomputations must not read them."""
+
+    def update(parameter):
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    handles = [parameter.register_post_accumulate_grad_hook(update) for parameter in model.parameters()]
+    losses = accumulation(model, loss, between)
+    for handle in handles:
+        handle.remove()
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()  # what is compared
+    return losses
+
+
+def in_threads(*works):
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def backward_in_another_thread(model, loss, between):
+    losses = [loss(number) for number in range(2)]
+    for each in losses:
+        in_threads(each.backward)
+    return losses
+
+
+def forwards_in_two_threads(model, loss, between):
+    """Two threads run the same block at once and share its function, like replicas of nn.DataParallel."""
+    barrier, losses, main = threading.Barrier(2), {}, threading.current_thread()
+
+    def meet(module, args):
+        if threading.current_thread() is not main and len(losses) < 2:  # only in the forward
+            barrier.wait(timeout=20)
+
+    handles = [layer.mlp.register_forward_pre_hook(meet) for layer in model.model.layers]
+    in_threads(*(functools.partial(lambda number: losses.update({number: loss(number)}), n) for n in range(2)))
+    for handle in handles:
+        handle.remove()
+    for number in range(2):
+        losses[number].backward()
+    return [losses[0], losses[1]]
+
+
+def own_checkpoint_around_the_model(model, loss, between):
+    """Chunked losses and GradCache checkpoint whole forwards; torch then unpacks each saved tensor only once."""
+    return one_backward(model, lambda number: checkpoint(loss, number, use_reentrant=False), between)
+
+
+def own_hooks_around_the_model(model, loss, between):
+    with torch.autograd.graph.save_on_cpu():
+        return one_backward(model, loss, between)
+
+
+# --- what changes between forward and backward ------------------------------------------------------------------------
+# Generators: they run to their `yield` before the forward, to its end before the backward.
+
+
+def inner_modules(model):
+    """Linear layers of the feed-forwards."""
+    names = tuple(f".{names[1]}" for names in TARGETS.values())
+    return [module for name, module in model.named_modules() if name.endswith(names)]
+
+
+def evaluated(model):
+    yield
+    model.eval()
+
+
+def other_dropout(model):
+    yield
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+
+
+def removed_hooks(model):
+    handles = [module.register_forward_hook(lambda *found: found[2] * 2) for module in inner_modules(model)]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def added_hooks(model):
+    yield
+    for module in inner_modules(model):
+        module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def other_attention(model):
+    yield
+    model.set_attn_implementation("eager")
+
+
+def replaced_module(model):
+    yield
+    for block in model.model.layers:
+        block.mlp.act_fn = nn.Tanh()
+
+
+def other_scaling(model):
+    yield
+    for module in model.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(3.0)
+
+
+def frozen_blocks(model):
+    yield
+    for block in find_blocks(model).modules.values():
+        block.requires_grad_(False)
+
+
+def own_checkpoint_inside_a_block(model):
+    """The norm at the end of BERT's blocks runs under a checkpoint."""
+    for block in find_blocks(model).modules.values():
+        block.output.forward = functools.partial(checkpoint, block.output.forward, use_reentrant=False)
+    yield
+
+
+# --- ways of training -------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -59,8 +222,7 @@ class Mode:
     dropout: float = 0.0
     attention: str = "eager"
     dtype: torch.dtype = torch.float32
-    autocast: str = ""
-    """The parts under bf16 autocast: none, `forward`, or also backward (`all`)."""
+    autocast: bool = False
     adapters: str = ""
     """Who adds LoRA: nobody, `peft`, or the model itself (`hub`); `two` adds an actor and a critic."""
     options: dict = dataclasses.field(default_factory=dict, hash=False)
@@ -69,27 +231,24 @@ class Mode:
     """Whether checkpointing is enabled before adapters are added."""
     inside: Callable | None = None
     """Makes a module with buffers to add to each block."""
-    loop: str = "one step"
+    way: Callable = one_backward
+    forwards: int = 1
+    backwards: int | None = 1
+    """How often backward passes through every block; None if that is not counted."""
+    loss: str = ""
+    """How the loss is computed, if not by a call of the model."""
     change: Callable | None = None
-    """A generator that changes the model; it yields at the forward, and perhaps at the backward."""
-    families: tuple[str, ...] = tuple(FAMILIES)
-
-    @property
-    def forwards(self):
-        """How often every block runs."""
-        return {"accumulation": 3, "two losses": 2, "actor and critic": 2, "with reference": 2}.get(self.loop, 1)
-
-    @property
-    def backwards(self):
-        """How often backward passes through every block."""
-        return 2 if self.loop == "kept graph" else self.forwards
+    under_hooks: bool = False
+    """Whether the user's hooks on saved tensors are around the model. Under them nothing is dropped or moved."""
+    families: tuple[str, ...] = FAMILIES
 
     def model(self, family):
         """A new model, the same each time."""
+        skip_where_absent(family, self.attention)
         model = copy.deepcopy(built(family, self.dropout, self.attention, self.dtype))
         for block in find_blocks(model).modules.values() if self.inside else ():
             block.mlp.act_fn = nn.Sequential(block.mlp.act_fn, self.inside())
-        return model.requires_grad_(self.loop != "input embeddings")
+        return model.requires_grad_(self.loss != "of input embeddings")
 
     def adapted(self, model, family):
         """The model with its adapters, if the mode has some."""
@@ -104,208 +263,147 @@ class Mode:
 
     def frozen(self, family):
         """Names of the blocks before the first trainable parameter."""
-        first_stack = next(iter(STACKS[family].values()))
         below = range(LAYERS - 1) if "layers_to_transform" in self.options else ()
-        return {f"{first_stack}.{index}" for index in below}
+        return {f"{STACKS[family][0]}.{index}" for index in below}
 
-    def loss(self, model, family, number):
-        """Loss number `number` of the step."""
+    def loss_of(self, model, family, number):
+        """Loss number `number` of the training."""
         batch = tiny_batch(family, seed=number)
         batch["attention_mask"][1, -3:] = 0  # so that masks matter
         batch = dict(without_cache(model, batch))
-        if self.loop == "functional call":  # meta-learning: computed parameters, and backward outside of the call
+        if self.loss == "of computed parameters":  # meta-learning; the backward comes after the call
             fast = {name: parameter * 1.5 for name, parameter in model.named_parameters()}
             return torch.func.functional_call(model, fast, (), batch).loss
-        if self.loop == "input embeddings":  # soft prompts and attributions, with all weights frozen
+        if self.loss == "of input embeddings":  # soft prompts and attributions, with all weights frozen
             model.embeds = model.get_input_embeddings()(batch.pop("input_ids")).requires_grad_()
             return model(inputs_embeds=model.embeds, **batch).loss
-        if self.loop == "actor and critic":  # two forwards before one backward
+        if self.loss == "of two adapters":
             model.set_adapter(("default", "critic")[number])
-        if self.loop == "with reference" and number == 0:  # of a preference loss, with gradients
+        if self.loss == "of a reference" and number == 0:  # of a preference loss, with gradients
             with model.disable_adapter():
                 return model(**batch).loss
         return model(**batch).loss
 
     def train(self, model, family):
-        """Train in this mode; returns losses and gradients."""
+        """Train in this mode: losses, gradients and buffers, and the random state at the end."""
         model.zero_grad(set_to_none=True)
         torch.manual_seed(7)
-        change = self.change(model, family) if self.change else iter(())
+        change = self.change(model) if self.change else iter(())
         next(change, None)
-        losses = []
-        for number in range(self.forwards):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(self.autocast)):
-                losses.append(self.loss(model, family, number))
-                if self.autocast == "all":
-                    losses[-1].backward()
-            if self.loop == "accumulation":
-                (losses[-1] / 3).backward()
-        for name, parameter in model.named_parameters() if self.adapters == "two" else ():
-            parameter.requires_grad_(parameter.requires_grad or "lora_" in name)
-        next(change, None)
-        if self.loop == "kept graph":
-            losses[0].backward(retain_graph=True)
-        if self.loop != "accumulation" and self.autocast != "all":
-            sum(losses).backward()
-        next(change, None)
+
+        def loss(number):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
+                return self.loss_of(model, family, number)
+
+        def between():
+            next(change, None)
+            for name, parameter in model.named_parameters():  # PEFT freezes adapters that are not active
+                parameter.requires_grad_(parameter.requires_grad or (self.adapters == "two" and "lora_" in name))
+
+        losses = self.way(model, loss, between)
+        if self.change is frozen_blocks:
+            model.requires_grad_(True)
         found = outcome(model, torch.stack([loss.detach() for loss in losses]))
-        if self.inside:
-            found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
-        return found | ({"embeds": model.embeds.grad} if self.loop == "input embeddings" else {})
-
-
-def inner_modules(model, family):
-    """Linear layers of the feed-forwards."""
-    return [module for name, module in model.named_modules() if name.endswith(f".{TARGETS[family][1]}")]
-
-
-def evaluated(model, family):
-    yield
-    model.eval()
-    yield
-    assert not any(module.training for module in model.modules())
-
-
-def other_dropout(model, family):
-    yield
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.5
-
-
-def removed_hooks(model, family):
-    handles = [module.register_forward_hook(lambda *found: found[2] * 2) for module in inner_modules(model, family)]
-    yield
-    for handle in handles:
-        handle.remove()
-    yield
-    assert not any(module._forward_hooks for module in inner_modules(model, family))
-
-
-def added_hooks(model, family):
-    yield
-    for module in inner_modules(model, family):
-        module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-    yield
-    assert all(module._forward_pre_hooks for module in inner_modules(model, family))
-
-
-def other_attention(model, family):
-    yield
-    model.set_attn_implementation("eager")
-    yield
-    assert model.config._attn_implementation == "eager"
-
-
-def replaced_module(model, family):
-    yield
-    for block in model.model.layers:
-        block.mlp.act_fn = nn.Tanh()
-
-
-def other_scaling(model, family):
-    yield
-    for module in model.modules():
-        if hasattr(module, "scale_layer"):
-            module.scale_layer(3.0)
-
-
-def frozen_blocks(model, family):
-    yield
-    for block in find_blocks(model).modules.values():
-        block.requires_grad_(False)
-    yield
-    model.requires_grad_(True)
+        found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers() if self.inside}
+        if self.loss == "of input embeddings":
+            found["embeds"] = model.embeds.grad
+        return found, torch.get_rng_state()
 
 
 BF16 = torch.bfloat16
+SDPA, DROPOUT = {"attention": "sdpa"}, {"dropout": 0.1}
 LAST = {"layers_to_transform": [LAYERS - 1]}
 LLAMA = {"families": ("llama",)}
-MODES = {
+TWO_STACKS = {"families": ("llama", "t5")}
+TWICE = {"way": two_losses, "forwards": 2, "backwards": 2}
+NOT_COUNTED = {"backwards": None}
+FORMS = {
     "plain": Mode(),
-    "sdpa": Mode(attention="sdpa"),
-    "dropout": Mode(dropout=0.1),
-    "bf16": Mode(dtype=BF16, dropout=0.1, attention="sdpa"),
-    "autocast": Mode(autocast="forward", dropout=0.1),
-    "autocast around backward": Mode(autocast="all", attention="sdpa"),
-    "accumulation": Mode(loop="accumulation", autocast="forward", dropout=0.1, attention="sdpa"),
-    "two losses": Mode(loop="two losses", dropout=0.1),
-    "kept graph": Mode(loop="kept graph", dropout=0.1),
-    "LoRA": Mode(adapters="peft", attention="sdpa"),
-    "enabled, then LoRA": Mode(adapters="peft", enable_first=True, dropout=0.1),
-    "hub, then enabled": Mode(adapters="hub", dropout=0.1),
+    "sdpa": Mode(**SDPA),
+    "dropout": Mode(**DROPOUT),
+    "bf16": Mode(dtype=BF16, **DROPOUT, **SDPA),
+    "autocast": Mode(autocast=True, **DROPOUT),
+    "lora_dropout": Mode(adapters="peft", options={"lora_dropout": 0.1}, dtype=BF16, **DROPOUT, **SDPA),
+}
+"""Modes in which the form of an action may matter."""
+USUAL = {
+    "accumulation": Mode(way=accumulation, forwards=3, backwards=3, autocast=True, **DROPOUT, **SDPA),
+    "two losses": Mode(**TWICE, **DROPOUT),
+    "kept graph": Mode(way=kept_graph, backwards=2, **DROPOUT),
+    "LoRA": Mode(adapters="peft", **SDPA),
+    "enabled, then LoRA": Mode(adapters="peft", enable_first=True, **DROPOUT),
+    "hub, then enabled": Mode(adapters="hub", **DROPOUT),
     "enabled, then hub": Mode(adapters="hub", enable_first=True, dtype=BF16),
-    "LoRA on the last layer": Mode(adapters="peft", options=LAST, dropout=0.1),
-    "lora_dropout": Mode(adapters="peft", options={"lora_dropout": 0.1}, dtype=BF16, dropout=0.1, attention="sdpa"),
-    "modules to save": Mode(
-        adapters="peft", options={"modules_to_save": ["classifier"]}, dropout=0.1, families=("bert",)
+    "LoRA on the last layer": Mode(adapters="peft", options=LAST, **DROPOUT),
+    "modules to save": Mode(adapters="peft", options={"modules_to_save": ["classifier"]}, families=("bert",)),
+    "input embeddings": Mode(loss="of input embeddings", families=("gpt2",)),
+}
+UNUSUAL = {
+    "second derivative": Mode(way=second_derivative, **NOT_COUNTED),
+    "optimizer inside backward": Mode(way=optimizer_inside_backward, forwards=3, backwards=3),
+    "backward in another thread": Mode(way=backward_in_another_thread, forwards=2, backwards=2, **TWO_STACKS),
+    "forwards in two threads": Mode(way=forwards_in_two_threads, forwards=2, backwards=2, **LLAMA),
+    "own checkpoint around": Mode(
+        way=own_checkpoint_around_the_model, forwards=2, under_hooks=True, **NOT_COUNTED, **DROPOUT, **TWO_STACKS
     ),
-    "input embeddings": Mode(loop="input embeddings", families=("gpt2",)),
+    "own hooks around": Mode(
+        way=own_hooks_around_the_model, under_hooks=True, **NOT_COUNTED, families=("llama", "bert")
+    ),
+    "own checkpoint inside": Mode(**TWICE, **DROPOUT, change=own_checkpoint_inside_a_block, families=("bert",)),
 }
 CHANGED = {
-    "functional call": Mode(loop="functional call"),
-    "eval": Mode(dropout=0.1, change=evaluated),
-    "two adapters": Mode(adapters="two", loop="actor and critic", **LLAMA),
-    "reference": Mode(adapters="two", loop="with reference", **LLAMA),
-    "batch norm": Mode(inside=functools.partial(nn.BatchNorm1d, 16), loop="two losses", **LLAMA),
-    "a buffer that counts": Mode(inside=PowerNorm, loop="two losses", **LLAMA),
-    "other dropout": Mode(dropout=0.1, change=other_dropout, families=("gpt2",)),
+    "functional call": Mode(loss="of computed parameters", **TWO_STACKS),
+    "eval": Mode(**DROPOUT, change=evaluated, **TWO_STACKS),
+    "two adapters": Mode(adapters="two", loss="of two adapters", **TWICE, **LLAMA),
+    "reference": Mode(adapters="two", loss="of a reference", **TWICE, **LLAMA),
+    "batch norm": Mode(inside=functools.partial(nn.BatchNorm1d, 16), **TWICE, **LLAMA),
+    "a buffer that counts": Mode(inside=PowerNorm, **TWICE, **LLAMA),
+    "other dropout": Mode(**DROPOUT, change=other_dropout, families=("gpt2",)),
     "hooks removed": Mode(change=removed_hooks, **LLAMA),
     "hooks added": Mode(change=added_hooks, **LLAMA),
-    "other attention": Mode(dropout=0.1, attention="sdpa", change=other_attention, **LLAMA),
+    "other attention": Mode(**DROPOUT, **SDPA, change=other_attention, **LLAMA),
     "a module replaced": Mode(change=replaced_module, **LLAMA),
     "other scaling": Mode(adapters="peft", change=other_scaling, **LLAMA),
     "frozen": Mode(change=frozen_blocks, **LLAMA),
 }
 """Modes in which something changes between forward and backward."""
+MODES = FORMS | USUAL | UNUSUAL | CHANGED
 
 
 @functools.cache
 def reference(family, mode):
     """The results of the mode without hf_ckpt. They are shared, so do not change them."""
-    mode = (MODES | CHANGED)[mode]
-    skip_where_absent(family, mode.attention)
-    return mode.train(mode.adapted(mode.model(family), family), family)
+    return MODES[mode].train(MODES[mode].adapted(MODES[mode].model(family), family), family)
 
 
-# --- actions --------------------------------------------------------------------------------------------------------
+# --- actions ----------------------------------------------------------------------------------------------------------
 
 REGIONS = {
-    "full": FullRegion,
-    "full+selective": FullSelectiveRegion,
-    "selective": RebuildRegion,
-    "moved": RebuildRegion,
-    "segment": SegmentRegion,
-    "offload": OffloadRegion,
+    "full": "FullRegion",
+    "full+selective": "FullSelectiveRegion",
+    "selective": "RebuildRegion",
+    "moved": "RebuildRegion",
+    "segment": "SegmentRegion",
+    "offload": "OffloadRegion",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A spec, and the expected engines, written out by hand."""
+    """A spec, the expected engines, written out by hand, and what to compare it in."""
 
     spec: dict
     engines: str
-    """The engine of each block in a stack; `-` for none."""
-    modes: tuple[str, ...] = tuple(MODES)
-    """The modes to compare in."""
-    t5: tuple[dict, str, str] | None = None
-    """For T5 and its two stacks: the spec, the encoder's engines, the decoder's engines."""
-
-    def spec_for(self, family):
-        """The spec for this family."""
-        return self.t5[0] if family == "t5" and self.t5 else self.spec
+    """The engine of each block, of every stack or of all; `-` for none."""
+    modes: tuple[str, ...]
+    families: tuple[str, ...] = FAMILIES
 
     def engines_for(self, family):
         """Block name -> engine, for all blocks with an engine."""
-        rows = self.t5[1:] if family == "t5" and self.t5 else [self.engines] * len(STACKS[family])
-        pairs = [
-            (f"{path}.{index}", engine)
-            for path, row in zip(STACKS[family].values(), rows, strict=True)
-            for index, engine in enumerate(row.split())
-        ]
-        assert len(pairs) == LAYERS * len(STACKS[family])
-        return {name: engine for name, engine in pairs if engine != "-"}
+        names = [f"{stack}.{index}" for stack in STACKS[family] for index in range(LAYERS)]
+        engines = self.engines.split()
+        engines *= len(names) // len(engines)
+        return {name: engine for name, engine in zip(names, engines, strict=True) if engine != "-"}
 
 
 def selective(*save, **keys):
@@ -316,82 +414,65 @@ def rule(layers, policy, **keys):
     return {"layers": layers, "policy": policy, **keys}
 
 
-# Engines cannot tell who added the adapters, so only some actions run in these modes.
-RARE = ("autocast around backward", "hub, then enabled", "enabled, then hub")
-COMMON = tuple(mode for mode in MODES if mode not in RARE)
-# Modes in which the choice of blocks may matter, and modes in which the form of an action may.
-CHOICES = ("dropout", "LoRA", "hub, then enabled", "LoRA on the last layer")
-FORMS = ("plain", "sdpa", "dropout", "bf16", "autocast", "lora_dropout")
-BOTH = " ".join(["full+selective"] * LAYERS)
+BOTH = {"policy": "full+selective"}
+COMMON = (*FORMS, *USUAL, *UNUSUAL)
+CHOICES = ("dropout", "LoRA on the last layer", "hub, then enabled")
+"""Modes in which the choice of blocks may matter."""
+OF_STACKS = {"layers": {"encoder": "0,2", "decoder": "1"}}
+RULES_OF_STACKS = {
+    "policy": "full",
+    "rules": [rule("1-2", "none", stack="encoder"), rule("0", "none", stack="decoder")],
+}
 ACTIONS = {
-    "none": Asked({"policy": "none"}, "- - -", ("plain", "LoRA")),
-    "full": Asked({"policy": "full"}, "full full full"),
-    "random state kept": Asked({"preserve_rng_state": True}, "full full full", ("dropout",)),
-    "random state not kept": Asked(
-        {"preserve_rng_state": False, "determinism_check": "none"}, "full full full", ("plain",)
-    ),
+    "none": Asked({"policy": "none"}, "-", ("plain", "LoRA")),
+    "full": Asked({"policy": "full"}, "full", (*COMMON, *CHANGED)),
+    "random state kept": Asked({"preserve_rng_state": True}, "full", ("dropout",)),
+    "random state not kept": Asked({"preserve_rng_state": False, "determinism_check": "none"}, "full", ("plain",)),
     "every 2": Asked({"every_n_layers": 2}, "full - full", CHOICES),
-    "layers": Asked(
-        {"layers": "-2--1"},
-        "- full full",
-        CHOICES,
-        ({"layers": {"encoder": "0,2", "decoder": "1"}}, "full - full", "- full -"),
-    ),
-    "rules": Asked(
-        {"rules": [rule("0-2", "full"), rule("1,-1", "none")]},
-        "full - -",
-        CHOICES,
-        (
-            {"policy": "full", "rules": [rule("1-2", "none", stack="encoder"), rule("0", "none", stack="decoder")]},
-            "full - -",
-            "- full full",
-        ),
-    ),
-    "selective": Asked(selective(), "selective selective selective"),
-    "save attention": Asked(selective("attention"), "selective selective selective"),
-    "save linear": Asked(selective("linear"), "selective selective selective", FORMS),
-    "selective, every 2": Asked(selective(every_n_layers=2), "selective - selective", ("dropout",)),
-    "full+selective": Asked({"policy": "full+selective"}, BOTH, ("dropout", "autocast", "kept graph", "bf16")),
-    "both, save attention": Asked({"policy": "full+selective", "save": ["attention"]}, BOTH, ("sdpa", "lora_dropout")),
-    "both, save linear": Asked({"policy": "full+selective", "save": ["linear"]}, BOTH, ("dropout",)),
-    "selective, full and none": Asked(
+    "layers": Asked({"layers": "-2--1"}, "- full full", CHOICES),
+    "layers of stacks": Asked(OF_STACKS, "full - full - full -", CHOICES, ("t5",)),
+    "rules": Asked({"rules": [rule("0-2", "full"), rule("1,-1", "none")]}, "full - -", CHOICES),
+    "rules of stacks": Asked(RULES_OF_STACKS, "full - - - full full", CHOICES, ("t5",)),
+    "selective": Asked(selective(), "selective", (*COMMON, *CHANGED)),
+    "save attention": Asked(selective("attention"), "selective", (*COMMON, *CHANGED)),
+    "save linear": Asked(selective("linear"), "selective", (*FORMS, *UNUSUAL)),
+    "full+selective": Asked(BOTH, "full+selective", ("dropout", "autocast", "bf16", "kept graph", *UNUSUAL)),
+    "both, save attention": Asked({**BOTH, "save": ["attention"]}, "full+selective", ("sdpa", "lora_dropout")),
+    "mixed": Asked(
         selective(rules=[rule("1", "full"), rule("2", "none")]), "selective full -", (*CHOICES, "accumulation")
     ),
     "full around selective": Asked(
-        {"policy": "full", "rules": [rule("1", "selective")]}, "full selective full", ("bf16", "LoRA on the last layer")
+        {"policy": "full", "rules": [rule("1", "selective")]}, "full selective full", ("bf16", *CHANGED)
     ),
-    "1 segment": Asked({"segments": 1}, "segment segment segment", (*FORMS, "LoRA on the last layer")),
-    "2 segments": Asked({"segments": 2}, "segment segment segment", COMMON),
-    "3 segments": Asked({"segments": 3}, "segment segment segment", ("dropout", "sdpa")),
+    "1 segment": Asked({"segments": 1}, "segment", (*FORMS, "LoRA on the last layer")),
+    "2 segments": Asked({"segments": 2}, "segment", (*COMMON, *CHANGED)),
     # The last block of a stack moves nothing, because its backward comes at once.
-    "offload": Asked({"policy": "offload"}, "offload offload full", COMMON),
-    "saved": Asked(
-        selective(offload="saved"), "moved moved selective", (*FORMS, "two losses", "LoRA", "LoRA on the last layer")
+    "offload": Asked({"policy": "offload"}, "offload offload full", (*COMMON, *CHANGED)),
+    "saved": Asked(selective(offload="saved"), "moved moved selective", (*FORMS, *USUAL, *UNUSUAL)),
+    "saved, save attention": Asked(
+        selective("attention", offload="saved"), "moved moved selective", (*FORMS, *UNUSUAL)
     ),
-    "saved, save attention": Asked(selective("attention", offload="saved"), "moved moved selective", FORMS),
-    "head": Asked({"policy": "none", "head": 5}, "- - -"),
-    "head and selective": Asked(selective(head=5), "selective selective selective", FORMS),
+    "head": Asked(selective(head=5), "selective", (*FORMS, *USUAL), ("llama", "gpt2", "t5")),
 }
-# Actions whose engines recompute blocks in different ways.
-CHANGES = ("full", "selective", "save attention", "2 segments", "offload", "full around selective")
-# Actions that also run on the oldest transformers.
-COMPAT = ("full", "layers", "selective", "1 segment", "2 segments")
+EVERYWHERE = ("full", "selective", "save attention", "head")
+"""Actions that are compared in `FORMS` in all families. Other cells run in two families by default, in turn."""
+COMPAT = ("full", "layers", "selective", "1 segment")
+"""Actions that also run on the oldest transformers."""
 
 
 def cells():
-    found = []
-    for family in FAMILIES:
-        for action, asked in ACTIONS.items():
-            if action.startswith("head") and family == "bert":  # a classifier has no head to chunk
-                continue
-            marks = [pytest.mark.compat] if action in COMPAT else []
-            for mode in (*asked.modes, *(CHANGED if action in CHANGES else ())):
-                if family in (MODES | CHANGED)[mode].families:
-                    found.append(pytest.param(family, action, mode, marks=marks, id=f"{family}-{action}-{mode}"))
-    return found
+    for number, (action, asked) in enumerate(ACTIONS.items()):
+        for place, mode in enumerate(asked.modes):
+            families = [each for each in asked.families if each in MODES[mode].families]
+            everywhere = action in EVERYWHERE and mode in FORMS
+            usual = {families[(number + place + turn) % len(families)] for turn in range(2) if families}
+            for family in families:
+                marks = [] if everywhere or family in usual else [pytest.mark.thorough]
+                marks += [pytest.mark.compat] * (action in COMPAT)
+                yield pytest.param(family, action, mode, marks=marks, id=f"{family}-{action}-{mode}")
 
 
-# --- cells ----------------------------------------------------------------------------------------------------------
+# --- cells ------------------------------------------------------------------------------------------------------------
 
 
 def prepared(family, spec, mode):
@@ -404,109 +485,113 @@ def prepared(family, spec, mode):
     return mode.adapted(model, family) if mode.enable_first else model
 
 
-@contextlib.contextmanager
-def other_arguments(model):
-    """Storages of the parameters, and of all block inputs except hidden states."""
-    found = [parameter.untyped_storage() for parameter in model.parameters()]
-
-    def look(block, args, kwargs):
-        tensors = torch.utils._pytree.tree_leaves((args[1:], kwargs))
-        found.extend(tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor))
-
-    blocks = find_blocks(model).modules.values()
-    handles = [block.register_forward_pre_hook(look, with_kwargs=True) for block in blocks]
-    yield found
-    for handle in handles:
-        handle.remove()
-
-
 def check_counts(mode, engines, frozen, found, regions):
     """Check that every planned block used its engine, and was recomputed as often as needed unless frozen."""
-    assert {name: type(region) for name, region in regions.items()} == {
+    assert {name: type(region).__name__ for name, region in regions.items()} == {
         name: REGIONS[engine] for name, engine in engines.items()
     }
     assert found.forwards == dict.fromkeys(engines, mode.forwards)
-    if mode.loop != "input embeddings":  # all are frozen, but recomputed for the inputs' gradient
-        assert set(found.frozen) == frozen & engines.keys()
     for name, engine in engines.items():
         times, region = found.recomputed[name], regions[name]
         if engine == "full+selective":
             assert region.rebuilding.recomputed > 0
-        if name in frozen:
+        if name in frozen or (mode.under_hooks and engine in ("selective", "moved")):
             assert times == 0, name
-        elif REGIONS[engine] is RebuildRegion:  # counts operations
+        elif mode.backwards is None:
+            assert times > 0, name
+        elif engine in ("selective", "moved"):  # counts operations
             assert times > 0, name
             assert times % mode.backwards == 0, name
-            assert region.dropped_tensors > 0, name
-        elif engine == "segment" and name != region.segment[-1]:  # once more, to make the next block's input
+        elif engine == "segment" and name != region.segment.blocks[-1]:  # once more, to make the next block's input
             assert times == 2 * mode.backwards, name
         else:
             assert times == mode.backwards, name
 
 
-def check_moved(family, mode, engines, frozen, found, regions, lanes, others):
-    """Check that exactly the hidden states' bytes are in host memory, and that no other block inputs were moved."""
-    moving = {name: engine for name, engine in engines.items() if engine in ("offload", "moved")}
-    assert found.moved.keys() - frozen == moving.keys() - frozen
-    for name, size in found.moved.items():
-        if moving[name] == "offload":
-            tokens = 8 if name.startswith("decoder.block.") else 16
-            assert size == 2 * tokens * 32 * mode.dtype.itemsize, name
-        assert size > 0, name
-    (lane,) = lanes
-    if mode.forwards == mode.backwards == 1 and not frozen and set(moving.values()) == {"offload"}:
-        for way in ("out", "back"):  # each exactly once
-            assert sorted(size for kind, size in lane.log if kind == way) == sorted(found.moved.values())
-    assert others
-    assert not {id(source()) for source in lane.sources} & {id(storage) for storage in others}
+def check_moved(mode, engines, frozen, found, lanes):
+    """Check that the blocks moved tensors, and those under `offload` exactly their hidden states."""
+    moving = {name for name, engine in engines.items() if engine in ("offload", "moved") and not mode.under_hooks}
+    offloading = {name for name in found.moved if engines[name] == "offload"}
+    assert found.moved.keys() - frozen == moving - frozen
+    assert all(found.moved.values())
+    assert not frozen & offloading
+    for name in offloading:
+        tokens = 8 if name.startswith("decoder.block.") else 16
+        assert found.moved[name] == 2 * tokens * 32 * mode.dtype.itemsize, name
+    if mode.forwards == mode.backwards == 1 and offloading == found.moved.keys():
+        for direction in ("out", "back"):  # each exactly once
+            sizes = sorted(size for lane in lanes for kind, size in lane.log if kind == direction)
+            assert sizes == sorted(found.moved.values())
 
 
-@pytest.mark.parametrize(("family", "action", "mode"), cells())
+@pytest.mark.parametrize(("family", "action", "mode"), list(cells()))
 def test_gradients_are_those_of_no_checkpointing(family, action, mode):
-    expected, asked, mode = reference(family, mode), ACTIONS[action], (MODES | CHANGED)[mode]
+    (expected, random_state), asked, mode = reference(family, mode), ACTIONS[action], MODES[mode]
     engines, frozen = asked.engines_for(family), mode.frozen(family)
     moves = bool({"offload", "moved"} & set(engines.values()))
     with lanes_of(Delayed if moves else None) as lanes:
-        model = prepared(family, asked.spec_for(family), mode)
-        with other_arguments(model) if moves else contextlib.nullcontext() as others:
-            got = mode.train(model, family)
-    found, regions = hf_ckpt.describe(model), installation(model).regions
-    if action.startswith("head"):
-        assert found.chunked_heads == mode.forwards
-        wide = mode.dtype is BF16 or bool(mode.autocast)
+        model = prepared(family, asked.spec, mode)
+        got, random_state_after = mode.train(model, family)
+    found = hf_ckpt.describe(model)
+    assert found.chunked_heads == (mode.forwards if action == "head" else 0)
+    if action == "head":
+        wide = mode.dtype is BF16 or mode.autocast
         assert_near(expected, got, ROUNDING_16 if wide else ROUNDING, together=wide)
     else:
-        assert found.chunked_heads == 0
         assert_same(expected, got)
-    check_counts(mode, engines, frozen, found, regions)
-    if moves:
-        check_moved(family, mode, engines, frozen, found, regions, lanes, others)
+    assert torch.equal(random_state, random_state_after)
+    check_counts(mode, engines, frozen, found, installation(model).regions)
+    check_moved(mode, engines, frozen, found, lanes)
 
 
-# --- whether cells can fail -----------------------------------------------------------------------------------------
+# --- other architectures ----------------------------------------------------------------------------------------------
+
+
+def architectures():
+    """Name -> (function that makes a small model, function that makes a batch)."""
+    yield from ((name, functools.partial(other_model, name), lambda: tiny_batch("llama")) for name in OTHERS)
+    yield from ((name, functools.partial(experts, name), lambda: tiny_batch("llama")) for name in EXPERTS)
+    for name in MODELS:
+        yield name, functools.partial(unusual_model, name), functools.partial(unusual_batch, name, batch=2, tokens=96)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "batch"),
+    [
+        pytest.param(*row, marks=[] if row[0] in ("Gemma2ForCausalLM", "jetmoe") else pytest.mark.thorough, id=row[0])
+        for row in architectures()
+    ],
+)
+def test_other_architectures(name, model, batch):
+    model, batch = model(), batch()
+    if "ViT" in name:
+        batch = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
+    expected = step(model, batch)
+    for spec in ({"policy": "full"}, selective(), selective("attention"), {"every_n_layers": 2}, {"segments": 2}):
+        hf_ckpt.install(model, spec)
+        enable(model)
+        for _ in range(2):  # the first may be a trial of unknown blocks
+            assert_same(expected, step(model, batch))
+        assert sum(hf_ckpt.describe(model).recomputed.values()) > 0, spec
+        hf_ckpt.uninstall(model)
+
+
+# --- whether cells can fail -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modes_differ(family):
     """Dropout, autocast and bf16 change the loss: otherwise their cells would prove nothing."""
-    losses = {mode: reference(family, mode)["loss"].flatten()[0] for mode in ("plain", "dropout", "autocast", "bf16")}
-    assert len(set(map(float, losses.values()))) == 4
+    losses = [reference(family, mode)[0]["loss"] for mode in ("plain", "dropout", "autocast", "bf16")]
+    assert len({float(loss[0]) for loss in losses}) == 4
     # T5's first block computes the position bias that all blocks add, so its gradient passes through all blocks.
-    biases = [name for name in reference("t5", "plain") if "relative_attention_bias" in name]
-    assert [name.partition(".")[0] for name in biases] == ["encoder", "decoder"]
-    assert all(reference("t5", "plain")[name].any() for name in biases)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_comparison_notices_other_dropout_masks(family, monkeypatch):
-    expected, mode = reference(family, "dropout"), MODES["dropout"]
-    monkeypatch.setattr(torch, "manual_seed", lambda seed, seeded=torch.manual_seed: seeded(seed + 1))
-    with pytest.raises(AssertionError, match="differs"):
-        assert_same(expected, mode.train(mode.model(family), family))
+    biases = {name: value for name, value in reference(family, "plain")[0].items() if "attention_bias" in name}
+    assert len(biases) == (2 if family == "t5" else 0)
+    assert all(value.any() for value in biases.values())
 
 
 def test_the_comparison_notices_what_is_not_moved(monkeypatch):
-    monkeypatch.setattr(Group, "pack", lambda self, tensor: Kept(tensor, self.block))
+    monkeypatch.setattr(Group, "send", lambda self, tensor: None)
     for action in ("offload", "saved", "saved, save attention"):
         with pytest.raises(AssertionError):
             test_gradients_are_those_of_no_checkpointing("llama", action, "plain")
@@ -517,14 +602,6 @@ def test_each_change_would_show(mode, monkeypatch):
     """Without the restored state, every change leads to an error or to a difference."""
     monkeypatch.setattr(FullRegion, "state_for", without_forward_state)
     family = CHANGED[mode].families[0]
-    expected = reference(family, mode)
+    expected, _ = reference(family, mode)
     with pytest.raises((RuntimeError, AssertionError)):
-        assert_same(expected, CHANGED[mode].train(prepared(family, {"policy": "full"}, CHANGED[mode]), family))
-
-
-@pytest.mark.parametrize("kind", ["BertForMaskedLM", "OPTForCausalLM"])
-def test_verify_of_a_head_in_chunks_where_gradients_are_zero_in_theory(kind):
-    """`verify` accepts rounding in gradients that should be 0: a key bias shifts all scores of a query alike."""
-    model = other_model(kind, dropout=0.0, attention="eager", max_position_embeddings=64)
-    result = hf_ckpt.verify(model, tiny_batch("llama"), {"policy": "none", "head": 5})
-    assert result, result
+        assert_same(expected, CHANGED[mode].train(prepared(family, {"policy": "full"}, CHANGED[mode]), family)[0])
