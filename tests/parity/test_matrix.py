@@ -518,7 +518,7 @@ def check_moved(mode, engines, frozen, found, lanes):
     for name in offloading:
         tokens = 8 if name.startswith("decoder.block.") else 16
         assert found.moved[name] == 2 * tokens * 32 * mode.dtype.itemsize, name
-    if mode.forwards == mode.backwards == 1 and offloading == found.moved.keys():
+    if mode.forwards == mode.backwards == 1 and not frozen and offloading == found.moved.keys():
         for direction in ("out", "back"):  # each exactly once
             sizes = sorted(size for lane in lanes for kind, size in lane.log if kind == direction)
             assert sizes == sorted(found.moved.values())
