@@ -141,7 +141,7 @@ def kernels() -> Counter[str]:
 # --- switches ---------------------------------------------------------------------------------------------------------
 
 
-_DEFAULTS = {"default_pace": 0, "other_pace": 0, "event_times": 1, "capturing": 0, "dropout_rounds_alike": 1}
+_DEFAULTS = {"default_pace": 0, "other_pace": 0, "event_times": 1, "dropout_rounds_alike": 1}
 _PACES = {"free": 0, "eager": 1, "late": 2}
 
 
@@ -174,13 +174,6 @@ def no_event_times() -> contextlib.AbstractContextManager[None]:
     return _setting(event_times=0)
 
 
-def capturing() -> contextlib.AbstractContextManager[None]:
-    """Let all streams say that a graph is being captured. CUDA captures one."""
-    if NAME == "cuda":
-        return torch.cuda.graph(torch.cuda.CUDAGraph())
-    return _setting(capturing=1)
-
-
 def other_rounding() -> contextlib.AbstractContextManager[None]:
     """Let dropout's backward round its scale to 16 bits before it multiplies, and its forward after."""
     return _setting(dropout_rounds_alike=0)
@@ -207,16 +200,3 @@ def memory_of(size: int, device: int = 0, words: str | None = None) -> Iterator[
         yield
     finally:
         torch.ops.sim.set_capacity(device, None, None)
-
-
-@contextlib.contextmanager
-def no_autocast() -> Iterator[None]:
-    """Be a device for which `torch.autocast` raises."""
-    _only_simulated("can have no autocast")
-    module = getattr(torch, NAME)
-    supported = module.get_amp_supported_dtype
-    del module.get_amp_supported_dtype
-    try:
-        yield
-    finally:
-        module.get_amp_supported_dtype = supported

@@ -13,7 +13,7 @@ from helpers.steps import assert_same, enable
 
 import hf_ckpt
 from accelerator import device
-from accelerator.test_policies import MODES, SPECS, train
+from accelerator.test_policies import SPECS, new_model, train
 from hf_ckpt.engines import offload
 
 PACES = [("free", "free"), ("late", "eager"), ("eager", "late"), ("late", "late")]
@@ -71,7 +71,7 @@ def without(monkeypatch):
 
 
 def offloading(spec):
-    model = MODES["dropout"].model("llama", device.FIRST)
+    model = new_model("llama", "dropout")
     hf_ckpt.install(model, {**SPECS[spec][0], "check_every": 0})
     enable(model)
     return model
@@ -83,7 +83,7 @@ def is_right(expected, spec, interrupt=False):
         interrupted(model)
         sizes = hf_ckpt.describe(model).moved.values()  # copies that nobody waits for must not write to memory after it
         reused = [torch.zeros(size // 4, device=device.FIRST) for size in sizes for _ in range(8)]
-    got = train(model, "llama", MODES["dropout"])
+    got = train(model, "llama", "dropout")
     assert sum(hf_ckpt.describe(model).moved.values()) > 0
     if any(bool(tensor.any()) for tensor in reused):
         return False
@@ -103,13 +103,13 @@ def interrupted(model):
     block = model.get_submodule("model.layers.0")
     handle = block.register_forward_hook(lambda *found: found[2].register_hook(fail) and None)
     with pytest.raises(KeyboardInterrupt):
-        train(model, "llama", MODES["dropout"])
+        train(model, "llama", "dropout")
     handle.remove()
 
 
 @functools.cache
 def expected():
-    return train(MODES["dropout"].model("llama", device.FIRST), "llama", MODES["dropout"])
+    return train(new_model("llama", "dropout"), "llama", "dropout")
 
 
 @pytest.mark.parametrize("interrupt", [False, True], ids=["", "after an interrupted step"])

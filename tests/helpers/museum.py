@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import transformers
 from torch import nn
@@ -132,26 +130,6 @@ def under(context):
 
 def is_activation(tensor):
     return tensor.grad_fn is not None and tensor.shape == (2, 8, 16)
-
-
-@contextlib.contextmanager
-def offloading_to(buffers):
-    """Store activations in this many buffers in turn, like an engine with a ring of pinned memory."""
-    ring, count = [torch.empty(2, 8, 16) for _ in range(buffers)], [0]
-
-    def store(tensor):
-        if not is_activation(tensor):
-            return tensor
-        place = count[0] % buffers
-        count[0] += 1
-        ring[place].copy_(tensor.detach())
-        return place
-
-    def load(stored):
-        return ring[stored].clone() if isinstance(stored, int) else stored
-
-    with torch.autograd.graph.saved_tensors_hooks(store, load):
-        yield
 
 
 def rounding(dtype):

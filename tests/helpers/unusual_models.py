@@ -27,10 +27,7 @@ _TEXT = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
-_IMAGES = {"image_size": IMAGE_SIZE, "patch_size": PATCH}
-_TOWER = {**_SIZES, **_IMAGES, "num_hidden_layers": 4, "num_attention_heads": HEADS}
-_SIGLIP, _CLIP = ({**_TOWER, "model_type": f"{kind}_vision_model"} for kind in ("siglip", "clip"))
-_LLAMA, _GEMMA = ({**_TEXT, "model_type": kind} for kind in ("llama", "gemma"))
+_TOWER = {**_SIZES, "image_size": IMAGE_SIZE, "patch_size": PATCH, "num_hidden_layers": 4, "num_attention_heads": HEADS}
 _LAYER_TYPES = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
 _ROPES = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 10000.0}
 _QWEN_TOWER = {
@@ -42,8 +39,7 @@ _QWEN_TOWER = {
     "num_position_embeddings": SIDE**2,
     "deepstack_visual_indexes": [1, 2],
 }
-_EXPERTS = {**_TEXT, "num_experts_per_tok": 2, "output_router_logits": True}
-_BART = {
+_BART = {"vocab_size": VOCABULARY} | {
     f"{side}_{key}": size
     for side in ("encoder", "decoder")
     for key, size in (("layers", 4), ("attention_heads", HEADS), ("ffn_dim", 2 * HIDDEN))
@@ -51,28 +47,16 @@ _BART = {
 _CONFIGS = {
     "gemma3": {
         "text_config": {**_TEXT, "layer_types": _LAYER_TYPES, "sliding_window": 64},
-        "vision_config": _SIGLIP,
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model"},
         "mm_tokens_per_image": 16,
         "image_token_index": IMAGE_TOKEN,
         "boi_token_index": IMAGE_TOKEN + 1,
         "eoi_token_index": IMAGE_TOKEN + 2,
     },
     "llava": {
-        "text_config": _LLAMA,
-        "vision_config": {**_CLIP, "projection_dim": HIDDEN},
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_TOWER, "model_type": "clip_vision_model", "projection_dim": HIDDEN},
         "image_token_index": IMAGE_TOKEN,
-    },
-    "paligemma": {
-        "text_config": _GEMMA,
-        "vision_config": {**_SIGLIP, "projection_dim": HIDDEN},
-        "image_token_index": IMAGE_TOKEN,
-        "projection_dim": HIDDEN,
-    },
-    "idefics3": {
-        "text_config": _LLAMA,
-        "vision_config": _TOWER,
-        "image_token_id": IMAGE_TOKEN,
-        "scale_factor": 2,
     },
     "qwen3_vl": {
         "text_config": {**_TEXT, "rope_parameters": _ROPES, "rope_scaling": _ROPES},
@@ -82,16 +66,18 @@ _CONFIGS = {
         "vision_start_token_id": IMAGE_TOKEN + 2,
         "vision_end_token_id": IMAGE_TOKEN + 3,
     },
-    "jetmoe": {**_EXPERTS, "kv_channels": 16, "num_local_experts": 4},
-    "mixtral": {**_EXPERTS, "num_local_experts": 4},
-    "qwen3_moe": {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": HIDDEN},
-    "bart": {**_BART, **_TEXT, "d_model": HIDDEN, "decoder_start_token_id": 1},
+    "mixtral": {**_TEXT, "num_experts_per_tok": 2, "output_router_logits": True, "num_local_experts": 4},
+    "bart": {
+        **_BART,
+        "d_model": HIDDEN,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 1,
+    },
 }
 IMAGE_TOKENS = {
     "gemma3": 16,
     "llava": SIDE**2,
-    "paligemma": SIDE**2,
-    "idefics3": SIDE**2 // 4,
     "qwen3_vl": SIDE**2 // 4,
 }
 """Tokens that stand for one image; every sequence has one image."""
@@ -121,12 +107,12 @@ def unusual_batch(name, seed=0, batch=BATCH, tokens=TOKENS):
     ids[:, 4 : 4 + IMAGE_TOKENS[name]] = IMAGE_TOKEN
     found["labels"] = ids.masked_fill(ids == IMAGE_TOKEN, -100)
     images = torch.randn(batch, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
-    if name in ("gemma3", "paligemma"):
+    if name == "gemma3":
         found["token_type_ids"] = (ids == IMAGE_TOKEN).long()
     if name == "qwen3_vl":
         ids[:, 3] = IMAGE_TOKEN + 2
         found["image_grid_thw"] = torch.tensor([[1, SIDE, SIDE]] * batch)
         found["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long()
         images = torch.randn(batch * SIDE**2, 3 * 2 * PATCH * PATCH, generator=generator)
-    found["pixel_values"] = images[:, None] if name == "idefics3" else images
+    found["pixel_values"] = images
     return found

@@ -25,7 +25,6 @@ from helpers.museum import (
     LAYERS,
     exhibit_loss,
     exhibit_model,
-    offloading_to,
     own_checkpoint,
     put_on,
     rounding,
@@ -191,11 +190,6 @@ def without_hooks(model):
 # --- contexts around forwards --------------------------------------------------------------------------------------
 
 
-def offloads(faulty):
-    """Offloads each block's input and what the loss saves; with the fault, the last tensor overwrites the first."""
-    return contextlib.nullcontext() if faulty is None else offloading_to(LAYERS if faulty else LAYERS + 1)
-
-
 def bf16(faulty=True):
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
@@ -222,25 +216,6 @@ def loss_of_llama(model, number):
 
 def llama(*places):
     return tuple(f"model.layers.{place}" for place in places)
-
-
-# --- faults that the watch cannot find -----------------------------------------------------------------------------
-
-
-def shares_across_blocks(faulty):
-    """The first block passes a tensor to the last one in an object, not through their arguments."""
-    shared = {}
-
-    def leaves(block, hidden, shift):
-        shared["key"] = block.one(hidden)
-        return work(block, hidden, shift)
-
-    def takes(block, hidden, shift):
-        return work(block, hidden * shared["key"], shift)
-
-    model = exhibit_model(0, leaves)
-    model.layers[2].work = takes
-    return model
 
 
 HOST = "draws from Python's `random` or numpy"
@@ -286,13 +261,6 @@ EXHIBITS = {
             with_function(own_checkpoint(without_shift), own_checkpoint()),
             blocks=EVERY,
             reports="Megatron-LLM#86, LlamaFactory#7699",
-        ),
-        "an offloading buffer used again too early": Exhibit(
-            "recomputed from other inputs than it had: `hidden_states`",
-            theirs(),
-            around=offloads,
-            blocks=EVERY[:1],
-            reports="torchtune#1867",
         ),
     },
     "mode, adapter or hooks changed before backward": {
@@ -373,10 +341,6 @@ NOT_CAUGHT = {
     "an engine that counts weights twice": (
         "what it recomputes is right",
         Exhibit("", with_function(own_checkpoint(times=2), None)),
-    ),
-    "tensors that blocks share in an object (reentrant)": (
-        "its values are right, only its graph is missing",
-        Exhibit("", reentrant, shares_across_blocks),
     ),
 }
 """Faults that the watch cannot find, and why."""

@@ -558,7 +558,7 @@ def architectures():
 @pytest.mark.parametrize(
     ("name", "model", "batch"),
     [
-        pytest.param(*row, marks=[] if row[0] in ("Gemma2ForCausalLM", "jetmoe") else pytest.mark.thorough, id=row[0])
+        pytest.param(*row, marks=[] if row[0] in ("Gemma2ForCausalLM", "llava") else pytest.mark.thorough, id=row[0])
         for row in architectures()
     ],
 )
