@@ -53,7 +53,7 @@ def test_a_graph_without_a_backward_frees_everything(family, engine):
     assert all(found.recomputed.values())
     assert bool(found.moved) == (engine in ("offload", "saved"))
     if found.moved:
-        assert mover(model).free_bytes == mover(model).held_bytes
+        assert mover(model).held_bytes == 0
 
 
 @each_engine
@@ -126,14 +126,12 @@ def test_copies_and_saved_plans_work_by_themselves(engine, lanes, tmp_path):
         assert all(region is not installation(model).regions[name] for name, region in regions.items())
         if before.moved:
             assert mover(twin) is not mover(model)
-            assert mover(twin).held_bytes == 0
         assert_same(expected, step(twin, tiny_batch("t5")))
         found = hf_ckpt.describe(twin)
         assert found.plan == before.plan
         assert found.moved == before.moved
         assert found.chunked_heads == times * before.chunked_heads == times * (engine == "head")
         assert found.recomputed == {name: times * count for name, count in before.recomputed.items()}
-        assert not found.moved or mover(twin).held_bytes == mover(model).held_bytes
         hf_ckpt.uninstall(twin)
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in twin.modules())
         compare(expected, step(twin, tiny_batch("t5")))

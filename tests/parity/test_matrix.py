@@ -31,6 +31,7 @@ import hf_ckpt
 from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.offload import Group
+from hf_ckpt.engines.rebuild.values import Kept
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
@@ -502,7 +503,7 @@ def check_counts(mode, engines, frozen, found, regions):
         elif engine in ("selective", "moved"):  # counts operations
             assert times > 0, name
             assert times % mode.backwards == 0, name
-        elif engine == "segment" and name != region.segment.blocks[-1]:  # once more, to make the next block's input
+        elif engine == "segment" and name != region.segment[-1]:  # once more, to make the next block's input
             assert times == 2 * mode.backwards, name
         else:
             assert times == mode.backwards, name
@@ -514,7 +515,6 @@ def check_moved(mode, engines, frozen, found, lanes):
     offloading = {name for name in found.moved if engines[name] == "offload"}
     assert found.moved.keys() - frozen == moving - frozen
     assert all(found.moved.values())
-    assert not frozen & offloading
     for name in offloading:
         tokens = 8 if name.startswith("decoder.block.") else 16
         assert found.moved[name] == 2 * tokens * 32 * mode.dtype.itemsize, name
@@ -591,7 +591,7 @@ def test_modes_differ(family):
 
 
 def test_the_comparison_notices_what_is_not_moved(monkeypatch):
-    monkeypatch.setattr(Group, "send", lambda self, tensor: None)
+    monkeypatch.setattr(Group, "pack", lambda self, tensor: Kept(tensor, self.block))
     for action in ("offload", "saved", "saved, save attention"):
         with pytest.raises(AssertionError):
             test_gradients_are_those_of_no_checkpointing("llama", action, "plain")
