@@ -44,78 +44,7 @@ def test_the_host_cannot_read_its_memory():
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
-
-
-class Side:
-    """A program that copies on another stream, and the waits that it needs. `without` names one that it omits."""
-
-    def __init__(self, without):
-        self.without = without
-        self.stream = torch.Stream("sim:0")
-        self.main = torch.accelerator.current_stream("sim:0")
-
-    def wait(self, name, waiting, other):
-        if name != self.without:
-            waiting.wait_stream(other)
-
-    def out(self):
-        source = full(1) + full(1)
-        host = torch.zeros(SIZE, pin_memory=True)
-        self.wait("until it is computed", self.stream, self.main)
-        with self.stream:
-            host.copy_(source, non_blocking=True)
-        self.wait("before it is freed", self.main, self.stream)
-        del source
-        other = full(5)
-        torch.accelerator.synchronize()
-        return host, 2, other, 5
-
-    def back(self):
-        host = torch.full((SIZE,), 2.0).pin_memory()
-        old = full(7) * 1
-        del old  # its memory is the target's
-        target = torch.empty(SIZE, device="sim:0")
-        self.wait("until its memory is free", self.stream, self.main)
-        with self.stream:
-            target.copy_(host, non_blocking=True)
-        self.wait("before it is read", self.main, self.stream)
-        return (target * 1).cpu(), 2, target, 2
-
-    def dropped(self):
-        host = torch.full((SIZE,), 2.0).pin_memory()
-        target = torch.empty(SIZE, device="sim:0")
-        self.stream.wait_stream(self.main)
-        with self.stream:
-            target.copy_(host, non_blocking=True)
-        self.wait("before it is freed unused", self.main, self.stream)
-        del target
-        other = full(5)
-        return host, 2, other, 5
-
-
-WAITS = [
-    ("out", "until it is computed", "late", "eager"),
-    ("out", "before it is freed", "eager", "late"),
-    ("back", "until its memory is free", "late", "eager"),
-    ("back", "before it is read", "eager", "late"),
-    ("dropped", "before it is freed unused", "eager", "late"),
-]
-
-
-@pytest.mark.parametrize(("program", "wait", "computing", "copying"), WAITS, ids=[wait[1] for wait in WAITS])
-def test_a_missing_wait_gives_wrong_values(program, wait, computing, copying):
-    """With all waits the values are right at every pace; without one they are wrong, each time."""
-
-    def is_right(without):
-        got, expected, other, expected_other = getattr(Side(without), program)()
-        torch.accelerator.synchronize()
-        return bool((got == expected).all()) and bool((other == expected_other).all())
-
-    for paces in (("free", "free"), ("late", "eager"), ("eager", "late"), ("late", "late")):
-        with device.pace(computing=paces[0], copying=paces[1]):
-            assert is_right(None), paces
-    with device.pace(computing=computing, copying=copying):
-        assert [is_right(wait) for _ in range(3)] == [False] * 3
+# `test_copies.py` shows that a missing wait gives wrong values.
 
 
 def test_events_have_a_device_and_times():
