@@ -251,13 +251,13 @@ EXHIBITS = {
     },
     "inputs changed, lost or stored wrongly": {
         "an argument changed in place": Exhibit(
-            "changes its input in place",
+            "recomputed from other inputs than it had: `shift`",
             theirs(),
             in_one_block(changes_its_shift, adds_a_shift, at=0),
             blocks=EVERY[:1],
         ),
         "an argument left out of the recomputation": Exhibit(
-            "leaves out `shift`",
+            "recomputed from other inputs than it had: `shift`",
             with_function(own_checkpoint(without_shift), own_checkpoint()),
             blocks=EVERY,
             reports="Megatron-LLM#86, LlamaFactory#7699",
