@@ -230,7 +230,7 @@ def test_dropout_is_rebuilt_by_a_rule_that_was_tried(rounding, dtype, monkeypatc
         enable(model)
         for _ in range(2):
             assert_same(expected, step(model, batch))
-    assert hf_ckpt.describe(model).dropped_bytes
+    assert hf_ckpt.describe(model).dropped_tensors
     assert {key[0] for key in ops._rules_of_dropout} <= {device.NAME}
 
 

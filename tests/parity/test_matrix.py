@@ -503,6 +503,7 @@ def check_counts(mode, engines, frozen, found, regions):
         elif engine in ("selective", "moved"):  # counts operations
             assert times > 0, name
             assert times % mode.backwards == 0, name
+            assert region.dropped_tensors > 0, name
         elif engine == "segment" and name != region.segment[-1]:  # once more, to make the next block's input
             assert times == 2 * mode.backwards, name
         else:
