@@ -118,7 +118,7 @@ def test_copies_and_saved_plans_work_by_themselves(engine, lanes, tmp_path):
     expected = step(model, tiny_batch("t5"))
     before = hf_ckpt.describe(model)
     model.zero_grad(set_to_none=True)
-    before.save(tmp_path / "plan.json")
+    before.plan.save(tmp_path / "plan.json")
     loaded = ours("t5", {"plan": str(tmp_path / "plan.json")})
     for twin, times in ((copy.deepcopy(model), 2), (pickle.loads(pickle.dumps(model)), 2), (loaded, 1)):
         regions = installation(twin).regions
