@@ -38,23 +38,15 @@ def as_zero3_has_it(model: Any, version: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "deepspeed" else real(name))
 
 
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ({"policy": "full"}, r"DeepSpeed 0\.19\.2 .*Install a DeepSpeed after 0\.19\.2, use ZeRO-2"),
-        (MIXED, r"DeepSpeed 0\.19\.2 .*Install a DeepSpeed after 0\.19\.2, use ZeRO-2"),
-        # TRL forces it for adapters.
-        ({"use_reentrant": True}, r"`use_reentrant=True`, which was asked for .* own checkpointing works there"),
-    ],
-    ids=str,
-)
-def test_frozen_parameters_under_an_old_zero3_are_refused(spec, said, monkeypatch):
+@pytest.mark.parametrize("spec", [{"policy": "full"}, MIXED, {"use_reentrant": True}], ids=str)
+def test_frozen_parameters_under_an_old_zero3_are_refused(spec, monkeypatch):
     """An old ZeRO-3 with frozen parameters is refused: backward would fail with a CheckpointError."""
     model = tiny_model("llama")
     model.get_input_embeddings().requires_grad_(False)
     hf_ckpt.install(model)
     enable(model, spec)
     as_zero3_has_it(model, "0.19.2", monkeypatch)
+    said = r"DeepSpeed 0\.19\.2 .*Install a DeepSpeed after 0\.19\.2, use ZeRO-2, .*`use_reentrant=True`"
     with pytest.raises(HfCkptError, match=said):
         step(model, tiny_batch("llama"))
 
@@ -117,7 +109,7 @@ def test_zero_trains_as_without_hf_ckpt(zero, name):
         assert all(names[block] == FORWARDS for block in whole)
         rebuilt = {block: times for block, times in names.items() if block not in whole}
         if rebuilt and case.by == "zero3":  # under ZeRO-3, a block may rebuild nothing; a warning then says so
-            assert any(rebuilt.values()) != ("found nothing in a block that can be rebuilt" in found["said"])
+            assert any(rebuilt.values()) != ("that can be rebuilt" in found["said"])
         else:
             assert all(rebuilt.values())
         assert set(found["forwards"].values()) == {FORWARDS}
