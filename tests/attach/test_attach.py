@@ -16,7 +16,7 @@ from hf_ckpt.attach.attach import attach, describe, detach, exchange, put_on, ta
 from hf_ckpt.attach.record import GIVEN_PLAN, installation
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.spec.actions import FULL, KEEP
+from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 
@@ -141,6 +141,10 @@ def test_every_training_batch_of_a_planned_policy_asks_the_decider():
     assert describe(model).spec == spec.to_dict()
     decider.plan = None
     assert active(model) == [ALL[2]]
+    decider.plan = plan_of(model, KEEP, SELECTIVE, KEEP, KEEP)
+    step(model, batch)
+    assert model.model.layers[1].input_layernorm._forward_hooks  # functions that are new get their hooks
+    decider.plan = None
     enable(model)
     assert installation(model).planned is not None
 
