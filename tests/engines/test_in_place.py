@@ -120,6 +120,20 @@ def test_hidden_states_changed_behind_a_block():
         output.sum().backward()
 
 
+@each_work(SEEN_BY_AUTOGRAD)
+def test_full_selective_trains_the_same_or_says_why_not(work):
+    expected, model = steps_of(working(work)), planned(work, {"policy": "full+selective"})
+    try:
+        found = steps_of(model)
+    except InPlaceError as error:
+        assert "block 'layers." in str(error)  # noqa: PT017
+        assert work not in HARMLESS or work in CHANGING_THEIR_INPUT
+        return
+    for one, other in zip(expected, found, strict=True):
+        assert_same(one, other)
+    assert all(hf_ckpt.describe(model).recomputed.values())
+
+
 def test_a_change_in_place_of_what_is_kept_is_found():
     """Changing a kept tensor in place is found, although autograd does not check tensors held by hooks."""
 
