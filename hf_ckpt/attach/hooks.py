@@ -150,7 +150,7 @@ class PassHook(ModelHook):
                     f"the training forward of {type(module).__name__} was given "
                     f"{filled}={type(caches[filled]).__name__}, a cache that is not empty, which blocks that are "
                     'recomputed cannot see (prefix tuning works this way). Use "policy": "selective", which runs no '
-                    "block of a known family twice, or another adapter. `with hf_ckpt.paused(model)` turns the plan "
+                    "block twice, or another adapter. `with hf_ckpt.paused(model)` turns the plan "
                     "off for a while."
                 )
         if self.blocks:
