@@ -49,10 +49,8 @@ class _Rebuilding:
         self.ran = False
 
     def __call__(self, *args: Any) -> Any:
-        hooks = (
-            None if compat.torch.is_compiling() else compat.torch.top_saved_tensor_hooks()
-        )  # those of torch's checkpoint
-        if hooks is None:
+        hooks = None if compat.torch.is_compiling() else compat.torch.top_saved_tensor_hooks()
+        if hooks is None:  # not inside of torch's checkpoint
             return self.fn(*args)
         checkpoint_pack, checkpoint_unpack = hooks
         if not self.ran:
