@@ -67,7 +67,7 @@ def test_recipe_runs(recipe, tmp_path):
         rebuilt = re.search(rf"{calls} checkpointed block calls, (\d+) recomputations", done.stdout)
         assert rebuilt
         assert int(rebuilt[1]) > calls
-        assert "dropped, to be rebuilt" in done.stdout
+        assert "`selective` dropped" in done.stdout
     else:
         assert f"{calls} checkpointed block calls, {calls} recomputations" in done.stdout
     assert [row["step"] for row in metrics(out) if row["event"] == "log"] == [1, 2, 3, 4]
@@ -192,15 +192,6 @@ def write(tmp_path, monkeypatch):
     return written
 
 
-def test_rows_are_lines_or_documents(common, write):
-    data = common.DataArguments(train_file=write(a_txt="one\n\n  \ntwo\n", b_txt="three\n"), text_column="words")
-    assert list(common.load_rows(data)["words"]) == ["one", "two", "three"]
-    whole = common.load_rows(data, sample_by="document")["words"]
-    assert [text.split() for text in whole] == [["one", "two"], ["three"]]
-    named = common.DataArguments(dataset_name="nobody/nothing", train_file=write(c_csv="text,other\nhello,1\n"))
-    assert list(common.load_rows(named)["text"]) == ["hello"]  # local files replace the named dataset
-
-
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -226,16 +217,3 @@ def test_packing_keeps_every_token_in_order(common, write):
         tokens += [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], tokenizer.eos_token_id]
     assert list(packed["input_ids"]) == list(packed["labels"])
     assert [token for block in packed["input_ids"] for token in block] == tokens[: len(tokens) // 16 * 16]
-
-
-def test_labels_are_files_or_names(recipes, write):
-    recipe = recipes("classify_bert")
-    rows = recipe.load_labelled(recipe.LabelledDataArguments(train_file=write(b_txt="one\ntwo\n", a_txt="three\n")))
-    assert rows.features["label"].names == ["a.txt", "b.txt"]
-    assert sorted(zip(rows["text"], rows["label"], strict=True)) == [("one", 1), ("three", 0), ("two", 1)]
-    files = write(c_csv="text,mood\ngood,glad\nbad,sad\nfine,glad\n")
-    rows = recipe.load_labelled(recipe.LabelledDataArguments(train_file=files, label_column="mood"))
-    assert rows.features["mood"].names == ["glad", "sad"]
-    assert list(rows["mood"]) == [0, 1, 0]
-    with pytest.raises(SystemExit, match="no column 'label'"):
-        recipe.load_labelled(recipe.LabelledDataArguments(train_file=files))
