@@ -241,7 +241,9 @@ def test_sharded_and_compiled_blocks_keep_name_and_kind():
 # --- unsupported models ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("thing", [nn.Linear(2, 2), Holder(), "llama", 3, tiny_model], ids=["module", "holder", "text", "number", "function"])
+@pytest.mark.parametrize(
+    "thing", [nn.Linear(2, 2), Holder(), "llama", 3, tiny_model], ids=["module", "holder", "text", "number", "function"]
+)
 def test_something_that_is_no_model(thing):
     said = "is no Hugging Face PreTrainedModel" if isinstance(thing, nn.Module) else "must be a torch.nn.Module, but is"
     with pytest.raises(NoBlocksError, match=said):
