@@ -115,11 +115,6 @@ def format_seconds(seconds: float | None) -> str:
     return f"{seconds:.2f} s"
 
 
-def format_percent(share: float | None) -> str:
-    """Write a share in percent: `format_percent(0.125) == "12.5 %"`; unknown (None) is a dash."""
-    return "-" if share is None else f"{share * 100:.1f} %"
-
-
 def to_gib(size_bytes: float | None) -> float | None:
     """Convert bytes to GiB; unknown (None) stays None."""
     return None if size_bytes is None else size_bytes / GIB

@@ -26,10 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
-
-import torch
-from torch import nn
 
 from hf_ckpt.costs.costs import Static
 from hf_ckpt.costs.steps import Part, Step
@@ -125,26 +121,3 @@ class Sharding:
     def head(self, part: Part) -> Part:
         """The head's backward, before which parameters outside the blocks are gathered again if they were freed."""
         return dataclasses.replace(part, peak=max(self._above + self._outside.cast, part.peak))
-
-
-class _Passed(torch.autograd.Function):
-    """Returns its input, like the function by which FSDP2 learns of the end of a block's backward."""
-
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
-        return given
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-def pass_inputs(module: nn.Module, args: tuple[Any, ...]) -> Any:
-    """A forward pre-hook of blocks, which makes them run as under FSDP2: it hides how their hidden states came about.
-
-    `selective` would otherwise rebuild the first block's input from the embedding.
-    """
-    return tuple(
-        _Passed.apply(value) if isinstance(value, torch.Tensor) and value.requires_grad else value  # type: ignore[no-untyped-call]
-        for value in args
-    )

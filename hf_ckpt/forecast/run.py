@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.model import ShallowModel, nbytes
 from hf_ckpt.forecast.optimizers import optimizer_bytes
 from hf_ckpt.forecast.question import OF_THE_PLAN, Question
-from hf_ckpt.forecast.ranks import Sharding, pass_inputs
+from hf_ckpt.forecast.ranks import Sharding
 from hf_ckpt.measure.fakes import FakeMeter
 from hf_ckpt.measure.levels import Level, Levels, part_of, step_of
 from hf_ckpt.models.blocks import find_blocks
@@ -151,7 +152,9 @@ def _measure(model: ShallowModel, asked: Question, device: Device, action: Actio
     blocks = find_blocks(base)
     plan = Plan(blocks.family, blocks.model, tuple((block, action) for block in blocks.blocks), head=head)
     try:
-        with trial(base, plan), model.fake, compat.fakes.running(on_accelerator=device.name != "cpu"):
+        # Blocks run as under FSDP2: none may rebuild its input from parameters of another one.
+        stay = mock.patch.object(compat.distributed, "parameters_stay", lambda module: not asked.sharded)
+        with trial(base, plan), stay, model.fake, compat.fakes.running(on_accelerator=device.name != "cpu"):
             model.measured[key] = measured = _run(base, blocks.modules, asked, device)
             return measured
     except HfCkptError:
@@ -208,8 +211,6 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], asked: Question, de
     for name, module in modules.items():
         if name.endswith(".0"):
             handles.append(module.register_forward_pre_hook(note_input, with_kwargs=True))
-        if asked.sharded:
-            handles.append(module.register_forward_pre_hook(pass_inputs))
     boundaries = Boundaries(modules, mark)
     if step.forward is not None:
         vars(model)["forward"] = step.forward

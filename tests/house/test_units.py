@@ -94,8 +94,6 @@ def test_format_seconds(seconds, text):
     assert units.format_seconds(seconds) == text
 
 
-def test_percent_and_gib():
-    assert units.format_percent(0.125) == "12.5 %"
-    assert units.format_percent(None) == "-"
+def test_gib():
     assert units.to_gib(2**30) == 1.0
     assert units.to_gib(None) is None
