@@ -153,7 +153,7 @@ def _measure(model: ShallowModel, asked: Question, device: Device, action: Actio
     plan = Plan(blocks.family, blocks.model, tuple((block, action) for block in blocks.blocks), head=head)
     try:
         # Blocks run as under FSDP2: none may rebuild its input from parameters of another one.
-        stay = mock.patch.object(compat.distributed, "parameters_stay", lambda module: not asked.sharded)
+        stay = mock.patch.object(compat.distributed, "parameters_stay", return_value=not asked.sharded)
         with trial(base, plan), stay, model.fake, compat.fakes.running(on_accelerator=device.name != "cpu"):
             model.measured[key] = measured = _run(base, blocks.modules, asked, device)
             return measured
