@@ -189,8 +189,8 @@ class Installation:
     """The `training.install.Decider`, which enable calls and training forwards ask; None if the plan is fixed."""
     planned: Any = None
     """The decider's own record of the batch that it last planned for; None before the first. Its attributes are `plan`,
-    `measures` and `phase`, see `training.session.Planned`; `plans`, every plan by a description of its batch; `costs`,
-    the cost of each action; and `measured_bytes`, the real peak of a step under the plan."""
+    `measures` and `phase`, see `training.session.Planned`; `plans`, every plan by a description of its batch; and
+    `measured_bytes`, the real peak of a step under the plan."""
     session: Any = None
     """The decider's `training.session.Session`, which measures and plans for the batches of this run under `budget` and
     `auto`; None before the first batch."""

@@ -56,9 +56,6 @@ class Description:
     may use it, too; `plan` is that of the last batch."""
     measuring: str | None = None
     """Under `budget` and `auto`, why `plan` is not the plan of the run yet; None if it is."""
-    costs: tuple[tuple[str, int, float | None], ...] = ()
-    """Under `budget` and `auto`, measurements of a block of the most common kind under each action: (action, bytes
-    kept, time of forward and backward as a share of that under `full`; None if it was not timed)."""
     measured_bytes: int | None = None
     """Under `budget` and `auto`, the measured peak of the plan's first step; None if it was not measured."""
     moved: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -89,11 +86,6 @@ class Description:
             **{
                 f"    {shape}: {plan.summary()}; {plan.prediction or 'not predicted'}": len(self.plans) > 1
                 for shape, plan in self.plans.items()
-            },
-            "  measured here, for one block: bytes kept, and time as a share of that under `full`": self.costs,
-            **{
-                f"    {action}: {format_bytes(kept)}, {'not timed' if share is None else f'{share:.2f}'}": True
-                for action, kept, share in self.costs
             },
             f"  {len(self.frozen)} blocks below the first trainable parameter save nothing": self.frozen,
             f"  so far: {calls} checkpointed block calls, {recomputed} recomputations": calls,

@@ -191,7 +191,6 @@ class MemoryTimeCallback(TrainerCallback):
             batch=str(planned.shape),
             limit_bytes=planned.limit_bytes,
             plan=planned.plan.to_dict(),
-            actions=[dict(zip(("action", "kept_bytes", "time"), row, strict=True)) for row in planned.costs],
         )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -294,27 +294,6 @@ class Measurements:
                     least = shares[kind, action] if self.actions[-1] == FULL else 1.0
         return shares
 
-    def table(self, batch: Batch) -> list[tuple[Action, int, float | None]]:
-        """Return (action, bytes saved, time as a share of `full`) for the most frequent kind of block.
-
-        The batch must have a `reference`.
-        """
-        reference = self.reference(batch)
-        assert reference is not None
-        kinds = self.kinds[batch.state]
-        calls = [call for call in reference[1].calls if call.backward]
-        kind = statistics.mode(kinds[call.name] for call in calls)
-        calls = [call for call in calls if kinds[call.name] == kind]
-        call, shares = calls[len(calls) // 2], {**self._shares_of_time(), (kind, self.actions[-1]): 1.0}
-        changes = {**self._changes(batch, reference[1], {}), (kind, self.actions[-1]): Change()}
-        rows = []
-        for action in self.actions:
-            if (kind, action) in changes:
-                change = changes[kind, action].at(call)
-                kept = call.forward.net + change.forward_net + change.later
-                rows.append((action, kept, shares.get((kind, action))))
-        return rows
-
 
 def choice_of(costs: Costs, chosen: Mapping[str, Action]) -> Choice:
     """The choice that gives blocks these actions if they may have them, and to all others the one that keeps least."""

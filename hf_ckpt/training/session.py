@@ -82,8 +82,6 @@ class Planned:
     """What the session does in this step: `warm-up`, `measure full`, `try actions`, `time`, `check` or `plan`."""
     held: Mapping[Batch, Planned] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """All plans of the run, by their batch."""
-    costs: tuple[tuple[str, int, float | None], ...] = dataclasses.field(default=(), compare=False)
-    """For each action: (its name, bytes that a block saves, its time as a share of the time under `full`)."""
     measured_bytes: int | None = dataclasses.field(default=None, compare=False)
     """The measured peak of its first step; None before that step, and if steps are not measured."""
 
@@ -495,8 +493,7 @@ class Session:
 
     def _made(self, batch: Batch) -> Planned:
         """Make and hold the fastest plan for a batch, or the one with the lowest peak, from the measurements."""
-        known = self.known
-        costs = known.costs(batch)
+        costs = self.known.costs(batch)
         device = this_device(self._devices)
         ways = with_offloading(costs, device.host_bandwidth, device.launch_nanoseconds, self._spec.host_budget)
         stacks = {block.stack for block in self._blocks.values()}
@@ -506,8 +503,7 @@ class Session:
         actions = {block.name: action for block, action in made.actions}
         blocks = tuple((block, actions.get(name, self._least)) for name, block in self._blocks.items())
         plan = Plan(self._family, self._name, blocks, made.prediction, self._spec.head)
-        table = tuple((str(action), kept, share) for action, kept, share in known.table(batch))
-        planned = Planned(batch, self.limit_bytes, plan, bool(hints), held=self.plans, costs=table)
+        planned = Planned(batch, self.limit_bytes, plan, bool(hints), held=self.plans)
         self.plans[batch] = planned
         assert made.prediction is not None
         PLANS.info(

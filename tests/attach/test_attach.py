@@ -57,7 +57,7 @@ def test_a_plan_by_hand_goes_on_and_comes_off():
 class Deciding:
     """A decider, session and watch that give fixed answers and record the questions."""
 
-    costs, measured_bytes, measures, differences = (), None, False, ()
+    measured_bytes, measures, differences = None, False, ()
 
     def __init__(self, spec=None, on_enable=None, on_batch=None):
         self.spec, self.on_enable, self.plan = spec, on_enable, on_batch

@@ -104,8 +104,7 @@ def test_a_run_is_measured_and_planned_for(caplog):
     said = [record.message for record in caplog.records]
     assert sum("measuring the first steps, under `full`" in text for text in said) == 1
     assert sum("planned for 4 x 64 tokens" in text for text in said) == 1
-    for words in ("measured here, for one block", "    keep: ", "  measured: peak "):
-        assert words in str(described)
+    assert "  measured: peak " in str(described)
     resumed = pickle.loads(pickle.dumps(model))
     assert "measures the first training steps" in hf_ckpt.describe(resumed).measuring
 
