@@ -5,10 +5,9 @@ It also counts recomputations: equal gradients prove nothing if no block was rec
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,12 +20,11 @@ from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import base_model
 from hf_ckpt.spec.actions import ACTIONS, KEEP
+from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import SpecLike
 from hf_ckpt.training.install import trial
 
-MOST_STEPS = 64
-"""The most steps in which `budget` or `auto` may measure before there is a plan to verify."""
 ROUNDING, ROUNDING_16 = 1e-5, 5e-2
 """Largest allowed difference of a gradient, in float32 and in 16-bit types, if sums are computed in another order: the
 head runs in chunks, or blocks are compiled. It is the norm of the difference over the norm of the gradient. In 16 bits,
@@ -41,21 +39,12 @@ class Verification:
     """The plan that was verified."""
     measuring: str | None
     """Why this is not the plan of the run yet, under an installed `budget` or `auto`; None if it is."""
-    loss: float
-    """The loss without the plan."""
-    loss_difference: float
-    """Absolute difference of the two losses; 0.0 if they are bit-equal."""
-    parameters: int
-    """Number of parameters that had a gradient without the plan, and were compared."""
-    different: int
-    """Number of parameters whose gradients are not bit-equal."""
+    loss: str
+    """How far the loss differs from that without the plan, in words."""
+    gradients: str
+    """How many gradients are bit-equal to those without the plan, and how far the others differ, in words."""
     recomputed: dict[str, int]
     """Planned block -> number of recomputations of it or of operations inside it."""
-    largest_difference: float
-    """The largest difference of a gradient or the loss: the norm of the difference over the norm without the plan. The
-    norm of a gradient counts as at least 1 % of the largest gradient's norm."""
-    allowed_difference: float
-    """The limit of `largest_difference`: 0 (bit-equal) unless the head runs in chunks, or blocks are compiled."""
     problems: tuple[str, ...]
     """What is wrong, in words; empty if the plan does what it promises."""
 
@@ -63,9 +52,9 @@ class Verification:
     def ok(self) -> bool:
         """Whether the plan does what it promises.
 
-        Gradients were compared. Buffers are bit-equal; gradients and the loss are equal up to `allowed_difference`.
-        Every planned block was recomputed. Tensors were moved to host memory, and the head ran in chunks, if the plan
-        says so.
+        Gradients were compared. Buffers are bit-equal; gradients and the loss are, too, or differ by rounding if the
+        head runs in chunks, or blocks are compiled. Every planned block was recomputed. Tensors were moved to host
+        memory, and the head ran in chunks, if the plan says so.
         """
         return not self.problems
 
@@ -78,29 +67,15 @@ class Verification:
 
     def __str__(self) -> str:
         early = f"; not yet the plan of the run: {self.measuring}" if self.measuring else ""
-        loss = f"differs by {self.loss_difference:.3g}" if self.loss_difference else "equal"
-        rounded = (
-            f", the others up to {self.largest_difference:.2g} of their norm (allowed {self.allowed_difference:g})"
-        )
         return "\n".join(
             [
                 f"plan: {self.plan.summary()}{early}",
-                f"loss {self.loss:.6f}, {loss}",
-                f"{self.parameters - self.different} of {self.parameters} gradients bit-equal"
-                + (rounded if self.allowed_difference else ""),
+                f"loss: {self.loss}",
+                f"gradients: {self.gradients}",
                 f"{sum(self.recomputed.values())} recomputations of {len(self.plan.active())} planned blocks",
                 *self.problems,
             ]
         )
-
-
-class _Step(NamedTuple):
-    """The results of a step."""
-
-    loss: torch.Tensor
-    gradients: dict[str, torch.Tensor | None]
-    """Name of a trainable parameter -> its gradient, or None if it has none."""
-    buffers: dict[str, torch.Tensor]
 
 
 def verify(
@@ -127,12 +102,11 @@ def verify(
             `use_cache`, neither run builds a key/value cache.
         spec: the plan to verify, in any form that `install` accepts. None verifies the installed plan, or `full` if
             there is none; while an installed `budget` or `auto` still measures, `measuring` of the result says so.
-            A spec with `budget` or `auto` first measures steps of this batch, until there is a plan.
         loss_fn: returns a scalar loss from the model's outputs. None uses `outputs.loss`.
         seed: the seed of both runs.
 
-    Raises `HfCkptError` if the model is in eval mode or returns no loss, or if `budget` or `auto` has no plan after
-    `MOST_STEPS` steps, and the errors of `install`.
+    Raises `HfCkptError` if the model is in eval mode or returns no loss, or if the spec is a `budget` or `auto`, which
+    has no plan before a run, and the errors of `install`.
     """
     if not model.training:
         raise HfCkptError("the model is in eval mode, where nothing is checkpointed; call model.train() first.")
@@ -143,7 +117,7 @@ def verify(
     before = StepState(model, compat.random_state.all_devices())
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    def step() -> _Step:
+    def step() -> dict[str, torch.Tensor | None]:
         before.restore()
         torch.manual_seed(seed)
         model.zero_grad(set_to_none=True)
@@ -152,30 +126,28 @@ def verify(
         if loss is None:
             raise HfCkptError("the model returned no loss; put `labels` into the batch or pass loss_fn=.")
         loss.backward()
-        found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-        return _Step(loss.detach(), found, {name: buffer.clone() for name, buffer in model.named_buffers()})
+        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        return {
+            **{f"gradient of {name}": parameter.grad for name, parameter in trained},
+            "loss": loss.detach(),
+            **{f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()},
+        }
 
     try:
-        with trial(model, spec), contextlib.ExitStack() as stack:
+        with trial(model, spec):
             tried = installation(model)
             assert tried is not None
-            for _ in range(MOST_STEPS):
-                if tried.measuring is None:
-                    break
-                step()
-            if tried.measuring is not None:
-                raise HfCkptError(
-                    f"`{tried.spec.policy}` has no plan after {MOST_STEPS} steps of this batch ({tried.measuring}); "
-                    "verify a plan by passing it as `spec`, for example `hf_ckpt.describe(model).plan` of a run."
-                )
             if tried.spec.is_planned:
-                stack.enter_context(trial(model))  # exactly this plan, and no more measuring
+                raise HfCkptError(
+                    f"`{tried.spec.policy}` has no plan before a run. Install it and train some steps; then verify "
+                    "without a spec, or verify the plan `hf_ckpt.describe(model).plan`."
+                )
             with paused(model):
                 plain = step()
             planned = step()
             after = describe(model)
-            problems = _not_carried_out(model)
-            compiled = [name for name, action in after.plan.active().items() if ACTIONS[action.kind].compiles]
+            compiled = {name for name, action in after.plan.active().items() if ACTIONS[action.kind].compiles}
+            problems = _not_carried_out(model, after, compiled)
             if compiled:
                 with trial(model, _with_share_1(after.plan)):
                     plain = step()
@@ -184,45 +156,37 @@ def verify(
             parameter.grad = gradients[name]
         before.restore()
 
-    there = [gradient for gradient in plain.gradients.values() if gradient is not None]
+    there = {name: one for name, one in plain.items() if one is not None and name.startswith("gradient of ")}
     # A gradient that is 0 except for rounding, such as that of a key bias, shares no digit with that of another run.
-    least = 0.01 * max((float(gradient.double().norm()) for gradient in there), default=0.0)
-    gaps = {f"gradient of {name}": _gap(one, planned.gradients[name], least) for name, one in plain.gradients.items()}
-    gaps = {name: gap for name, gap in gaps.items() if gap != 0}
-    different, loss_gap = len(gaps), _gap(plain.loss, planned.loss)
-    if loss_gap != 0:
-        gaps["loss"] = loss_gap
+    least = 0.01 * max((float(gradient.double().norm()) for gradient in there.values()), default=0.0)
+    gaps = {name: _gap(one, planned[name], least if name in there else 0.0) for name, one in plain.items()}
     allowed = 0.0
     if compiled or after.plan.head != "full":
-        small = any(gradient.dtype.itemsize < 4 for gradient in there)
+        small = any(gradient.dtype.itemsize < 4 for gradient in there.values())
         allowed = ROUNDING_16 if small or compat.devices.autocast_is_on() else ROUNDING
-    beyond = [f"{name} differs by {gap:.2g} of its norm" for name, gap in gaps.items() if not gap <= allowed]  # or NaN
-    problems += beyond[:1]
+    for name, gap in gaps.items():
+        if not gap <= (0.0 if name.startswith("buffer ") else allowed):  # or NaN
+            problems.append(f"{name} differs by {gap:.2g} of its norm")
+            break
     if not there:
         problems.append("no parameter got a gradient: nothing was compared")
-    buffers = [name for name, buffer in plain.buffers.items() if _gap(buffer, planned.buffers[name]) != 0]
-    if buffers:
-        problems.append(f"buffers that differ: {', '.join(buffers)}")
+    equal = f"{sum(gaps[name] == 0 for name in there)} of {len(there)} bit-equal"
+    largest = max((gaps[name] for name in there), default=0.0)
     return Verification(
         plan=after.plan,
         measuring=measuring,
-        loss=float(plain.loss),
-        loss_difference=abs(float(plain.loss) - float(planned.loss)) if "loss" in gaps else 0.0,
-        parameters=len(there),
-        different=different,
+        loss="equal" if gaps["loss"] == 0 else f"differs by {gaps['loss']:.2g} of its value",
+        gradients=f"{equal}, the others up to {largest:.2g} of their norm (allowed {allowed:g})" if allowed else equal,
         recomputed=after.recomputed,
-        largest_difference=max(gaps.values(), default=0.0),
-        allowed_difference=allowed,
         problems=tuple(problems),
     )
 
 
-def _not_carried_out(model: nn.Module) -> list[str]:
+def _not_carried_out(model: nn.Module, after: Description, compiled: set[str]) -> list[str]:
     """Return what the plan of a model promises, and its last step did not do."""
-    after, record = describe(model), installation(model)
+    record = installation(model)
     assert record is not None
     problems = []
-    compiled = {name for name, action in after.plan.active().items() if ACTIONS[action.kind].compiles}
     hidden = {*after.frozen, *compiled.intersection(after.in_graphs)}
     missing = [name for name, count in after.recomputed.items() if not count and name not in hidden]
     if missing:

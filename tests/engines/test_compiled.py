@@ -279,7 +279,7 @@ def test_verify_compares_with_the_same_blocks_at_share_1():
     result = hf_ckpt.verify(model, tiny_batch("llama", tokens=32), {**BLOCKS, "share": 0.0})
     assert result, result
     assert set(result.recomputed) == set(find_blocks(model).modules)
-    assert result.allowed_difference > 0
+    assert "(allowed 1e-05)" in result.gradients
 
 
 def test_gradients_are_as_near_to_float64_as_eager_ones():
@@ -305,7 +305,7 @@ def test_verify_sees_compiled_blocks_that_compute_something_else(monkeypatch):
     model = tiny_model("llama", layers=2, attention="sdpa")
     result = hf_ckpt.verify(model, tiny_batch("llama", tokens=32), {**BLOCKS, "share": 0.0})
     assert not result
-    assert result.largest_difference > result.allowed_difference
+    assert "differs by" in result.problems[0]
 
 
 # --- caches on disk, and the user's passes --------------------------------------------------------------------------
