@@ -160,22 +160,13 @@ class MemoryTimeCallback(TrainerCallback):
         if record is None or not record.enabled:
             return
         planned: Planned | None = record.planned
-        if record.spec.is_planned and planned is None:
+        saw_no_forward = record.spec.is_planned and planned is None
+        if saw_no_forward or record.heads.last == IN_GRAPH or record.compiled_by_others():
             warn_once(
                 log,
-                "`policy: %s` saw no forward to plan for (torch.compile hides it), so every block is recomputed. Give "
-                "it a plan of `hf-ckpt plan`, compile regions only, or run one batch before training in "
-                "`with torch.compiler.set_stance('force_eager')`.",
-                record.spec.policy,
-            )
-        if record.heads.last == IN_GRAPH:
-            warn_once(log, "hf_ckpt: the head is not run in chunks, because torch.compile has it in a graph.")
-        if record.compiled_by_others():
-            warn_once(
-                log,
-                'hf_ckpt: `compile: "blocks"` has no effect, because the model, or a part of it that holds the '
-                "blocks, is compiled as a whole by something else, which decides what is kept. Leave `torch_compile` "
-                "(or accelerate's dynamo settings) out, and hf_ckpt compiles the blocks.",
+                "hf_ckpt: a part of the plan has no effect, because torch.compile has the model or its head in a "
+                "graph: see hf_ckpt.describe(model). Leave `torch_compile` (or accelerate's dynamo settings) out; "
+                '`compile: "blocks"` compiles the blocks.',
             )
         if planned is None or planned.measures:
             return
