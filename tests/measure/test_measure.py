@@ -15,7 +15,6 @@ from hf_ckpt.compat import devices
 from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.measure import clocks, levels, memory
-from hf_ckpt.measure.clocks import TrainingClock
 from hf_ckpt.measure.live import LiveBytes
 
 MIB = 2**20
@@ -38,31 +37,6 @@ def test_live_bytes_of_a_chain_worked_out_by_hand():
         del z
     assert live.current_bytes == 0
     assert live.peak_bytes == 8000
-
-
-def test_live_bytes_counts_a_storage_once():
-    with LiveBytes() as live:
-        x = torch.zeros(100)
-        views = [x[:50], x.view(10, 10), x.t()]
-    assert live.current_bytes == 400
-    del views
-
-
-def test_live_bytes_knows_optimizer_state():
-    layer = torch.nn.Linear(10, 10)
-    optimizer = torch.optim.AdamW(layer.parameters())
-    layer(torch.ones(1, 10)).sum().backward()
-    optimizer.step()
-    elements = sum(parameter.numel() for parameter in layer.parameters())
-    steps = sum(state["step"].nbytes for state in optimizer.state.values())
-    assert LiveBytes(layer, optimizer).start_bytes == 4 * 4 * elements + steps  # weights, gradients, two moments
-
-
-def test_live_bytes_of_one_device():
-    with LiveBytes(device="meta") as there, LiveBytes(device="cpu") as here:
-        kept = [torch.ones(1000), torch.ones(500, device="meta")]
-    assert (here.peak_bytes, there.peak_bytes) == (4000, 2000)
-    del kept
 
 
 @on_linux
@@ -220,25 +194,6 @@ def test_statistics_without_a_module_of_their_own(monkeypatch):
     del found["active_bytes.all.peak"]
     with pytest.raises(RuntimeError, match="keeps no active_bytes"):
         compat.devices.allocator_bytes(device)
-
-
-def test_training_clock_leaves_pauses_out(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock = TrainingClock()
-    clock.resume()
-    now[0] += 2
-    clock.steps += 1
-    clock.pause()
-    now[0] += 50  # evaluation
-    clock.resume()
-    now[0] += 1
-    clock.steps += 1
-    assert clock.take() == (3.0, 2)
-    assert clock.running_since is not None
-    now[0] += 4
-    clock.steps += 1
-    assert clock.take() == (4.0, 1)
 
 
 @pytest.mark.parametrize("timed", [True, False])

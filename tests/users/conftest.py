@@ -75,7 +75,7 @@ def script(monkeypatch, tmp_path):
         seen.append((self, None if record is None else hf_ckpt.describe(self.model)))
         return result
 
-    def run(name, *arguments, hooked=(), words=()):
+    def run(name, *arguments, hooked=()):
         words = [str(word) for word in arguments]
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "train", noted)

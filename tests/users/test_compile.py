@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import warnings
 from typing import Any, NamedTuple
 
@@ -17,12 +16,10 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import compile_regions
 from helpers.compiled import each_block, each_block_replaced, each_forward, in_place, kept
 from helpers.sparing import sparing
 from helpers.steps import assert_same, checkpoints_compiled, enable, gradients, without_cache
-from helpers.trainers import FLAG, trainer
 
 import hf_ckpt
 from hf_ckpt import compat
@@ -237,44 +234,6 @@ def test_not_compiled_again(way, layers, specs):
         assert_same(numbers, found, spec)
 
 
-def trained(folder, monkeypatch, spec, *, regional):
-    """Train three steps with a compiling Trainer; returns losses and gradient norms, logs, model, graphs."""
-    counters = fresh_counters()
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", str(regional))
-    model = small()
-    if spec:
-        hf_ckpt.install(model)
-    asked = {FLAG: spec is not None, f"{FLAG}_kwargs": spec}
-    job = trainer(folder, model, max_steps=3, torch_compile=True, torch_compile_backend="aot_eager", **asked)
-    try:
-        job.train()
-    finally:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
-    logs = [row for row in job.state.log_history if "loss" in row]
-    assert not counters["graph_break"]
-    return [(row["loss"], row["grad_norm"]) for row in logs], logs, model, counters["stats"]["unique_graphs"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("regional", [False, True], ids=["whole", "regional"])
-def test_the_trainer_compiles(regional, tmp_path, monkeypatch, caplog):
-    expected, _, _, plain_graphs = trained(tmp_path / "plain", monkeypatch, None, regional=regional)
-    got, logs, model, graphs = trained(tmp_path / "ours", monkeypatch, {**FULL, "head": "auto"}, regional=regional)
-    assert len(got) == 3
-    assert got == expected
-    assert graphs == plain_graphs
-    found = hf_ckpt.describe(model)
-    assert len(found.in_graphs) == LAYERS
-    assert "in a graph" in found.head_ran
-    assert "torch.compile has it in a graph" in caplog.text
-    assert all("time/step_s" in row for row in logs)
-
-
 @pytest.mark.long
 def test_verify_says_that_it_cannot_look_into_graphs():
     model = small(layers=1)
@@ -291,7 +250,7 @@ def test_verify_says_that_it_cannot_look_into_graphs():
 
 @pytest.mark.slow
 def test_a_budget_is_planned_by_eager_steps():
-    """Compiled steps cannot be measured and run `full`; eager steps lead to a plan, which is then compiled."""
+    """Steps in a graph cannot be measured and run `full`; eager steps lead to a plan, which is then compiled."""
     model = small()
     hf_ckpt.install(model, {"policy": "budget", "budget": "1GiB"})
     enable(model)

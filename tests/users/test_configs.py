@@ -12,9 +12,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
-from helpers.processes import SCRIPTS
 from helpers.scripts import ROOT, complaints, launch, metrics
-from transformers import TrainingArguments
 
 ACCELERATE = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
 RECIPE_CONFIGS = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
@@ -35,10 +33,6 @@ def commands(path: Path) -> list[list[str]]:
 
 
 # --- configs/accelerate ---------------------------------------------------------------------------------------------
-
-
-def test_the_five_ways_to_launch():
-    assert [path.stem for path in ACCELERATE] == ["ddp", "deepspeed_zero2", "deepspeed_zero3", "fsdp2", "single"]
 
 
 @each_launch_config
@@ -102,30 +96,6 @@ def start(path: Path | str, *words: str | Path, cache: Path, **environment: str)
     """Run `accelerate launch` with one of the configs."""
     config = f"configs/accelerate/{path}.yaml"
     return launch("-m", "accelerate.commands.launch", "--config_file", config, *words, cache=cache, **environment)
-
-
-@pytest.mark.long
-def test_single_launches_an_unchanged_script(tmp_path):
-    new_name = hasattr(TrainingArguments, "activation_checkpointing")
-    flag = "--activation_checkpointing" if new_name else "--gradient_checkpointing"
-    flags = [flag, f"{flag}_kwargs", '{"policy": "full", "layers": "0-2"}']
-    run = ["--output_dir", tmp_path / "out", "--use_cpu", "--max_steps", "2", "--per_device_train_batch_size", "4"]
-    run += ["--report_to", "none", "--save_strategy", "no"]
-    done = start(
-        "single",
-        "--cpu",
-        "--mixed_precision",
-        "no",
-        *["-m", "hf_ckpt", SCRIPTS / "trainer_script.py"],
-        *flags,
-        *run,
-        cache=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert complaints(done.stderr) == []
-    assert "hf_ckpt: LlamaForCausalLM: full on blocks 0-2 of 4" in done.stderr
-    found = json.loads((tmp_path / "out" / "found.json").read_text())
-    assert found["recomputed"] == {f"model.layers.{block}": 2 for block in range(3)}
 
 
 @pytest.mark.slow

@@ -22,16 +22,10 @@ from hf_ckpt.spec.reading import POLICIES
 from hf_ckpt.spec.spec import Spec
 
 BLOCK_CALLS = {"lora_llama": 16, "full_gpt2": 16, "classify_bert": 16, "seq2seq_t5": 32}  # blocks times 4 steps
-SMALL = {
-    "use_cpu": "true",
-    "bf16": "false",
-    "max_length": "64",
-    "per_device_train_batch_size": "1",
-    "gradient_accumulation_steps": "1",
-    "logging_steps": "1",
-    "save_strategy": "no",
-}
-SMALL_RUN = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
+SMALL_RUN = (
+    *("--use_cpu", "true", "--bf16", "false", "--max_length", "64", "--per_device_train_batch_size", "1"),
+    *("--gradient_accumulation_steps", "1", "--logging_steps", "1", "--save_strategy", "no"),
+)
 # transformers reports a new head, in several lines that differ between versions.
 NEW_HEAD = re.compile(r"LOAD REPORT|newly initialized|classifier\.|^Key |^-+\+|^Notes:|TRAIN this model")
 

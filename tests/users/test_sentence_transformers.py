@@ -9,17 +9,7 @@ import pytest
 import torch
 import transformers
 from helpers.adapters import add_inside
-from helpers.clients import (
-    COMMON,
-    LAYERS,
-    MIXED,
-    PLANS,
-    TEXTS,
-    UPSTREAM,
-    assert_carried_out,
-    assert_same_training,
-    trained,
-)
+from helpers.clients import COMMON, LAYERS, PLANS, TEXTS, UPSTREAM, assert_carried_out, assert_same_training, trained
 from helpers.sparing import sparing
 from peft import LoraConfig
 
@@ -69,7 +59,7 @@ def st_run(tmp_path):
         "splade": (splade, transformers.BertForMaskedLM, sparse),
     }
 
-    def run(kind, spec=None, install=hf_ckpt.install, path=None):
+    def run(kind, spec=None):
         (model_class, trainer_class, config_class), auto, loss = kinds[kind]
         columns = {"anchor": TEXTS, "positive": [text[::-1] for text in TEXTS]}
         if kind == "cross":
@@ -77,9 +67,9 @@ def st_run(tmp_path):
         flags = {"gradient_checkpointing": spec is not None, "gradient_checkpointing_kwargs": spec}
 
         def make(callback):
-            model = model_class(path or bert_in(tmp_path / kind, auto), device="cpu")
+            model = model_class(bert_in(tmp_path / kind, auto), device="cpu")
             if spec is not None:
-                install(model)
+                hf_ckpt.install(model)
             if kind == "lora":
                 add_inside(
                     model.transformers_model, LoraConfig(r=2, target_modules=["query", "value"], lora_dropout=0.1)
@@ -106,15 +96,3 @@ def test_sentence_transformers_train_the_same(st_run, kind):
         assert_carried_out(plan, reference, run)
         ours = [text for text in run.messages if "checkpoint" in text or "hf_ckpt" in text]
         assert [text for text in ours if not any(start in text for start in UPSTREAM)] == []
-
-
-WAYS = [(way, kind) for way in ("the model inside", "everywhere") for kind in ("pairs", "cross")]
-
-
-@sparing(("way", "kind"), WAYS, ("everywhere", "pairs"))
-def test_other_ways_into_sentence_transformers(st_run, everywhere, way, kind):
-    inside = {"pairs": lambda model: hf_ckpt.install(model[0].auto_model), "cross": lambda m: hf_ckpt.install(m.model)}
-    reference = st_run(kind)
-    run = st_run(kind, MIXED, install=inside[kind] if way == "the model inside" else lambda model: everywhere())
-    assert_same_training(reference, run)
-    assert_carried_out("mixed", reference, run)

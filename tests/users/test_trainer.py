@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import types
 
 import pytest
 import torch
@@ -81,24 +82,6 @@ def test_a_resumed_run_is_measured_with_the_optimizer_state_that_is_there(tmp_pa
 # --- logits as the peak -----------------------------------------------------------------------------------------------
 
 
-class Meter:
-    """A meter that always reads the same peak."""
-
-    source, exact = "test allocator", True
-
-    def __init__(self, peak):
-        self.peak = peak
-
-    def reset(self):
-        pass
-
-    def peak_bytes(self):
-        return self.peak
-
-    def reserved_bytes(self):
-        return None
-
-
 LOGITS = 2 * 12 * 320 * 4
 """Bytes of the logits for two rows."""
 
@@ -115,7 +98,9 @@ LOGITS = 2 * 12 * 320 * 4
 )
 def test_logits_that_are_the_peak_are_said_once(spec, peak, share, said, tmp_path, monkeypatch, caplog):
     """A warning says once that the logits are most of the peak, which checkpointing blocks cannot lower."""
-    monkeypatch.setattr(callback, "PeakMeter", lambda devices: Meter(peak))
+    reading = {"reset": lambda: None, "peak_bytes": lambda: peak, "reserved_bytes": lambda: None}
+    meter = types.SimpleNamespace(source="test allocator", exact=True, **reading)
+    monkeypatch.setattr(callback, "PeakMeter", lambda devices: meter)
     with caplog.at_level(logging.WARNING, "hf_ckpt"):
         trainer(tmp_path, max_steps=3, **{f"{FLAG}_kwargs": spec}).train()
     assert [row["memory/head_gib"] * 2**30 for row in metrics(tmp_path)] == [pytest.approx(share * peak)] * 3
