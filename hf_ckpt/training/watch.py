@@ -1,8 +1,8 @@
 """The watch of a training run: which block is checked when, and what happens if a check finds a difference.
 
 For one block and one step, `engines.check.Check` compares the tensors that backward gets with those that the forward
-saved. The watch checks the blocks in turn, in the third forward under every plan and in every n-th training forward. A
-check holds what the block would save without checkpointing. It uses only free memory: the budget minus the plan's peak,
+saved. The watch checks the blocks in turn, in the third training forward and in every n-th one after it. A check holds
+what the block would save without checkpointing. It uses only free memory: the budget minus the plan's peak,
 or what the device has left.
 """
 
@@ -23,16 +23,13 @@ from hf_ckpt.measure.memory import spare_bytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.description import Watched
-from hf_ckpt.spec.plan import Plan
 
 log = logging.getLogger(__name__)
 
 FIRST = 3
-"""The forward under a plan that is checked. Whoever measures memory in the first two steps measures no check."""
+"""The first training forward that is checked. Whoever measures memory in the first two steps measures no check."""
 RESERVE = 0.02
 """Share of a budget that a check leaves free, because predicted peaks are not exact."""
-MOST_SEEN = 256
-"""The most plans that are remembered."""
 
 
 class Watch:
@@ -47,8 +44,6 @@ class Watch:
         self.check_every, self.on_mismatch = check_every, on_mismatch
         self.differences: list[Difference] = []
         """The first difference of each check that found one."""
-        self._seen: dict[int, tuple[Plan, int]] = {}
-        """Id of a plan that was enabled so far -> the plan, and training forwards under it."""
         self._forwards = 0
         """Training forwards so far, without those in which a session measures actions."""
         self._due = False
@@ -73,14 +68,8 @@ class Watch:
         """
         self.stop()
         first = min(FIRST, self.check_every)
-        if record is not None:
-            if record.planned is not None and record.planned.measures:
-                return
-            if len(self._seen) >= MOST_SEEN:
-                self._seen.clear()
-            forwards = self._seen.get(id(record.plan), (record.plan, 0))[1] + 1
-            self._seen[id(record.plan)] = record.plan, forwards
-            self._due |= forwards == first
+        if record is not None and record.planned is not None and record.planned.measures:
+            return
         self._forwards += 1
         self._due |= self._forwards % self.check_every == first % self.check_every
         if record is not None and record.session is not None and record.session.is_measuring:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import re
 import time
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from helpers.disks import full_disk
-from helpers.sparing import sparing
-from helpers.trainers import FLAG, KNOWN, StopAt, metrics, trainer
+from helpers.trainers import FLAG, KNOWN, metrics, trainer
 
 import hf_ckpt
 from hf_ckpt import compat
@@ -158,29 +154,6 @@ def test_evaluation_and_saving_are_not_counted(by, tmp_path, monkeypatch):
     assert rows[-1]["memory/peak_gib"] - rows[0]["memory/peak_gib"] < 0.15
 
 
-@sparing("later", ["full", "none", "layers"], "layers")
-def test_row_29_resume_equals_one_run_also_with_another_policy(tmp_path, later):
-    """Resuming after 2 of 4 steps, also with another policy, equals one run; optimizer state exists from the start."""
-    specs = {"full": {"policy": "full"}, "none": {"policy": "none"}, "layers": {"layers": "1,-1"}}
-
-    def run(folder: Path, resume: Path | None, stop: int, spec: dict) -> tuple[dict, int]:
-        model = installed(dropout=0.1)
-        job = trainer(folder, model, max_steps=4, save_strategy="steps", save_steps=2, **{f"{FLAG}_kwargs": spec})
-        if stop < 4:
-            job.add_callback(StopAt(stop))
-        job.train(resume_from_checkpoint=None if resume is None else str(resume))
-        weights = {name: value.clone() for name, value in model.state_dict().items()}
-        return weights, sum(hf_ckpt.describe(model).recomputed.values())
-
-    whole, count = run(tmp_path / "whole", None, 4, specs["full"])
-    assert count == 16
-    run(tmp_path / "parts", None, 2, specs["full"])
-    resumed, count = run(tmp_path / "parts", tmp_path / "parts" / "checkpoint-2", 4, specs[later])
-    assert count == {"full": 8, "none": 0, "layers": 4}[later]
-    assert whole.keys() == resumed.keys()
-    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
-
-
 @pytest.mark.compat
 def test_a_normal_run_warns_of_nothing_and_saves_the_config_unchanged(tmp_path, caplog):
     model = installed()
@@ -256,36 +229,11 @@ def test_figures_of_the_worst_rank_are_logged(tmp_path, monkeypatch):
     assert row["time/tokens_per_s"] == pytest.approx((tokens + 1000) / (seconds * 2))
 
 
-# --- a full disk or an unwritable folder does not end a training ------------------------------------------------------
-
-
-def warnings_about_figures(caplog):
-    return [record.getMessage() for record in caplog.records if "figures are missing" in record.getMessage()]
-
-
 @pytest.mark.compat
 def test_a_file_that_cannot_be_written_is_warned_of_once(tmp_path, caplog):
     (tmp_path / callback.METRICS_FILE).mkdir()
     run = trainer(tmp_path)
     run.train()
     assert all(row["memory/peak_gib"] > 0 for row in run.state.log_history if "loss" in row)
-    (warning,) = warnings_about_figures(caplog)
+    (warning,) = [text for record in caplog.records if "figures are missing" in (text := record.getMessage())]
     assert f"{tmp_path / callback.METRICS_FILE}' cannot be written: Is a directory." in warning
-
-
-class FullAtStep2(MemoryTimeCallback):
-    """Fills the disk while the callback writes step 2, at most the fourth of its rows."""
-
-    def _write(self, args, state, event, **row):
-        path = Path(args.output_dir) / callback.METRICS_FILE
-        written = path.stat().st_size if event == "log" and state.global_step == 2 else None
-        with contextlib.nullcontext() if written is None else full_disk(written + 10):
-            super()._write(args, state, event, **row)
-        assert written is None or path.stat().st_size == written
-
-
-def test_rows_after_a_full_disk_are_whole(tmp_path, caplog):
-    trainer(tmp_path, callbacks=[FullAtStep2(summary=False)]).train()
-    assert [row["step"] for row in metrics(tmp_path)] == [1, 3, 4]
-    (warning,) = warnings_about_figures(caplog)
-    assert "File too large" in warning or "No space left" in warning
