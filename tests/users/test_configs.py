@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -92,19 +91,14 @@ def test_recipe_and_yaml_name_each_other(path):
 # --- launches -------------------------------------------------------------------------------------------------------
 
 
-def start(path: Path | str, *words: str | Path, cache: Path, **environment: str) -> Any:
-    """Run `accelerate launch` with one of the configs."""
-    config = f"configs/accelerate/{path}.yaml"
-    return launch("-m", "accelerate.commands.launch", "--config_file", config, *words, cache=cache, **environment)
-
-
 @pytest.mark.slow
 def test_ddp_launches_a_recipe_on_two_processes(tmp_path):
     out = tmp_path / "out"
     # Not `--cpu`, with which the launcher starts one process only. Without a GPU it chooses gloo itself.
     two = ["--num_processes", "2", "--main_process_port", "0", "--mixed_precision", "no"]
+    start = ["-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/ddp.yaml"]
     recipe = ["recipes/lora_llama.py", "configs/recipes/lora_llama.yaml", "--tiny", "--output_dir", out]
-    done = start("ddp", *two, "-m", "hf_ckpt", *recipe, cache=tmp_path)
+    done = launch(*start, *two, "-m", "hf_ckpt", *recipe, cache=tmp_path)
     assert done.returncode == 0, done.stderr
     assert complaints(done.stderr) == []
     assert "16 checkpointed block calls, 16 recomputations" in done.stdout

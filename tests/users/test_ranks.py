@@ -24,24 +24,16 @@ DDP = {
     for family in ("llama", "bert", "t5")
     for name, row in {
         "plain": {},
-        "find_unused": {"options": UNUSED},
         "every_2": {"specs": (EVERY_2,)},
         "accumulate": {"steps": "accumulate"},
-        "accumulate-find_unused": {"steps": "accumulate", "options": UNUSED},
         "static_graph": {"steps": "repeat", "options": STATIC},
-        "bucket_view": {"steps": "repeat", "options": {"gradient_as_bucket_view": True}},
-        "lora": {"model": "lora"},
         "lora-dropout": DROPOUT,
         "lora, saved-find_unused": {"model": "lora, saved", "options": UNUSED},
         "lora, saved-static_graph": {"model": "lora, saved", "steps": "repeat", "options": STATIC},
         "installed_on_ddp": {"order": "after"},
         "selective": {"specs": (SELECTIVE,)},
-        "selective-lora-dropout": {"specs": (SELECTIVE,), **DROPOUT},
-        "selective-accumulate": {"specs": (SELECTIVE,), "steps": "accumulate"},
         "mixed-find_unused": {"specs": (MIXED,), "options": UNUSED},
-        "mixed-lora-dropout": {"specs": (MIXED,), **DROPOUT},
         "segments-accumulate": {"specs": ({"segments": 2},), "steps": "accumulate"},
-        "segments-lora-dropout": {"specs": ({"segments": 2},), **DROPOUT},
     }.items()
 } | {
     "pair": Case("ddp", steps="pair"),
