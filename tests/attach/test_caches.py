@@ -10,7 +10,9 @@ import pytest
 import torch
 import transformers
 from helpers.adapters import with_lora
+from helpers.museum import ExhibitConfig, ExhibitModel
 from helpers.steps import assert_same, cache_argument, enable, outcome, recomputed, step
+from helpers.unknown import steps_of
 from transformers.utils import logging as transformers_logging
 
 import hf_ckpt
@@ -120,40 +122,18 @@ def test_where_nothing_is_recomputed_a_cache_is_taken():
         loss()
 
 
-class OlderBlock(compat.transformers.GradientCheckpointingLayer):
-    """A block from the hub whose name for the cache may be unknown to transformers' layer."""
+class MakesACache(ExhibitModel):
+    """Code from the hub: its name for the cache, `shift`, is unknown to transformers' layer."""
 
-    def __init__(self, index):
-        super().__init__()
-        self.index, self.key, self.value = index, torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-
-    def forward(self, hidden, kv=None):
-        keys, values = (project(hidden)[:, None] for project in (self.key, self.value))
-        if kv is not None:
-            keys, values = kv.update(keys, values, self.index)
-        attended = torch.nn.functional.scaled_dot_product_attention(hidden[:, None], keys, values)[:, 0]
-        return hidden + self.key(torch.nn.functional.silu(attended))
+    def forward(self, hidden_states):
+        return super().forward(hidden_states, transformers.DynamicCache())
 
 
-class OlderModel(transformers.PreTrainedModel):
-    """Always creates a cache in forward."""
-
-    config_class = transformers.PretrainedConfig
-    supports_gradient_checkpointing = True
-
-    def __init__(self):
-        super().__init__(transformers.PretrainedConfig())
-        self.layers = torch.nn.ModuleList(OlderBlock(index) for index in range(3))
-        self.post_init()
-
-    def _init_weights(self, module):
-        """Linear layers initialise themselves."""
-
-    def forward(self, hidden):
-        cache = transformers.DynamicCache()
-        for layer in self.layers:
-            hidden = layer(hidden, kv=cache)
-        return hidden
+def attends(block, hidden, cache):
+    keys, values = block.one(hidden)[:, None], block.two(hidden)[:, None]
+    if cache is not None:
+        keys, values = cache.update(keys, values, block.index)
+    return block.norm(torch.nn.functional.scaled_dot_product_attention(hidden[:, None], keys, values)[:, 0])
 
 
 @pytest.mark.compat
@@ -161,19 +141,14 @@ class OlderModel(transformers.PreTrainedModel):
 def test_blocks_get_no_cache_under_any_name(spec):
     """Blocks get no cache under any argument name: a recomputed block would write to it twice."""
     torch.manual_seed(0)
-    model, hidden = OlderModel().train(), torch.randn(2, 4, 8)
-
-    def run():
-        model.zero_grad()
-        loss = model(hidden).square().mean()
-        loss.backward()
-        return outcome(model, loss)
-
-    expected = run()
+    model = MakesACache(ExhibitConfig()).train()
+    for index, layer in enumerate(model.layers):
+        layer.index, layer.work = index, attends
+    expected = steps_of(model, 2)
     hf_ckpt.install(model, SPECS[spec])
     enable(model)
-    for _ in range(2):
-        assert_same(expected, run())
+    for one, other in zip(expected, steps_of(model, 2), strict=True):
+        assert_same(one, other)
     assert len(recomputed(model)) >= 2
 
 

@@ -99,18 +99,6 @@ def test_hooks_answer_as_transformers_methods_do():
         assert getattr(model, name)() is None
 
 
-def test_the_plan_survives_generation_in_trl():
-    """TRL disables checkpointing around generation and enables it with its own kwargs: the plan must come back."""
-    model = planned({"layers": "1"})
-    enable(model)
-    for again in ({"use_reentrant": False}, None, {}):
-        disable(model)
-        model.generate(tiny_batch("llama")["input_ids"][:, :4], max_new_tokens=2)
-        enable(model, again)
-        step(model, tiny_batch("llama"))
-    assert recomputed(model) == ["model.layers.1"] * 3
-
-
 @pytest.mark.parametrize("asked", [None, {}, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
 def test_checkpointing_is_never_reentrant(monkeypatch, caplog, asked):
     """Checkpointing is never reentrant: torch's default for `{}` is, and ignores keyword inputs and frozen inputs."""

@@ -127,17 +127,6 @@ def test_a_part_answers_for_itself_once_the_plan_is_off():
 # --- scripts without an enable call -----------------------------------------------------------------------------------
 
 
-class Around(torch.nn.Module):
-    """A module of the script that contains the model."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, **batch):
-        return self.model(**batch)
-
-
 def through_parts(model):
     """Calls the stack and the head separately, like scripts that compute their own loss."""
 
@@ -160,7 +149,6 @@ def compiled_in_place(model):
 LOOPS = {
     "plain": lambda model: model,
     "prepared": lambda model: Accelerator(cpu=True).prepare(model),
-    "held": Around,
     "copied": copy.deepcopy,
     "forward method": lambda model: model.forward,
     "parts": through_parts,

@@ -21,7 +21,7 @@ from transformers import Trainer, TrainingArguments
 import hf_ckpt
 from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.models.blocks import base_model, vocabulary_head
+from hf_ckpt.models.blocks import vocabulary_head
 from hf_ckpt.models.tiny import VOCABULARY, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.usefixtures("unwatched")
@@ -165,21 +165,6 @@ def test_what_was_put_on_comes_off(take_off):
     take_off(model)
     assert vars(model.lm_head) == before
     assert_same(step(model_of("llama"), batch_of("llama")), step(model, batch_of("llama")))
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_adapters_around_the_head_after_enabling(again):
-    """Adapters added later leave only the head's base layer chunked, so logits are computed; enabling again helps."""
-    adapters = {"targets": ["q_proj", "lm_head"], "lora_dropout": 0.0}
-    plain, ours = (with_lora(model, "llama", **adapters) for model in (model_of("llama"), on(model_of("llama"))))
-    if again:
-        enable(ours)
-    expected, got = (trained(model, batch_of("llama")) for model in (plain, ours))
-    assert_near(expected[0], got[0])
-    assert (type(got[1].logits) is Logits) == again
-    assert calls(ours) == 1
-    hf_ckpt.uninstall(ours)
-    assert all("forward" not in vars(module) for module in base_model(ours).modules())
 
 
 def test_one_chunk_is_the_plain_head():
