@@ -1,12 +1,9 @@
-"""Values that blocks pass to each other and to the user: position biases, hidden states, attentions, encoder states."""
+"""Values that blocks pass to each other and to the user: position biases, hidden states, attentions."""
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-import transformers
 from helpers.steps import assert_same, enable, outcome, recomputed, step, without_cache
 
 import hf_ckpt
@@ -29,18 +26,6 @@ def test_the_shared_position_bias_crosses_the_plan(layers):
     assert all(name.startswith(stack) for name in recomputed(model))
 
 
-def same_outputs(model, run):
-    """Check that `run` gives the same gradients and tensors after installing; returns those from before."""
-    expected, tensors = run()
-    hf_ckpt.install(model)
-    enable(model)
-    got, got_tensors = run()
-    assert_same(expected, got)
-    assert all(torch.equal(one, other) for one, other in zip(tensors, got_tensors, strict=True))
-    assert set(hf_ckpt.describe(model).recomputed.values()) == {1}
-    return expected, tensors
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_and_attentions_in_the_loss(family):
     """They keep their order, values and gradients."""
@@ -53,32 +38,18 @@ def test_hidden_states_and_attentions_in_the_loss(family):
         out = model(**without_cache(model, tiny_batch(family)), output_hidden_states=True, output_attentions=True)
         names = ("encoder_hidden_states", "decoder_hidden_states") if family == "t5" else ("hidden_states",)
         states = [state for name in names for state in out[name]]
-        weights = out.decoder_attentions if family == "t5" else out.attentions
+        weights = (*out.decoder_attentions, *out.cross_attentions) if family == "t5" else out.attentions
         loss = out.loss + states[2].square().mean() + states[-2].sin().mean() + weights[1].square().sum()
         loss.backward()
         return outcome(model, loss), [found.detach() for found in (*states, *weights)]
 
-    expected, found = same_outputs(model, run)
-    assert len(found) == (10 if family == "t5" else 5) + 4
+    expected, found = run()
+    assert len(found) == (10 + 8 if family == "t5" else 5 + 4)
     with pytest.raises(AssertionError, match="differs"):  # they affect the loss
         assert_same(expected, plain)
-
-
-def test_cross_attention():
-    """Gradients of a decoder's cross-attention reach the encoder's states."""
-    config = copy.deepcopy(tiny_model("bert").config)
-    config.is_decoder = config.add_cross_attention = True
-    config.hidden_dropout_prob = 0.1
-    torch.manual_seed(0)
-    model = transformers.BertLMHeadModel(config).train()
-    states = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-
-    def run():
-        encoder = states.clone().requires_grad_(True)
-        got = step(model, {**tiny_batch("gpt2"), "encoder_hidden_states": encoder, "encoder_attention_mask": mask})
-        return {**got, "encoder": encoder.grad}, []
-
-    expected, _ = same_outputs(model, run)
-    assert expected["encoder"][0].any()
-    assert len(recomputed(model)) == 4
+    hf_ckpt.install(model)
+    enable(model)
+    got, found_by_ours = run()
+    assert_same(expected, got)
+    assert all(torch.equal(one, other) for one, other in zip(found, found_by_ours, strict=True))
+    assert set(hf_ckpt.describe(model).recomputed.values()) == {1}

@@ -102,26 +102,6 @@ def test_a_cache_of_the_caller_is_left_out_or_refused(model_type, spec):
         assert len(recomputed(model)) >= before + 2
 
 
-@pytest.mark.compat
-def test_where_nothing_is_recomputed_a_cache_is_taken():
-    """Paused plans and forwards without gradients accept a filled cache, as a model without hf_ckpt does."""
-    model, batch = decoder("gpt2")
-    cache = filled_by(model, batch)
-
-    def loss():
-        return model(**batch, **{cache_argument(model): copy.deepcopy(cache)}).loss.detach()
-
-    expected = loss()
-    hf_ckpt.install(model)
-    enable(model)
-    with hf_ckpt.paused(model):
-        assert torch.equal(loss(), expected)
-    with torch.no_grad():
-        assert torch.equal(loss(), expected)
-    with pytest.raises(HfCkptError, match="not empty"):
-        loss()
-
-
 class MakesACache(ExhibitModel):
     """Code from the hub: its name for the cache, `shift`, is unknown to transformers' layer."""
 

@@ -7,10 +7,7 @@ import logging
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
-from accelerate.utils import FullyShardedDataParallelPlugin
 from helpers.installed import ALL, active, flags
-from helpers.snapshots import snapshot
 from helpers.steps import assert_same, enable, input_gradient_hooks, recomputed, step
 
 import hf_ckpt
@@ -19,7 +16,7 @@ from hf_ckpt.attach.attach import lost_blocks
 from hf_ckpt.attach.record import installation
 from hf_ckpt.compat.peft import add_lora
 from hf_ckpt.engines import full
-from hf_ckpt.errors import OwnerConflictError, PlanMismatchError, SpecError
+from hf_ckpt.errors import SpecError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.compat
@@ -219,41 +216,6 @@ def test_what_others_accept_in_silence_is_refused_with_the_reason(asked, said):
                 getattr(model, name)(refused)
     assert flags(model) == []
     assert not hf_ckpt.describe(model).enabled
-
-
-@pytest.mark.parametrize("other", [("llama", {"layers": 3}), ("gpt2", {})], ids=["fewer layers", "gpt2"])
-def test_a_plan_for_another_model_installs_nothing(other, tmp_path):
-    family, keys = other
-    plan = plan_of(family, "full", **keys)
-    plan.save(tmp_path / "plan.json")
-    model = tiny_model("llama")
-    before = snapshot(model)
-    for given in (plan, {"plan": str(tmp_path / "plan.json")}):
-        with pytest.raises(PlanMismatchError, match="is for another model"):
-            hf_ckpt.install(model, given)
-        assert snapshot(model) == before
-    hf_ckpt.install(model, {"layers": "1"})
-    enable(model)
-    with pytest.raises(PlanMismatchError):
-        enable(model, {"plan": str(tmp_path / "plan.json")})
-    assert active(model) == [ALL[1]]
-
-
-@pytest.mark.parametrize("of_the_process", [False, True], ids=["model", "process"])
-def test_accelerates_own_checkpointing_is_a_second_owner(monkeypatch, everywhere, of_the_process):
-    """hf_ckpt refuses accelerate's FSDP checkpointing as a second owner; under FSDP2 it redraws dropout."""
-    model = tiny_model("llama")
-    everywhere(None if of_the_process else model)
-    for owns in (True, False):
-        plugin = FullyShardedDataParallelPlugin(activation_checkpointing=owns)
-        monkeypatch.setattr(AcceleratorState, "_shared_state", {"fsdp_plugin": plugin})
-        if owns:
-            with pytest.raises(OwnerConflictError, match=r"fsdp_activation_checkpointing: true.*needs one owner"):
-                enable(model)
-            assert not any(block.gradient_checkpointing for block in model.model.layers)
-        else:
-            enable(model)
-            assert hf_ckpt.describe(model).enabled
 
 
 # --- hooks on embeddings ----------------------------------------------------------------------------------------------

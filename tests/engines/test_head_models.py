@@ -276,7 +276,7 @@ def test_trainer(name, options, tmp_path, whole):
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 def test_ddp(options, whole):
-    """Logits stay in chunks under DDP, which passes outputs through a function of its own; so do other uses of them."""
+    """Logits stay in chunks under DDP, which passes outputs through a function of its own."""
     expected, _ = trained(model_of("llama"), batch_of("llama"))
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -288,10 +288,5 @@ def test_ddp(options, whole):
             assert calls(model) == step_number + 1
             assert type(outputs.logits) is Logits
         assert not whole
-        wrapped.zero_grad()
-        wrapped(**batch_of("llama"), use_cache=False).logits.float().square().mean().backward()
-        plain = model_of("llama")
-        plain(**batch_of("llama"), use_cache=False).logits.float().square().mean().backward()
-        torch.testing.assert_close(model.lm_head.weight.grad, plain.lm_head.weight.grad)
     finally:
         distributed.destroy_process_group()

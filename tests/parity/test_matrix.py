@@ -359,6 +359,7 @@ CHANGED = {
     "reference": Mode(adapters="two", loss="of a reference", **TWICE, **LLAMA),
     "batch norm": Mode(inside=functools.partial(nn.BatchNorm1d, 16), **TWICE, **LLAMA),
     "a buffer that counts": Mode(inside=PowerNorm, **TWICE, **LLAMA),
+    "a buffer that counts, kept graph": Mode(inside=PowerNorm, way=kept_graph, backwards=2, **LLAMA),
     "other dropout": Mode(**DROPOUT, change=other_dropout, families=("gpt2",)),
     "hooks removed": Mode(change=removed_hooks, **LLAMA),
     "hooks added": Mode(change=added_hooks, **LLAMA),
