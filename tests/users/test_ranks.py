@@ -37,9 +37,7 @@ DDP = {
     }.items()
 } | {
     "pair": Case("ddp", steps="pair"),
-    "pair-find_unused": Case("ddp", steps="pair", options=UNUSED),
     "pair-static_graph": Case("ddp", steps="pair", options=STATIC),
-    "pair-lora": Case("ddp", steps="pair", model="lora"),
     "unused_pooler": Case("ddp", "bert", model="headless", options=UNUSED),
     "frozen": Case("ddp", model="frozen"),
     "compiled": Case("ddp", specs=({"compile": "blocks", "share": 0.3},)),
@@ -49,9 +47,7 @@ FSDP2 = {
     for family in ("llama", "bert", "t5")
     for name, row in {
         "before": {},
-        "after": {"order": "after"},
         "accumulate": {"steps": "accumulate", "specs": (EVERY_2,)},
-        "bf16-dropout": {"half": True, "dropout": 0.1},
         "selective": {"specs": (SELECTIVE,), "steps": "repeat"},
         "selective-attention-bf16": {"specs": ({**SELECTIVE, "save": ["attention"]},), "half": True},
         "mixed-after-bf16": {"specs": (MIXED,), "order": "after", "half": True, "dropout": 0.1},
