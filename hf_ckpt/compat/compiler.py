@@ -21,12 +21,6 @@ _MOST_GRAPHS = 64
 """Most graphs of one compiled function, for blocks of different kinds, types and shapes."""
 MOST_CHOICES = 64
 """Most experts per token; a top-k of more is not a router. Sparse attention selects thousands."""
-_NOT_THERE = {
-    "InvalidCxxCompiler": "torch finds no C++ compiler (install g++ or clang)",
-    "CppCompileError": "the C++ compiler failed (is it whole, with its headers and OpenMP?)",
-    "TritonMissing": "Triton is missing (pip install triton)",
-}
-"""Class name of an error -> what it means."""
 
 Compiled = Callable[..., Any]
 
@@ -136,16 +130,4 @@ def is_compiled(module: nn.Module) -> bool:
 
 def is_compile_error(error: Exception) -> bool:
     """Whether torch.compile raised an error because it cannot compile something."""
-    kinds = (private("torch._dynamo.exc.TorchDynamoException"), private("torch._inductor.exc.InductorError"))
-    return isinstance(error, kinds)
-
-
-def missing_compiler(error: BaseException) -> str:
-    """Return what is missing to compile for the device, if torch.compile failed for that reason; else ""."""
-    seen: BaseException | None = error
-    while seen is not None:
-        for found in (seen, getattr(seen, "inner_exception", None)):
-            if type(found).__name__ in _NOT_THERE:
-                return _NOT_THERE[type(found).__name__]
-        seen = seen.__cause__ or seen.__context__
-    return ""
+    return isinstance(error, private("torch._dynamo.exc.TorchDynamoException"))

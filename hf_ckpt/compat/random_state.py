@@ -12,6 +12,7 @@ import numpy
 import torch
 
 from hf_ckpt.compat.devices import accelerator_type, is_initialized
+from hf_ckpt.compat.torch import tree_leaves
 
 
 class RandomState:
@@ -40,7 +41,8 @@ class RandomState:
         if self.of_host is None:
             return False
         of_python, of_numpy = self.of_host
-        return of_python != random.getstate() or not _equal(of_numpy, numpy.random.get_state(legacy=False))
+        pairs = zip(tree_leaves(of_numpy), tree_leaves(numpy.random.get_state(legacy=False)), strict=False)
+        return of_python != random.getstate() or not all(numpy.array_equal(one, other) for one, other in pairs)
 
     def of_torch_has_moved(self) -> bool:
         """The same for torch's generators alone."""
@@ -82,10 +84,7 @@ def devices_of(values: Iterable[Any]) -> list[torch.device]:
 
 def all_devices() -> list[torch.device]:
     """Return every device of the machine's accelerator: `torch.manual_seed` sets the generators of all of them."""
-    device_type = accelerator_type()
-    return (
-        [] if device_type is None else [torch.device(device_type, n) for n in range(torch.accelerator.device_count())]
-    )
+    return [torch.device(accelerator_type() or "cpu", n) for n in range(torch.accelerator.device_count())]
 
 
 def _is_ready(device: torch.device) -> bool:
@@ -100,13 +99,6 @@ def _is_ready(device: torch.device) -> bool:
 def _of_device(device: torch.device) -> torch.Tensor:
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two states of numpy are equal."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
-    return numpy.array_equal(one, other)
 
 
 def _bytes(state: torch.Tensor) -> bytes:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer as GradientC
 
 from hf_ckpt.compat.frames import callers
 from hf_ckpt.compat.torch import is_compiling
-from hf_ckpt.errors import MissingDependencyError
 
 ENABLE_NAMES = tuple(
     name
@@ -147,13 +144,6 @@ def set_layer_types(config: Any, types: Sequence[str]) -> None:
     except AttributeError:
         name = getattr(config, "attribute_map", {}).get("layer_types", "layer_types")
         config.__class__ = type(type(config).__name__, (type(config),), {name: list(types)})
-
-
-def gguf_config(path: Path) -> Any:
-    """Return the model config in a GGUF file. Raises `MissingDependencyError` if gguf is not installed."""
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingDependencyError("gguf", "reading a GGUF file", "pip install gguf")
-    return transformers.AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
 
 
 def quantised_layers(model: nn.Module) -> list[str]:

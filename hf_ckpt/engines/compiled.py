@@ -68,7 +68,7 @@ class CompiledRegion(Region):
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, compiled.
 
-        Raises `HfCkptError` if there is no compiler for the device, or if there is a hook on a module inside the block.
+        Raises `HfCkptError` if there is a hook on a module inside the block.
         """
         if not torch.is_grad_enabled():
             return fn(*args)
@@ -109,14 +109,9 @@ class CompiledRegion(Region):
         self.without_hooks = registered
 
     def _fall_back(self, error: Exception) -> None:
-        """Run the block as `full` from now on. Raises `HfCkptError` if there is no compiler."""
-        missing = compat.compiler.missing_compiler(error)
-        if missing:
-            raise HfCkptError(
-                f"block {self.block!r} cannot be compiled, because {missing}. Without one leave `compile` out: blocks "
-                "then run in eager mode."
-            ) from error
+        """Run the block as `full` from now on."""
         self.compiles = False
+        error = getattr(error, "inner_exception", error)  # says which compiler is missing, for example
         stack, _, place = self.block.rpartition(".")
         warn_once(
             log,

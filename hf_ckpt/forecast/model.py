@@ -231,14 +231,14 @@ def _sizes(parameters: Iterable[nn.Parameter]) -> Tensors:
 def load_config(name: str) -> Any:
     """The config of a preset, a folder, a hub id, a `config.json`, a GGUF file, or a folder with GGUF files only.
 
-    Raises `HfCkptError` if none can be read, and `MissingDependencyError` for GGUF files without the package gguf.
+    Raises `HfCkptError` if none can be read. GGUF files need the package gguf.
     """
     path = presets().get(name, Path(name))
     try:
         if path.is_dir() and not (path / "config.json").exists():
             path = min(path.glob("*.gguf"), default=path)
         if path.suffix == ".gguf" and path.is_file():
-            return compat.transformers.gguf_config(path)
+            return transformers.AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
         return transformers.AutoConfig.from_pretrained(path if path.exists() else name)
     except HfCkptError:
         raise

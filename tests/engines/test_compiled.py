@@ -207,14 +207,15 @@ def test_blocks_that_do_not_compile_run_as_full(graphs, caplog):
     assert set(done.recomputed.values()) == set(done.forwards.values()) == {2}
 
 
-def test_without_a_compiler_there_is_one_error(monkeypatch):
+def test_without_a_compiler_one_warning_names_what_is_missing(monkeypatch, caplog):
     def compile_graph(graph, inputs):
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(compat.compiler, "compile_graph", compile_graph)
     model = compiled({"share": 0.5})
-    with pytest.raises(HfCkptError, match=r"model\.layers\.0.*install g\+\+ or clang.*leave `compile` out"):
-        step(model, tiny_batch("llama"))
+    step(model, tiny_batch("llama"))
+    assert caplog.text.count("do not compile (InvalidCxxCompiler: No working C++ compiler found") == 1
+    assert set(hf_ckpt.describe(model).recomputed.values()) == {1}
 
 
 # --- other compilers ------------------------------------------------------------------------------------------------

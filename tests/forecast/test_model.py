@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import types
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
-from hf_ckpt.errors import HfCkptError, MissingDependencyError
+from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast import presets as presets_module
 from hf_ckpt.forecast.batches import micro_step
 from hf_ckpt.forecast.model import load_config, model_of_workload, nbytes
@@ -84,13 +83,6 @@ def test_files_that_are_no_configs_are_refused_by_name(text, tmp_path):
         with pytest.raises(HfCkptError, match=r"cannot read a model's config from") as raised:
             load_config(name)
         assert ", ".join(presets()) in str(raised.value)
-
-
-def test_a_gguf_file_without_its_package_says_what_to_install(tmp_path, monkeypatch):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match="gguf"):
-        load_config(str(tmp_path))
 
 
 @pytest.mark.parametrize("form", [dict, lambda keys: types.SimpleNamespace(to_dict=lambda: keys)])
