@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import weakref
 
 import pytest
@@ -166,14 +165,3 @@ def test_a_plan_that_comes_in_the_forward_of_a_stack(whole):
     assert cache_argument(model) not in outputs  # no cache is built in a recomputed forward
     outputs[0].square().mean().backward()
     assert describe(model).recomputed == {blocks[1]: 1, blocks[3]: 1}
-
-
-def test_a_decider_travels_with_its_model():
-    model = tiny_model("llama")
-    attach(model, GIVEN, plan_of(model, FULL, KEEP, KEEP, KEEP), Deciding())
-    enable(model)
-    twin = pickle.loads(pickle.dumps(model))
-    enable(twin, {"layers": "1"})
-    assert isinstance(installation(twin).decider, Deciding)
-    assert len(installation(twin).decider.enabled) == 2
-    assert len(installation(model).decider.enabled) == 1

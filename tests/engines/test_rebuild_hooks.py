@@ -1,20 +1,11 @@
-"""The user's hooks around the model, inside a block and on its modules, work beside the engine's own."""
+"""The user's checkpoint inside a block, and hooks on its modules, work beside the engine's own hooks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from helpers.steps import assert_same, step
-from helpers.toys import (
-    SCALE,
-    WEIGHT,
-    Norm,
-    each_family,
-    each_save,
-    same_steps,
-    same_toys,
-    toy,
-)
+from helpers.toys import SCALE, WEIGHT, Norm, each_family, each_save, same_steps, toy
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +14,6 @@ from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.models.tiny import tiny_batch
 
 pytestmark = pytest.mark.usefixtures("unwatched")
-
 
 HALVES, SWAP, MASK, NORM = torch.full((16,), 0.5), torch.tensor([1, 0]), torch.zeros(8, 8), Norm()
 CALLS = []
@@ -64,17 +54,6 @@ def test_the_users_own_checkpoint_inside_a_block(name, save):
         assert region.recomputed > 0
         assert 2 <= len(CALLS) <= 2 + (type(region) is FullSelectiveRegion)  # once with the block, and then by itself
         assert type(region) is FullSelectiveRegion or region.dropped_tensors
-
-
-@each_save
-def test_save_on_cpu_inside_a_block(save):
-    def block(x):
-        y = functional.silu(x) * x
-        with torch.autograd.graph.save_on_cpu():
-            y = functional.silu(y @ WEIGHT) * y
-        return functional.gelu(y) * y
-
-    same_toys(block, save=save)
 
 
 @each_family
