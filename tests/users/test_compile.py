@@ -278,19 +278,3 @@ def test_a_budget_of_blocks_that_are_compiled_on_a_cpu_is_refused(way):
     enable(model)
     with pytest.raises(HfCkptError, match="cannot measure compiled blocks: that needs an allocator"):
         way(model, backend="aot_eager")(**without_cache(model, tiny_batch("llama")))
-
-
-def test_hooks_keep_their_numbers_apart():
-    """The ids of hf_ckpt's hooks count down from -1, so that they never collide with other hooks."""
-    model = small()
-    norm = find_blocks(model).modules["model.layers.0"].input_layernorm
-    calls = []
-    before = norm.register_forward_hook(lambda *_: calls.append("before"), always_call=True)
-    hf_ckpt.install(model, SELECTIVE)
-    enable(model)
-    after = norm.register_forward_hook(lambda *_: calls.append("after"), always_call=True)
-    assert sorted(norm._forward_hooks) == [-1, before.id, after.id]
-    model(**without_cache(model, tiny_batch("llama")))
-    assert calls == ["before", "after"]
-    hf_ckpt.uninstall(model)
-    assert sorted(norm._forward_hooks) == sorted(norm._forward_hooks_always_called) == [before.id, after.id]

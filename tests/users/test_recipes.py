@@ -199,15 +199,3 @@ def test_data_that_cannot_be_used_is_refused(common, write, files, message):
     data = common.DataArguments(train_file=write(**files) or None, max_length=64)
     with pytest.raises(SystemExit, match=message):
         common.pack(common.load_rows(data), byte_tokenizer(), data)
-
-
-def test_packing_keeps_every_token_in_order(common, write):
-    tokenizer = byte_tokenizer()
-    data = common.DataArguments(train_file=write(a_txt="a long enough text " * 40, b_txt="and more"), max_length=16)
-    rows = common.load_rows(data, sample_by="document")
-    packed = common.pack(rows, tokenizer, data)
-    tokens = []
-    for text in rows["text"]:
-        tokens += [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], tokenizer.eos_token_id]
-    assert list(packed["input_ids"]) == list(packed["labels"])
-    assert [token for block in packed["input_ids"] for token in block] == tokens[: len(tokens) // 16 * 16]
