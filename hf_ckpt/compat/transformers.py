@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import inspect
@@ -211,3 +212,13 @@ def callback_handler_of(callback: object) -> Any | None:
         if isinstance(handler, CallbackHandler) and any(found is callback for found in handler.callbacks):
             return handler
     return None
+
+
+def uninitialised() -> contextlib.AbstractContextManager[None]:
+    """Make transformers create models without initialising their weights, inside this context."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # transformers 4
+        from transformers.modeling_utils import no_init_weights
+    context: contextlib.AbstractContextManager[None] = no_init_weights()
+    return context

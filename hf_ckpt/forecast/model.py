@@ -100,7 +100,7 @@ def model_of_workload(workload: Question, config: Any = None, live: nn.Module | 
         config = base.config
     config = load_config(workload.model) if config is None else config
     _refuse(config, workload, "" if live is not None else quantisation_of(config))
-    with torch.device("meta"):
+    with torch.device("meta"), compat.transformers.uninitialised():
         model = _make(config, workload, None if base is None else compat.distributed.plain_class(base))
         if live is not None:
             model = _like_live(model, live, base)
@@ -278,7 +278,7 @@ def _make(config: Any, workload: Question, kind: Any = None) -> nn.Module:
     except Exception as error:  # models do not validate configs: any error may follow
         made_as = f" as {workload.architecture}" if workload.architecture else ""
         raise HfCkptError(f"{workload.model} cannot be made{made_as} from its config: {reason_of(error)}.") from error
-    base_model(model).tie_weights()  # as `from_pretrained` does
+    base_model(model).tie_weights()  # transformers skips this together with weight initialisation
     return model
 
 
