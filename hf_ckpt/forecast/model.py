@@ -7,7 +7,6 @@ block of the real model.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import difflib
@@ -175,8 +174,7 @@ def _cut(model: nn.Module) -> tuple[Stack, ...]:
         if types and len(places) < len(types):
             compat.transformers.set_layer_types(config, [types[place] for place in places])
         for key in depth_keys(config, stack):
-            with contextlib.suppress(NotImplementedError):  # of transformers, for sums of other keys (ProphetNet)
-                config.update({key: len(places)})
+            config.update({key: len(places)})
         stacks.append(Stack(container, blocks, tuple(like)))
     return tuple(stacks)
 

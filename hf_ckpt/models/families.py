@@ -7,7 +7,6 @@ may be recomputed as a whole, and how to make a small random model. No other fil
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ Depths = Mapping[str, tuple[str, ...]]
 
 _DEPTH_OF_ALL = ("num_hidden_layers", "num_layers", "n_layer")
 GENERIC_DEPTHS: Depths = {
-    "encoder": ("encoder_layers", *_DEPTH_OF_ALL),
+    "encoder": ("num_encoder_layers", "encoder_layers", *_DEPTH_OF_ALL),
     "decoder": ("num_decoder_layers", "decoder_layers", *_DEPTH_OF_ALL),
 }
 """The keys for models of no known family. Stacks with other names use the keys of `_DEPTH_OF_ALL`."""
@@ -109,15 +108,17 @@ def family_of(config: Any) -> Family | None:
     return next((family for family in FAMILIES.values() if model_type in family.model_types), None)
 
 
-def depth_keys(config: Any, stack: str | None = None) -> list[str]:
-    """Return the keys of this config that hold the number of blocks of a stack. The first one counts.
+def depth_keys(config: Any, stack: str) -> list[str]:
+    """Return the keys of this config that hold the number of blocks of a stack.
 
-    Without a stack, return the keys of all stacks.
+    Properties are left out: the config computes them from other keys.
     """
     family = family_of(config)
     depths = GENERIC_DEPTHS if family is None else family.depths
-    keys = depths.get(stack, _DEPTH_OF_ALL) if stack is not None else itertools.chain(*depths.values(), _DEPTH_OF_ALL)
-    return [key for key in dict.fromkeys(keys) if isinstance(getattr(config, key, None), int)]
+    stored = (
+        key for key in depths.get(stack, _DEPTH_OF_ALL) if not isinstance(getattr(type(config), key, None), property)
+    )
+    return [key for key in stored if isinstance(getattr(config, key, None), int)]
 
 
 def learned_positions(config: Any) -> int | None:

@@ -194,6 +194,16 @@ class ReadsItsLogits(transformers.LlamaForCausalLM):
         return outputs
 
 
+def test_a_depth_that_the_config_computes_is_not_set():
+    """ProphetNet's `num_hidden_layers` is a property that refuses to be set; the depths of its stacks are keys."""
+    small = {"hidden_size": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 64}
+    config = transformers.ProphetNetConfig(num_encoder_layers=6, num_decoder_layers=7, **small)
+    model = model_of_workload(Question("prophetnet", architecture="ProphetNetForConditionalGeneration"), config)
+    assert [len(stack.blocks) for stack in model.stacks] == [6, 7]
+    encoder, decoder = (owner.config for owner in find_blocks(model.base).owners)
+    assert (encoder.num_encoder_layers, decoder.num_decoder_layers) == (4, 4)
+
+
 def test_live_models_that_cannot_be_planned_for_are_refused():
     changed, mapped = tiny_model("llama"), tiny_model("llama")
     changed.model.layers[1].mlp.up_proj = nn.Linear(32, 96)
