@@ -25,13 +25,6 @@ def make_console(stderr: bool = False) -> Console:
     return console if kept else Console(stderr=stderr, width=max(console.width, 120))
 
 
-def print_beside_bars(text: str) -> None:
-    """Print lines to stderr, above the progress bars of tqdm."""
-    from tqdm import tqdm
-
-    tqdm.write(text, file=sys.stderr)
-
-
 @contextlib.contextmanager
 def progress(first: str) -> Iterator[Callable[[str], None]]:
     """Show what is done on stderr, beginning with the text `first`: as a spinner in a terminal, else as lines.

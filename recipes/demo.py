@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 
 import hf_ckpt
 from hf_ckpt import compat
@@ -174,7 +175,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         label, model, tokenizer, text_label, text = load(tiny=arguments.tiny)
         torch.manual_seed(0)
         model = model.to(compat.devices.accelerator_type() or "cpu").train()
-        model = compat.peft.add_lora(model, rank=LORA_RANK, lora_dropout=0.05, task_type="CAUSAL_LM")
+        model = get_peft_model(
+            model, LoraConfig(r=LORA_RANK, target_modules="all-linear", lora_dropout=0.05, task_type="CAUSAL_LM")
+        )
         shape = (arguments.steps + 2, arguments.batch, arguments.tokens)
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][: torch.Size(shape).numel()]
         pieces = torch.tensor(ids, device=model.device).view(shape)

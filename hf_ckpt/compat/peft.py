@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -12,25 +12,6 @@ import torch
 from torch import nn
 
 from hf_ckpt.errors import HfCkptError, reason_of
-
-
-def add_lora(
-    model: nn.Module,
-    *,
-    rank: int,
-    targets: str | Sequence[str] = "all-linear",
-    lora_dropout: float = 0.0,
-    **config: Any,
-) -> nn.Module:
-    """Add LoRA adapters to layers of a model; `targets` and `config` as in PEFT's `LoraConfig`.
-
-    Raises `HfCkptError` if no layer matches `targets`.
-    """
-    from peft import LoraConfig
-
-    chosen = targets if isinstance(targets, str) else list(targets)
-    lora = LoraConfig(r=rank, target_modules=chosen, lora_dropout=lora_dropout, **config)
-    return add_adapters(model, {"default": lora})
 
 
 def add_adapters(model: nn.Module, configs: Mapping[str, Any]) -> nn.Module:

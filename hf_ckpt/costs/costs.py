@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from hf_ckpt.costs.steps import CallName, Change, Part, Step
-from hf_ckpt.spec.actions import FULL, Action, offloads
+from hf_ckpt.spec.actions import COMPILED, FULL, Action, offloads
 from hf_ckpt.spec.plan import Block
 
 OFFLOADED = offloads()
@@ -142,6 +142,19 @@ class Costs:
         """
         near = (action, ON_DEVICE.get(action, action))
         return tuple(next((a for a in near if a in call.costs), next(iter(call.costs))) for call in self.calls)
+
+    def choice(self, chosen: Mapping[str, Action]) -> Choice:
+        """The choice that gives blocks, by name, these actions if they may have them; others keep least."""
+        least = FULL if FULL in self.actions else COMPILED
+        choice = []
+        for call in self.calls:
+            near = (chosen.get(call.blocks[0].name, least), least)
+            choice.append(next((action for action in near if action in call.costs), next(iter(call.costs))))
+        return tuple(choice)
+
+    def peak(self, chosen: Mapping[str, Action]) -> int:
+        """The predicted peak of that choice."""
+        return timeline(self, self.choice(chosen)).peak_bytes
 
 
 def costs_of_step(

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.engines.arguments import version_of
 from hf_ckpt.models.blocks import routers
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -96,10 +97,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_WORDS[tensor.element_size()])
 
 
-def _version_of(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def _has_no_values(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (compat.torch.is_fake(value) or value.is_meta)
 
@@ -165,7 +162,7 @@ class _Facts(dict[str, Any]):
 
     def forward_begins(self, inputs: dict[tuple[str, int], torch.Tensor]) -> None:
         """Record the block's inputs and the random state."""
-        self.inputs = {key: (value.detach(), _version_of(value)) for key, value in inputs.items()}
+        self.inputs = {key: (value.detach(), version_of(value)) for key, value in inputs.items()}
         self.random = compat.random_state.RandomState(
             compat.random_state.devices_of([*self.module.parameters(), *inputs.values()])
         )
@@ -193,7 +190,7 @@ class _Facts(dict[str, Any]):
         others = [
             f"`{key[0]}`"
             for key, (value, version) in self.inputs.items()
-            if key not in again or _version_of(value) != version or difference_of(value, again[key]) is not None
+            if key not in again or version_of(value) != version or difference_of(value, again[key]) is not None
         ]
         self["inputs"] = ", ".join(list(dict.fromkeys(others))[:3])
         self["stored"], self.inputs = False, {}
@@ -233,7 +230,7 @@ def _seen_in(module: nn.Module) -> dict[tuple[str, str], Any]:
                 found[name, key] = str(list(value))
             elif key in _SETTINGS or all(isinstance(item, bool | int | float | str | None) for item in items):
                 found[name, key] = repr(value)
-        found |= {(name, key): (id(b), _version_of(b)) for key, b in inner._buffers.items() if b is not None}
+        found |= {(name, key): (id(b), version_of(b)) for key, b in inner._buffers.items() if b is not None}
     return found
 
 
@@ -268,7 +265,7 @@ class Saved:
         self.operation = "input" if tensor.grad_fn is None else tensor.grad_fn.name()
         if _is_of_a_parameter(tensor):
             self.operation = "weight"
-        self.shape, self.version = tuple(tensor.shape), _version_of(tensor)
+        self.shape, self.version = tuple(tensor.shape), version_of(tensor)
         self.tensor = tensor.detach()  # its graph would hold it: a reference cycle
 
 
@@ -388,7 +385,7 @@ class Check:
 
     def _compare(self, saved: Saved, tensor: torch.Tensor) -> None:
         assert saved.tensor is not None
-        has_changed = _version_of(saved.tensor) != saved.version
+        has_changed = version_of(saved.tensor) != saved.version
         if has_changed and saved.operation != "weight":
             self.left_out += 1  # without checkpointing, torch raises an error in this backward
             return

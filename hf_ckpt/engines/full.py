@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt import compat
-from hf_ckpt.engines.arguments import as_given
+from hf_ckpt.engines.arguments import as_given, version_of
 from hf_ckpt.engines.region import Region
 from hf_ckpt.engines.state import ForwardState, Settings
 from hf_ckpt.errors import GraphCaptureError, InPlaceError
@@ -70,10 +70,10 @@ class FullRegion(Region):
             )
         self.forwards += 1
         fn, args = as_given(fn, args)
-        versions = [_version_of(arg) for arg in args]
+        versions = [version_of(arg) for arg in args]
         output = self._checkpoint(Counted(fn, self), *args)
         for arg, version in zip(args, versions, strict=True):
-            if _version_of(arg) != version and needs_gradient(output):
+            if version_of(arg) != version and needs_gradient(output):
                 raise InPlaceError(self.block, arg, version, None if arg.grad_fn is None else arg.grad_fn.name())
         return output
 
@@ -121,8 +121,3 @@ def is_plain(args: tuple[Any, ...]) -> bool:
 def needs_gradient(output: Any) -> bool:
     """Whether a backward may reach a block that returned `output`."""
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in compat.torch.tree_leaves(output))
-
-
-def _version_of(value: Any) -> int | None:
-    """Return the in-place version of a tensor; None for other values and for inference tensors."""
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None

@@ -20,7 +20,7 @@ import transformers
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.compat.peft import adapters_of, add_adapters, add_lora, like_bitsandbytes
+from hf_ckpt.compat.peft import adapters_of, add_adapters, like_bitsandbytes
 from hf_ckpt.errors import HfCkptError, reason_of, shown
 from hf_ckpt.forecast.batches import DTYPES
 from hf_ckpt.forecast.presets import presets
@@ -284,12 +284,16 @@ def _prepared(model: nn.Module, workload: Question) -> nn.Module:
     """Quantise the base of a model and add adapters, as the workload says."""
     if workload.lora is None:
         return model
+    from peft import LoraConfig
+
     if workload.load_in_4bit:
         quantise(model, DTYPES[workload.dtype], double=workload.double_quant)
     if workload.prepared:
         prepare_for_kbit_training(model)
     dropout = 0.0 if workload.trainer == "dpo" else workload.lora_dropout
-    model = add_lora(model, rank=workload.lora, targets=workload.lora_targets, lora_dropout=dropout)
+    targets = workload.lora_targets if isinstance(workload.lora_targets, str) else list(workload.lora_targets)
+    lora = LoraConfig(r=workload.lora, target_modules=targets, lora_dropout=dropout)
+    model = add_adapters(model, {"default": lora})
     like_bitsandbytes(model, QuantisedLinear)
     for parameter in model.parameters():
         if workload.load_in_4bit and workload.trainer is not None and parameter.requires_grad:

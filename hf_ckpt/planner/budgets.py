@@ -39,6 +39,26 @@ def choice_within(ways: Sequence[Costs], budget_bytes: int) -> tuple[Costs, Choi
     return min(choices, key=lambda way: step_nanoseconds(*way))
 
 
+def best_plan(ways: Sequence[Costs], budget_bytes: int, device: str = "") -> tuple[Plan, Sequence[str]]:
+    """The plan of `plan_within`; if none fits, the fastest with the lowest peak, and what would lower it.
+
+    A block that is called several times needs the same action in all its calls, which `plan_within` cannot ensure. All
+    blocks get the same action then.
+    """
+    names = {call.blocks[0].name for call in ways[0].calls}
+    if len(names) == len(ways[0].calls):
+        try:
+            return plan_within(ways, budget_bytes, device), ()
+        except InfeasibleError as error:
+            return plan_of(*choice_within(ways, peak_of_least(ways)), budget_bytes, device), error.hints
+    uniform = [(costs, costs.uniform(action)) for costs in ways for action in costs.actions]
+    peaks = [timeline(*way).peak_bytes for way in uniform]
+    most = max(budget_bytes, min(peaks))
+    fitting = [way for way, peak in zip(uniform, peaks, strict=True) if peak <= most]
+    hints = ["smaller batches or shorter sequences"] if most > budget_bytes else []
+    return plan_of(*min(fitting, key=lambda way: step_nanoseconds(*way)), budget_bytes, device), hints
+
+
 def peak_of_least(ways: Sequence[Costs]) -> int:
     """The lowest peak of any plan, in bytes."""
     return min(map(lowest_peak, ways))

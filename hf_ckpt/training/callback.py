@@ -33,7 +33,6 @@ from transformers.trainer_callback import DefaultFlowCallback
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
 from hf_ckpt.attach.record import IN_GRAPH, Installation, installation
-from hf_ckpt.console import print_beside_bars
 from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.errors import NoBlocksError, OwnerConflictError, PlanLostError
 from hf_ckpt.logs import warn_once
@@ -68,7 +67,6 @@ class MemoryTimeCallback(TrainerCallback):
     plan for blocks can change.
 
     Args:
-        summary: print a table at the end of the training.
         check_every: for a model that hf_ckpt does not checkpoint (transformers itself does, for example): in every n-th
             training forward, check whether the backward of one block gets what its forward saved. Blocks take turns. 0
             checks nothing. Under a plan of hf_ckpt, the spec's `check_every` applies instead.
@@ -78,8 +76,7 @@ class MemoryTimeCallback(TrainerCallback):
     Raises `PlanLostError` at the first step if other code has removed the plan from a block.
     """
 
-    def __init__(self, *, summary: bool = True, check_every: int = 100, on_mismatch: str = "warn") -> None:
-        self.summary = summary
+    def __init__(self, *, check_every: int = 100, on_mismatch: str = "warn") -> None:
         self.check_every, self.on_mismatch = check_every, on_mismatch
         self._handles: list[Any] = []
         self._forget()
@@ -213,14 +210,10 @@ class MemoryTimeCallback(TrainerCallback):
         self._write(args, state, "log", **metrics)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write and print the summary of the run, including steps since the last log, and remove all hooks."""
-        record = _record(kwargs["model"])
+        """Write the summary of the run, including steps since the last log, and remove all hooks."""
         if self._clock.steps:
             self._take_window(args, kwargs["model"])
-        summary = _summarise(self._windows)
-        self._write(args, state, "end", **summary)
-        if self.summary and state.is_world_process_zero and self._meter is not None and self._windows:
-            _print_summary(summary, self._meter, record if record is not None and record.enabled else None)
+        self._write(args, state, "end", **_summarise(self._windows))
         self._forget()
 
     # --- what the events do ---
@@ -368,14 +361,3 @@ def _summarise(windows: list[Metrics]) -> Metrics:
         combine = max if key.startswith("memory/") else sum if key == "ckpt/mismatch" else statistics.median
         summary[key] = combine(values) if values else None
     return summary
-
-
-def _print_summary(summary: Metrics, meter: PeakMeter, enabled: Installation | None) -> None:
-    """Print the figures of a training run to stderr, with the plan of an enabled installation."""
-    figures = {key: f"{value:,.4g}" for key, value in summary.items() if value is not None}
-    plan = "none is enabled" if enabled is None else enabled.plan.summary()
-    if enabled is not None and enabled.measuring is not None:
-        plan = f"not made yet: {enabled.measuring}"
-    rows = {**figures, "memory is that of": meter.source, "plan": plan}
-    lines = [f"  {name:22} {text}" for name, text in rows.items()]
-    print_beside_bars("\n".join(["hf_ckpt: this training run", *lines]))

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from hf_ckpt.costs.costs import Choice, Costs, costs_of_step, timeline
+from hf_ckpt.costs.costs import Costs, costs_of_step
 from hf_ckpt.costs.steps import Call, CallName, Change, Part, Step, changes_of, joined
-from hf_ckpt.spec.actions import COMPILED, FULL, FULL_SELECTIVE, Action
+from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, Action
 from hf_ckpt.spec.plan import Block
 from hf_ckpt.training.batches import Batch
 
@@ -185,7 +185,7 @@ class Measurements:
             chosen: dict[str, Action] = {}
             for kind, _ in usual.most_common():
                 trying = {**chosen, last[kind]: action}
-                if self._is_pending((kind, action), batch) and peak_of(self.costs(batch, trying), trying) <= limit:
+                if self._is_pending((kind, action), batch) and self.costs(batch, trying).peak(trying) <= limit:
                     chosen = trying
             if chosen:
                 return chosen
@@ -216,7 +216,7 @@ class Measurements:
         timed = collections.Counter(pair for pair in self.ratios if pair in pairs)
         while pairs:
             kind, action = pair = min(pairs, key=timed.__getitem__)
-            if free[kind] and peak_of(costs, {**chosen, free[kind][-1]: action}) <= limit:
+            if free[kind] and costs.peak({**chosen, free[kind][-1]: action}) <= limit:
                 chosen[free[kind].pop()] = action
                 timed[pair] += 1
             else:
@@ -293,18 +293,3 @@ class Measurements:
                     shares[kind, action] = min(least, ratio)
                     least = shares[kind, action] if self.actions[-1] == FULL else 1.0
         return shares
-
-
-def choice_of(costs: Costs, chosen: Mapping[str, Action]) -> Choice:
-    """The choice that gives blocks these actions if they may have them, and to all others the one that keeps least."""
-    least = FULL if FULL in costs.actions else COMPILED
-    choice = []
-    for call in costs.calls:
-        wanted = chosen.get(call.blocks[0].name, least)
-        choice.append(next((action for action in (wanted, least) if action in call.costs), next(iter(call.costs))))
-    return tuple(choice)
-
-
-def peak_of(costs: Costs, chosen: Mapping[str, Action]) -> int:
-    """The predicted peak if blocks have these actions, and all others the one that keeps least."""
-    return timeline(costs, choice_of(costs, chosen)).peak_bytes

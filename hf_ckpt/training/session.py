@@ -32,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,21 +42,21 @@ from hf_ckpt import compat
 from hf_ckpt.attach.attach import exchange
 from hf_ckpt.attach.boundaries import Boundaries
 from hf_ckpt.attach.record import Installation
-from hf_ckpt.costs.costs import Costs, with_offloading
+from hf_ckpt.costs.costs import with_offloading
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.devices import this_device
-from hf_ckpt.logs import PLANS
+from hf_ckpt.logs import PLANS, warn_once
 from hf_ckpt.measure.clocks import Meter
 from hf_ckpt.measure.levels import Levels, meter_for, step_of
 from hf_ckpt.measure.live import held_bytes
 from hf_ckpt.measure.memory import device_memory, device_name, keeps_statistics
 from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.planner.budgets import choice_within, peak_of_least, plan_of, plan_within
+from hf_ckpt.planner.budgets import best_plan
 from hf_ckpt.planner.segments import in_segments
 from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.training.batches import Batch, Forward, forward_of, look_of
-from hf_ckpt.training.measurements import Measurements, choice_of, peak_of
+from hf_ckpt.training.measurements import Measurements
 from hf_ckpt.units import budget_bytes, format_bytes, format_seconds
 
 log = logging.getLogger(__name__)
@@ -216,8 +216,6 @@ class Session:
         """Bytes of the optimizers' state when such an optimizer was last seen."""
         self._may_try = True
         """Whether actions may be tried: not once a step has run out of memory."""
-        self._has_warned = False
-        """Whether it was said that no plan fits."""
         self.measured_steps = 0
 
     def _refuse_unmeasurable(self) -> None:
@@ -225,10 +223,8 @@ class Session:
         reason = ""
         if not compat.transformers.HOOKS_STAY_OUTSIDE:
             reason = "this version of transformers runs a block together with its hooks; 5.23 does not"
-        elif self._device_type == "cpu":
-            reason = "that needs an allocator that reports peaks, as accelerators have"
-        elif not all(map(keeps_statistics, self._devices)):
-            reason = f"the allocator of {self._device_type} reports no peaks"
+        elif self._device_type == "cpu" or not all(map(keeps_statistics, self._devices)):
+            reason = f"that needs an allocator that reports peaks, which {self._device_type} has not"
         elif self._sharded:
             reason = "parameters are split over ranks"
         if reason:
@@ -336,7 +332,7 @@ class Session:
         if known.reference(batch) is None:
             return self._trying(batch, "measure full"), {}
         # If even `full` needs more than the limit, for the optimizer's step, a step may need as much.
-        least = peak_of(known.costs(batch), {})
+        least = known.costs(batch).peak({})
         tried = known.to_try(batch, max(limit, least)) if self._may_try else {}
         if tried:
             return self._trying(batch, "try actions", tried), tried
@@ -499,7 +495,7 @@ class Session:
         stacks = {block.stack for block in self._blocks.values()}
         if len(stacks) == 1 and not (self._compiles or self._sharded):
             ways = [*ways, *in_segments(costs)]
-        made, hints = _best(ways, self.limit_bytes, device_name(self._devices))
+        made, hints = best_plan(ways, self.limit_bytes, device_name(self._devices))
         actions = {block.name: action for block, action in made.actions}
         blocks = tuple((block, actions.get(name, self._least)) for name, block in self._blocks.items())
         plan = Plan(self._family, self._name, blocks, made.prediction, self._spec.head)
@@ -518,9 +514,9 @@ class Session:
             format_seconds(made.prediction.step_seconds),
             self.measured_steps,
         )
-        if hints and not self._has_warned:
-            self._has_warned = True
-            log.warning(
+        if hints:
+            warn_once(
+                log,
                 "hf_ckpt: no plan fits %s into %s. Such batches get the fastest plan with the lowest peak, %s. What "
                 "would lower it: %s",
                 batch,
@@ -529,27 +525,3 @@ class Session:
                 "; ".join(hints),
             )
         return planned
-
-
-def _best(ways: list[Costs], limit: int, device: str) -> tuple[Plan, Sequence[str]]:
-    """Return the fastest plan within a limit; if none fits, the one with the lowest peak, and what would lower it.
-
-    A block that is called several times needs the same action in all its calls. `plan_within` cannot ensure that, so
-    that all blocks get the same action then.
-    """
-    names = {call.blocks[0].name for call in ways[0].calls}
-    if len(names) == len(ways[0].calls):
-        try:
-            return plan_within(ways, limit, device), ()
-        except InfeasibleError as error:
-            return plan_of(*choice_within(ways, peak_of_least(ways)), limit, device), error.hints
-    uniform = [(costs, dict.fromkeys(names, action)) for costs in ways for action in costs.actions]
-    peaks = [peak_of(costs, chosen) for costs, chosen in uniform]
-    most = max(limit, min(peaks))
-    plans = [
-        plan_of(costs, choice_of(costs, chosen), limit, device)
-        for (costs, chosen), peak in zip(uniform, peaks, strict=True)
-        if peak <= most
-    ]
-    fastest = min(plans, key=lambda plan: plan.prediction.step_seconds if plan.prediction else 0.0)
-    return fastest, ["smaller batches or shorter sequences"] if most > limit else ()

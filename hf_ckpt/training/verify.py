@@ -37,8 +37,6 @@ class Verification:
 
     plan: Plan
     """The plan that was verified."""
-    measuring: str | None
-    """Why this is not the plan of the run yet, under an installed `budget` or `auto`; None if it is."""
     loss: str
     """How far the loss differs from that without the plan, in words."""
     gradients: str
@@ -66,10 +64,9 @@ class Verification:
         return {"ok": self.ok, **dataclasses.asdict(self), "plan": self.plan.to_dict()}
 
     def __str__(self) -> str:
-        early = f"; not yet the plan of the run: {self.measuring}" if self.measuring else ""
         return "\n".join(
             [
-                f"plan: {self.plan.summary()}{early}",
+                f"plan: {self.plan.summary()}",
                 f"loss: {self.loss}",
                 f"gradients: {self.gradients}",
                 f"{sum(self.recomputed.values())} recomputations of {len(self.plan.active())} planned blocks",
@@ -101,7 +98,7 @@ def verify(
         batch: keyword arguments of the forward, on the model's device, with labels unless `loss_fn` is given. Without
             `use_cache`, neither run builds a key/value cache.
         spec: the plan to verify, in any form that `install` accepts. None verifies the installed plan, or `full` if
-            there is none; while an installed `budget` or `auto` still measures, `measuring` of the result says so.
+            there is none. While an installed `budget` or `auto` measures, that is the plan of its last step.
         loss_fn: returns a scalar loss from the model's outputs. None uses `outputs.loss`.
         seed: the seed of both runs.
 
@@ -112,8 +109,6 @@ def verify(
         raise HfCkptError("the model is in eval mode, where nothing is checkpointed; call model.train() first.")
     if "use_cache" not in batch and compat.transformers.wants_use_cache(base_model(model)):
         batch = {**batch, "use_cache": False}
-    record = installation(model)
-    measuring = record.measuring if record is not None and spec is None else None
     before = StepState(model, compat.random_state.all_devices())
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -174,7 +169,6 @@ def verify(
     largest = max((gaps[name] for name in there), default=0.0)
     return Verification(
         plan=after.plan,
-        measuring=measuring,
         loss="equal" if gaps["loss"] == 0 else f"differs by {gaps['loss']:.2g} of its value",
         gradients=f"{equal}, the others up to {largest:.2g} of their norm (allowed {allowed:g})" if allowed else equal,
         recomputed=after.recomputed,

@@ -80,7 +80,7 @@ def test_a_step_that_compiles_is_not_measured_and_blocks_keep_least_until_there_
 
 
 def test_what_cannot_be_measured_is_refused(graphs, monkeypatch):
-    with device.no_statistics(), pytest.raises(HfCkptError, match=r"reports no peaks\. Give a `share`"):
+    with device.no_statistics(), pytest.raises(HfCkptError, match=r"reports peaks, which sim has not\. Give a `share`"):
         train({"budget": "1GiB"}, graphs)
     monkeypatch.setattr(compat.transformers, "HOOKS_STAY_OUTSIDE", False)
     with pytest.raises(HfCkptError, match=r"together with its hooks; 5\.23 does not. Give a `share`"):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from helpers.installed import ALL, active, flags
 from helpers.steps import assert_same, enable, input_gradient_hooks, recomputed, step
+from peft import LoraConfig, get_peft_model
 
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
 from hf_ckpt.attach.record import installation
-from hf_ckpt.compat.peft import add_lora
 from hf_ckpt.engines import full
 from hf_ckpt.errors import SpecError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -232,7 +232,7 @@ def test_hooks_on_embeddings_are_off_while_a_plan_is_on():
     for _ in range(3):
         enable(model)
         model.enable_input_require_grads()  # as TRL does
-        add_lora(model, rank=2)  # PEFT calls it if checkpointing is on
+        get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))  # PEFT calls it if checkpointing is on
         assert input_gradient_hooks(model) == 0
     disable(model)
     assert input_gradient_hooks(model) == before

@@ -15,7 +15,7 @@ from hf_ckpt.measure.levels import Level, step_of
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.spec.plan import Block
 from hf_ckpt.training.batches import Batch, Forward
-from hf_ckpt.training.measurements import Measurements, choice_of
+from hf_ckpt.training.measurements import Measurements
 
 ACTIONS = (KEEP, SELECTIVE, FULL)
 SHARES = {KEEP: 0.5, SELECTIVE: 0.75, FULL: 1.0}
@@ -101,7 +101,7 @@ def test_every_plan_needs_what_three_steps_have_shown(machine, data):
     costs = costs_of_step(full, blocks, kinds, changes, ratios, ACTIONS)
     plan = [data.draw(st.sampled_from(ACTIONS)) for _ in range(depth)]
     real = step_of(machine.levels(plan)).peak_bytes
-    choice = choice_of(costs, {f"b{number}": action for number, action in enumerate(plan)})
+    choice = costs.choice({f"b{number}": action for number, action in enumerate(plan)})
     assert timeline(costs, choice).peak_bytes == max(real, full.start_bytes)
     assert step_nanoseconds(costs, choice) == sum(level.nanoseconds for level in machine.levels(plan))
 

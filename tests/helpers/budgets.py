@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hf_ckpt
@@ -30,7 +30,6 @@ from helpers.others import other_model
 from helpers.steps import enable, without_cache
 from helpers.unusual_models import MODELS, unusual_batch, unusual_model
 from hf_ckpt.attach.record import installation
-from hf_ckpt.compat.peft import add_lora
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import byte_tokenizer, tiny_batch, tiny_model
 
@@ -239,7 +238,9 @@ def small(family: str, layers: int = LAYERS, **more) -> nn.Module:
 def adapted(model: nn.Module, **more) -> nn.Module:
     """The model in PEFT's wrapper, with adapters on all linear layers, and dropout before them."""
     torch.manual_seed(1)
-    return add_lora(model, rank=4, lora_dropout=0.05, init_lora_weights=False, **more).train()
+    return get_peft_model(
+        model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.05, init_lora_weights=False, **more)
+    ).train()
 
 
 class Repeated(nn.ModuleList):

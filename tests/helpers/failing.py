@@ -136,7 +136,7 @@ def train(folder, bases, at=(), spec=None, **options):
         hf_ckpt.install(model, spec)
     asked = {FLAG: spec is not None, f"{FLAG}_kwargs": None}
     args = arguments(folder, max_steps=6, gradient_accumulation_steps=2, **asked, **options)
-    figures = hf_ckpt.MemoryTimeCallback(summary=False)
+    figures = hf_ckpt.MemoryTimeCallback()
     trainer = kind(model=model, args=args, train_dataset=Dataset.from_list(rows), callbacks=[figures])
     trainer.train()
     keys = ("loss", "grad_norm", "learning_rate", "epoch", "step")

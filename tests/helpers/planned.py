@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 
 import torch
+from peft import LoraConfig, get_peft_model
 
 import hf_ckpt
 from helpers.steps import enable, without_cache
 from hf_ckpt import compat
-from hf_ckpt.compat.peft import add_lora
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_model
 
@@ -21,7 +21,8 @@ def model_of(family="llama", *, lora=False, dropout=0.0, layers=6):
     has_sdpa = family != "t5" or "activation_checkpointing_enable" in compat.transformers.ENABLE_NAMES
     attention = "sdpa" if has_sdpa else "eager"
     model = tiny_model(family, layers=layers, hidden=128, attention=attention, dropout=dropout)
-    return add_lora(model, rank=4, init_lora_weights=False) if lora else model
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(model, config) if lora else model
 
 
 def without_state(model):

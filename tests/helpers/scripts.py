@@ -23,7 +23,7 @@ ALLOWED = {
 }
 PROGRESS = re.compile(r"[^\r\n]*?\[[^\[\]\r\n]*(/s|/it)\]")
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-SUMMARY = re.compile(r"^hf_ckpt: (this training run|after \d+ steps: |\w+: )|^  (ckpt|memory|time|plan)\b")
+SUMMARY = re.compile(r"^hf_ckpt: (after \d+ steps: |\w+: )")
 
 
 def launch(*command: str | Path, cache: Path, **environment: str) -> subprocess.CompletedProcess:

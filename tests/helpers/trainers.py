@@ -58,7 +58,7 @@ def trainer(folder: Path, model=None, *, callbacks=(), evaluate: bool = False, r
         args=arguments(folder, **overrides),
         train_dataset=Rows() if rows is None else rows,
         eval_dataset=Rows(count=4) if evaluate else None,
-        callbacks=list(callbacks) or [MemoryTimeCallback(summary=False)],
+        callbacks=list(callbacks) or [MemoryTimeCallback()],
     )
 
 

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from helpers.budgets import Row, Trained, Training, Watch, differing, missed, trained
 from helpers.steps import enable
+from peft import LoraConfig, get_peft_model
 from ranks import run_cases, without_cache, wrapped
 from torch import nn
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.compat.peft import add_lora
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 LAYERS, HIDDEN, BATCH = 8, 96, 3
@@ -39,7 +39,8 @@ def row(case: dict[str, Any], kept: list[Any]) -> Row:
         model: nn.Module = without_cache(tiny_model("llama", layers=LAYERS, hidden=HIDDEN, attention="sdpa"))
         if case["lora"]:
             torch.manual_seed(1)
-            model = add_lora(model, rank=4, lora_dropout=0.05, init_lora_weights=False)
+            config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.05, init_lora_weights=False)
+            model = get_peft_model(model, config)
         model.train()
         if spec is not None:
             hf_ckpt.install(model)

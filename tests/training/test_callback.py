@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 import warnings
 
@@ -53,25 +52,23 @@ def test_figures_reach_the_file_the_history_and_the_console(tmp_path, capsys):
     assert [row["memory/peak_gib"] for row in history] == [row["memory/peak_gib"] for row in rows]
     printed = capsys.readouterr()
     assert "memory/peak_gib" in printed.out  # the Trainer's own console line
-    assert "full on all 4 blocks" in printed.err.partition("this training run")[2]
     assert sum(hf_ckpt.describe(model).recomputed.values()) == 4 * 4
     model.gradient_checkpointing_disable()
     assert hook_count(model) == hooks
 
 
 @pytest.mark.compat
-def test_a_short_run_that_logs_nothing_still_tells_its_memory(tmp_path, capsys):
-    """The callback reports memory even if a run ends before `logging_steps`, and keeps progress bars intact."""
-    trainer(tmp_path, callbacks=[MemoryTimeCallback()], logging_steps=500, disable_tqdm=False).train()
+def test_a_short_run_that_logs_nothing_still_tells_its_memory(tmp_path):
+    """The callback's file has the memory even if a run ends before `logging_steps`."""
+    trainer(tmp_path, callbacks=[MemoryTimeCallback()], logging_steps=500).train()
     assert metrics(tmp_path) == []
     (end,) = metrics(tmp_path, "end")
     assert end["memory/peak_gib"] > 0
     assert end["time/tokens_per_s"] == pytest.approx(2 * 12 / end["time/step_s"])
-    assert re.search(r"[\r\n] *hf_ckpt: this training run", capsys.readouterr().err)
 
 
 @pytest.mark.long
-def test_plans_of_a_budget_are_written_with_their_predicted_peak(tmp_path, capsys):
+def test_plans_of_a_budget_are_written_with_their_predicted_peak(tmp_path):
     spec = {f"{FLAG}_kwargs": {"policy": "budget", "budget": "1GiB"}}
     run = trainer(tmp_path, installed(), callbacks=[MemoryTimeCallback()], max_steps=12, logging_steps=12, **spec)
     run.train()
@@ -79,7 +76,6 @@ def test_plans_of_a_budget_are_written_with_their_predicted_peak(tmp_path, capsy
     predicted = plans[-1]["plan"]["prediction"]["peak_bytes"]
     assert row["memory/predicted_gib"] * 2**30 == predicted
     assert {row["action"] for row in plans[-1]["plan"]["stacks"]["decoder"]} == {"keep"}
-    assert "memory/predicted_gib" in capsys.readouterr().err.partition("this training run")[2]
 
 
 def test_unknown_figures_are_null_never_zero(tmp_path, monkeypatch):
@@ -184,7 +180,7 @@ def test_a_plan_that_was_replaced_on_the_blocks_stops_the_run_at_step_one(tmp_pa
             model = kwargs["model"]
             type(model)._set_gradient_checkpointing(model, True, lambda fn, *args: fn(*args))
 
-    run = trainer(tmp_path, installed(), callbacks=[MemoryTimeCallback(summary=False), Replace()])
+    run = trainer(tmp_path, installed(), callbacks=[MemoryTimeCallback(), Replace()])
     with pytest.raises(PlanLostError, match=r"4 planned blocks no longer carry.*model\.layers\.0"):
         run.train()
 

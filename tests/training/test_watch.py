@@ -52,7 +52,7 @@ each_owner = pytest.mark.parametrize("whose", ["ours", "theirs"])
 def faulty_trainer(folder, monkeypatch, whose, on_mismatch):
     """A Trainer under faulty checkpointing: rebuilt results lack dropout (ours), or masks are drawn again (theirs)."""
     model = tiny_model("llama", layers=LAYERS, dropout=0.1)
-    callback = MemoryTimeCallback(summary=False, check_every=1, on_mismatch=on_mismatch)
+    callback = MemoryTimeCallback(check_every=1, on_mismatch=on_mismatch)
     if whose == "theirs":
         return trainer(folder, model, callbacks=[callback], **THEIRS)
     unpack = masks.unpack
@@ -83,11 +83,11 @@ def test_every_difference_is_counted_and_the_first_of_a_kind_is_logged(whose, tm
 
 
 def test_a_run_without_differences_logs_none(tmp_path):
-    trainer(tmp_path / "on", callbacks=[MemoryTimeCallback(summary=False)]).train()
+    trainer(tmp_path / "on", callbacks=[MemoryTimeCallback()]).train()
     logged = [row.get("ckpt/mismatch") for row in metrics(tmp_path / "on")]
     assert logged == [None, None, 0, 0]  # the third forward is the first to be checked
     off = {f"{FLAG}_kwargs": {"policy": "full", "check_every": 0}}
-    trainer(tmp_path / "off", callbacks=[MemoryTimeCallback(summary=False)], **off).train()
+    trainer(tmp_path / "off", callbacks=[MemoryTimeCallback()], **off).train()
     assert all("ckpt/mismatch" not in row for row in metrics(tmp_path / "off"))
 
 
@@ -98,7 +98,7 @@ def test_a_trainer_that_compiles_its_model_compiles_it_once(tmp_path):
     for every in (1, 0):
         torch._dynamo.reset()
         counters.clear()
-        callback = MemoryTimeCallback(summary=False, check_every=every)
+        callback = MemoryTimeCallback(check_every=every)
         model = tiny_model("llama", layers=LAYERS)
         trainer(tmp_path / str(every), model, callbacks=[callback], **THEIRS, **compiled).train()
         assert counters["stats"]["unique_graphs"] == 1

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_ckpt import compat
+from hf_ckpt.engines.arguments import version_of
 from hf_ckpt.errors import DoubleBackwardError, HfCkptError
 
 RowOperation = Callable[[torch.Tensor], torch.Tensor]
@@ -80,11 +81,6 @@ def autocast(device_type: str, dtype: torch.dtype | None) -> Any:
     Casts of weights are cached only while gradients are recorded: others would have no gradient when used later.
     """
     return compat.devices.autocast_to(device_type, dtype, caches=torch.is_grad_enabled())
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return the in-place version of a tensor, which its views share; 0 for inference tensors."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def differentiated(
