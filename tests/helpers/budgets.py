@@ -238,9 +238,8 @@ def small(family: str, layers: int = LAYERS, **more) -> nn.Module:
 def adapted(model: nn.Module, **more) -> nn.Module:
     """The model in PEFT's wrapper, with adapters on all linear layers, and dropout before them."""
     torch.manual_seed(1)
-    return get_peft_model(
-        model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.05, init_lora_weights=False, **more)
-    ).train()
+    options = {"target_modules": "all-linear", "lora_dropout": 0.05, "init_lora_weights": False, **more}
+    return get_peft_model(model, LoraConfig(r=4, **options)).train()
 
 
 class Repeated(nn.ModuleList):
@@ -369,7 +368,7 @@ def _opt() -> nn.Module:
 def _t5_above() -> nn.Module:
     """A T5 with adapters on the upper half of each stack."""
     targets = ["q", "k", "v", "o", "wi_0", "wi_1", "wo"]
-    return adapted(small("t5"), targets=targets, layers_to_transform=[2, 3], layers_pattern="block")
+    return adapted(small("t5"), target_modules=targets, layers_to_transform=[2, 3], layers_pattern="block")
 
 
 _quick = functools.partial(tiny_model, "llama", layers=4, hidden=32, attention="sdpa")
