@@ -54,7 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not checks:
         raise SpecError(refused)
     if arguments.json:
-        rows = [{"model": name, "spec": spec.to_dict(), **check.to_dict()} for name, check in checks.items()]
+        rows = [
+            {"model": name, "spec": spec.to_dict(), "ok": bool(check), **vars(check), "plan": check.plan.to_dict()}
+            for name, check in checks.items()
+        ]
         print(json.dumps(rows, indent=1))
     else:
         table = Table("model", "loss", "gradients", "recomputed", "result", title=f"without and with {spec.to_json()}")

@@ -29,13 +29,13 @@ def current_accelerator() -> torch.device | None:
     return None if device_type is None else torch.device(device_type, torch.accelerator.current_device_index())
 
 
-def accelerators(devices: Iterable[torch.device]) -> list[torch.device]:
+def accelerators(devices: Iterable[torch.device] | None) -> list[torch.device]:
     """Return those of some devices that are not the CPU (or `meta`), each once, in the order of their numbers.
 
-    A device without a number is the current one of its type.
+    None gives the machine's current accelerator, if any. A device without a number is the current one of its type.
     """
     found = set()
-    for device in devices:
+    for device in filter(None, [current_accelerator()] if devices is None else devices):
         if device.type not in ("cpu", "meta"):
             current = torch.accelerator.current_device_index() if device.type == accelerator_type() else 0
             found.add(torch.device(device.type, current if device.index is None else device.index))
@@ -47,10 +47,13 @@ def shares_host_memory(device_type: str) -> bool:
     return device_type in ("cpu", "mps")
 
 
-def device_name(device: torch.device) -> str:
-    """Return the name of a device's model, such as `NVIDIA A100-SXM4-80GB`; else its type."""
-    name = getattr(getattr(torch, device.type, None), "get_device_name", None)
-    return device.type if name is None else str(name(device))
+def device_name(devices: Iterable[torch.device] | None) -> str:
+    """Return the name of the first accelerator among some devices, such as `NVIDIA A100-SXM4-80GB`, or its type if
+    torch does not tell the name; `cpu` without one. None is as for `accelerators`."""
+    for device in accelerators(devices):
+        name = getattr(getattr(torch, device.type, None), "get_device_name", None)
+        return device.type if name is None else str(name(device))
+    return "cpu"
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -100,7 +100,8 @@ def this_device(devices: Collection[torch.device] | None = None) -> Device:
     there are several, the one with the most words wins: an "NVIDIA H100 PCIe" is not an "h100". An unknown accelerator
     gets the row of an 80 GB A100, with a warning. `devices` are those of a model; None asks for the machine's.
     """
-    from hf_ckpt.measure.memory import device_memory, device_name
+    from hf_ckpt.compat.devices import device_name
+    from hf_ckpt.measure.memory import device_memory
 
     name = device_name(devices)
     if name == "cpu":

@@ -61,10 +61,6 @@ class Levels:
         """What the last boundary is; empty before the first."""
         return self._found[-1][0].what if self._found else ""
 
-    def outside(self) -> tuple[int, int]:
-        """Return (bytes alive, most bytes alive since the last boundary). The meter must have stopped."""
-        return self.meter.read()
-
     def levels(self) -> tuple[Level, ...]:
         """Return all boundaries, with the times between them. Waits for an accelerator. The meter must have stopped."""
         stamps = [stamp for _, stamp in self._found]

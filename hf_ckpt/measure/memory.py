@@ -30,16 +30,6 @@ _CONTAINER = Path("/sys/fs/cgroup")
 # --- how much there is ------------------------------------------------------------------------------------------------
 
 
-def device_name(devices: Iterable[torch.device] | None = None) -> str:
-    """Return the name of an accelerator's model, its type if torch does not tell the name, or `cpu` without one.
-
-    Args:
-        devices: the devices of a model; None asks for the machine's accelerator.
-    """
-    there = _accelerators(devices)
-    return compat.devices.device_name(there[0]) if there else "cpu"
-
-
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
     """The memory of the devices that a model trains on, in bytes.
@@ -61,7 +51,7 @@ def device_memory(held_bytes: int, devices: Iterable[torch.device] | None = None
         held_bytes: bytes of tensors that are known to be in memory.
         devices: the devices of the model; None asks for the machine's accelerator.
     """
-    there = _accelerators(devices)
+    there = compat.devices.accelerators(devices)
     found = _memory_of(there, held_bytes)
     if found is not None:
         return found
@@ -95,12 +85,6 @@ def spare_bytes(devices: Iterable[torch.device]) -> int:
     if memory is None or not all(map(keeps_statistics, there)):
         return 0
     return memory.available_bytes - sum(allocator_of(device).highest_bytes for device in there)
-
-
-def _accelerators(devices: Iterable[torch.device] | None) -> list[torch.device]:
-    """Return the accelerators among a model's devices, or for None the current one of the machine, if any."""
-    current = compat.devices.current_accelerator()
-    return compat.devices.accelerators(devices if devices is not None else [current] if current is not None else [])
 
 
 def _memory_of(devices: Collection[torch.device], held_bytes: int) -> DeviceMemory | None:

@@ -22,6 +22,7 @@ import contextlib
 import json
 import logging
 import statistics
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ class MemoryTimeCallback(TrainerCallback):
         if planned is None or planned.measures:
             return
         prediction = planned.plan.prediction
-        self._predicted = _largest(self._predicted, None if prediction is None else prediction.peak_bytes)
+        self._predicted = _over(max, (self._predicted, None if prediction is None else prediction.peak_bytes))
         if any(planned.plan is plan for plan in self._written):
             return
         self._written.append(planned.plan)
@@ -239,8 +240,8 @@ class MemoryTimeCallback(TrainerCallback):
     def _read_meter(self) -> None:
         """Raise the peaks of the window to those of the meter."""
         assert self._meter is not None
-        self._peak = _largest(self._peak, self._meter.peak_bytes())
-        self._reserved = _largest(self._reserved, self._meter.reserved_bytes())
+        self._peak = _over(max, (self._peak, self._meter.peak_bytes()))
+        self._reserved = _over(max, (self._reserved, self._meter.reserved_bytes()))
 
     def _take_window(self, args: Any, model: nn.Module) -> Metrics | None:
         """Return the figures of the window over all ranks, or None if it has no step, and begin a new window."""
@@ -257,8 +258,9 @@ class MemoryTimeCallback(TrainerCallback):
             mismatches = max(0, self._mismatches - before)
         own = (self._peak, self._reserved, self._counts.head_bytes or None, self._predicted, seconds)
         ranks = compat.distributed.of_all_ranks((*own, self._counts.tokens or None, mismatches))
-        peak, reserved, head, predicted, slowest = (_largest(*values) for values in list(zip(*ranks, strict=True))[:5])
-        tokens, found = (_sum(*values) for values in list(zip(*ranks, strict=True))[5:])
+        columns = list(zip(*ranks, strict=True))
+        peak, reserved, head, predicted, slowest = (_over(max, values) for values in columns[:5])
+        tokens, found = (_over(sum, values) for values in columns[5:])
         self._begin_window()
         self._meter.reset()
         if not steps or not slowest:
@@ -344,20 +346,16 @@ def _record(model: nn.Module) -> Installation | None:
         return None
 
 
-def _largest(*values: float | None) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _sum(*values: float | None) -> float | None:
+def _over(combine: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
+    """Combine the values that are known; None if none is."""
     known = [value for value in values if value is not None]
-    return sum(known) if known else None
+    return combine(known) if known else None
 
 
 def _summarise(windows: list[Metrics]) -> Metrics:
     """Return the figures of the whole run: the largest memory use, the sum of mismatches, and medians of the others."""
     summary: Metrics = {}
     for key in dict.fromkeys(key for window in windows for key in window):
-        values = [value for window in windows if (value := window.get(key)) is not None]
         combine = max if key.startswith("memory/") else sum if key == "ckpt/mismatch" else statistics.median
-        summary[key] = combine(values) if values else None
+        summary[key] = _over(combine, (window.get(key) for window in windows))
     return summary

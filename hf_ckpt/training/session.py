@@ -49,7 +49,7 @@ from hf_ckpt.logs import PLANS, warn_once
 from hf_ckpt.measure.clocks import Meter
 from hf_ckpt.measure.levels import Levels, meter_for, step_of
 from hf_ckpt.measure.live import held_bytes
-from hf_ckpt.measure.memory import device_memory, device_name, keeps_statistics
+from hf_ckpt.measure.memory import device_memory, keeps_statistics
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.planner.budgets import best_plan
 from hf_ckpt.planner.segments import in_segments
@@ -174,21 +174,20 @@ class Session:
                 f"no plan fits into {format_bytes(self.limit_bytes)}: the model holds {format_bytes(held)} by itself. "
                 "What would lower it:",
             )
-        self._compiles = self._spec.compile is not None
-        """Whether hf_ckpt compiles the blocks."""
-        if self._compiles:
+        self._least = FULL if self._spec.compile is None else COMPILED
+        """The action that keeps least. Blocks that hf_ckpt compiles cannot get others than compiled ones."""
+        if self._least == COMPILED:
             self._refuse_unmeasurable()
-        self._least = COMPILED if self._compiles else FULL
-        actions = candidates(compiled=self._compiles)
+        actions = candidates(compiled=self._least == COMPILED)
         self._actions = (*(action for action in actions if action != self._least), self._least)
         """The actions to choose from; the last one keeps least."""
         self.known = Measurements(self._modules, self._blocks, self._actions)
         self.plans: dict[Batch, Planned] = {}
         """The plans of the run, by their batch."""
-        self._recorder: _Recorder | None = None
+        self.recorder: _Recorder | None = None
+        """What measures the current step; None if it is not measured."""
         self._looks: dict[Any, int] = {}
         """States of the model that were seen, and their numbers: see `look_of`."""
-        self._look: Any = None
         self._state: tuple[Any, int] = (None, 0)
         """The present state of the model, as in `Batch.state`."""
         self._seen: list[Batch] = []
@@ -233,20 +232,10 @@ class Session:
                 "`selective`, or do not compile blocks."
             )
 
-    @property
-    def is_measuring(self) -> bool:
-        """Whether the current step is measured."""
-        return self._recorder is not None
-
     # --- what others call ---
 
     def on_batch(
-        self,
-        record: Installation,
-        running: nn.Module,
-        stack: str | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, record: Installation, running: nn.Module, stack: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Choose and enable the plan for a training forward of `running` that is about to begin."""
         base = self._base()
@@ -258,8 +247,8 @@ class Session:
         self._padded |= forward.padded
         if self._goes_on(forward):
             self._forwards.append(forward)
-            if self._recorder is not None:
-                self._recorder.begin_forward()
+            if self.recorder is not None:
+                self.recorder.begin_forward()
             self._make_room(base, record)
             return
         level = self._finish(record)
@@ -270,10 +259,9 @@ class Session:
                 self.known.full.clear()
                 self.plans.clear()
         look = look_of(base, self._device_type, self._sharded)
-        if look != self._look:
-            if self._look is not None:
-                log.info("hf_ckpt: the model has changed, so that its steps are measured again.")
-            self._look, self._state = look, (look[0], self._looks.setdefault(look, len(self._looks)))
+        if self._looks and look not in self._looks:
+            log.info("hf_ckpt: the model has changed, so that its steps are measured again.")
+        self._state = look[0], self._looks.setdefault(look, len(self._looks))
         self._forwards = [forward]
         forwards = self._expected.get((self._state, forward), (forward,))
         has_gradients = any(parameter.grad is not None for parameter in base.parameters())
@@ -288,14 +276,14 @@ class Session:
 
     def after_forward(self, failed: bool) -> None:
         """A training forward has ended, or has raised an error."""
-        if self._recorder is not None and failed:
+        if self.recorder is not None and failed:
             self._drop()
-        elif self._recorder is not None:
-            self._recorder.boundaries.finish()
+        elif self.recorder is not None:
+            self.recorder.boundaries.finish()
 
     def stop(self, record: Installation) -> None:
         """Stop measuring. If the last step has ended, store its measurements first."""
-        if self._recorder is not None and self._recorder.levels.last == "end":
+        if self.recorder is not None and self.recorder.levels.last == "end":
             self._finish(record)
         self._drop()
         if self._forget_optimizers is not None:
@@ -381,8 +369,8 @@ class Session:
         """Whether a forward belongs to the current step."""
         if not self._forwards:
             return False
-        if self._recorder is not None:
-            return self._recorder.levels.last == "forwarded" and self._recorder.boundaries.has_graph
+        if self.recorder is not None:
+            return self.recorder.levels.last == "forwarded" and self.recorder.boundaries.has_graph
         expected = self._expected.get((self._state, self._forwards[0]), ())
         return len(expected) > len(self._forwards) and expected[len(self._forwards)].stack == forward.stack
 
@@ -402,7 +390,7 @@ class Session:
         planned: Planned | None = record.planned
         if planned is None or Batch(planned.shape.forwards, True).covers(Batch(tuple(self._forwards), True)):
             return
-        if planned.measures and (self._recorder is None or not self._recorder.tried):
+        if planned.measures and (self.recorder is None or not self.recorder.tried):
             return  # the tightest plan is already enabled
         self._drop()
         self._expect(planned)
@@ -421,28 +409,28 @@ class Session:
             text = "hf_ckpt: %s: measuring the first steps, under `%s` but for a few blocks"
             PLANS.info(text, self._name, self._least)
         modules = compat.compiler.outside_graphs(running, self._modules)
-        self._recorder = _Recorder(base, meter, planned, tried, modules)
+        self.recorder = _Recorder(base, meter, planned, tried, modules)
         self.measured_steps += 1
 
     def _drop(self) -> None:
         """Stop measuring the current step."""
-        if self._recorder is not None:
-            self._recorder.stop()
-            self._recorder = None
+        if self.recorder is not None:
+            self.recorder.stop()
+            self.recorder = None
 
     def _finish(self, record: Installation) -> int:
         """Store the measurements of the last step, if it was measured and has ended.
 
         Returns the bytes that are alive now, or 0 if they were not read.
         """
-        recorder = self._recorder
+        recorder = self.recorder
         if recorder is None:
             return 0
         self._drop()
         if compat.compiler.compiled_graphs() != recorder.graphs:
             return 0  # compiling takes time, and may take memory; the next step uses the new graphs
         levels, planned, known = recorder.levels, recorder.planned, self.known
-        level, outside = levels.outside()
+        level, outside = levels.meter.read()
         outside = outside if record.passes == self._passes else 0  # else it may include an evaluation
         self._passes = record.passes
         step = step_of(levels.levels(), outside)
@@ -493,9 +481,9 @@ class Session:
         device = this_device(self._devices)
         ways = with_offloading(costs, device.host_bandwidth, device.launch_nanoseconds, self._spec.host_budget)
         stacks = {block.stack for block in self._blocks.values()}
-        if len(stacks) == 1 and not (self._compiles or self._sharded):
+        if len(stacks) == 1 and not (self._least == COMPILED or self._sharded):
             ways = [*ways, *in_segments(costs)]
-        made, hints = best_plan(ways, self.limit_bytes, device_name(self._devices))
+        made, hints = best_plan(ways, self.limit_bytes, compat.devices.device_name(self._devices))
         actions = {block.name: action for block, action in made.actions}
         blocks = tuple((block, actions.get(name, self._least)) for name, block in self._blocks.items())
         plan = Plan(self._family, self._name, blocks, made.prediction, self._spec.head)

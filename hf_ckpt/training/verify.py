@@ -33,7 +33,12 @@ both gradients are equally far from the exact one."""
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """The result of `verify`. It is truthy if the gradients are equal and the plan was carried out."""
+    """The result of `verify`. It is truthy if the plan does what it promises.
+
+    Gradients were compared. Buffers are bit-equal; gradients and the loss are, too, or differ by rounding if the head
+    runs in chunks, or blocks are compiled. Every planned block was recomputed. Tensors were moved to host memory, and
+    the head ran in chunks, if the plan says so.
+    """
 
     plan: Plan
     """The plan that was verified."""
@@ -46,22 +51,8 @@ class Verification:
     problems: tuple[str, ...]
     """What is wrong, in words; empty if the plan does what it promises."""
 
-    @property
-    def ok(self) -> bool:
-        """Whether the plan does what it promises.
-
-        Gradients were compared. Buffers are bit-equal; gradients and the loss are, too, or differ by rounding if the
-        head runs in chunks, or blocks are compiled. Every planned block was recomputed. Tensors were moved to host
-        memory, and the head ran in chunks, if the plan says so.
-        """
-        return not self.problems
-
     def __bool__(self) -> bool:
-        return self.ok
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able dict."""
-        return {"ok": self.ok, **dataclasses.asdict(self), "plan": self.plan.to_dict()}
+        return not self.problems
 
     def __str__(self) -> str:
         return "\n".join(

@@ -56,7 +56,6 @@ class Watch:
         """The last check. It holds the inputs of its block, so only the graph of that step may hold it."""
         self._logged: set[tuple[type, Action | None]] = set()
         """(class of a block, its action) for each difference that was logged."""
-        self._whole: bool | None = None
 
     def on_forward(self, base: nn.Module, record: Installation | None, running: nn.Module | None = None) -> None:
         """Check a block of the training forward that is about to begin, if a check is due.
@@ -72,7 +71,7 @@ class Watch:
             return
         self._forwards += 1
         self._due |= self._forwards % self.check_every == first % self.check_every
-        if record is not None and record.session is not None and record.session.is_measuring:
+        if record is not None and record.session is not None and record.session.recorder is not None:
             return  # a check would disturb it
         if not self._due or compat.devices.is_capturing():  # a check waits for the device, which a graph does not allow
             return
@@ -86,8 +85,6 @@ class Watch:
         if room <= 0:
             self._say_once("blocks", "the plan leaves no room for a check, or torch does not tell how much there is")
             return
-        if self._whole is None:
-            self._whole = compat.distributed.parameters_stay(base)
         name, module = blocks[self._turn % len(blocks)]
         self._turn += 1
         action = None if record is None else record.plan.active().get(name)
@@ -95,7 +92,7 @@ class Watch:
             module,
             name,
             room_bytes=room,
-            whole=self._whole,
+            whole=compat.distributed.parameters_stay(base),
             done=lambda check: self._has_ended(check, (type(module), action)),
         )
         self._check = weakref.ref(check)

@@ -117,7 +117,7 @@ def test_everything_is_asked_of_the_devices_of_the_model(cuda):
     assert memory.device_memory(1, {FIRST, SECOND}) == memory.DeviceMemory(18000, 12000)
     assert memory.device_memory(1) == memory.DeviceMemory(9000, 6000)
     assert memory.device_memory(0, ON_CPU).total_bytes > 10**8
-    assert [memory.device_name(there) for there in (None, {SECOND}, ON_CPU)] == ["Card 0", "Card 1", "cpu"]
+    assert [devices.device_name(there) for there in (None, {SECOND}, ON_CPU)] == ["Card 0", "Card 1", "cpu"]
     assert this_device(ON_CPU).name == "cpu"
     assert memory.spare_bytes({SECOND}) == 6000 - 1700
     assert memory.spare_bytes(ON_CPU) > 10**6

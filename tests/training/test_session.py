@@ -92,7 +92,7 @@ def test_a_run_is_measured_and_planned_for(caplog):
     assert plans[-1] != plans[0]
     session = installation(model).session
     assert session.measured_steps == 8
-    assert not session.is_measuring
+    assert session.recorder is None
     hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
     assert not any(isinstance(hook, functools.partial) for hook in hooks)
     assert not _get_current_dispatch_mode_stack()

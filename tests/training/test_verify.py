@@ -25,7 +25,7 @@ from hf_ckpt.spec.actions import FULL
 def test_equal_and_counted(family):
     result = hf_ckpt.verify(tiny_model(family, dropout=0.1), tiny_batch(family), {"every_n_layers": 2})
     assert result, result
-    assert result.ok
+    assert result
     assert result.loss == "equal"
     assert int(result.gradients.partition(" of ")[0]) > 30
     assert list(result.recomputed.values()) == [1] * (4 if family == "t5" else 2)
