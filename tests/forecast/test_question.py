@@ -12,6 +12,7 @@ from helpers.processes import python
 import hf_ckpt
 from hf_ckpt.cli import main
 from hf_ckpt.cli.arguments import asked_of
+from hf_ckpt.compat import devices
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.devices import DEVICES, device_named, this_device
 from hf_ckpt.forecast.question import Question, command_of, question
@@ -115,7 +116,7 @@ def test_what_cannot_be_asked_or_answered_is_refused(fields, told):
     ],
 )
 def test_devices_are_known_by_the_names_that_they_report(name, reported, monkeypatch):
-    monkeypatch.setattr(memory, "device_name", lambda devices: reported)
+    monkeypatch.setattr(devices, "device_name", lambda devices: reported)
     total = memory.device_memory(0).total_bytes
     assert this_device() == dataclasses.replace(DEVICES[name], memory_bytes=total)
 
