@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 if __name__ == "__main__":  # one rank, see `counted_on_ranks`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from helpers.processes import read_ranks, torchrun
+from helpers.processes import torchrun
 
 import hf_ckpt
 from hf_ckpt.costs.costs import timeline
@@ -294,8 +294,7 @@ def counted(name: str, folder: Path) -> dict[str, tuple[int, Plan]]:
 @functools.cache
 def counted_on_ranks(folder: Path) -> list[dict[str, dict[str, int]]]:
     """For each of two ranks under FSDP2, the peak of every row and plan. They share a launch, which takes long."""
-    torchrun(__file__, folder)
-    return read_ranks(folder)
+    return torchrun(__file__, folder)
 
 
 def count_on_this_rank(folder: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 
-from helpers.versions import missing_for_add_adapter
-
 TARGETS = {
     "llama": ["q_proj", "up_proj"],
     "gpt2": ["c_attn", "c_fc"],
@@ -18,25 +16,17 @@ TARGETS = {
 
 def lora_config(family, targets=None, **options):
     """Adapters with random values: PEFT initialises B with zeros, so that A would get no gradient."""
-    return LoraConfig(
-        r=4,
-        init_lora_weights=False,
-        target_modules=targets or TARGETS[family],
-        fan_in_fan_out=family == "gpt2",
-        **options,
-    )
+    chosen = {"target_modules": targets or TARGETS[family], "fan_in_fan_out": family == "gpt2"}
+    return LoraConfig(r=4, init_lora_weights=False, **chosen, **options)
 
 
 def add_inside(model, config):
-    """Add adapters inside a transformers model, without a wrapper, as its `add_adapter` does.
+    """Add adapters inside a transformers model, without a wrapper.
 
-    If that method requires a newer PEFT than is installed, call PEFT's own function instead.
+    Its own `add_adapter` does the same, but requires a newer PEFT than there is for some versions of transformers.
     """
-    if missing_for_add_adapter() is None:
-        model.add_adapter(config)
-    else:
-        model._hf_peft_config_loaded = True
-        inject_adapter_in_model(config, model)
+    model._hf_peft_config_loaded = True
+    inject_adapter_in_model(config, model)
 
 
 def with_lora(model, family, *, hub=False, lora_dropout=0.1, **options):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-import time
 
 from selenium import webdriver
 from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
-from selenium.webdriver.common.by import By
+from selenium.webdriver.support.wait import WebDriverWait
 
 SWITCHES = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1280,900"),
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # no name resolves
 )
 
@@ -28,42 +25,30 @@ class Browser:
             options.add_argument(switch)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
-        self.driver.set_script_timeout(60)
 
     def open(self, address):
-        """Load a page in a window of 1,280 x 900 pixels, and clear the logs."""
+        """Load a page, and clear the logs."""
         self.driver.get_log("performance"), self.driver.get_log("browser")
-        size = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         self.driver.get(address)
 
     def find(self, selector):
-        return self.driver.find_element(By.CSS_SELECTOR, selector)
+        return self.driver.find_element("css selector", selector)
 
     def text(self, selector):
         return self.driver.execute_script("return document.querySelector(arguments[0])?.textContent ?? ''", selector)
 
     def wait(self, condition, seconds=60):
-        """Wait until a condition holds, and return its value; fail if it never does.
-
-        Elements may appear late: Gradio builds a folded part when it is opened.
-        """
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            with contextlib.suppress(NoSuchElementException, StaleElementReferenceException):
-                found = condition()
-                if found:
-                    return found
-            time.sleep(0.05)
-        raise AssertionError(f"waited for {seconds} s; the console says {self.driver.get_log('browser')}")
+        """Wait until a condition holds. Elements may appear late: Gradio builds a folded part when it is opened."""
+        late = (NoSuchElementException, StaleElementReferenceException)
+        WebDriverWait(self.driver, seconds, ignored_exceptions=late).until(lambda driver: condition())
 
     def requested(self):
         """Addresses that the page requested, over HTTP or as files."""
-        entries = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        sent = [entry["params"] for entry in entries if entry["method"] == "Network.requestWillBeSent"]
-        sockets = [entry["params"]["url"] for entry in entries if entry["method"] == "Network.webSocketCreated"]
-        found = [entry["request"]["url"] for entry in sent] + sockets
-        return [url for url in found if not url.startswith(("data:", "blob:", "chrome:", "about:"))]
+        events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        sent = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        sockets = [event["params"]["url"] for event in events if event["method"] == "Network.webSocketCreated"]
+        urls = [event["request"]["url"] for event in sent] + sockets
+        return [url for url in urls if not url.startswith(("data:", "blob:", "chrome:", "about:"))]
 
     def complaints(self):
         """Errors and warnings on the console."""

@@ -1,4 +1,4 @@
-"""Cases of training on two ranks, for the tests and for the worker that runs them."""
+"""Cases of training on two ranks, for the tests and for the worker that runs them, `scripts/ranks.py`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,27 @@ MIXED = {"rules": [{"layers": "0", "policy": "full"}, {"layers": "2", "policy": 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, how ranks share it, and a few backward passes."""
+    """A model, how ranks share it, and a few steps."""
 
     by: str
-    """`ddp`, `fsdp2`, `trainer` or `zero2`."""
+    """`ddp`, `fsdp1`, `fsdp2`, `trainer` (with DDP), `zero2` or `zero3` (the Trainer with DeepSpeed), or `accelerate`
+    (its own FSDP2)."""
     family: str = "llama"
-    specs: tuple[dict[str, Any] | None, ...] = ({"policy": "full"},)
+    specs: tuple[dict[str, Any], ...] = ({"policy": "full"},)
     """One for each rank, or one for all."""
+    share: float | None = None
+    """In place of `specs`, a budget at this position between the peaks under `full` and without checkpointing."""
     model: str = ""
     """A change made to the model first, see `build` in the worker."""
-    steps: str = "one"
-    """`one`, `pair` (two forwards, one backward), `accumulate` (two without reduction, then one), `repeat` (twice)."""
+    steps: int = 1
+    accumulate: int = 1
+    """Micro-steps of a step; only the last one exchanges gradients."""
+    pair: bool = False
+    """Whether a micro-step is two forwards and one backward."""
     order: str = "before"
     """Enabled `before` or `after` the model is wrapped; `stock`: transformers' reentrant checkpointing."""
+    owner: str = "ours"
+    """Who checkpoints under accelerate: hf_ckpt, accelerate (`theirs`), or both, with accelerate enabled later."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Options of DistributedDataParallel."""
     half: bool = False
@@ -36,12 +44,12 @@ class Case:
     @property
     def forwards(self) -> int:
         """How often each block runs, without recomputations."""
-        return {"one": 1, "pair": 2, "accumulate": 3, "repeat": 2}[self.steps]
+        return self.steps * self.accumulate * (2 if self.pair else 1)
 
     @property
     def compiled(self) -> bool:
         """Whether hf_ckpt compiles blocks. Compiled kernels round differently, so gradients are not bit-equal."""
-        return any("compile" in (spec or {}) for spec in self.specs)
+        return any("compile" in spec for spec in self.specs)
 
     def blocks(self) -> list[str]:
         """Names of all blocks."""
@@ -56,3 +64,22 @@ class Case:
         every = spec.get("every_n_layers", 1)
         chosen = {name: kinds.get(name[-1], "") for name in self.blocks() if int(name[-1]) % every == 0}
         return {name: kind for name, kind in chosen.items() if kind}
+
+
+def assert_as_planned(case: Case, rank: int, found: dict[str, Any]) -> None:
+    """Check forwards and recomputations of each planned block, by hf_ckpt's count and by a count inside each block."""
+    planned = case.planned(rank)
+    assert found["forwards"] == dict.fromkeys(planned, case.forwards)
+    frozen = case.blocks()[:2] if case.model == "frozen" else []
+    whole = [name for name, kind in planned.items() if kind == "full" and name not in frozen]
+    # Of a segment of two blocks, the first also runs again to make the second one's input.
+    first = ("0", "2") if "segments" in case.specs[rank % len(case.specs)] else ()
+    again = {name: case.forwards * (2 if name.endswith(first) else 1) for name in whole} | dict.fromkeys(frozen, 0)
+    counts = {name: found["recomputed"][name] for name in planned}
+    assert {name: counts[name] for name in (*whole, *frozen)} == again
+    assert found["calls"] == {name: case.forwards + again.get(name, 0) for name in case.blocks()}
+    rebuilt = [counts[name] for name, kind in planned.items() if kind == "selective"]
+    if rebuilt and case.by == "zero3":  # a block may have nothing that can be rebuilt, which a warning says
+        assert any(rebuilt) != ("that can be rebuilt" in found["messages"])
+    else:
+        assert all(rebuilt)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 
 import torch
-import torch._dynamo
 
 import hf_ckpt
 from hf_ckpt import compat
@@ -119,13 +118,3 @@ def assert_frees_everything(model, batch, meter=LiveBytes):
             assert live.current_bytes - live.start_bytes <= CACHED_BYTES < held
     finally:
         gc.enable()
-
-
-def checkpoints_compiled(counts, compiler="aot_eager"):
-    """A compiler backend that appends to `counts` the number of checkpointed regions in each graph."""
-
-    def backend(graph, inputs):
-        counts.append(sum("checkpoint" in str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
-        return torch._dynamo.lookup_backend(compiler)(graph, inputs)
-
-    return backend

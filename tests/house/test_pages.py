@@ -13,8 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from helpers.processes import SCRIPTS, run
-from helpers.scripts import ROOT
+from helpers.processes import ROOT, SCRIPTS, run
 from helpers.sparing import sparing
 from helpers.trainers import Rows
 from transformers import TrainingArguments

@@ -23,7 +23,6 @@ from helpers.lanes import Delayed, lanes_of
 from helpers.others import OTHERS, other_model
 from helpers.steps import ROUNDING, ROUNDING_16, assert_near, assert_same, enable, outcome, step, without_cache
 from helpers.unusual_models import MODELS, unusual_batch, unusual_model
-from helpers.versions import skip_where_absent
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -245,8 +244,10 @@ class Mode:
 
     def model(self, family):
         """A new model, the same each time."""
-        skip_where_absent(family, self.attention)
-        model = copy.deepcopy(built(family, self.dropout, self.attention, self.dtype))
+        try:
+            model = copy.deepcopy(built(family, self.dropout, self.attention, self.dtype))
+        except ValueError as error:  # T5 has no sdpa before transformers 5
+            pytest.skip(f"{family} has no {self.attention} attention in this transformers: {str(error)[:80]}")
         for block in find_blocks(model).modules.values() if self.inside else ():
             block.mlp.act_fn = nn.Sequential(block.mlp.act_fn, self.inside())
         return model.requires_grad_(self.loss != "of input embeddings")

@@ -9,7 +9,6 @@ import contextlib
 import io
 import json
 import shlex
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,11 +88,6 @@ def section(question: str, command: str, found: dict) -> str:
 
 
 def main() -> None:
-    """Write the page; with a number as argument, print that question's section."""
-    if sys.argv[1:]:
-        question = list(QUESTIONS)[int(sys.argv[1])]
-        print(section(question, QUESTIONS[question], answer_of(QUESTIONS[question])))
-        return
     sections = [section(question, command, answer_of(command)) for question, command in QUESTIONS.items()]
     PAGE.write_text("\n".join([INTRODUCTION, *sections]))
 

@@ -1,4 +1,7 @@
-"""An ordinary Trainer script with command-line options; hf_ckpt is used only in the last lines."""
+"""An ordinary Trainer script with command-line options: it trains, evaluates, saves and resumes.
+
+hf_ckpt is used only in the last lines, to write what was recomputed.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,17 @@ def main() -> None:
     (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
     columns = tiny_batch("llama", batch=8)
     rows = [{name: value[row] for name, value in columns.items()} for row in range(8)]
-    model = tiny_model("llama")
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
-    trainer.train()
+    model = tiny_model("llama", dropout=0.1)
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:4])
+    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
 
     import hf_ckpt
+    from hf_ckpt.attach.record import installation
 
-    described = hf_ckpt.describe(model)
-    found = {
-        "spec": described.spec,
-        "recomputed": described.recomputed,
-        "steps": trainer.state.global_step,
-        "wrapper": type(trainer.model_wrapped).__name__,
-    }
-    Path(arguments.output_dir, "found.json").write_text(json.dumps(found))
+    if installation(model) is not None:
+        described = hf_ckpt.describe(model)
+        found = {"spec": described.spec, "recomputed": described.recomputed}
+        Path(arguments.output_dir, "found.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

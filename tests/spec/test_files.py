@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 
 import pytest
-from helpers.disks import full_disk
 
 from hf_ckpt.errors import FileError, PlanMismatchError, SpecError, shown
 from hf_ckpt.spec import files
@@ -76,6 +77,17 @@ def test_a_damaged_plan_is_refused(path, value):
     place[path[-1]] = value
     with pytest.raises(PlanMismatchError):
         Plan.from_dict(saved)
+
+
+@contextlib.contextmanager
+def full_disk(most_bytes):
+    """Limit files of this process to a size in bytes: a write is cut there, and the next one fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_leaves_the_plan_that_was_there(tmp_path):

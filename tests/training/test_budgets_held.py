@@ -5,15 +5,21 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from helpers.budget_ranks import RANK_ROWS, missed_on_ranks
 from helpers.budgets import ROWS, SHARES, misses, references
 from helpers.planned import budgeted, live_peak
+from helpers.processes import each_rank, run_on_ranks
+from helpers.ranks import Case
 from helpers.steps import assert_same, enable, step
 
 import hf_ckpt
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 QUICK, *SLOW = ROWS
+RANK_ROWS = {
+    "ddp, other lengths": Case("ddp", tokens=(96, 64), steps=12),
+    "fsdp1": Case("fsdp1", tokens=(96,), steps=12),
+    "fsdp2, bf16, three micro-steps": Case("fsdp2", half=True, accumulate=3, tokens=(96,), steps=8),
+}
 
 
 def cases(names):
@@ -52,6 +58,8 @@ def test_segments_are_taken_where_nothing_else_fits():
 
 @pytest.mark.parametrize(("name", "shares"), [*cases(RANK_ROWS)])
 def test_budgets_hold_on_ranks(name, shares, tmp_path):
-    """Each rank has its own peaks."""
+    """Each rank has its own peaks; the budget is the same on all ranks."""
     named = {f"{name} at {share}": dataclasses.replace(RANK_ROWS[name], share=share) for share in shares}
-    assert missed_on_ranks(named, tmp_path) == {case: [[], []] for case in named}
+    results = run_on_ranks(named, tmp_path)
+    missed = {case: [found["missed"] for found in each_rank(results, case)] for case in named}
+    assert missed == {case: [[], []] for case in named}

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.processes import python, run
+from helpers.processes import ROOT, python, run
 
-ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.slow
 PLAN = ["plan", "mini-gpt2", "--device", "a10", "--budget", "1GiB"]
 

@@ -1,4 +1,4 @@
-"""Unmodified training scripts: TRL's own, one like transformers' examples, and a loop with Accelerate."""
+"""Unmodified training scripts: TRL's own, one with the Trainer, and a loop with Accelerate."""
 
 from __future__ import annotations
 
@@ -7,14 +7,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.clients import COMMON, GRPO, LAYERS, OFF, PLANS, STEPS, TASKS, TEXTS, asked_by, logs_of, words_of
+from helpers.clients import COMMON, GRPO, PLANS, STEPS, TASKS, logs_of
 from helpers.processes import SCRIPTS
 from helpers.sparing import sparing
 from safetensors.torch import load_file
 
-from hf_ckpt.models.tiny import byte_tokenizer, tiny_model
-
 pytestmark = pytest.mark.usefixtures("quiet_and_alone")
+
+
+def words_of(settings) -> list[str]:
+    """Settings as command-line arguments."""
+    found = []
+    for name, value in settings.items():
+        found += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return found
+
+
+def asked_by(spec) -> list[str]:
+    return words_of({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": spec})
+
+
 SCRIPTS_OF_TRL = {
     "sft": ["--use_peft", "--lora_r", "2", "--lora_target_modules", "all-linear"],
     "dpo": [],
@@ -40,88 +52,68 @@ def trl_words(base, tmp_path):
     return words
 
 
-def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    (file,) = folder.glob("*.safetensors")
-    return load_file(file)
-
-
-def assert_same_weights(wanted: Path, got: Path, what: str = "") -> None:
-    expected, found = weights_in(wanted), weights_in(got)
-    assert expected.keys() == found.keys(), what
-    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == [], what
+def assert_same_weights(wanted: Path, got: Path) -> None:
+    expected, found = (load_file(next(folder.glob("*.safetensors"))) for folder in (wanted, got))
+    assert expected.keys() == found.keys()
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
 
 
 @sparing("kind", SCRIPTS_OF_TRL, "grpo")
 def test_unmodified_scripts_of_trl(script, trl_words, tmp_path, kind):
     """`trl sft`, `trl dpo` and `trl grpo` train the same under `python -m hf_ckpt`, unmodified."""
     module = f"trl.scripts.{kind}"
-    reference, none = script(module, *trl_words(kind, tmp_path / "off", *OFF), hooked=None)
+    reference, none = script(
+        module, *trl_words(kind, tmp_path / "off", "--gradient_checkpointing", "False"), hooked=None
+    )
     assert none is None
     assert reference.args.gradient_checkpointing is False
-    for plan, spec in PLANS.items():
-        run, done = script(module, *trl_words(kind, tmp_path / plan, *asked_by(spec)))
-        assert logs_of(run) == logs_of(reference)
-        assert_same_weights(tmp_path / "off", tmp_path / plan, plan)
-        assert done.enabled
-        assert set(done.forwards.values()) == {STEPS}
-        assert len(done.forwards) == (2 if plan == "mixed" else LAYERS)
-        fulls = [done.recomputed[name] for name in done.forwards if done.plan.active()[name].kind == "full"]
-        assert fulls == [STEPS] * {"full": LAYERS, "selective": 0, "mixed": 1}[plan]
-        assert bool(done.dropped_tensors) == (plan != "full")
-
-
-@pytest.fixture
-def clm_words(tmp_path):
-    """Arguments of an example script: a GPT-2 with dropout, evaluated and saved half-way and at the end."""
-    base = tmp_path / "gpt2"
-    tiny_model("gpt2", layers=LAYERS, hidden=16, dropout=0.1).save_pretrained(base)
-    byte_tokenizer().save_pretrained(base)
-    for name in ("train", "validation"):
-        (tmp_path / f"{name}.txt").write_text("\n".join(TEXTS * 2))
-    settings = {name: value for name, value in COMMON.items() if name not in ("save_strategy", "max_steps")}
-    settings |= {"model_name_or_path": base, "train_file": "train.txt", "validation_file": "validation.txt"}
-    settings |= {"do_train": True, "do_eval": True, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
-    settings |= {"max_steps": 4, "lr_scheduler_type": "constant"}
-    return lambda out, *more: [*words_of(settings | {"output_dir": out}), *more]
-
-
-def test_an_example_script_trains_evaluates_saves_and_resumes(script, clm_words, tmp_path):
-    """Two steps and two resumed steps equal four steps, even if the plan changes in between."""
-    clm = SCRIPTS / "run_clm.py"
-    reference, _ = script(clm, *clm_words(tmp_path / "off"), hooked=None)
-    assert sum("eval_accuracy" in row for row in reference.state.log_history) == 3  # two half-way
-    run, done = script(clm, *clm_words(tmp_path / "full", *asked_by(PLANS["full"])))
+    run, done = script(module, *trl_words(kind, tmp_path / "mixed", *asked_by(PLANS["mixed"])))
     assert logs_of(run) == logs_of(reference)
-    assert done.recomputed == done.forwards == {f"transformer.h.{block}": 4 for block in range(LAYERS)}
-    assert_same_weights(tmp_path / "off", tmp_path / "full")
-    middle = tmp_path / "full" / "checkpoint-2"
-    assert_same_weights(tmp_path / "off" / "checkpoint-2", middle)
+    assert_same_weights(tmp_path / "off", tmp_path / "mixed")
+    assert done.enabled
+    full, selective = done.forwards
+    assert done.forwards == {full: STEPS, selective: STEPS}
+    assert done.recomputed[full] == STEPS < done.recomputed[selective]
 
-    for name, spec in {**PLANS, "none": {"policy": "none"}}.items():
-        out = tmp_path / f"resumed-{name}"
-        run, done = script(clm, *clm_words(out, "--resume_from_checkpoint", str(middle), *asked_by(spec)))
+
+def test_a_trainer_script_evaluates_saves_and_resumes(script, tmp_path):
+    """Two steps and two resumed steps equal four steps, even if the plan changes in between."""
+
+    def words(name, *more):
+        steps = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        return [*words_of(COMMON | steps | {"output_dir": tmp_path / name, "lr_scheduler_type": "constant"}), *more]
+
+    trainer = SCRIPTS / "trainer_script.py"
+    reference, _ = script(trainer, *words("off"), hooked=None)
+    assert sum("eval_loss" in row for row in reference.state.log_history) == 2
+    run, done = script(trainer, *words("full", *asked_by(PLANS["full"])))
+    assert logs_of(run) == logs_of(reference)
+    assert done.recomputed == done.forwards == {f"model.layers.{block}": 4 for block in range(4)}
+    middle = tmp_path / "full" / "checkpoint-2"
+    for step in (2, 4):
+        assert_same_weights(*(tmp_path / name / f"checkpoint-{step}" for name in ("off", "full")))
+    for name, spec in {"mixed": PLANS["mixed"], "none": {"policy": "none"}}.items():
+        asked = ["--resume_from_checkpoint", str(middle), *asked_by(spec)]
+        run, done = script(trainer, *words(f"resumed-{name}", *asked))
         assert run.state.global_step == 4
-        assert_same_weights(tmp_path / "off", out, name)
-        assert logs_of(run)[:-2] == logs_of(reference)[:-2], name  # without the totals, which cover two steps here
+        assert_same_weights(*(tmp_path / folder / "checkpoint-4" for folder in ("off", f"resumed-{name}")))
+        assert logs_of(run)[:-1] == logs_of(reference)[:-1], name  # without the totals, which cover two steps here
         assert set(done.forwards.values()) == (set() if name == "none" else {2})
 
 
 def test_a_plain_loop_of_accelerate_accumulates(script, tmp_path):
     """A loop with accumulation and dropout trains the same, although it never enables checkpointing."""
-    loop = SCRIPTS / "accelerate_loop.py"
-    options = ["--steps", str(STEPS), "--accumulate", "2", "--dropout", "0.1"]
-    script(loop, tmp_path / "off", *options, hooked=None)
-    wanted = json.loads((tmp_path / "off" / "rank0.json").read_text())
-    weights = torch.load(tmp_path / "off" / "rank0.pt")
-    assert wanted["enabled"] is None
-    assert len(wanted["losses"]) == 2 * STEPS
-    for plan, spec in PLANS.items():
-        script(loop, tmp_path / plan, *options, hooked=["--spec", json.dumps(spec)])
-        found = json.loads((tmp_path / plan / "rank0.json").read_text())
-        assert found["enabled"]
-        assert found["losses"] == wanted["losses"]
-        got = torch.load(tmp_path / plan / "rank0.pt")
-        assert [name for name, value in weights.items() if not torch.equal(value, got[name])] == []
-        full = {"full": 4, "selective": 0, "mixed": 1}[plan]
-        assert sum(times == 2 * STEPS for times in found["recomputed"].values()) == full
-        assert len(found["recomputed"]) == (2 if plan == "mixed" else 4)
+    found = {}
+    for plan, spec in {"off": None, **PLANS}.items():
+        hooked = ["--spec", json.dumps(spec)] if spec else None
+        script(SCRIPTS / "accelerate_loop.py", tmp_path / plan, hooked=hooked)
+        found[plan] = json.loads((tmp_path / plan / "found.json").read_text())
+        assert found[plan]["losses"] == found["off"]["losses"]
+        assert_same_weights(tmp_path / "off", tmp_path / plan)
+    blocks = [f"model.layers.{block}" for block in range(4)]
+    forwards = len(found["off"]["losses"])
+    assert found["off"]["recomputed"] == {}
+    assert found["full"]["recomputed"] == dict.fromkeys(blocks, forwards)
+    assert [*found["selective"]["recomputed"]] == blocks
+    assert [*found["mixed"]["recomputed"]] == blocks[:2]
+    assert found["mixed"]["recomputed"][blocks[0]] == forwards < found["mixed"]["recomputed"][blocks[1]]

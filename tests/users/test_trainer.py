@@ -55,9 +55,6 @@ def test_a_nested_spec_reaches_the_blocks_from_the_command_line(tmp_path, name):
     assert hf_ckpt.describe(model).spec == spec
 
 
-# --- logits as the peak -----------------------------------------------------------------------------------------------
-
-
 LOGITS = 2 * 12 * 320 * 4
 """Bytes of the logits for two rows."""
 
